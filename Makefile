@@ -1,0 +1,31 @@
+# make demo   set up (once), then one whole RLHF run with real parts
+# make test   set up (once), then every check and test
+# make setup  only set up
+SHELL := /bin/bash
+VENV := $(shell scripts/setup.sh --path)
+BIN := $(VENV)/bin
+HOME_DIR := $(or $(RLHFLESS_HOME),$(HOME)/.cache/rlhfless)
+MODEL := $(HOME_DIR)/models/tiny
+
+.PHONY: setup demo test lint unit clean
+
+setup:
+	@scripts/setup.sh >/dev/null
+
+demo: setup
+	@$(BIN)/rlhfless models tiny --out $(MODEL)
+	@RLHFLESS_MODEL=$(MODEL) $(BIN)/rlhfless run examples/demo.yaml \
+	    --set model.path=$(MODEL)/model --set prompts.path=$(MODEL)/train.jsonl \
+	    --set prompts.held_out.path=$(MODEL)/heldout.jsonl
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy rlhfless
+	@$(BIN)/lint-imports
+
+test: lint
+	@$(BIN)/pytest
+
+clean:
+	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,137 @@
+"""What every function shares: an incarnation, the fence against old drivers, and replies that carry the work done.
+
+A function is a Serve deployment with one replica. Serve revives a dead replica under the same name, so every
+reply carries the *incarnation*, drawn anew in each process: an unknown one is a new replica that has loaded
+nothing. Calls carry (run, attempt, step); a replica refuses calls of an older attempt than the newest it has seen,
+so a driver that was believed dead can do no harm.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Who calls, for which step."""
+
+    run_id: str
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a call worked on, for the ledger."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    sequences: int = 0
+    size_bytes: int = 0
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[T]):
+    """A result, with when the function's body ran (unix time) and what it worked on."""
+
+    incarnation: str
+    value: T
+    start_s: float
+    end_s: float
+    usage: Usage = Usage()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """What a replica says of itself when it is up."""
+
+    incarnation: str
+    pid: int
+    host: str
+    pids: tuple[int, ...] = ()
+    """Further processes that the replica owns, such as its engine or its ranks."""
+
+
+class StaleCall(Exception):
+    """A call of another run, or of an older attempt, was refused."""
+
+
+class Function:
+    """Base of the deployments."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.incarnation = uuid.uuid4().hex[:12]
+        self._attempt = 0
+
+    def admit(self, call: Call) -> None:
+        """Let a call in, or raise StaleCall."""
+        if call.run_id != self.run_id:
+            raise StaleCall(f"call of run {call.run_id!r}, but this replica belongs to {self.run_id!r}")
+        if call.attempt < self._attempt:
+            raise StaleCall(
+                f"call of attempt {call.attempt} of run {self.run_id}, but attempt {self._attempt} has taken over"
+            )
+        self._attempt = call.attempt
+
+    def reply(self, value: T, start_s: float, usage: Usage | None = None) -> Reply[T]:
+        """Wrap a result; the body ends now."""
+        return Reply(self.incarnation, value, start_s, time.time(), usage or Usage())
+
+    async def stop(self, call: Call) -> Reply[None]:
+        """End what the replica started; the fleet deletes the replica itself after this."""
+        self.admit(call)
+        return self.reply(None, time.time())
+
+    def info(self, pids: tuple[int, ...] = ()) -> ReplicaInfo:
+        return ReplicaInfo(self.incarnation, os.getpid(), os.uname().nodename, pids)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBinding:
+    """The device slots that a replica was given, and how to bind to them."""
+
+    kind: str
+    """`cpu` or `cuda`."""
+    indices: tuple[int, ...]
+    """Core or GPU numbers on its node."""
+    exclusive: bool
+    """Pin to these cores. A function that shares all cores with others is left to the scheduler."""
+
+    def bind(self) -> None:
+        """Restrict this process, and what it starts, to its devices.
+
+        Call it before torch or vLLM is imported: thread pools and CUDA look at the environment once.
+        """
+        threads = str(len(self.indices))
+        if self.kind == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.indices))
+            return
+        os.environ["OMP_NUM_THREADS"] = threads
+        os.environ["MKL_NUM_THREADS"] = threads
+        if self.exclusive:
+            available = os.sched_getaffinity(0)
+            wanted = set(self.indices) & available
+            if wanted:
+                for thread in os.listdir("/proc/self/task"):
+                    with _gone_threads_are_fine():
+                        os.sched_setaffinity(int(thread), wanted)
+
+
+@contextmanager
+def _gone_threads_are_fine() -> Iterator[None]:
+    """A thread may end between being listed and being pinned."""
+    try:
+        yield
+    except ProcessLookupError:
+        return

@@ -1,0 +1,125 @@
+"""The generation function: one vLLM engine behind one Ray Serve application.
+
+No traffic without a completed weight load: `generate` is refused unless the engine serves the version that the
+request asks for, and a load counts only when its checks have passed (rlhfless.weights.check). Finished groups are
+streamed, with a progress beat in between; single tokens never cross a process boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, SampleKey
+from rlhfless.functions.generation.sampling import RequestRun
+from rlhfless.functions.generation.vllm.adapter import Engine
+from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.records import PublishedWeights
+from rlhfless.weights.check import check_moved, check_probe
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """All that a generation replica needs to start."""
+
+    run_id: str
+    engine: EngineSettings
+    probe_tolerance: float
+    """Largest difference between engine and learner in the logprob of a probe token."""
+    binding: DeviceBinding
+
+
+class WrongVersion(RuntimeError):
+    """Generation was asked for with weights that the engine does not serve."""
+
+
+class GenerationFunction(Function):
+    """One generation actor."""
+
+    async def __init__(self, settings: GenerationSettings) -> None:  # type: ignore[misc]
+        # Serve awaits the constructor; the replica is up when the engine is.
+        super().__init__(settings.run_id)
+        settings.binding.bind()
+        self._settings = settings
+        self._engine = await Engine.start(settings.engine)
+        self._loaded: PublishedWeights | None = None
+        self._loading = asyncio.Lock()
+        self._runs: list[RequestRun] = []
+
+    async def describe(self, call: Call) -> Reply[ReplicaInfo]:
+        """Who this replica is."""
+        self.admit(call)
+        return self.reply(self.info(), time.time())
+
+    async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:
+        """Load and check a version; returns its label. Idempotent: what is loaded is not loaded again.
+
+        Raises WeightCheckFailed, after which the replica serves nothing until a load has passed.
+        """
+        self.admit(call)
+        start_s = time.time()
+        async with self._loading:
+            if self._loaded is None or self._loaded.version != published.version:
+                self._loaded = None
+                await self._load_and_check(published)
+                self._loaded = published
+        usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
+        return self.reply(published.version.label, start_s, usage)
+
+    async def prove_loading(self, call: Call, perturbed: PublishedWeights) -> Reply[float]:
+        """Load a perturbed version, which must move the probe's logprobs to where the learner says.
+
+        Done once, before the first real load: it finds tensors, such as tied heads, that stay stale. Returns the
+        largest movement in nats. Raises WeightCheckFailed.
+        """
+        self.admit(call)
+        start_s = time.time()
+        async with self._loading:
+            self._loaded = None
+            before = await self._engine.logprobs(perturbed.probe.token_ids)
+            after = await self._load_and_check(perturbed)
+            moved = check_moved(perturbed.version, before, after, self._settings.probe_tolerance)
+        usage = Usage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
+        return self.reply(moved, start_s, usage)
+
+    async def _load_and_check(self, published: PublishedWeights) -> Sequence[float]:
+        version, probe = published.version, published.probe
+        await self._engine.load(published)  # checks what the model consumed
+        logprobs = await self._engine.logprobs(probe.token_ids)
+        check_probe(version, probe, logprobs, self._settings.probe_tolerance)
+        return logprobs
+
+    async def generate(self, call: Call, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
+        """Draw the samples of a request; yields finished groups, progress beats, and the end.
+
+        Raises WrongVersion, or TimeoutError after `request.timeout_s`.
+        """
+        self.admit(call)
+        serving = None if self._loaded is None else self._loaded.version.label
+        if serving != request.version:
+            raise WrongVersion(f"{request.actor} was asked for {request.version} and serves {serving}")
+        run = RequestRun(self._engine, request, self.incarnation)
+        self._runs.append(run)
+        try:
+            async for event in run.events():
+                yield event
+        finally:
+            self._runs.remove(run)
+            await run.cancel()
+
+    async def abort(self, call: Call, keys: Sequence[SampleKey] | None = None) -> Reply[int]:
+        """Stop samples (all of them without `keys`); their streams yield the tokens so far. Idempotent."""
+        self.admit(call)
+        start_s = time.time()
+        aborted = sum([await run.abort(keys) for run in list(self._runs)])
+        return self.reply(aborted, start_s)
+
+    async def stop(self, call: Call) -> Reply[None]:
+        """Shut the engine down. The replica answers nothing after that."""
+        self.admit(call)
+        start_s = time.time()
+        await self._engine.stop()
+        return self.reply(None, start_s)

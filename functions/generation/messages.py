@@ -1,0 +1,79 @@
+"""What the loop and a generation actor say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhfless.functions.base import Reply
+from rlhfless.records import Rollout
+
+SampleKey = tuple[str, int]
+"""(prompt id, sample index): the name of a sample within its step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample; the same for all items of a request."""
+
+    max_tokens: int
+    temperature: float  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleItem:
+    """One sample to draw, or to go on with where another actor stopped."""
+
+    prompt_id: str
+    sample_index: int
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+    prior: Rollout | None = None
+    """The aborted rollout to continue: its tokens are kept, whoever drew them."""
+
+    @property
+    def key(self) -> SampleKey:
+        return (self.prompt_id, self.sample_index)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """The samples of one actor in one step."""
+
+    items: tuple[SampleItem, ...]
+    sampling: Sampling
+    version: str
+    """Label of the weight version that must be loaded: no traffic without it."""
+    actor: str
+    progress_interval_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFinished:
+    """All samples of one prompt that this actor was given have ended, or were aborted."""
+
+    incarnation: str
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Tokens so far of the samples that are still running."""
+
+    incarnation: str
+    tokens: Mapping[SampleKey, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """Nothing is left of the request; the reply carries the whole call's usage."""
+
+    reply: Reply[None]
+
+
+GenerationEvent = GroupFinished | Progress | StreamEnd

@@ -1,0 +1,243 @@
+"""One vLLM engine behind an asynchronous surface that knows nothing of vLLM.
+
+The engine is a process of its own (`loop`): a crash or a hang in native code cannot take the caller
+along, and can be killed; the caller answers health checks while the engine computes. Only requests,
+finished responses and a progress beat cross the border, never single tokens.
+
+Invariants: every wait is bounded by `EngineSettings.timeouts`. After a failed load, a lost process or a
+call that timed out, `usable` is False for ever, and every call raises `EngineDead`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rlhfless.functions.generation.vllm import frames
+from rlhfless.functions.generation.vllm.arguments import engine_environment
+from rlhfless.functions.generation.vllm.messages import (
+    Call,
+    Crashed,
+    EngineBusy,
+    EngineDead,
+    EngineError,
+    EngineSettings,
+    EngineTimeout,
+    Finished,
+    LoadReport,
+    Progress,
+    Refused,
+    Returned,
+    Sampled,
+    SampleRequest,
+    Started,
+    Stop,
+    Submit,
+)
+from rlhfless.functions.generation.vllm.version import require_supported_vllm
+from rlhfless.records import PublishedWeights, WeightVersion
+
+_MODULE = "rlhfless.functions.generation.vllm.loop"
+
+
+class Engine:
+    """A running engine. Make one with `await Engine.start(settings)`."""
+
+    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes]) -> None:
+        self.settings = settings
+        self.loaded: WeightVersion | None = None
+        """The version that serves; None while it is still the model folder's."""
+        self.start_seconds: dict[str, float] = {}
+        """Where the start went, by phase."""
+        self._process = process
+        self._samples: dict[str, asyncio.Future[Sampled]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._progress: dict[str, int] = {}
+        self._started: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
+        self._failure: EngineError | None = None
+        self._writer: asyncio.StreamWriter
+        self._reading: asyncio.Task[None]
+
+    @classmethod
+    async def start(cls, settings: EngineSettings) -> Engine:
+        """Starts a process with the engine in it and waits until it can serve.
+
+        Raises:
+            RuntimeError: vLLM is missing or of another release.
+            EngineTimeout: the start took longer than `timeouts.start_s`.
+            EngineDead: the process ended before; the message holds its trace.
+        """
+        require_supported_vllm()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(  # noqa: ASYNC220 - quick, and asyncio's own needs a child watcher
+                [sys.executable, "-m", _MODULE, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=engine_environment(settings, os.environ),
+            )
+        engine = cls(settings, process)
+        reader, engine._writer = await asyncio.open_connection(sock=ours)
+        engine._reading = asyncio.create_task(engine._read(reader))
+        engine._writer.write(frames.encode(settings))
+        try:
+            engine.start_seconds = await engine._wait(engine._started, settings.timeouts.start_s, "start")
+        except BaseException:
+            await engine.stop()
+            raise
+        return engine
+
+    @property
+    def usable(self) -> bool:
+        """The engine can serve."""
+        return self._failure is None
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        """Draws one response. If the caller is cancelled, so is the request.
+
+        Raises:
+            ValueError: a request of this id is in flight, or the engine refuses it (too long, say).
+            EngineTimeout: it took longer than `timeouts.generate_s`.
+            EngineDead: the engine is lost.
+        """
+        if request.request_id in self._samples:
+            raise ValueError(f"request {request.request_id!r} is in flight already; ids must differ")
+        future = self._expect()
+        self._samples[request.request_id] = future
+        self._send(Submit(request))
+        try:
+            sampled: Sampled = await self._wait(
+                future, self.settings.timeouts.generate_s, f"sample {request.request_id}"
+            )
+            return sampled
+        finally:
+            del self._samples[request.request_id]
+            self._progress.pop(request.request_id, None)
+            if future.cancelled() and self.usable:
+                self._send(Call(next(self._call_ids), "abort", ((request.request_id,),)))
+
+    def progress(self) -> dict[str, int]:
+        """Tokens drawn so far of each unfinished request; up to a fraction of a second old."""
+        return {name: self._progress.get(name, 0) for name in self._samples}
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Ends the given requests, or all. Their `sample` calls return what was drawn, with reason ABORT."""
+        chosen = None if request_ids is None else tuple(request_ids)
+        await self._call("abort", chosen, timeout_s=self.settings.timeouts.drain_s)
+
+    async def load(self, published: PublishedWeights) -> LoadReport | None:
+        """Loads a version and drops the prefix cache. Returns None if the version is loaded already.
+
+        The digest and number of the tensors that the model consumed are checked
+        (`weights.check.check_consumed`).
+
+        Raises:
+            EngineBusy: requests are unfinished; abort them first. Nothing was changed.
+            WeightCheckFailed, WeightFileError: the load failed, and the engine is unusable from now on.
+            EngineTimeout: it took longer than `timeouts.sync_s`; unusable as well.
+        """
+        if self.usable and self.loaded == published.version:
+            return None
+        try:
+            report: LoadReport = await self._call("load", published, timeout_s=self.settings.timeouts.sync_s)
+        except EngineBusy:
+            raise
+        except Exception as error:
+            self._fail(EngineDead(f"loading {published.version.label} failed: {error}"))
+            raise
+        self.loaded = published.version
+        return report
+
+    async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Logprobs of `token_ids` [tokens] but the first, given those before, at temperature 1: [tokens - 1].
+
+        Raises:
+            EngineBusy: requests are unfinished.
+        """
+        result: tuple[float, ...] = await self._call(
+            "logprobs", token_ids, timeout_s=self.settings.timeouts.sync_s
+        )
+        return result
+
+    async def stop(self) -> None:
+        """Ends the process: asks, waits `timeouts.drain_s`, kills. Unfinished requests raise `EngineDead`."""
+        self._fail(EngineDead("the engine was stopped"))
+        self._writer.write(frames.encode(Stop()))
+        try:
+            await asyncio.to_thread(self._process.wait, self.settings.timeouts.drain_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        self._writer.close()
+        self._reading.cancel()
+
+    async def _call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        call_id = next(self._call_ids)
+        future = self._expect()
+        self._calls[call_id] = future
+        self._send(Call(call_id, method, arguments))
+        try:
+            return await self._wait(future, timeout_s, method)
+        finally:
+            del self._calls[call_id]
+
+    def _expect(self) -> asyncio.Future[Any]:
+        if self._failure is not None:
+            raise EngineDead(str(self._failure)) from self._failure
+        return asyncio.get_running_loop().create_future()
+
+    def _send(self, message: object) -> None:
+        self._writer.write(frames.encode(message))
+
+    async def _wait(self, future: asyncio.Future[Any], timeout_s: float, what: str) -> Any:
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            failure = EngineTimeout(f"the engine did not finish `{what}` within {timeout_s:g} s")
+            self._fail(failure)
+            raise failure from None
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                self._receive(await frames.read(reader))
+        except EOFError:
+            code = await asyncio.to_thread(self._process.wait)
+            self._fail(EngineDead(f"the engine's process ended with exit code {code}"))
+
+    def _receive(self, message: object) -> None:
+        match message:
+            case Finished():
+                _resolve(self._samples.get(message.sampled.request_id), message.sampled)
+            case Refused():
+                _resolve(self._samples.get(message.request_id), message.error)
+            case Progress():
+                self._progress = message.tokens
+            case Returned():
+                _resolve(self._calls.get(message.call_id), message.error or message.value)
+            case Started():
+                _resolve(self._started, message.seconds)
+            case Crashed():
+                self._fail(EngineDead(f"the engine's process failed:\n{message.trace}"))
+
+    def _fail(self, failure: EngineError) -> None:
+        """The first failure is the cause; it ends every wait."""
+        self._failure = self._failure or failure
+        for future in (self._started, *self._samples.values(), *self._calls.values()):
+            _resolve(future, self._failure)
+
+
+def _resolve(future: asyncio.Future[Any] | None, outcome: object) -> None:
+    if future is None or future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

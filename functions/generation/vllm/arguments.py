@@ -1,0 +1,109 @@
+"""From `EngineSettings` to vLLM's arguments and the environment of the engine's process. Pure.
+
+The engine is one process: vLLM's scheduler, executor and worker run in one loop
+(`VLLM_ENABLE_V1_MULTIPROCESSING=0`), not in three processes that import vLLM three times and exchange a
+message per iteration.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhfless.functions.generation.vllm.messages import EngineSettings
+
+TRANSFER_BACKEND = "rlhfless-store"
+"""Name under which our weight engine is registered with vLLM."""
+
+WORKER_EXTENSION = "rlhfless.functions.generation.vllm.weight_engine.StoreWorkerExtension"
+"""vLLM imports this in every worker before it loads the model; the import registers the weight engine."""
+
+CPU_BLOCK_TOKENS = (
+    32  # the CPU attention kernel wants multiples of 32; the default of 128 shares no short prompts
+)
+CPU_KV_CACHE_GIB = 1.0  # without a number vLLM reserves nearly all memory of the machine
+
+OWN_ARGUMENTS = frozenset(
+    {"distributed_executor_backend", "logprobs_mode", "weight_transfer_config", "worker_extension_cls"}
+)
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs`. Raises ValueError for an `extra` that would break the adapter."""
+    spec = settings.engine
+    if taken := sorted(OWN_ARGUMENTS & spec.extra.keys()):
+        raise ValueError(f"generation.engine.extra must not contain {taken[0]!r}: the adapter sets it itself")
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "tokenizer": settings.tokenizer,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "seed": settings.seed,
+        "trust_remote_code": settings.trust_remote_code,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "max_num_seqs": spec.max_sequences,
+        "max_num_batched_tokens": spec.max_batch_tokens,
+        "enforce_eager": is_eager(settings),
+        "disable_log_stats": True,
+        # Logprobs at the sampling temperature: what the learner's ratio needs.
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    if settings.device == "cpu":
+        arguments["block_size"] = CPU_BLOCK_TOKENS
+        arguments["kv_cache_memory_bytes"] = int((spec.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
+    else:
+        arguments["gpu_memory_utilization"] = spec.gpu_memory_fraction
+    return arguments | spec.extra
+
+
+def is_eager(settings: EngineSettings) -> bool:
+    """No compilation: what the spec says; on CPU when it says nothing."""
+    return settings.device == "cpu" if settings.engine.eager is None else settings.engine.eager
+
+
+def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the engine's process. What the user set wins, save where the adapter would break."""
+    chosen = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if settings.device == "cpu":
+        chosen |= {
+            # The caller pins the process; vLLM's own binding would undo that.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+            "LD_PRELOAD": ":".join(_preloaded_libraries()),
+        }
+    fixed = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    if settings.is_local:
+        fixed["HF_HUB_OFFLINE"] = "1"
+    if is_eager(settings):
+        # Even an eager engine compiles one small function of its sampler at the first request: 48 s with a
+        # cold cache on one core, for no measurable gain.
+        fixed["TORCHDYNAMO_DISABLE"] = "1"
+    return chosen | dict(inherited) | fixed
+
+
+def _preloaded_libraries() -> list[str]:
+    """vLLM's tcmalloc and torch's OpenMP: vLLM preloads both into workers that it starts itself."""
+    patterns = (
+        ("vllm", "libs/libtcmalloc*.so*"),
+        ("torch", "../torch.libs/libgomp*.so*"),
+        ("torch", "lib/libgomp*.so*"),
+    )
+    found: list[str] = []
+    for module, pattern in patterns:
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.origin is not None:
+            found += sorted(str(path.resolve()) for path in Path(spec.origin).parent.glob(pattern))[:1]
+    return found

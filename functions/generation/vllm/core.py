@@ -1,0 +1,203 @@
+"""vLLM in this process: synchronous, one iteration per `step`.
+
+Only `loop` uses this. All that is internal to vLLM (request states, engine core) is touched here and in
+`weight_engine`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import FinishReason as CoreFinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rlhfless.functions.generation.vllm.arguments import engine_arguments
+from rlhfless.functions.generation.vllm.messages import (
+    EngineBusy,
+    EngineDead,
+    EngineSettings,
+    LoadReport,
+    Sampled,
+    SampleRequest,
+)
+from rlhfless.records import FinishReason, PublishedWeights, VersionSpan, WeightVersion
+from rlhfless.weights.check import check_consumed
+
+
+class Core:
+    """One vLLM engine. Not thread-safe, and need not be: its process has one loop."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        started = time.monotonic()
+        _register_model_class(settings)
+        config = EngineArgs(**engine_arguments(settings)).create_engine_config()
+        configured = time.monotonic()
+        self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._engine.engine_core.collective_rpc(
+            "init_weight_transfer_engine", args=({"address": settings.store},)
+        )
+        self.seconds = {"configure": configured - started, "build": time.monotonic() - configured}
+        self._internal_ids: dict[str, str] = {}
+        self._loaded: WeightVersion | None = None
+        self._usable = True
+
+    @property
+    def busy(self) -> bool:
+        """Some request is unfinished."""
+        return self._engine.has_unfinished_requests()
+
+    def submit(self, request: SampleRequest) -> None:
+        """Queues a request; `step` returns its result."""
+        self._require_usable()
+        parameters = SamplingParams(
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            stop=list(request.stop),
+            stop_token_ids=list(request.stop_token_ids),
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            # Only stop texts need the text while sampling; without them it is decoded once, at the end.
+            detokenize=bool(request.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
+        self._internal_ids[request.request_id] = self._engine.add_request(
+            request.request_id, prompt, parameters
+        )
+
+    def step(self) -> list[Sampled]:
+        """One iteration; returns the responses that ended in it."""
+        return [self._take(cast(RequestOutput, output)) for output in self._engine.step()]
+
+    def abort(self, request_ids: tuple[str, ...] | None) -> list[Sampled]:
+        """Ends the given requests, or all; returns what they have so far. Unknown ids are ignored."""
+        chosen = self._internal_ids if request_ids is None else request_ids
+        internal = [self._internal_ids[name] for name in chosen if name in self._internal_ids]
+        states = self._engine.output_processor.request_states
+        # vLLM makes the final output of an aborted request only for its own asynchronous front end.
+        outputs = [
+            states[name].make_request_output([], None, CoreFinishReason.ABORT, None) for name in internal
+        ]
+        self._engine.abort_request(internal, internal=True)
+        return [self._take(cast(RequestOutput, output)) for output in outputs]
+
+    def progress(self) -> dict[str, int]:
+        """Tokens drawn so far, by request."""
+        states = self._engine.output_processor.request_states
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states.values()}
+
+    def load(self, published: PublishedWeights) -> LoadReport:
+        """Loads a version and forgets all KV of the one before. A no-op if it is loaded already.
+
+        Raises:
+            EngineBusy: requests are unfinished; abort them first. WeightCheckFailed: the model did not
+            consume exactly the version's tensors. The engine is unusable then.
+        """
+        self._require_usable()
+        self._require_idle("load weights")
+        self._usable = False  # until the last line: half-loaded weights must never serve
+        report = self._load(published)
+        self._usable = True
+        self._loaded = published.version
+        return report
+
+    def _load(self, published: PublishedWeights) -> LoadReport:
+        started = time.monotonic()
+        core = self._engine.engine_core
+        core.collective_rpc("start_weight_update")
+        core.collective_rpc("update_weights", args=({"location": published.location},))
+        consumed: list[tuple[str, int, int]] = core.collective_rpc("rlhfless_consumed")  # one per worker
+        for digest, tensors, _ in consumed:
+            check_consumed(published.version, published.tensors, digest, tensors)
+        core.collective_rpc("finish_weight_update")
+        if not self._engine.reset_prefix_cache():
+            raise EngineDead(
+                "the prefix cache could not be cleared: blocks of the old weights are still in use"
+            )
+        self._engine.set_weight_version(published.version.label)
+        digest, tensors, size_bytes = consumed[0]
+        return LoadReport(digest, tensors, size_bytes, time.monotonic() - started)
+
+    def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Logprobs of tokens 1.. of `token_ids` [tokens] given those before, at temperature 1: [tokens - 1].
+
+        Raises:
+            EngineBusy: requests are unfinished.
+        """
+        self._require_usable()
+        self._require_idle("compute logprobs")
+        parameters = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,  # of the prompt's own tokens alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._engine.add_request("logprobs", tokens_input(list(token_ids)), parameters)
+        outputs: list[Any] = []
+        while not outputs:
+            outputs = self._engine.step()
+        return tuple(outputs[0].prompt_logprobs.logprobs)
+
+    def close(self) -> None:
+        """Leaves the process groups, so that their sockets and files go."""
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+    def _take(self, output: RequestOutput) -> Sampled:
+        del self._internal_ids[output.request_id]
+        completion = output.outputs[0]
+        token_ids = tuple(completion.token_ids)
+        assert isinstance(completion.logprobs, FlatLogprobs)
+        assert completion.finish_reason is not None
+        return Sampled(
+            request_id=output.request_id,
+            token_ids=token_ids,
+            logprobs=tuple(completion.logprobs.logprobs),
+            finish_reason=FinishReason(completion.finish_reason),
+            version_spans=tuple(
+                VersionSpan(span.version, span.start, span.end) for span in completion.weight_versions or ()
+            ),
+            cached_tokens=output.num_cached_tokens or 0,
+            text=completion.text or self._engine.get_tokenizer().decode(token_ids, skip_special_tokens=True),
+        )
+
+    def _require_idle(self, purpose: str) -> None:
+        if self.busy:
+            raise EngineBusy(
+                f"cannot {purpose} with {len(self._internal_ids)} unfinished requests; abort them first"
+            )
+
+    def _require_usable(self) -> None:
+        if not self._usable:
+            raise EngineDead("an earlier weight load failed half-way; start a new engine")
+
+
+def _register_model_class(settings: EngineSettings) -> None:
+    """Imports the model's class here and now.
+
+    vLLM would start a second Python to inspect it (16 s on one core), because importing might initialise
+    CUDA before workers are forked. This process forks no workers unless the model is split over several
+    devices.
+    """
+    config = Path(settings.model) / "config.json"
+    if settings.engine.tensor_parallel_size > 1 or not config.is_file():
+        return
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in json.loads(config.read_text()).get("architectures") or ():
+        known = ModelRegistry.models.get(architecture)
+        if known is not None:
+            ModelRegistry.register_model(architecture, known.load_model_cls())

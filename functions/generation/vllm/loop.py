@@ -1,0 +1,128 @@
+"""The engine's process: reads messages between iterations of vLLM, and writes answers.
+
+    python -m rlhfless.functions.generation.vllm.loop <file descriptor of the channel>
+
+It lives as long as the channel: when the adapter's process is gone, it ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rlhfless.functions.generation.vllm import frames
+from rlhfless.functions.generation.vllm.messages import (
+    Call,
+    Crashed,
+    EngineError,
+    EngineSettings,
+    Finished,
+    Progress,
+    Refused,
+    Returned,
+    Started,
+    Stop,
+    Submit,
+)
+from rlhfless.weights.check import WeightCheckFailed
+from rlhfless.weights.files import WeightFileError
+
+if TYPE_CHECKING:
+    from rlhfless.functions.generation.vllm.core import Core
+
+PROGRESS_INTERVAL_S = 0.2  # fresher than any caller asks for, and too rare to cost anything
+
+
+def serve(channel: socket.socket, core: Core) -> None:
+    """Runs until told to stop or the channel closes."""
+    next_progress = 0.0
+    while True:
+        while not core.busy or frames.is_waiting(channel):
+            message = frames.receive(channel)
+            if isinstance(message, Stop):
+                return
+            _handle(channel, core, message)
+        for sampled in core.step():
+            frames.send(channel, Finished(sampled))
+        if time.monotonic() >= next_progress:
+            frames.send(channel, Progress(core.progress()))
+            next_progress = time.monotonic() + PROGRESS_INTERVAL_S
+
+
+def _handle(channel: socket.socket, core: Core, message: Submit | Call) -> None:
+    if isinstance(message, Submit):
+        try:
+            core.submit(message.request)
+        except Exception as error:
+            frames.send(channel, Refused(message.request.request_id, _portable(error)))
+        return
+    try:
+        value = _CALLS[message.method](channel, core, *message.arguments)
+        answer = Returned(message.call_id, value)
+    except Exception as error:
+        answer = Returned(message.call_id, error=_portable(error))
+    frames.send(channel, answer)
+
+
+def _portable(error: Exception) -> Exception:
+    """Our own errors as they are; of others the trace, because unpickling vLLM's would import vLLM."""
+    if isinstance(error, EngineError | WeightCheckFailed | WeightFileError):
+        return error
+    return EngineError("".join(traceback.format_exception(error)))
+
+
+def _abort(channel: socket.socket, core: Core, request_ids: tuple[str, ...] | None) -> None:
+    for sampled in core.abort(request_ids):
+        frames.send(channel, Finished(sampled))
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "abort": _abort,
+    "load": lambda _channel, core, published: core.load(published),
+    "logprobs": lambda _channel, core, token_ids: core.logprobs(token_ids),
+}
+
+
+def main() -> None:
+    """Start the engine, say so, and serve."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        settings: EngineSettings = frames.receive(channel)
+        core, seconds = _start(settings)
+        frames.send(channel, Started(seconds))
+        serve(channel, core)
+        core.close()
+    except EOFError:
+        pass
+    except BaseException:
+        frames.send(channel, Crashed(traceback.format_exc()))
+        raise
+    # The interpreter's own farewell walks a million objects (2 s); nothing of this process is worth keeping.
+    os._exit(0)
+
+
+def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:
+    """The engine, and the seconds of each part of its start.
+
+    Imports make a million objects that live for ever. The garbage collector would look through them over
+    and over (a third of the start), so it rests until they are there, and never sees them.
+    """
+    started = time.monotonic()
+    gc.disable()
+    from rlhfless.functions.generation.vllm.core import Core  # most of the start
+
+    gc.freeze()
+    imported = time.monotonic()
+    core = Core(settings)
+    gc.enable()
+    return core, {"import": imported - started} | core.seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What the adapter is asked for and what it answers, and the messages between it and the engine's process.
+
+Plain frozen dataclasses; nothing of vLLM is imported, so callers pay for vLLM neither in time nor in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhfless.records import FinishReason, VersionSpan
+from rlhfless.spec import DType, EngineSpec, RunSpec, TimeoutsSpec
+from rlhfless.weights.address import StoreAddress
+
+Device = Literal["cpu", "cuda"]
+
+
+class EngineError(Exception):
+    """The engine could not do what it was asked for."""
+
+
+class EngineBusy(EngineError):
+    """The call needs an engine without unfinished requests."""
+
+
+class EngineDead(EngineError):
+    """The engine's process ended, or its state is unknown after a failed load. Start another."""
+
+
+class EngineTimeout(EngineError):
+    """The engine did not answer in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One engine, as the caller wants it."""
+
+    model: str
+    """Folder or hub name."""
+    tokenizer: str
+    dtype: DType
+    max_model_len: int | None
+    """Longest prompt + response in tokens; the model's own limit when None."""
+    seed: int
+    trust_remote_code: bool
+    device: Device
+    store: StoreAddress
+    engine: EngineSpec
+    timeouts: TimeoutsSpec
+
+    @classmethod
+    def of(cls, run: RunSpec, device: Device, store: StoreAddress) -> EngineSettings:
+        """The settings that a run asks for."""
+        return cls(
+            model=run.model.path,
+            tokenizer=run.model.tokenizer or run.model.path,
+            dtype=run.model.dtype,
+            max_model_len=run.model.max_context_tokens,
+            seed=run.seed,
+            trust_remote_code=run.model.trust_remote_code,
+            device=device,
+            store=store,
+            engine=run.generation.engine,
+            timeouts=run.timeouts,
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """Model and tokenizer are folders: the engine must not ask the hub."""
+        return Path(self.model).is_dir() and Path(self.tokenizer).is_dir()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One response to one prompt (n = 1)."""
+
+    request_id: str
+    """Unique among the requests in flight."""
+    token_ids: tuple[int, ...]  # [prompt]
+    seed: int | None
+    max_tokens: int
+    temperature: float
+    """0 for greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 for all tokens."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Beside the tokenizer's end-of-sequence token."""
+    cache_salt: str | None = None
+    """Only requests with the same salt share KV blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A response, or the part of it that was drawn before an abort."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # [response]
+    logprobs: tuple[float, ...]  # [response]: of the sampled tokens, at the sampling temperature
+    finish_reason: FinishReason
+    version_spans: tuple[VersionSpan, ...]
+    cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache."""
+    text: str
+    """Without special tokens and without the stop text."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A completed load, from what the model really consumed."""
+
+    digest: str
+    tensors: int
+    size_bytes: int
+    seconds: float
+
+
+# --- adapter -> engine process
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: SampleRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run a method of `loop.CALLS` and answer with `Returned`."""
+
+    call_id: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+# --- engine process -> adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    seconds: dict[str, float]
+    """Where the start went: import, configure, build."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    sampled: Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    request_id: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    tokens: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    call_id: int
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """The last message of a process that cannot go on."""
+
+    trace: str

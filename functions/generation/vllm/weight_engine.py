@@ -1,0 +1,119 @@
+"""vLLM's side of a weight load: a `WeightTransferEngine` that pulls from our store.
+
+It runs inside every worker, through vLLM's four phases (init, start, update, finish), on CPU and CUDA
+alike. Two things are special to it:
+
+* It hashes the tensors that the model's `load_weights` takes from the iterator, so a load that skipped or
+replaced
+  something shows in the digest.
+* On CPU it repacks tied output heads. There, a linear layer computes with a packed copy of its weight,
+made in
+  `process_weights_after_loading`. vLLM's layerwise reload runs that for the layers which received
+  weights; a tied head receives none (its weight *is* the embedding's), so it kept the packed copy of the
+  old weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
+from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.digest import Digest
+from rlhfless.weights.store import WeightReader
+
+
+@dataclass
+class StoreInitInfo(WeightTransferInitInfo):
+    """Which store to pull from."""
+
+    address: StoreAddress
+
+
+@dataclass
+class StoreUpdateInfo(WeightTransferUpdateInfo):
+    """Which version to pull."""
+
+    location: str
+
+
+class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
+    """Pulls a version from a `WeightReader` into the model of this worker."""
+
+    init_info_cls = StoreInitInfo
+    update_info_cls = StoreUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reader: WeightReader | None = None
+        self._expected: set[str] = set()
+        self.consumed = Digest()
+
+    def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
+        self._reader = init_info.address.connect()
+
+    def start_weight_update(self) -> None:
+        self.consumed = Digest()
+        # Named before the reload splits tied weights: they are one parameter here, and two during the reload.
+        self._expected = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: StoreUpdateInfo) -> None:
+        assert self._reader is not None, "init_transfer_engine comes first"
+        tensors = self.consumed.passing(self._reader.read(update_info.location))
+        load_weights: Callable[..., set[str] | None] = self.model.load_weights  # type: ignore[assignment]
+        loaded = load_weights(tensors)
+        missing = self._expected - set(loaded or ())
+        if loaded is not None and self.model_config.quantization is None and missing:
+            raise ValueError(
+                f"{update_info.location} holds nothing for {len(missing)} parameters of the model, such as "
+                f"{sorted(missing)[:3]}"
+            )
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():
+            repack_shared_weights(self.model)
+
+    def shutdown(self) -> None:
+        self._reader = None
+
+
+def repack_shared_weights(model: torch.nn.Module) -> None:
+    """Redoes the packing of all layers whose weight belongs to another layer too (tied embeddings)."""
+    users: defaultdict[int, list[torch.nn.Module]] = defaultdict(list)
+    for layer in model.modules():
+        for parameter in layer._parameters.values():
+            if parameter is not None:
+                users[id(parameter)].append(layer)
+    for layer in {layer for layers in users.values() if len(layers) > 1 for layer in layers}:
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            method.process_weights_after_loading(layer)
+
+
+class StoreWorkerExtension:
+    """Mixed into vLLM's worker, for `collective_rpc`."""
+
+    def rlhfless_consumed(self) -> tuple[str, int, int]:
+        """(digest, tensors, bytes) that this worker's model consumed since the last start of an update."""
+        consumed = self.weight_transfer_engine.consumed  # type: ignore[attr-defined]
+        return consumed.hexdigest(), consumed.tensors, consumed.size_bytes
+
+
+WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, StoreWeightTransferEngine)

@@ -1,0 +1,92 @@
+"""One learner rank as a Ray actor, with its end of the weight store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.functions.learner.settings import LearnerSettings
+from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
+
+PERTURBED_STEP = -1
+"""Step number of the perturbed version, which no training step can have."""
+
+PERTURBATION_SEED = 20_000
+"""Any number: the perturbation only has to be the same for its weights and its probe."""
+
+KEPT_STEPS = 2
+"""Versions kept in the store: the newest, and the one before, which a slow reader may still be opening."""
+
+
+class RankActor:
+    """Rank `rank` of the learner; rank 0 publishes."""
+
+    def __init__(self, settings: LearnerSettings, rank: int) -> None:
+        settings.rank_bindings[rank].bind()
+        self._settings = settings
+        self._number = rank
+        self._published: list[WeightVersion] = []
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def rendezvous(self) -> str:
+        """An address on this node at which the ranks can meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        host = "127.0.0.1" if self._settings.learner.ranks == 1 else socket.gethostbyname(socket.gethostname())
+        return f"tcp://{host}:{port}"
+
+    def start(self, address: str) -> None:
+        """Join the other ranks and load the model. *Collective.*"""
+        from rlhfless.functions.learner.rank import LearnerRank
+
+        settings = self._settings
+        self._store = settings.store.open()
+        self._rank = LearnerRank(
+            settings.model,
+            settings.learner,
+            settings.optimizer,
+            settings.algorithm,
+            settings.temperature,
+            rank=self._number,
+            world_size=settings.learner.ranks,
+            init_method=address,
+            timeout_s=settings.call_timeout_s,
+        )
+
+    def evaluate(self, batch: PackedBatch) -> FloatArray:
+        """See LearnerRank.evaluate. *Collective.*"""
+        return self._rank.evaluate(batch)
+
+    def learn(self, batch: PackedBatch, mini_batches: int) -> Mapping[str, float]:
+        """See LearnerRank.learn. *Collective.*"""
+        return self._rank.learn(batch, mini_batches)
+
+    def publish(self, run_id: str, attempt: int, step: int, perturbed: bool) -> PublishedWeights:
+        """Write the weights to the store, with the learner's own logprobs of the probe."""
+        rank, token_ids = self._rank, self._settings.probe_token_ids
+        with rank.perturbed(PERTURBATION_SEED) if perturbed else contextlib.nullcontext():
+            stored = self._store.put(
+                run_id, attempt, PERTURBED_STEP if perturbed else step, rank.weights()
+            )
+            probe = Probe(token_ids, rank.probe_logprobs(token_ids))
+        self._forget_old(stored.version)
+        return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe)
+
+    def _forget_old(self, version: WeightVersion) -> None:
+        """Keep the newest versions, and the perturbed one for engines that start later."""
+        if version.step == PERTURBED_STEP or version in self._published:
+            return
+        self._published.append(version)
+        while len(self._published) > KEPT_STEPS:
+            self._store.delete(self._published.pop(0))
+
+    def save(self, folder: str) -> None:
+        """See LearnerRank.save."""
+        self._rank.save(Path(folder))

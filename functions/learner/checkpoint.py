@@ -1,0 +1,74 @@
+"""Checkpoints: a Hugging Face model folder that anything can load, with the optimiser's state beside it.
+
+A folder is written under a temporary name, synced and renamed: a checkpoint that has its name is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from rlhfless.functions.learner.publishing import cast_to, substituted
+from rlhfless.spec import ModelSpec
+
+STATE_FILE = "learner_state.pt"
+
+
+def save_checkpoint(folder: Path, model: PreTrainedModel, spec: ModelSpec, state: dict[str, Any]) -> None:
+    """Model in `spec.dtype`, tokenizer, and `state` in STATE_FILE. Replaces `folder` if it exists.
+
+    Raises OSError if it cannot be written; `folder` is untouched then.
+    """
+
+    def write(target: Path) -> None:
+        with substituted(model, cast_to(spec.dtype)):
+            model.save_pretrained(target)
+        tokenizer = AutoTokenizer.from_pretrained(
+            spec.tokenizer or spec.path, trust_remote_code=spec.trust_remote_code
+        )
+        tokenizer.save_pretrained(target)
+        torch.save(state, target / STATE_FILE)
+
+    _replace_folder(folder, write)
+
+
+def load_state(folder: Path, device: torch.device) -> dict[str, Any]:
+    """The `state` of `save_checkpoint`. Raises FileNotFoundError if the folder holds none."""
+    file = folder / STATE_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} holds no {STATE_FILE}: no learner wrote it")
+    state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+    return state
+
+
+def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
+    previous = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.previous")
+    try:
+        fresh.mkdir()
+        write(fresh)
+        for file in (*fresh.rglob("*"), fresh):
+            _sync(file)
+        if folder.exists():  # a folder cannot be renamed onto one that is not empty
+            folder.rename(previous)
+        fresh.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(previous, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

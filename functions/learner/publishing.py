@@ -1,0 +1,90 @@
+"""What leaves the learner: its weights in the published format, rounded, perturbed, or both.
+
+Names and layout are those of a Hugging Face checkpoint of the model, and a tensor that two modules share
+appears once, so that an engine's weight loader takes them as it takes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rlhfless.functions.policy import TORCH_DTYPES
+from rlhfless.spec import DType
+
+PERTURBATION = 0.05
+"""Noise relative to a tensor's root mean square. Well above the rounding of bfloat16 (0.4 %), so that each
+tensor moves in every format; small enough that no activation overflows."""
+
+ZERO_TENSOR_NOISE = 0.01
+"""Noise of a tensor that is all zeros, such as a fresh bias, to which nothing can be relative."""
+
+
+def published_weights(model: PreTrainedModel, dtype: DType) -> dict[str, torch.Tensor]:
+    """A copy of all parameters and persistent buffers on the CPU, floating point ones in `dtype`."""
+    names = dict(model.named_parameters())
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: value for name, value in model.state_dict().items() if name not in shared}
+    tensors = {name: parameter.detach() for name, parameter in names.items()} | buffers
+    return {
+        name: tensor.to("cpu", _format(tensor, dtype), copy=True).contiguous()
+        for name, tensor in revert_weight_conversion(model, tensors).items()
+    }
+
+
+@contextmanager
+def substituted(
+    model: PreTrainedModel, substitute: Callable[[str, torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Within the block each parameter is `substitute(name, value)`; after it, the old value, bit for bit.
+
+    Costs the memory of the values put in. `substitute` must not write to the value it is given.
+    """
+    originals = {name: parameter.data for name, parameter in model.named_parameters()}
+    try:
+        for name, parameter in model.named_parameters():
+            parameter.data = substitute(name, parameter.data)
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.data = originals[name]
+
+
+def rounded_to(dtype: DType) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """A substitute: the value as an engine that was given `dtype` has it, in the parameter's own format."""
+
+    def substitute(_: str, value: torch.Tensor) -> torch.Tensor:
+        return value.to(_format(value, dtype)).to(value.dtype)
+
+    return substitute
+
+
+def cast_to(dtype: DType) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """A substitute: the value in `dtype`."""
+
+    def substitute(_: str, value: torch.Tensor) -> torch.Tensor:
+        return value.to(_format(value, dtype))
+
+    return substitute
+
+
+def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """A substitute: the value with noise that follows from `seed` and the tensor's name alone."""
+
+    def substitute(name: str, value: torch.Tensor) -> torch.Tensor:
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        noise = torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
+        size = value.square().mean().sqrt() * PERTURBATION
+        return value + noise * torch.where(size > 0, size, ZERO_TENSOR_NOISE)
+
+    return substitute
+
+
+def _format(tensor: torch.Tensor, dtype: DType) -> torch.dtype:
+    return TORCH_DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype

@@ -1,0 +1,261 @@
+"""One data-parallel rank of the learner. A plain class: who starts it, and where, is the actor's business.
+
+Every rank holds the whole model: float32 master weights and AdamW's state. It works on its share of the
+sequences, and gradients are added up over the ranks. Losses are divided by the step's global denominators, so
+the sum is the gradient of the whole batch: two ranks take the step that one would take.
+
+Precision: parameters, gradients and optimiser are float32. With `dtype: bfloat16` matrix products run in
+bfloat16 (torch.autocast casts the weights per pass); norms, softmax and losses stay float32.
+
+Invariants: all ranks hold the same weights, bit for bit, because they apply the same summed gradient; an
+update with a gradient that is not finite is skipped by all of them, so NaN never reaches a weight; and with a
+fixed number of threads the same batch gives the same weights, bit for bit, on a CPU.
+
+Deliberately not here: sharded states (FSDP), and retries, which are the front's to decide.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhfless.algorithms.batch import PackedBatch, mini_batches, select
+from rlhfless.algorithms.losses import LossInputs, combine_metrics, grpo_loss
+from rlhfless.functions.learner.checkpoint import load_state, save_checkpoint
+from rlhfless.functions.learner.metrics import over_ranks, over_updates
+from rlhfless.functions.learner.publishing import perturbed_by, published_weights, rounded_to, substituted
+from rlhfless.functions.policy import (
+    default_device,
+    load_policy,
+    micro_batches,
+    response_logprobs,
+    token_logprobs,
+)
+from rlhfless.records import FloatArray, IntArray
+from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
+
+NO_SEQUENCES = np.zeros(0, dtype=np.int64)
+
+
+class LearnerRank:
+    """Rank `rank` of `world_size`. *Collective* methods must be called on all ranks, with equal arguments."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        learner: LearnerSpec,
+        optimizer: AdamWSpec,
+        algorithm: AlgorithmSpec,
+        temperature: float,
+        *,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        timeout_s: float,
+    ) -> None:
+        """Joins the process group at `init_method` (`tcp://host:port` or `file:///path`) and loads the model.
+
+        `timeout_s` bounds the rendezvous and each collective; torch raises an error that names the operation.
+        One rank forms a group, too: one path for any number.
+        """
+        torch.set_num_threads(learner.threads or default_threads(world_size))
+        self._spec = model
+        self._learner = learner
+        self._optimizer_spec = optimizer
+        self._algorithm = algorithm
+        self._temperature = temperature
+        self._rank = rank
+        self._world_size = world_size
+        device = default_device()
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self._policy = load_policy(
+            model,
+            parameter_dtype="float32",
+            compute_dtype=learner.dtype,
+            device=device,
+            gradient_checkpointing=learner.gradient_checkpointing,
+        )
+        self._model = self._policy.model
+        self._gradient = _flat_gradient(self._model)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=True,  # in place, without a temporary copy of all parameters
+        )
+        self._updates = 0
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+    def evaluate(self, batch: PackedBatch) -> FloatArray:
+        """Old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*"""
+        share = self._share(batch)
+        mine = select(batch, share)
+        values = token_logprobs(self._policy, mine, self._temperature, self._learner.micro_batch_tokens)
+        everything = torch.zeros(len(batch.tokens))
+        source = np.repeat(batch.starts[share], mine.lengths) + mine.positions
+        everything[torch.from_numpy(source)] = torch.from_numpy(values)
+        everything = everything.to(self._policy.device)
+        dist.all_reduce(everything)
+        return everything.cpu().numpy()
+
+    def learn(self, batch: PackedBatch, count: int) -> dict[str, float]:
+        """One training step: an optimiser step on each of `count` mini-batches. *Collective.*
+
+        Returns `skipped_updates`, those whose gradient was not finite, and of the others: means over their
+        response tokens (`*_max` are maxima), `gradient_norm` before clipping, and `learning_rate`. Raises
+        ValueError if the batch lacks advantages, or old logprobs where several updates need them.
+        """
+        if batch.advantages is None:
+            raise ValueError("the batch has no advantages; compute them before `learn`")
+        if batch.old_logprobs is None and count > 1:
+            raise ValueError(
+                f"{count} mini-batches need old logprobs, and the batch has none; `evaluate` first"
+            )
+        parts = mini_batches(batch, count)
+        updates = [(part.denominators.tokens, self._update(part)) for part in parts]
+        applied = [(tokens, metrics) for tokens, metrics in updates if metrics is not None]
+        return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy on the CPU, in the published dtype, by the names in a checkpoint; tied tensors once."""
+        return published_weights(self._model, self._spec.dtype)
+
+    def probe_logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Logprobs at temperature 1 of each token after the first, `[probe - 1]`, of the published weights.
+
+        The weights are rounded to the published dtype and the arithmetic is float32: what an engine that has
+        loaded them answers, up to the engine's own rounding.
+        """
+        tokens = torch.tensor([token_ids], device=self._policy.device)
+        with torch.no_grad(), substituted(self._model, rounded_to(self._spec.dtype)):
+            hidden = self._policy.hidden_states(tokens[:, :-1])[0]
+            logprobs = self._policy.head.logits(hidden).log_softmax(-1)
+        return tuple(logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).tolist())
+
+    @contextmanager
+    def perturbed(self, seed: int) -> Iterator[None]:
+        """Within the block every parameter is off by a few per cent, by `seed` and its name; then as before.
+
+        `weights` and `probe_logprobs` see the perturbed values: with them an engine's load is proven to reach
+        every tensor.
+        """
+        with substituted(self._model, perturbed_by(seed)):
+            yield
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint: model and tokenizer in Hugging Face format, and the state for `restore`.
+
+        All ranks hold the same state, so one of them saves.
+        """
+        state = {
+            "updates": self._updates,
+            "optimizer": self._optimizer.state_dict(),
+            # The model's own file may be in a coarser format than the master weights.
+            "master_weights": {name: value.detach() for name, value in self._model.named_parameters()},
+        }
+        save_checkpoint(Path(folder), self._model, self._spec, state)
+
+    def restore(self, folder: str | Path) -> None:
+        """Go on from a checkpoint of `save`, bit for bit. Every rank restores."""
+        state = load_state(Path(folder), self._policy.device)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(state["master_weights"][name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._updates = state["updates"]
+
+    def _share(self, batch: PackedBatch) -> IntArray:
+        """This rank's sequences `[share]`: dealt out by length, so that all ranks have equal work."""
+        by_length = np.argsort(-batch.lengths, kind="stable")
+        return by_length[self._rank :: self._world_size]
+
+    def _update(self, batch: PackedBatch) -> dict[str, float] | None:
+        """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
+        self._gradient.zero_()
+        shares = []
+        mine = select(batch, self._share(batch))
+        # A rank without sequences has metrics, too, all 0: every rank must reduce the same ones.
+        for indices in tuple(micro_batches(mine, self._learner.micro_batch_tokens)) or (NO_SEQUENCES,):
+            loss, metrics = self._loss(select(mine, indices))
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+            shares.append(metrics)
+        dist.all_reduce(self._gradient)
+        combined = over_ranks(combine_metrics(shares))
+        norm = float(torch.linalg.vector_norm(self._gradient))
+        if not np.isfinite(norm):
+            return None
+        return combined | {"gradient_norm": norm, "learning_rate": self._apply(norm)}
+
+    def _loss(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss and metrics of one micro-batch: its share of the mini-batch's."""
+
+        def of_responses(values: FloatArray) -> torch.Tensor:
+            return torch.from_numpy(values[batch.response_mask]).to(self._policy.device)
+
+        assert batch.advantages is not None  # `learn` has checked it
+        old, reference = batch.old_logprobs, batch.reference_logprobs
+        current = response_logprobs(self._policy, batch, self._temperature)
+        inputs = LossInputs(
+            logprobs=current.logprobs,
+            entropy=current.entropy,
+            rollout_logprobs=of_responses(batch.rollout_logprobs),
+            advantages=of_responses(batch.advantages),
+            denominator_tokens=batch.denominators.tokens,
+            old_logprobs=None if old is None else of_responses(old),
+            reference_logprobs=None if reference is None else of_responses(reference),
+        )
+        outputs = grpo_loss(inputs, self._algorithm)
+        return outputs.loss, outputs.metrics
+
+    def _apply(self, norm: float) -> float:
+        """Clip the gradient, whose norm is `norm`, and step. Returns the learning rate."""
+        limit = self._optimizer_spec.max_grad_norm
+        if limit is not None and norm > limit:
+            self._gradient.mul_(limit / norm)
+        self._updates += 1
+        warmed_up = min(1.0, self._updates / max(self._optimizer_spec.warmup_steps, 1))
+        learning_rate = self._optimizer_spec.learning_rate * warmed_up
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        return learning_rate
+
+
+def default_threads(world_size: int) -> int:
+    """The cores that this process may use, shared out among the ranks unless it was pinned to its own."""
+    usable = len(os.sched_getaffinity(0))
+    pinned = usable < (os.cpu_count() or usable)
+    return usable if pinned else max(1, usable // world_size)
+
+
+def _flat_gradient(model: torch.nn.Module) -> torch.Tensor:
+    """One tensor that all parameters' gradients are views of.
+
+    Backward passes accumulate into it, so zeroing, reducing, measuring and clipping are one operation each,
+    and a parameter that a rank's share does not reach has a gradient of 0, not none, on that rank.
+    """
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=parameters[0].device)
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, view in zip(parameters, torch.split(flat, sizes), strict=True):
+        parameter.grad = view.view_as(parameter)
+    return flat

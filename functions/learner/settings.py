@@ -1,0 +1,45 @@
+"""All that the learner's front and its ranks need to start."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+from rlhfless.functions.base import DeviceBinding
+from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
+from rlhfless.weights.http import HttpStoreServer
+from rlhfless.weights.store import FolderStore, WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHome:
+    """The learner's side of the weight store."""
+
+    folder: str
+    token: str = field(default="", repr=False)
+    """If given, the folder is served by HTTP to those who know the token."""
+
+    def open(self) -> WeightStore:
+        """The store; served from threads of this process, as long as it lives, if there is a token."""
+        if not self.token:
+            return FolderStore(self.folder)
+        host = socket.gethostbyname(socket.gethostname())
+        return HttpStoreServer(self.folder, host=host, token=self.token)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSettings:
+    """Settings of the learner function."""
+
+    run_id: str
+    model: ModelSpec
+    learner: LearnerSpec
+    optimizer: AdamWSpec
+    algorithm: AlgorithmSpec
+    temperature: float
+    probe_token_ids: tuple[int, ...]
+    """The text whose logprobs every published version carries."""
+    store: StoreHome
+    rank_bindings: tuple[DeviceBinding, ...]
+    rank_resources: tuple[dict[str, float], ...]
+    call_timeout_s: float

@@ -1,0 +1,253 @@
+"""The policy as a network: load it, and compute the logprobs of a packed batch's response tokens.
+
+The learner and the reference function share this path, so that their logprobs differ by the weights alone.
+
+How a batch is forwarded. Sequences are sorted by length and cut into micro-batches whose padded size stays
+within a budget of tokens; each is padded on the right. Under causal attention nothing looks to the right,
+so no attention mask is built and the kernel's own causal path is taken. The last token of a sequence
+predicts nothing and is not fed. The output head runs only where a response token is predicted, in chunks of
+bounded size.
+
+Invariants: a token's logprob depends on its own sequence only (not on its neighbours, order or padding), up
+to the rounding of differently shaped matrix products. Dropout is off, always: a ratio of two passes would
+be noise.
+
+Deliberately not here: encoder-decoders, bidirectional attention, and heads that are more than a linear
+layer with a scale or a soft cap. `load_policy` compares its own logits with the model's and refuses what
+differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.records import FloatArray, IntArray
+from rlhfless.spec import DType, ModelSpec
+
+LOGITS_CHUNK_ELEMENTS = 2**25
+"""Largest `[positions, vocabulary]` block of logits: 128 MiB in float32. With a vocabulary of 150,000 that is
+220 rows, still a well shaped matrix product; all logits of 8192 tokens at once would take 5 GB."""
+
+CHECK_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Difference of two passes with the same weights that rounding explains, relative to the largest logit."""
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """Hidden states to logits: a linear layer, a scale, a soft cap (Gemma 2, arXiv 2408.00118)."""
+
+    linear: torch.nn.Linear
+    scale: float
+    soft_cap: float | None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden` [positions, hidden] -> [positions, vocabulary], float32."""
+        logits: torch.Tensor = self.linear(hidden).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A causal language model, taken apart into decoder and head."""
+
+    model: PreTrainedModel
+    decoder: torch.nn.Module
+    head: OutputHead
+    device: torch.device
+    compute_dtype: torch.dtype
+    """Format of matrix products. Where it differs from the parameters' own, autocast casts them per use."""
+
+    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`tokens` [batch, width], padded on the right -> [batch, width, hidden]."""
+        output = self.decoder(input_ids=tokens, use_cache=False)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Only where parameters have another format: autocast has a price per operation."""
+        if self.model.dtype == self.compute_dtype:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLogprobs:
+    """Of the response tokens of a batch, in its order."""
+
+    logprobs: torch.Tensor  # [response tokens], float32
+    entropy: torch.Tensor  # [response tokens], float32, nats, no gradient
+
+
+def default_device() -> torch.device:
+    """The GPU that this process was given, or the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def load_policy(
+    spec: ModelSpec,
+    *,
+    parameter_dtype: DType,
+    compute_dtype: DType,
+    device: torch.device | None = None,
+    gradient_checkpointing: bool = False,
+) -> Policy:
+    """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None).
+
+    Raises ValueError if this module's logits differ from the model's own, and whatever transformers raises
+    for a path that it cannot read.
+    """
+    device = device or default_device()
+    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    _switch_off_dropout(config)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        spec.path,
+        config=config,
+        dtype=TORCH_DTYPES[parameter_dtype],
+        attn_implementation="sdpa",
+        trust_remote_code=spec.trust_remote_code,
+    )
+    model.to(device)
+    policy = Policy(
+        model=model,
+        decoder=model.get_decoder(),
+        head=_output_head(model),
+        device=device,
+        compute_dtype=TORCH_DTYPES[compute_dtype],
+    )
+    _check_against_model(policy, spec.path)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # checkpointing is tied to training mode, which without dropout changes nothing else
+    return policy
+
+
+def micro_batches(batch: PackedBatch, budget_tokens: int) -> Iterator[IntArray]:
+    """The sequences that have a response, as index arrays `[sequences of a micro-batch]`, longest first.
+
+    The padded size of a micro-batch is at most `budget_tokens`, except that a longer sequence stands alone.
+    The longest come first so that the peak of memory, and running out of it, comes at the start of a step.
+    """
+    lengths = batch.lengths
+    indices = np.flatnonzero(batch.response_lengths > 0)
+    order = indices[np.argsort(-lengths[indices], kind="stable")]
+    start = 0
+    while start < len(order):
+        rows = max(1, budget_tokens // int(lengths[order[start]] - 1))
+        yield order[start : start + rows]
+        start += rows
+
+
+def response_logprobs(policy: Policy, batch: PackedBatch, temperature: float) -> ResponseLogprobs:
+    """Logprobs at `temperature` of all response tokens of `batch`, in one forward pass: one micro-batch.
+
+    The gradient flows to the parameters unless it is switched off outside. Without responses nothing is run.
+    """
+    if not batch.response_mask.any():
+        nothing = torch.zeros(0, device=policy.device)
+        return ResponseLogprobs(nothing, nothing)
+    width = int(batch.lengths.max()) - 1
+    fed = batch.positions < batch.lengths[batch.sequence_id] - 1
+    flat = batch.sequence_id * width + batch.positions
+    padded = np.zeros(batch.sequences * width, dtype=np.int64)
+    padded[flat[fed]] = batch.tokens[fed]
+    predictors = torch.from_numpy(flat[batch.response_mask] - 1).to(policy.device)
+    targets = torch.from_numpy(batch.tokens[batch.response_mask]).to(policy.device)
+    with policy.autocast():
+        tokens = torch.from_numpy(padded).view(batch.sequences, width).to(policy.device)
+        hidden = policy.hidden_states(tokens).flatten(0, 1).index_select(0, predictors)
+        return _head_logprobs(policy.head, hidden, targets, temperature)
+
+
+@torch.no_grad()
+def token_logprobs(
+    policy: Policy, batch: PackedBatch, temperature: float, micro_batch_tokens: int
+) -> FloatArray:
+    """Old or reference logprobs: `[tokens]`, at `temperature`, 0 on prompt tokens, without a gradient."""
+    values = np.zeros(len(batch.tokens), dtype=np.float32)
+    for indices in micro_batches(batch, micro_batch_tokens):
+        part = select(batch, indices)
+        logprobs = response_logprobs(policy, part, temperature).logprobs.cpu().numpy()
+        source = np.repeat(batch.starts[indices], part.lengths) + part.positions
+        values[source[part.response_mask]] = logprobs
+    return values
+
+
+def _head_logprobs(
+    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> ResponseLogprobs:
+    """In chunks; where there are several, the backward pass computes each chunk's logits anew."""
+    vocabulary = head.linear.weight.shape[0]
+    rows = max(1, LOGITS_CHUNK_ELEMENTS // vocabulary)
+    if len(targets) <= rows:
+        return ResponseLogprobs(*_chunk_logprobs(head, hidden, targets, temperature))
+    chunks = [
+        torch.utils.checkpoint.checkpoint(
+            _chunk_logprobs, head, part, target, temperature, use_reentrant=False
+        )
+        for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
+    ]
+    logprobs, entropy = zip(*chunks, strict=True)
+    return ResponseLogprobs(torch.cat(logprobs), torch.cat(entropy))
+
+
+def _chunk_logprobs(
+    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`hidden` [positions, hidden], `targets` [positions] -> logprobs and entropy, [positions] each."""
+    logits = head.logits(hidden)
+    if temperature != 1.0:
+        logits = logits / temperature
+    everything = torch.log_softmax(logits, dim=-1)
+    with torch.no_grad():
+        entropy = -(everything.exp() * everything).sum(-1)
+    return everything.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+
+
+def _switch_off_dropout(config: PretrainedConfig) -> None:
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def _output_head(model: Any) -> OutputHead:
+    """Scale and soft cap have a name per model family; `_check_against_model` has the last word."""
+    config = model.config
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    return OutputHead(
+        model.get_output_embeddings(), float(scale), getattr(config, "final_logit_softcapping", None)
+    )
+
+
+@torch.no_grad()
+def _check_against_model(policy: Policy, path: str) -> None:
+    """The model's own logits of a few tokens against ours, ours with padding on the right."""
+    tokens = torch.arange(1, 9, device=policy.device).remainder(policy.model.config.vocab_size).unsqueeze(0)
+    padded = torch.nn.functional.pad(tokens, (0, 4))
+    expected = policy.model(input_ids=tokens, use_cache=False).logits[0].float()
+    ours = policy.head.logits(policy.hidden_states(padded)[0, : tokens.shape[1]])
+    difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    limit = CHECK_TOLERANCE[policy.model.dtype]
+    if not difference <= limit:
+        raise ValueError(
+            f"model {path!r} ({type(policy.model).__name__}) is not supported: its logits differ from those "
+            f"of a causal decoder with a linear head by {difference:.2g} of the largest (limit {limit:g})"
+        )

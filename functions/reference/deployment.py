@@ -1,0 +1,54 @@
+"""The reference function: logprobs of finished groups under the frozen policy. Not deployed when KL is off."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.records import FloatArray
+from rlhfless.spec import DType, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceSettings:
+    """All that a reference replica needs to start."""
+
+    run_id: str
+    model: ModelSpec
+    dtype: DType
+    micro_batch_tokens: int
+    temperature: float
+    binding: DeviceBinding
+
+
+class ReferenceFunction(Function):
+    """One replica with the frozen policy."""
+
+    def __init__(self, settings: ReferenceSettings) -> None:
+        super().__init__(settings.run_id)
+        settings.binding.bind()
+        from rlhfless.functions.reference.model import ReferencePolicy
+
+        self._policy = ReferencePolicy(
+            settings.model,
+            dtype=settings.dtype,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            temperature=settings.temperature,
+            threads=len(settings.binding.indices),
+        )
+
+    async def describe(self, call: Call) -> Reply[ReplicaInfo]:
+        """Who this replica is."""
+        self.admit(call)
+        return self.reply(self.info(), time.time())
+
+    async def logprobs(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
+        """Reference logprobs `[tokens]` of a packed batch, 0 on prompt tokens."""
+        self.admit(call)
+        start_s = time.time()
+        values = await asyncio.to_thread(self._policy.logprobs, batch)
+        usage = Usage(input_tokens=len(batch.tokens), sequences=batch.sequences)
+        return self.reply(values, start_s, usage)

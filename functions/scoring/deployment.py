@@ -1,0 +1,48 @@
+"""The scoring function: rewards of finished groups, on CPU."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.scoring.scorer import Scorer
+from rlhfless.records import Group, Score
+from rlhfless.spec import RewardSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringSettings:
+    """All that a scoring replica needs to start."""
+
+    run_id: str
+    rewards: tuple[RewardSpec, ...]
+    binding: DeviceBinding
+    import_paths: tuple[str, ...] = ()
+    """Folders to import the user's rewards from, as the driver's own `sys.path` has them."""
+
+
+class ScoringFunction(Function):
+    """One scoring replica."""
+
+    def __init__(self, settings: ScoringSettings) -> None:
+        super().__init__(settings.run_id)
+        settings.binding.bind()
+        sys.path[:0] = [path for path in settings.import_paths if path not in sys.path]
+        self._scorer = Scorer(settings.rewards)
+
+    async def describe(self, call: Call) -> Reply[ReplicaInfo]:
+        """Who this replica is."""
+        self.admit(call)
+        return self.reply(self.info(), time.time())
+
+    async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
+        """The score of every rollout of every group, in their order. Raises RewardError."""
+        self.admit(call)
+        start_s = time.time()
+        scores = await self._scorer.score(groups)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        usage = Usage(sequences=len(rollouts), input_tokens=sum(len(r.token_ids) for r in rollouts))
+        return self.reply(scores, start_s, usage)

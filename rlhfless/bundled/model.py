@@ -1,0 +1,85 @@
+"""The bundled policy: a Qwen3 of under a million parameters, with a tokenizer of one token per word.
+
+Both are saved in Hugging Face format, so that every engine and trainer loads them like any other model. One
+token per number keeps the skill easy (the successor of a number is a look-up) and makes the length of a
+response in tokens its length in numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rlhfless.bundled.task import WORDS, TaskRecipe
+
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The shape of the network; the vocabulary follows from the task."""
+
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    key_value_heads: int = 2
+    head_dim: int = 32
+    """The smallest that vLLM's CPU attention has a kernel for."""
+    mlp: int = 320
+    max_positions: int = 256
+
+
+SMALLEST = ModelSize(hidden=32, layers=2, heads=2, key_value_heads=1, mlp=64)
+"""For tests that need a model, but not one that knows anything."""
+
+
+def build_tokenizer(recipe: TaskRecipe, max_positions: int) -> PreTrainedTokenizerFast:
+    """Words and numbers, split at white space and punctuation; decoding joins them with blanks.
+
+    Nothing is added on encoding: `<bos>` exists for tools that insist on one, and as in Qwen is not used.
+    """
+    vocabulary = [PAD, BOS, EOS, UNK, *WORDS, *map(str, range(recipe.largest_number + 1))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, size: ModelSize, seed: int) -> Qwen3ForCausalLM:
+    """A randomly initialised policy in float32. The global random state of torch is left as it was."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=size.hidden,
+        intermediate_size=size.mlp,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.key_value_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=size.max_positions,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def build_random(path: Path, seed: int, *, size: ModelSize = SMALLEST, recipe: TaskRecipe | None = None) -> None:
+    """Write an untrained model and its tokenizer to the folder `path`."""
+    tokenizer = build_tokenizer(recipe or TaskRecipe(), size.max_positions)
+    build_model(tokenizer, size, seed).save_pretrained(path)
+    tokenizer.save_pretrained(path)

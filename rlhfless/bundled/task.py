@@ -1,0 +1,163 @@
+"""The bundled task: count from one number to another.
+
+    prompt    count from 7 up to 23:
+    answer    7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23
+
+The answer's length is the distance between the two numbers. Distances are drawn from a truncated lognormal
+law, so response lengths have the long tail that makes fleets wait, and a length predictor can learn them
+from the prompt.
+
+Reinforcement learning sharpens what a policy can do but does not prefer. The demonstrations of the warm start
+therefore slip on purpose, in three independent ways (`Slips`), whatever the prompt. Only a demonstration
+without a slip earns the exact-match reward; `TaskRecipe.clean_share` is the share of those.
+
+Invariants: whether a problem is held out depends on the problem alone (a hash), not on the seed, so no
+held-out problem is ever demonstrated or trained on. Everything else is a function of the recipe and the seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+WORDS = ("count", "from", "up", "down", "to", ":", "sure")
+"""All words of prompts and responses, beside the numbers."""
+
+_HASH_BITS = 64
+
+
+@dataclass(frozen=True)
+class TaskRecipe:
+    """The constants of the task."""
+
+    largest_number: int = 99
+    shortest_distance: int = 4
+    longest_distance: int = 93
+    """The longest clean response is 94 numbers and an end token."""
+    median_distance: float = 11.0
+    """Before truncation."""
+    distance_sigma: float = 0.9
+    """Of the logarithm of the distance: the 99th percentile is about eight times the median."""
+    held_out_share: float = 0.1
+    """Of all problems there are."""
+    train_prompts: int = 2048
+    held_out_prompts: int = 256
+    chatty_share: float = 0.25
+    late_start_share: float = 0.3
+    early_stop_share: float = 0.3
+
+    @property
+    def clean_share(self) -> float:
+        """Share of the demonstrations without any slip: the exact match a faithful imitator starts with."""
+        return (1 - self.chatty_share) * (1 - self.late_start_share) * (1 - self.early_stop_share)
+
+
+@dataclass(frozen=True)
+class Slips:
+    """What a demonstration does wrong. The three are drawn independently of each other and of the problem."""
+
+    chatty: bool = False
+    """Opens with a word that nobody asked for."""
+    late_start: bool = False
+    """Leaves out the first number."""
+    early_stop: bool = False
+    """Leaves out the last number."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Count from `first` to `last`, both included, upwards or downwards."""
+
+    first: int
+    last: int
+
+    @property
+    def distance(self) -> int:
+        return abs(self.last - self.first)
+
+    @property
+    def id(self) -> str:
+        return f"{self.first}-{self.last}"
+
+    @property
+    def prompt(self) -> str:
+        direction = "up" if self.last > self.first else "down"
+        return f"count from {self.first} {direction} to {self.last}:"
+
+    @property
+    def answer(self) -> str:
+        return self.response(Slips())
+
+    def response(self, slips: Slips) -> str:
+        """What is said when these slips are made, separated by blanks."""
+        step = 1 if self.last > self.first else -1
+        start = self.first + step * slips.late_start
+        stop = self.last + step * (not slips.early_stop)
+        numbers = map(str, range(start, stop, step))
+        return " ".join(("sure", *numbers) if slips.chatty else numbers)
+
+    def held_out(self, recipe: TaskRecipe) -> bool:
+        """Whether this problem is reserved for evaluation, by the hash of its id."""
+        digest = hashlib.sha256(self.id.encode()).digest()
+        return int.from_bytes(digest[: _HASH_BITS // 8]) < recipe.held_out_share * 2**_HASH_BITS
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One prompt with one response, right or wrong, for supervised learning."""
+
+    prompt: str
+    response: str
+
+
+def draw_problem(recipe: TaskRecipe, rng: np.random.Generator, *, held_out: bool) -> Problem:
+    """Draw a problem of one side of the split: distance first, then position and direction evenly."""
+    while True:
+        distance = round(recipe.median_distance * np.exp(recipe.distance_sigma * rng.standard_normal()))
+        if not recipe.shortest_distance <= distance <= recipe.longest_distance:
+            continue
+        low = int(rng.integers(0, recipe.largest_number - distance, endpoint=True))
+        ends = (low, low + distance) if rng.random() < 0.5 else (low + distance, low)
+        problem = Problem(*ends)
+        if problem.held_out(recipe) == held_out:
+            return problem
+
+
+def draw_problems(recipe: TaskRecipe, rng: np.random.Generator, count: int, *, held_out: bool) -> list[Problem]:
+    """Draw `count` different problems of one side of the split."""
+    problems: dict[Problem, None] = {}
+    while len(problems) < count:
+        problems[draw_problem(recipe, rng, held_out=held_out)] = None
+    return list(problems)
+
+
+def draw_demonstrations(recipe: TaskRecipe, rng: np.random.Generator, count: int) -> list[Demonstration]:
+    """Draw demonstrations of problems that are not held out; a problem may come back with other slips."""
+    demonstrations = []
+    for _ in range(count):
+        problem = draw_problem(recipe, rng, held_out=False)
+        slips = Slips(
+            chatty=bool(rng.random() < recipe.chatty_share),
+            late_start=bool(rng.random() < recipe.late_start_share),
+            early_stop=bool(rng.random() < recipe.early_stop_share),
+        )
+        demonstrations.append(Demonstration(problem.prompt, problem.response(slips)))
+    return demonstrations
+
+
+def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
+    """Write one object per line: `id`, `prompt`, `answer`, `distance`."""
+    with path.open("w", encoding="utf-8") as file:
+        for problem in problems:
+            row = {
+                "id": problem.id,
+                "prompt": problem.prompt,
+                "answer": problem.answer,
+                "distance": problem.distance,
+            }
+            file.write(json.dumps(row) + "\n")

@@ -1,0 +1,86 @@
+"""The command `rlhfless`.
+
+A fault the user can mend is one message on stderr and exit code 2, as for a mistyped option. Anything else is
+a fault of the program: one line and exit code 1, and the traceback with `--debug`. Ctrl-C gives 130.
+
+Every command imports what it needs when it is called, so that `--help` does not wait for torch or Ray.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from rlhfless import __version__
+from rlhfless.cli import models, run, trace, validate
+from rlhfless.spec.errors import UserError
+
+_USER_FAULT = 2
+_PROGRAM_FAULT = 1
+
+
+class _Group(TyperGroup):
+    """Turns exceptions of every command into messages and exit codes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """`--debug` counts wherever it stands: users add it at the end of the command that failed."""
+        if "--debug" in args:
+            args = ["--debug", *(arg for arg in args if arg != "--debug")]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Abort, BrokenPipeError):
+            raise
+        except UserError as error:
+            return _fail(ctx, error, str(error), _USER_FAULT)
+        except Exception as error:
+            if hasattr(error, "exit_code"):  # typer's own: usage errors, and commands that ask to exit
+                raise
+            text = f"unexpected {type(error).__name__}: {error}\nRun it again with --debug for the traceback."
+            return _fail(ctx, error, text, _PROGRAM_FAULT)
+
+
+def _fail(ctx: Any, error: Exception, text: str, code: int) -> None:
+    if ctx.params.get("debug"):
+        text = "".join(traceback.format_exception(error))
+    typer.echo(text.rstrip(), err=True)
+    raise typer.Exit(code) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Elastic, serverless-style RLHF: every stage holds accelerators only while it works.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rlhfless {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """The options of every command. `_Group` reads `debug`."""
+
+
+for _module in (run, validate, trace, models):
+    _module.register(app)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()

@@ -1,0 +1,36 @@
+"""`rlhfless models`: models and tasks that come with rlhfless, built on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    models = typer.Typer(help="Models and tasks that come with rlhfless.", no_args_is_help=True)
+    models.command()(tiny)
+    app.add_typer(models, name="models")
+
+
+def tiny(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to.")] = Path("tiny"),
+    seed: Annotated[int, typer.Option(help="Seed of the model and of the data.")] = 0,
+) -> None:
+    """Build a tiny model with a counting task: a first run in minutes, without a GPU or a download."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    from rlhfless import bundled
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("teaching the model to count", total=None)
+
+        def show(progress: bundled.Progress) -> None:
+            description = f"teaching the model to count (loss {progress.loss:.3f})"
+            bar.update(task, total=progress.steps, completed=progress.step, description=description)
+
+        paths = bundled.build(out, seed=seed, on_progress=show)
+    typer.echo(paths)

@@ -1,0 +1,82 @@
+"""From a finished run to the report that telemetry renders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhfless.loop.driver import Outcome
+from rlhfless.records.traces import read_trace
+from rlhfless.scaling.accounting import Phase, Summary, Usage, summarise
+from rlhfless.scaling.prices import PriceBook
+from rlhfless.telemetry.numbers import count, decimal, money
+from rlhfless.telemetry.report import EvaluationRow, FinalReport, FunctionRow, functions_table
+
+
+def final_report(title: str, outcome: Outcome, folder: Path) -> FinalReport:
+    """What the run learned, held and cost: read back from its own trace, as anybody else would."""
+    trace = read_trace(folder / "trace")
+    summary = summarise(trace, PriceBook.model_validate(trace.meta.prices))
+    return FinalReport(
+        title=title,
+        steps=outcome.steps,
+        wall_s=outcome.wall_s,
+        evaluations=tuple(
+            EvaluationRow(name.replace("_", " "), outcome.before.get(name), value)
+            for name, value in outcome.after.items()
+        ),
+        functions=tuple(function_row(usage) for usage in summary.functions),
+        total=function_row(summary.total),
+        files=(
+            ("checkpoint", outcome.checkpoint),
+            ("trace", folder / "trace"),
+            ("metrics", folder / "metrics.jsonl"),
+            ("log", folder / "run.log"),
+        ),
+    )
+
+
+def function_row(usage: Usage) -> FunctionRow:
+    """One function's row of the table."""
+    return FunctionRow(
+        name=usage.name,
+        invocations=usage.invocations,
+        cold_starts=usage.cold_starts,
+        busy_device_s=usage.busy_device_s,
+        idle_device_s=usage.idle_device_s,
+        cold_device_s=usage.cold_device_s,
+        cost_usd=usage.cost_usd,
+    )
+
+
+def trace_report(run_id: str, summary: Summary) -> RenderableType:
+    """The bill of a run, and where the time of its steps went."""
+    total = function_row(summary.total)
+    title = Text.assemble((run_id, "bold"), f"  {len(summary.steps)} steps for {money(total.cost_usd)}")
+    parts: list[RenderableType] = [title, ""]
+    parts.append(functions_table([function_row(usage) for usage in summary.functions], total))
+    if summary.steps:
+        parts += ["", _phases(summary)]
+    if summary.response_tokens:
+        lengths = "   ".join(f"p{100 * q:g} {count(v)}" for q, v in summary.response_tokens.items())
+        parts += ["", f"response tokens  {lengths}"]
+    return Group(*parts)
+
+
+def _phases(summary: Summary) -> Table:
+    """Seconds per step: median and longest, by phase. Phases overlap, so they need not add up to the wall time."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("seconds per step", no_wrap=True)
+    for heading in ("median", "longest"):
+        table.add_column(heading, justify="right")
+    rows = {str(phase): [times.phases_s[phase] for times in summary.steps] for phase in Phase}
+    rows["outside functions"] = [times.outside_s for times in summary.steps]
+    rows["wall"] = [times.wall_s for times in summary.steps]
+    for name, seconds in rows.items():
+        if any(seconds):
+            table.add_row(name, decimal(median(seconds)), decimal(max(seconds)))
+    return table

@@ -1,0 +1,40 @@
+"""`rlhfless validate` and `rlhfless schema`: what a spec means, and what it may say."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from rlhfless.cli.options import Overrides, SpecFile
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(validate)
+    app.command()(schema)
+
+
+def validate(spec: SpecFile, overrides: Overrides = None) -> None:
+    """Check a spec, its model, prompts, rewards and devices, and print it with every default filled in."""
+    from rlhfless.loop.preflight import preflight
+    from rlhfless.spec.load import load_spec, resolved_yaml
+
+    loaded = load_spec(spec, overrides or ())
+    prepared = preflight(loaded)
+    typer.echo(resolved_yaml(loaded), nl=False)
+    for warning in prepared.warnings:
+        typer.secho(f"warning: {warning}", err=True, fg="yellow")
+    typer.secho(
+        f"ok: {len(prepared.train)} training and {len(prepared.held_out)} held-out prompts, "
+        f"sequences of up to {prepared.max_model_len} tokens",
+        err=True,
+        fg="green",
+    )
+
+
+def schema() -> None:
+    """Print the JSON schema of a spec, for editors and other tools."""
+    from rlhfless.spec.load import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))

@@ -1,0 +1,170 @@
+"""The Ray cluster: start or join it, deploy and delete one Serve application per replica.
+
+Serve picks its own victim when a deployment shrinks, so an elastic function is not one deployment with n
+replicas but n applications with one replica each (`route_prefix=None`: no HTTP), which the fleet creates and
+deletes by name. Which device a replica sits on is asked for by a custom Ray resource per slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
+
+from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
+from rlhfless.spec import PlacementSpec
+
+SLOT_PREFIX = "rlhfless-slot:"
+"""Ray resources with this prefix are device slots: `rlhfless-slot:<kind>:<name>`, one unit each."""
+
+POLL_S = 0.25
+"""How often a starting application's status is read: well under the seconds a start takes."""
+
+CONCURRENT_CALLS = 64
+"""Calls one replica may have in flight: a stream, beats, aborts and probes must never queue behind each other
+(Serve's own default is 5)."""
+
+
+class FleetError(RuntimeError):
+    """A replica did not start, answer or stop as asked; the text says which, what was waited for, how long."""
+
+
+class Cluster:
+    """A running Ray with Serve. Use `await Cluster.start(...)`, and `await stop()` at the end."""
+
+    def __init__(self) -> None:
+        self.slots = _slots(ray.cluster_resources())
+
+    @classmethod
+    async def start(cls, spec: PlacementSpec) -> Cluster:
+        """Start a private Ray on this machine, or join the one at `spec.ray_address`.
+
+        Raises FleetError if a joined cluster offers no device slots.
+        """
+        cluster = await asyncio.to_thread(cls._start, spec)
+        if not cluster.slots:
+            raise FleetError(
+                f"the Ray cluster at {spec.ray_address} offers no device slots; start its nodes with, say, "
+                f"""--resources='{{"{SLOT_PREFIX}h100:gpu-0": 1}}'"""
+            )
+        return cluster
+
+    @classmethod
+    def _start(cls, spec: PlacementSpec) -> Cluster:
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if spec.ray_address:
+            ray.init(address=spec.ray_address, **quiet)
+        else:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            local = {_resource(slot): 1.0 for slot in local_slots()}
+            ray.init(address="local", include_dashboard=False, resources=local, **quiet)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        # No replica is reached by HTTP, so no proxy is started.
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+        return cls()
+
+    async def deploy(
+        self, name: str, function: type, arguments: Sequence[Any], seat: Seat | None, *, stop_s: float
+    ) -> DeploymentHandle:
+        """Begin to start one replica; returns at once. `seat` None: the function binds its parts itself."""
+        resources = {} if seat is None else seat_resources(seat)
+        app = (
+            serve.deployment(function)
+            .options(
+                name=name,
+                num_replicas=1,
+                max_ongoing_requests=CONCURRENT_CALLS,
+                graceful_shutdown_timeout_s=stop_s,
+                graceful_shutdown_wait_loop_s=0.1,
+                # A constructor that fails will fail again: report the first failure instead of trying 20 times.
+                max_constructor_retry_count=1,
+                ray_actor_options={"num_cpus": 0, "resources": resources},
+            )
+            .bind(*arguments)
+        )
+        target = serve.RunTarget(target=app, name=name, route_prefix=None)
+        await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
+        return serve.get_app_handle(name)
+
+    async def wait_running(self, name: str, timeout_s: float) -> None:
+        """Wait until a replica's constructor has returned.
+
+        Raises FleetError if it raised, or after `timeout_s`.
+        """
+        began = time.monotonic()
+        while True:
+            overview = (await asyncio.to_thread(serve.status)).applications.get(name)
+            if overview is not None and overview.status == ApplicationStatus.RUNNING:
+                return
+            if overview is not None and overview.status == ApplicationStatus.DEPLOY_FAILED:
+                raise FleetError(f"{name} did not start: {_cause(overview)}")
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                state = "unknown" if overview is None else str(overview.status)
+                raise FleetError(f"waited {waited_s:.0f} s for {name} to start; its state is {state}")
+            await asyncio.sleep(POLL_S)
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Stop replicas and return when they are gone. Unknown names are fine."""
+        await asyncio.gather(*(asyncio.to_thread(serve.delete, name) for name in names))
+
+    async def stop(self) -> None:
+        """Leave the cluster; a private one ends, with every process it started."""
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
+        # A private cluster goes down as a whole, Serve with it; in a joined one Serve belongs to others too.
+        ray.shutdown()
+
+
+def local_slots() -> list[Slot]:
+    """The device slots of this machine: its GPUs, or the CPU cores this process may use where it has none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return [
+            Slot(f"gpu-{i}", gpu_kind(torch.cuda.get_device_name(i)), i)
+            for i in range(torch.cuda.device_count())
+        ]
+    return [Slot(f"cpu-{i}", CPU_KIND, i) for i in sorted(os.sched_getaffinity(0))]
+
+
+def gpu_kind(device_name: str) -> str:
+    """Price book key of a GPU: `NVIDIA H100 80GB HBM3` is `h100`."""
+    words = device_name.lower().replace("-", " ").split()
+    return next((word for word in words if any(c.isdigit() for c in word)), words[-1])
+
+
+def seat_resources(seat: Seat) -> dict[str, float]:
+    """What a replica in this seat asks Ray for. Ray counts in units of 1/10,000, so shares are rounded down."""
+    share = int(seat.share * 10_000) / 10_000
+    return {_resource(slot): share for slot in seat.slots}
+
+
+def _resource(slot: Slot) -> str:
+    return f"{SLOT_PREFIX}{slot.kind}:{slot.name}"
+
+
+def _slots(resources: Mapping[str, float]) -> list[Slot]:
+    found = []
+    for resource in resources:
+        if resource.startswith(SLOT_PREFIX):
+            kind, name = resource.removeprefix(SLOT_PREFIX).split(":", 1)
+            found.append(Slot(name, kind, int(name.rsplit("-", 1)[-1])))
+    return sorted(found, key=lambda slot: (slot.name.rsplit("-", 1)[0], slot.index))
+
+
+def _cause(overview: Any) -> str:
+    """The innermost error that Serve reports for a failed start."""
+    texts = [overview.message, *(d.message for d in overview.deployments.values())]
+    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error:" in line or "Exception:" in line or "Failed:" in line]
+    return (errors or lines or ["no reason given"])[-1]

@@ -1,0 +1,173 @@
+"""The replicas of one function. A static fleet is a pool that is never asked to change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfless.fleet.cluster import Cluster, FleetError
+from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
+from rlhfless.fleet.tasks import together
+from rlhfless.functions.base import Call
+from rlhfless.records import FunctionName, PublishedWeights, ReplicaState, WeightVersion, Work
+from rlhfless.scaling.lifecycle import Membership
+from rlhfless.scaling.placement import Seat
+from rlhfless.spec import TimeoutsSpec
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """How to build a function's replicas."""
+
+    function: FunctionName
+    deployment: type
+    settings: Callable[[Seat], Any]
+    """The deployment's settings for a replica in a seat."""
+    seats: tuple[Seat, ...]
+    """Where replica 0, 1, ... sit; as many as there may be at a time."""
+    takes_seat: bool = True
+    """False: the replica's parts ask Ray for the seat themselves (the learner's ranks)."""
+
+
+class Pool:
+    """Start, look up, sync, drain and stop the replicas of one function."""
+
+    def __init__(
+        self, cluster: Cluster, blueprint: Blueprint, call: Call, timeouts: TimeoutsSpec, recorder: Recorder
+    ) -> None:
+        self._cluster = cluster
+        self._blueprint = blueprint
+        self._call = call
+        self._timeouts = timeouts
+        self._recorder = recorder
+        self._replicas: dict[str, Replica] = {}
+        self._launches = 0
+        self.membership = Membership()
+        """Its epoch goes up at every change of the pool."""
+
+    @property
+    def function(self) -> FunctionName:
+        return self._blueprint.function
+
+    def __getitem__(self, name: str) -> Replica:
+        return self._replicas[name]
+
+    def replicas(self) -> tuple[Replica, ...]:
+        """All that hold a device, in the order in which they were started."""
+        return tuple(r for r in self._replicas.values() if r.state.holds_device)
+
+    def serving(self) -> tuple[Replica, ...]:
+        """Those that may get traffic."""
+        return tuple(r for r in self._replicas.values() if r.state == ReplicaState.SERVING)
+
+    async def add(self) -> Replica:
+        """Start one more replica in the first free seat; returns when it is up (STALE).
+
+        Raises FleetError if all seats are taken or the start fails.
+        """
+        replica = self._launch()
+        name, seat = replica.name, replica.seat
+        try:
+            handle = await self._cluster.deploy(
+                name,
+                self._blueprint.deployment,
+                [self._blueprint.settings(seat)],
+                seat if self._blueprint.takes_seat else None,
+                stop_s=self._timeouts.drain_s,
+            )
+            await self._cluster.wait_running(name, self._timeouts.start_s)
+            reply = await asyncio.wait_for(handle.describe.remote(self._call), self._timeouts.call_s)
+        except BaseException:
+            replica.gone()
+            await asyncio.shield(self._cluster.delete([name]))
+            raise
+        replica.is_up(handle, reply.value)
+        return replica
+
+    async def ensure(self, count: int) -> None:
+        """Start replicas until there are `count`, all at the same time."""
+        missing = count - len(self.replicas())
+        await together(*(self.add() for _ in range(missing)))
+
+    def _launch(self) -> Replica:
+        taken = {id(replica.seat) for replica in self.replicas()}
+        free = [seat for seat in self._blueprint.seats if id(seat) not in taken]
+        if not free:
+            raise FleetError(
+                f"no device is free for another {self.function} replica: {len(taken)} of "
+                f"{len(self._blueprint.seats)} are running"
+            )
+        # Names are never used twice, so that a late answer cannot be taken for another replica's.
+        name = f"{self._call.run_id}-{self.function}-{self._launches}"
+        self._launches += 1
+        replica = Replica(name, self.function, free[0], self._recorder, self._changed)
+        self._replicas[name] = replica
+        return replica
+
+    async def ready(self) -> Replica:
+        """The function's one replica, started if it is not there: the cold start is in the ledger.
+
+        For functions without weights of the run (scoring, reference, learner).
+        """
+        await self.ensure(1)
+        replica = self.replicas()[0]
+        if replica.state == ReplicaState.STALE:
+            version = WeightVersion(self._call.run_id, self._call.attempt, 0, "own")
+            replica.ask(version)
+            replica.loaded(version)
+        return replica
+
+    async def sync(self, published: PublishedWeights, call: Call) -> None:
+        """Bring all replicas to a version, at the same time: the one door to SERVING.
+
+        Raises WeightCheckFailed, CallTimeout, or ReplicaLost when no replica is left.
+        """
+        await together(
+            *(
+                self.sync_one(replica, published, call)
+                for replica in self.replicas()
+                if replica.state in (ReplicaState.STALE, ReplicaState.SERVING)
+            )
+        )
+
+    async def sync_one(self, replica: Replica, published: PublishedWeights, call: Call) -> None:
+        """Load a version into one replica. Does nothing if it serves it already."""
+        replica.ask(published.version)
+        if replica.state == ReplicaState.SERVING:
+            return
+        await replica.call(
+            "load",
+            call,
+            published,
+            timeout_s=self._timeouts.sync_s,
+            waiting_for=f"the weights of step {published.version.step}",
+            work=Work.LOAD_WEIGHTS,
+        )
+        replica.loaded(published.version)
+
+    async def stop(self, *replicas: Replica) -> None:
+        """Drain and stop replicas; returns when their processes are gone and the devices free. Idempotent."""
+        running = [replica for replica in replicas if replica.state.holds_device]
+        for replica in running:
+            replica.drain()
+        await together(*(self._say_stop(replica) for replica in running))
+        await self._cluster.delete([replica.name for replica in running])
+        for replica in running:
+            replica.gone()
+
+    async def _say_stop(self, replica: Replica) -> None:
+        """Let a replica end its own processes first. One that cannot any more is simply killed after this."""
+        if replica.state != ReplicaState.DRAINING or replica.info is None:
+            return
+        try:
+            await replica.call(
+                "stop", self._call, timeout_s=self._timeouts.drain_s, waiting_for="an orderly stop"
+            )
+        except (ReplicaLost, CallTimeout):
+            return
+
+    def _changed(self, replica: Replica) -> None:
+        if replica.incarnation:
+            self.membership = self.membership.update(replica.incarnation, replica.state)

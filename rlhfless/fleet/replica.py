@@ -1,0 +1,235 @@
+"""One replica as the driver sees it: its life cycle, its address, and bounded calls that go into the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, TypeVar
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from rlhfless.functions.base import Call, ReplicaInfo, Reply
+from rlhfless.records import (
+    FunctionName,
+    Holding,
+    Invocation,
+    ReplicaState,
+    WeightVersion,
+    Work,
+)
+from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
+from rlhfless.scaling.placement import Seat
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+
+
+class Recorder(Protocol):
+    """Where the fleet reports what it holds and what it did."""
+
+    def add_holding(self, holding: Holding) -> None: ...
+
+    def add_invocation(self, invocation: Invocation) -> None: ...
+
+
+class ReplicaLost(RuntimeError):
+    """A replica died, or came back as another incarnation: what it held is gone."""
+
+
+class CallTimeout(RuntimeError):
+    """A call did not return in time. Says what was waited for, where, and for how long."""
+
+
+class Replica:
+    """One incarnation of a function, from deployment to retirement."""
+
+    def __init__(
+        self,
+        name: str,
+        function: FunctionName,
+        seat: Seat,
+        recorder: Recorder,
+        changed: Callable[[Replica], None],
+        clock: Clock = time.time,
+    ) -> None:
+        self.name = name
+        self.function = function
+        self.seat = seat
+        self.info: ReplicaInfo | None = None
+        self._recorder = recorder
+        self._changed = changed
+        self._clock = clock
+        self._launched_s = clock()
+        self._handle: DeploymentHandle | None = None
+        self._life: Lifecycle | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        return ReplicaState.STARTING if self._life is None else self._life.state
+
+    @property
+    def incarnation(self) -> str:
+        return "" if self._life is None else self._life.identity.incarnation
+
+    @property
+    def open_device_s(self) -> dict[str, float]:
+        """Device-seconds since the last holding was written, by device kind: for the cost so far."""
+        since_s = self._launched_s if self._life is None else self._life.since_s
+        if not self.state.holds_device:
+            return {}
+        lasted_s = (self._clock() - since_s) * self.seat.share
+        kinds = [slot.kind for slot in self.seat.slots]
+        return {kind: lasted_s * kinds.count(kind) for kind in set(kinds)}
+
+    # -- life cycle: every change of state closes holdings, which go into the ledger
+
+    def is_up(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
+        """STARTING -> STALE. The incarnation is known from here on."""
+        self._handle, self.info = handle, info
+        self._life = Lifecycle(self._identity(info.incarnation), self._launched_s)
+        self._record(self._life.started(self._clock()))
+
+    def ask(self, version: WeightVersion) -> None:
+        """A version is wanted: STALE unless it is loaded."""
+        self._record(self._alive.ask(version, self._clock()))
+
+    def loaded(self, version: WeightVersion) -> None:
+        """STALE -> SERVING."""
+        self._record(self._alive.loaded(version, self._clock()))
+
+    def drain(self) -> None:
+        """No new work from here on. Idempotent."""
+        if self.state in (ReplicaState.STALE, ReplicaState.SERVING):
+            self._record(self._alive.drain(self._clock()))
+
+    def gone(self) -> None:
+        """The process has ended: RETIRED after a drain, DEAD otherwise. Idempotent."""
+        if self._life is None:
+            self._life = Lifecycle(self._identity("never-up"), self._launched_s)
+        now_s = self._clock()
+        if self.state in (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SLEEPING):
+            self._record(self._life.retire(now_s))
+        elif self.state.holds_device:
+            self._record(self._life.suspect(now_s))
+            self._record(self._life.died(now_s))
+
+    def cut(self) -> None:
+        """Write the holding so far, so that a driver that dies loses little of the ledger."""
+        if self._life is not None:
+            self._record(self._life.cut(self._clock()))
+
+    @property
+    def _alive(self) -> Lifecycle:
+        if self._life is None:
+            raise RuntimeError(f"{self.name} is not up yet")
+        return self._life
+
+    def _identity(self, incarnation: str) -> ReplicaIdentity:
+        return ReplicaIdentity(self.function, self.name, incarnation, self.seat)
+
+    def _record(self, holdings: tuple[Holding, ...]) -> None:
+        for holding in holdings:
+            self._recorder.add_holding(holding)
+        self._changed(self)
+
+    # -- calls
+
+    async def call(
+        self,
+        method: str,
+        call: Call,
+        *arguments: object,
+        timeout_s: float,
+        waiting_for: str,
+        work: Work | None = None,
+        **keywords: object,
+    ) -> Any:
+        """Call a method and return its value; with `work` the call goes into the ledger.
+
+        Raises CallTimeout, ReplicaLost, or what the method raised.
+        """
+        if self._handle is None:
+            raise RuntimeError(f"{self.name} is not up yet")
+        response = getattr(self._handle, method).remote(call, *arguments, **keywords)
+        try:
+            reply: Reply[Any] = await asyncio.wait_for(response, timeout_s)
+        except TimeoutError:
+            raise CallTimeout(f"waited {timeout_s:.0f} s for {waiting_for} on {self.name}") from None
+        except (RayActorError, DeploymentUnavailableError) as error:
+            raise self._lost(waiting_for) from error
+        except RayTaskError as error:
+            raise _cause(error) from error
+        self._accept(reply, call, work)
+        return reply.value
+
+    async def stream(
+        self, work: Work, method: str, call: Call, *arguments: object, timeout_s: float
+    ) -> AsyncIterator[Any]:
+        """Call a streaming method; yields its events up to the last, a StreamEnd, which goes into the ledger.
+
+        Raises CallTimeout if nothing comes for `timeout_s`, ReplicaLost, or what the method raised.
+        """
+        if self._handle is None:
+            raise RuntimeError(f"{self.name} is not up yet")
+        events = getattr(self._handle.options(stream=True), method).remote(call, *arguments)
+        try:
+            while True:
+                event = await asyncio.wait_for(anext(events), timeout_s)
+                reply = getattr(event, "reply", None)
+                if reply is not None:
+                    self._accept(reply, call, work)
+                    return
+                self._check_incarnation(event.incarnation)
+                yield event
+        except TimeoutError:
+            raise CallTimeout(f"nothing came from {method} on {self.name} for {timeout_s:.0f} s") from None
+        except StopAsyncIteration:
+            raise self._lost(method) from None
+        except (RayActorError, DeploymentUnavailableError) as error:
+            raise self._lost(method) from error
+        except RayTaskError as error:
+            raise _cause(error) from error
+
+    def _accept(self, reply: Reply[Any], call: Call, work: Work | None) -> None:
+        self._check_incarnation(reply.incarnation)
+        if work is None:
+            return
+        usage = reply.usage
+        self._recorder.add_invocation(
+            Invocation(
+                function=self.function,
+                replica=self.name,
+                incarnation=reply.incarnation,
+                work=work,
+                step=call.step,
+                start_s=reply.start_s,
+                end_s=reply.end_s,
+                input_tokens=usage.input_tokens,
+                output_tokens=usage.output_tokens,
+                cached_tokens=usage.cached_tokens,
+                sequences=usage.sequences,
+                size_bytes=usage.size_bytes,
+                version=usage.version,
+            )
+        )
+
+    def _check_incarnation(self, incarnation: str) -> None:
+        """Serve revives a dead replica under the same name; its answers are not those of the one we knew."""
+        if self._life is not None and incarnation != self.incarnation:
+            raise ReplicaLost(
+                f"{self.name} answers as incarnation {incarnation}, but {self.incarnation} was called: it was "
+                "restarted and has lost its state"
+            )
+
+    def _lost(self, doing: str) -> ReplicaLost:
+        self.gone()
+        return ReplicaLost(f"{self.name} (incarnation {self.incarnation}) died during {doing}")
+
+
+def _cause(error: RayTaskError) -> BaseException:
+    """What the method raised; Ray's own text is the remote traceback, which stays as the cause."""
+    cause: BaseException = error.cause
+    return cause

@@ -1,0 +1,34 @@
+"""Evaluation on held-out prompts: sampled at the training temperature, and greedy beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlhfless.fleet.tasks import together
+from rlhfless.loop.experience import collect
+from rlhfless.loop.generation import Draw, GenerationStage
+from rlhfless.loop.run import Run
+from rlhfless.loop.summary import mean_part
+
+
+async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
+    """Mean of every reward part on the held-out prompts: `<part>` sampled and `<part>_greedy`. Empty if there are
+    no held-out prompts.
+
+    All evaluations of a run draw with the same seeds, so two of them differ by the weights alone.
+    """
+    if not run.held_out:
+        return {}
+    await run.generation.sync(run.published, run.call(step))
+    # Both at once: more sequences per iteration of the engine.
+    sampled, greedy = await together(
+        _means(run, run.plan_held_out(step, greedy=False)), _means(run, run.plan_held_out(step, greedy=True))
+    )
+    return {**sampled, **{f"{part}_greedy": value for part, value in greedy.items()}}
+
+
+async def _means(run: Run, draw: Draw) -> dict[str, float]:
+    stage = GenerationStage(run.generation, draw, run.spec)
+    experience = await collect(stage.groups(), run.scoring_of(draw.call), None)
+    scores = [score for group in experience.scores for score in group]
+    return {part: mean_part(scores, part) for part in scores[0].parts}

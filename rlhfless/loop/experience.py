@@ -1,0 +1,88 @@
+"""From a stream of groups to scored groups: scoring and reference work while generation is still going on.
+
+Each stage takes all groups that are waiting as one call, so calls are few when a stage falls behind and a group is
+never kept waiting when it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from rlhfless.fleet.tasks import together
+from rlhfless.records import FloatArray, Group, Score
+
+ScoreGroups = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[Score]]]]
+ReferenceLogprobs = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[FloatArray]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """The groups of a step, by prompt id, with what the stages added to each rollout."""
+
+    groups: tuple[Group, ...]
+    scores: tuple[tuple[Score, ...], ...]
+    reference_logprobs: tuple[tuple[FloatArray, ...], ...] | None
+    """Per group and rollout: [response]. None when the run has no reference."""
+
+
+async def collect(
+    groups: AsyncIterator[Group], score: ScoreGroups, reference: ReferenceLogprobs | None
+) -> Experience:
+    """Run `score` and `reference` on groups as they come; returns when all groups have passed both.
+
+    Raises what a stage or the stream raised; the other stages are cancelled then.
+    """
+    scoring = _Stage(score)
+    stages: list[_Stage] = [scoring]
+    referring = None
+    if reference is not None:
+        referring = _Stage(reference)
+        stages.append(referring)
+
+    finished: dict[str, Group] = {}
+
+    async def feed() -> None:
+        async for group in groups:
+            finished[group.prompt.prompt_id] = group
+            for stage in stages:
+                stage.put(group)
+        for stage in stages:
+            stage.put(None)
+
+    await together(feed(), *(stage.run() for stage in stages))
+
+    order = sorted(finished)
+    return Experience(
+        groups=tuple(finished[prompt_id] for prompt_id in order),
+        scores=tuple(tuple(scoring.results[prompt_id]) for prompt_id in order),
+        reference_logprobs=(
+            None if referring is None else tuple(tuple(referring.results[prompt_id]) for prompt_id in order)
+        ),
+    )
+
+
+class _Stage:
+    """One consumer of groups. `None` in the queue says that no more will come."""
+
+    def __init__(self, work: Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[object]]]]) -> None:
+        self._work = work
+        self._queue: asyncio.Queue[Group | None] = asyncio.Queue()
+        self.results: dict[str, Sequence[object]] = {}
+
+    def put(self, group: Group | None) -> None:
+        self._queue.put_nowait(group)
+
+    async def run(self) -> None:
+        more = True
+        while more:
+            waiting = [await self._queue.get()]
+            while not self._queue.empty():
+                waiting.append(self._queue.get_nowait())
+            more = None not in waiting
+            batch = [group for group in waiting if group is not None]
+            if batch:
+                results = await self._work(batch)
+                for group, result in zip(batch, results, strict=True):
+                    self.results[group.prompt.prompt_id] = result

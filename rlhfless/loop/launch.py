@@ -1,0 +1,189 @@
+"""From a spec to the pools of its functions: who sits where, and what each replica is told at its start."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhfless.fleet.cluster import Cluster, seat_resources
+from rlhfless.fleet.pool import Blueprint, Pool
+from rlhfless.fleet.replica import Recorder
+from rlhfless.functions.base import Call, DeviceBinding
+from rlhfless.functions.generation.deployment import GenerationFunction, GenerationSettings
+from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.functions.learner.deployment import LearnerFunction
+from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
+from rlhfless.functions.reference.deployment import ReferenceFunction, ReferenceSettings
+from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
+from rlhfless.loop.preflight import Prepared
+from rlhfless.records import FunctionName
+from rlhfless.scaling.placement import CPU_KIND, Placement, Seat, place
+from rlhfless.spec import RunSpec
+from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.check import PROBE_TOLERANCE
+
+PROBE_TOKENS = 32
+"""Length of the probe: enough tokens for any wrong layer to show, few enough to cost one small prefill."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Builds the pools of one run."""
+
+    spec: RunSpec
+    prepared: Prepared
+    call: Call
+    cluster: Cluster
+    recorder: Recorder
+    store_folder: Path
+    store_token: str
+
+    @classmethod
+    def of(
+        cls, spec: RunSpec, prepared: Prepared, call: Call, cluster: Cluster, recorder: Recorder
+    ) -> Launcher:
+        """A launcher with a place for the run's weights."""
+        token = secrets.token_urlsafe(32) if spec.weights.store == "http" else ""
+        return cls(spec, prepared, call, cluster, recorder, store_folder(spec, call.run_id), token)
+
+    def pools(self) -> tuple[Pool, Pool, Pool | None, Pool]:
+        """Generation, scoring, reference (None when KL is off) and learner. Nothing is started yet."""
+        placement = self._placement()
+        reference = self._reference(placement) if self.spec.algorithm.kl.on else None
+        return (
+            self._pool(self._generation(placement)),
+            self._pool(self._scoring(placement)),
+            None if reference is None else self._pool(reference),
+            self._pool(self._learner(placement)),
+        )
+
+    def _pool(self, blueprint: Blueprint) -> Pool:
+        return Pool(self.cluster, blueprint, self.call, self.spec.timeouts, self.recorder)
+
+    def _placement(self) -> Placement:
+        spec = self.spec
+        functions = [FunctionName.SCORING] + ([FunctionName.REFERENCE] if spec.algorithm.kl.on else [])
+        return place(
+            spec.placement,
+            self.cluster.slots,
+            generation_actors=spec.scaling.generation.max_actors,
+            slots_per_actor=spec.generation.engine.tensor_parallel_size,
+            learner_ranks=spec.learner.ranks,
+            functions=functions,
+        )
+
+    def _generation(self, placement: Placement) -> Blueprint:
+        spec = self.spec
+
+        def settings(seat: Seat) -> GenerationSettings:
+            return GenerationSettings(
+                run_id=self.call.run_id,
+                engine=EngineSettings(
+                    model=spec.model.path,
+                    tokenizer=spec.model.tokenizer or spec.model.path,
+                    dtype=spec.model.dtype,
+                    max_model_len=self.prepared.max_model_len,
+                    seed=spec.seed % 2**31,
+                    trust_remote_code=spec.model.trust_remote_code,
+                    device="cpu" if seat.slots[0].kind == CPU_KIND else "cuda",
+                    store=self._store_address(),
+                    engine=spec.generation.engine,
+                    timeouts=spec.timeouts,
+                ),
+                probe_tolerance=spec.weights.probe_tolerance or PROBE_TOLERANCE[spec.model.dtype],
+                binding=binding(seat, exclusive=True),
+            )
+
+        return Blueprint(
+            FunctionName.GENERATION, GenerationFunction, settings, placement.seats[FunctionName.GENERATION]
+        )
+
+    def _scoring(self, placement: Placement) -> Blueprint:
+        def settings(seat: Seat) -> ScoringSettings:
+            return ScoringSettings(
+                run_id=self.call.run_id,
+                rewards=self.spec.rewards,
+                binding=binding(seat, exclusive=False),
+                import_paths=tuple(path for path in sys.path if path),
+            )
+
+        return Blueprint(
+            FunctionName.SCORING, ScoringFunction, settings, placement.seats[FunctionName.SCORING]
+        )
+
+    def _reference(self, placement: Placement) -> Blueprint:
+        spec = self.spec
+
+        def settings(seat: Seat) -> ReferenceSettings:
+            return ReferenceSettings(
+                run_id=self.call.run_id,
+                model=spec.model,
+                dtype=spec.learner.dtype,
+                micro_batch_tokens=spec.learner.micro_batch_tokens,
+                temperature=spec.generation.temperature,
+                binding=binding(seat, exclusive=False),
+            )
+
+        return Blueprint(
+            FunctionName.REFERENCE, ReferenceFunction, settings, placement.seats[FunctionName.REFERENCE]
+        )
+
+    def _learner(self, placement: Placement) -> Blueprint:
+        spec = self.spec
+        probe = self.prepared.train[0].token_ids[:PROBE_TOKENS]
+
+        def settings(seat: Seat) -> LearnerSettings:
+            ranks = [_rank_seat(seat, rank, spec.learner.ranks) for rank in range(spec.learner.ranks)]
+            return LearnerSettings(
+                run_id=self.call.run_id,
+                model=spec.model,
+                learner=spec.learner,
+                optimizer=spec.optimizer,
+                algorithm=spec.algorithm,
+                temperature=spec.generation.temperature,
+                probe_token_ids=probe,
+                store=StoreHome(str(self.store_folder), self.store_token),
+                rank_bindings=tuple(binding(rank, exclusive=False) for rank in ranks),
+                rank_resources=tuple(seat_resources(rank) for rank in ranks),
+                call_timeout_s=spec.timeouts.call_s,
+            )
+
+        return Blueprint(
+            FunctionName.LEARNER,
+            LearnerFunction,
+            settings,
+            placement.seats[FunctionName.LEARNER],
+            takes_seat=False,
+        )
+
+    def _store_address(self) -> StoreAddress:
+        """How actors reach the store: the folder itself, or a cache of their node beside it."""
+        if not self.store_token:
+            return StoreAddress("folder", str(self.store_folder))
+        return StoreAddress("http", f"{self.store_folder}-cache", self.store_token)
+
+
+def store_folder(spec: RunSpec, run_id: str) -> Path:
+    """Where the run's weights lie: shared memory where there is any, for no disk is as fast."""
+    if spec.weights.folder:
+        return Path(spec.weights.folder) / run_id
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return base / f"rlhfless-{run_id}"
+
+
+def binding(seat: Seat, *, exclusive: bool) -> DeviceBinding:
+    """How a replica in this seat finds its devices."""
+    kind = "cpu" if seat.slots[0].kind == CPU_KIND else "cuda"
+    return DeviceBinding(kind, tuple(slot.index for slot in seat.slots), exclusive)
+
+
+def _rank_seat(seat: Seat, rank: int, ranks: int) -> Seat:
+    """A rank's part of the learner's seat: its share of the slots; with more ranks than slots they share one."""
+    slots = seat.slots[rank::ranks] or (seat.slots[rank % len(seat.slots)],)
+    crowd = -(-ranks // len(seat.slots))
+    return Seat(slots, seat.share / crowd)

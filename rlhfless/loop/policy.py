@@ -1,0 +1,173 @@
+"""The policy's configuration, tokenizer and weight files, checked without loading a single weight."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhfless.spec import ModelSpec
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import nearest
+
+T = TypeVar("T")
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+# What Git leaves in place of a large file that was not fetched (https://git-lfs.com).
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerInfo:
+    """What other stages need to know of the tokenizer."""
+
+    path: str
+    """Folder or hub name."""
+    vocabulary_tokens: int
+    eos_token_id: int
+    pad_token_id: int
+    """The tokenizer's own, or its end-of-sequence token where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is known of the policy before it is loaded."""
+
+    tokenizer: Any
+    """Of transformers."""
+    tokenizer_info: TokenizerInfo
+    context_tokens: int | None
+    """Longest prompt + response: the spec's, else the model's own; None if neither sets one."""
+    warnings: tuple[str, ...]
+
+
+def load_policy(spec: ModelSpec) -> Policy:
+    """Read configuration and tokenizer, from a folder or the hub. Raises InputError with all problems."""
+    _check_folder(spec.path, "model.path")
+    config = _config(spec)
+    tokenizer = _tokenizer(spec)
+    info, warnings = _tokenizer_info(spec, tokenizer)
+    problems = [*_kind_problems(spec, config), *_vocabulary_problems(info, config)]
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and (spec.max_context_tokens or 0) > limit:
+        what = f"{spec.max_context_tokens} is above the model's own limit of {limit} tokens"
+        problems.append(
+            Problem("model.max_context_tokens", what, f"set it to {limit} or less, or leave it out")
+        )
+    if problems:
+        raise InputError("model", problems)
+    return Policy(tokenizer, info, spec.max_context_tokens or limit, warnings)
+
+
+def _check_folder(path: str, field: str) -> None:
+    """A local folder must be whole; a name that may be the hub's is left to the hub. Raises InputError."""
+    folder = Path(path)
+    if folder.is_dir():
+        _check_files(folder, field)
+    elif folder.exists():
+        raise _error(field, f"{path!r} is a file", "name the folder that holds config.json")
+    elif not _HUB_NAME.fullmatch(path):
+        siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        mend = f"{nearest(folder.name, siblings)}Relative paths in a spec count from the spec's folder"
+        raise _error(field, f"{path!r}: no such folder, and not a hub name such as `Qwen/Qwen3-0.6B`", mend)
+
+
+def _check_files(folder: Path, field: str) -> None:
+    if not (folder / "config.json").is_file():
+        mend = "name a folder in Hugging Face format, as `save_pretrained` writes it"
+        raise _error(field, f"{str(folder)!r} has no config.json", mend)
+    weights = [file for pattern in _WEIGHT_PATTERNS for file in sorted(folder.glob(pattern))]
+    if not weights:
+        raise _error(field, f"{str(folder)!r} has no weights ({' or '.join(_WEIGHT_PATTERNS)})", "")
+    index = folder / "model.safetensors.index.json"
+    named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+    missing = sorted(named - {file.name for file in weights})
+    if missing:
+        what = f"{str(folder)!r} lacks {len(missing)} of {len(named)} weight files, such as {missing[0]}"
+        raise _error(field, what, "download the model again")
+    for file in weights:
+        with file.open("rb") as stream:
+            if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                what = f"{str(file)!r} is a Git LFS pointer, not the weights"
+                raise _error(field, what, "fetch the weights with `git lfs pull`")
+
+
+def _config(spec: ModelSpec) -> Any:
+    from transformers import AutoConfig
+
+    return _loaded(
+        lambda: AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code),
+        "model.path",
+        f"the configuration of {spec.path!r}",
+    )
+
+
+def _tokenizer(spec: ModelSpec) -> Any:
+    from transformers import AutoTokenizer
+
+    name, field = (spec.tokenizer, "model.tokenizer") if spec.tokenizer else (spec.path, "model.path")
+    return _loaded(
+        lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=spec.trust_remote_code),
+        field,
+        f"the tokenizer of {name!r}",
+    )
+
+
+def _loaded(load: Callable[[], T], field: str, thing: str) -> T:
+    """What `load` gives. Raises InputError with the first line of whatever it raises."""
+    try:
+        return load()
+    except Exception as error:  # transformers raises many kinds, down to those of the network
+        lines = str(error).strip().splitlines() or [""]
+        mend = "check the name, the files and, for a hub name, the network and your login"
+        if "trust_remote_code" in str(error):
+            mend = "it needs code of its own: set model.trust_remote_code: true if you trust its author"
+        raise _error(field, f"cannot read {thing}: {type(error).__name__}: {lines[0]}", mend) from error
+
+
+def _tokenizer_info(spec: ModelSpec, tokenizer: Any) -> tuple[TokenizerInfo, tuple[str, ...]]:
+    """Raises InputError if no token can end a response."""
+    path, field = (spec.tokenizer, "model.tokenizer") if spec.tokenizer else (spec.path, "model.path")
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    if eos is None:
+        what = f"the tokenizer of {path!r} has no end-of-sequence token, so no response could end by itself"
+        raise _error(field, what, "set `eos_token` in its tokenizer_config.json")
+    warnings: tuple[str, ...] = ()
+    if pad is None:
+        pad = eos
+        warnings = (
+            f"{field}: the tokenizer has no padding token; its end-of-sequence token {tokenizer.eos_token!r} "
+            "pads instead (padding is masked, so nothing is learned from it)",
+        )
+    return TokenizerInfo(path, len(tokenizer), eos, pad), warnings
+
+
+def _kind_problems(spec: ModelSpec, config: Any) -> list[Problem]:
+    """Only a decoder with a language-model head can be a policy."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    heads = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
+    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or spec.trust_remote_code
+    wrong_head = heads.endswith(("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM"))
+    if config.is_encoder_decoder or wrong_head or not known:
+        what = f"{spec.path!r} is no causal language model ({heads})"
+        return [
+            Problem("model.path", what, "name a decoder-only model, whose architecture ends in ForCausalLM")
+        ]
+    return []
+
+
+def _vocabulary_problems(info: TokenizerInfo, config: Any) -> list[Problem]:
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if rows is None or info.vocabulary_tokens <= rows:
+        return []
+    what = f"{info.path!r} has {info.vocabulary_tokens} tokens, but the model's vocabulary has {rows}"
+    return [Problem("model.tokenizer", what, "use the tokenizer that the model was trained with")]
+
+
+def _error(field: str, what: str, mend: str) -> InputError:
+    return InputError("model", [Problem(field, what, mend)])

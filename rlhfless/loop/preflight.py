@@ -1,0 +1,219 @@
+"""Everything that can be checked before anything is started, with every problem reported at once.
+
+Not checked here, because only the cluster or the engine knows: the devices of a joined Ray cluster, and
+whether weights and KV cache fit the memory of a device.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rlhfless.loop.policy import Policy, TokenizerInfo, load_policy
+from rlhfless.loop.prompts import PromptSets, load_prompts
+from rlhfless.loop.rows import read_rows
+from rlhfless.records import FunctionName, Prompt
+from rlhfless.rewards import RewardError, make
+from rlhfless.scaling.prices import load_price_book
+from rlhfless.spec import LengthPenaltySpec, RunSpec
+from rlhfless.spec.errors import InputError, Problem
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run starts from."""
+
+    tokenizer: TokenizerInfo
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+    max_model_len: int
+    """Longest sequence the engine must hold, in tokens: at most the longest prompt + max_tokens."""
+    warnings: tuple[str, ...]
+
+
+def preflight(spec: RunSpec) -> Prepared:
+    """Check a spec against the world. Raises InputError with all problems."""
+    problems: list[Problem] = []
+    policy = _try(lambda: load_policy(spec.model), problems)
+    if policy:
+        prompts = _try(lambda: _prompts(spec, policy), problems)
+    else:
+        prompts = None
+        _try(lambda: read_rows("prompts.path", spec.prompts.path, spec.prompts.split), problems)
+    everything = [*prompts.train, *prompts.held_out] if prompts else []
+    problems += _reward_problems(spec, everything)
+    problems += _price_problems(spec)
+    problems += _device_problems(spec)
+    problems += _port_problems(spec)
+    problems += _folder_problems("output", spec.output)
+    problems += _folder_problems("weights.folder", spec.weights.folder)
+    problems += _batch_problems(spec)
+    if policy:
+        problems += _token_problems(spec, policy)
+    if prompts:
+        problems += _prompt_problems(spec, prompts)
+    if problems or policy is None or prompts is None:
+        raise InputError("the run cannot start", problems)
+    longest = max(len(prompt.token_ids) for prompt in everything)
+    wanted = longest + spec.generation.max_tokens
+    max_model_len = min(wanted, policy.context_tokens or wanted)
+    warnings = [*policy.warnings, *prompts.warnings, *_warnings(spec, everything, max_model_len)]
+    return Prepared(policy.tokenizer_info, prompts.train, prompts.held_out, max_model_len, tuple(warnings))
+
+
+def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
+    """What the check gives; or None, with its problems added to the list."""
+    try:
+        return check()
+    except InputError as error:
+        problems += error.problems
+        return None
+
+
+def _prompts(spec: RunSpec, policy: Policy) -> PromptSets:
+    return load_prompts(
+        spec.prompts, policy.tokenizer, max_context_tokens=policy.context_tokens, seed=spec.seed
+    )
+
+
+def _reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
+    problems = []
+    for index, reward in enumerate(spec.rewards):
+        field = f"rewards.{index}"
+        try:
+            found = make(reward).reward.problems(prompts)
+        except RewardError as error:
+            found = [error.what]
+        problems += [Problem(field, f"reward {reward.label!r}: {what}") for what in found]
+    return problems
+
+
+def _price_problems(spec: RunSpec) -> list[Problem]:
+    try:
+        load_price_book(spec.scaling.prices)
+    except InputError as error:
+        return [Problem("scaling.prices", f"{error.source}: {problem}") for problem in error.problems]
+    return []
+
+
+def _device_problems(spec: RunSpec) -> list[Problem]:
+    if spec.placement.ray_address:
+        return []
+    # Lazily: Ray takes a second to import, and a fault found earlier should not wait for it.
+    from rlhfless.fleet.cluster import local_slots
+    from rlhfless.scaling.placement import PlacementError, place
+
+    functions = [FunctionName.SCORING] + ([FunctionName.REFERENCE] if spec.algorithm.kl.on else [])
+    try:
+        place(
+            spec.placement,
+            local_slots(),
+            generation_actors=spec.scaling.generation.max_actors,
+            slots_per_actor=spec.generation.engine.tensor_parallel_size,
+            learner_ranks=spec.learner.ranks,
+            functions=functions,
+        )
+    except PlacementError as error:
+        return [Problem("placement", str(error))]
+    return []
+
+
+def _port_problems(spec: RunSpec) -> list[Problem]:
+    port = spec.logging.metrics_port
+    if port is None:
+        return []
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            what = f"port {port} of the loopback interface is not free: {error.strerror}"
+            return [Problem("logging.metrics_port", what, "choose another port, or leave it out")]
+    return []
+
+
+def _folder_problems(field: str, folder: str | None) -> list[Problem]:
+    """Whether files can be made in the folder, or the folder itself be made. Nothing is written."""
+    if folder is None:
+        return []
+    here = Path(folder).absolute()
+    while not here.exists():
+        here = here.parent
+    if not here.is_dir():
+        return [Problem(field, f"{folder!r} cannot be a folder: {str(here)!r} is a file", "name another one")]
+    if not os.access(here, os.W_OK | os.X_OK):
+        return [
+            Problem(
+                field, f"{folder!r} cannot be written: no permission in {str(here)!r}", "name another one"
+            )
+        ]
+    return []
+
+
+def _batch_problems(spec: RunSpec) -> list[Problem]:
+    groups = spec.prompts_per_step // spec.mini_batches
+    sequences = groups * spec.samples_per_prompt
+    if spec.learner.ranks <= sequences:
+        return []
+    what = f"{spec.learner.ranks} ranks, but a mini-batch has {sequences} sequences ({groups} groups)"
+    return [Problem("learner.ranks", what, f"set it to {sequences} or less, or make mini-batches larger")]
+
+
+def _token_problems(spec: RunSpec, policy: Policy) -> list[Problem]:
+    problems = []
+    context, most = policy.context_tokens, spec.generation.max_tokens
+    if context is not None and most > context - 1:
+        what = f"{most} leaves no room for a prompt in the context of {context} tokens"
+        problems.append(Problem("generation.max_tokens", what, f"set it to at most {context - 1}"))
+    vocabulary = policy.tokenizer_info.vocabulary_tokens
+    unknown = [token for token in spec.generation.stop_token_ids if not 0 <= token < vocabulary]
+    if unknown:
+        what = f"{unknown[0]} is not a token: the vocabulary has {vocabulary}"
+        problems.append(Problem("generation.stop_token_ids", what, f"use 0 to {vocabulary - 1}"))
+    return problems
+
+
+def _prompt_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
+    problems = []
+    if spec.prompts_per_step > len(prompts.train):
+        what = f"{spec.prompts_per_step}, but there are {len(prompts.train)} training prompts"
+        mend = f"set it to at most {len(prompts.train)}; no prompt may be twice in a step"
+        problems.append(Problem("prompts_per_step", what, mend))
+    if spec.evaluation.every_steps is not None and not prompts.held_out:
+        what = "set, but there are no held-out prompts to evaluate on"
+        problems.append(Problem("evaluation.every_steps", what, "give prompts.held_out, or leave it out"))
+    return problems
+
+
+def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> list[str]:
+    warnings = []
+    generation = spec.generation
+    room = max_model_len - generation.max_tokens
+    cut = sum(len(prompt.token_ids) > room for prompt in prompts)
+    if cut:
+        warnings.append(
+            f"generation.max_tokens: for {cut} of {len(prompts)} prompts the context of {max_model_len} "
+            f"tokens ends before {generation.max_tokens} response tokens; their responses end earlier"
+        )
+    if generation.top_p != 1 or generation.top_k != 0:
+        warnings.append(
+            f"generation: top_p {generation.top_p:g} and top_k {generation.top_k} cut the distribution that "
+            "is sampled from, which biases the ratio between learner and engine; leave them at 1 and 0"
+        )
+    if spec.learner.micro_batch_tokens < max_model_len:
+        warnings.append(
+            f"learner.micro_batch_tokens: {spec.learner.micro_batch_tokens} is below the longest sequence of "
+            f"{max_model_len} tokens; such a sequence gets a pass of its own, and more memory"
+        )
+    warnings += [
+        f"rewards.{index}: no response is longer than free_tokens ({reward.free_tokens}), so it is always 0"
+        for index, reward in enumerate(spec.rewards)
+        if isinstance(reward, LengthPenaltySpec) and reward.free_tokens >= generation.max_tokens
+    ]
+    return warnings

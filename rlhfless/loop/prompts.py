@@ -1,0 +1,254 @@
+"""Prompts: read, checked, rendered, tokenised, split into training and held-out, and ordered.
+
+Invariants: every prompt fits the context with room for one token; ids are unique; no held-out prompt's text
+is trained on; a batch of a `PromptOrder` is a function of the prompts, the seed and the step alone, so a
+resumed run sees what an uninterrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from rlhfless.loop.rows import Row, read_rows
+from rlhfless.records import IntArray, Prompt
+from rlhfless.spec import PromptsSpec
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import nearest, shown
+
+# 64 bits: a collision among 1e5 prompts has a chance of 3e-10.
+_ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSets:
+    """What is trained on, what is only evaluated on, and what the user should know about both."""
+
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+    warnings: tuple[str, ...]
+
+
+def load_prompts(
+    spec: PromptsSpec, tokenizer: Any, *, max_context_tokens: int | None, seed: int
+) -> PromptSets:
+    """Read everything a spec names. `tokenizer` is one of transformers'; no limit where the context is None.
+
+    Raises InputError with the problems of both sets.
+    """
+    problems: list[Problem] = []
+    warnings: list[str] = []
+    train = _load("prompts.path", spec.path, spec.split, spec, tokenizer, max_context_tokens, problems)
+    held_out: list[Prompt] = []
+    wanted = spec.held_out
+    if wanted is not None and wanted.path is not None:
+        source = ("prompts.held_out.path", wanted.path, wanted.split)
+        held_out = _load(*source, spec, tokenizer, max_context_tokens, problems)
+    if problems:
+        raise InputError("prompts", problems)
+    repeated = sum(1 for count in Counter(prompt.text for prompt in train).values() if count > 1)
+    if repeated:
+        warnings.append(f"prompts.path: {repeated} prompts occur more than once; all occurrences are kept")
+    if wanted is not None and wanted.fraction is not None:
+        train, held_out = _split(train, wanted.fraction, seed)
+    train = _without(train, held_out, warnings)
+    kept = held_out[: wanted.max_prompts] if wanted is not None else []
+    return PromptSets(tuple(train), tuple(kept), tuple(warnings))
+
+
+class PromptOrder:
+    """Which prompts a step takes.
+
+    Shuffled: every epoch has an order of its own. A batch never crosses from one epoch into the next, so that
+    no prompt is in it twice; the fewer than n prompts left over wait for a later order. Not shuffled: the
+    prompts in a circle.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order = lru_cache(maxsize=2)(self._draw)
+
+    def batch(self, step: int, n: int) -> list[Prompt]:
+        """The n prompts of a step, counted from 0. Raises ValueError if there are fewer than n."""
+        total = len(self._prompts)
+        if not 1 <= n <= total or step < 0:
+            raise ValueError(f"no batch of {n} for step {step}: there are {total} prompts")
+        if not self._shuffle:
+            return [self._prompts[(step * n + i) % total] for i in range(n)]
+        epoch, position = divmod(step, total // n)
+        chosen = self._order(epoch)[position * n : (position + 1) * n]
+        return [self._prompts[i] for i in chosen]
+
+    def _draw(self, epoch: int) -> IntArray:
+        return np.random.default_rng([self._seed % 2**64, epoch]).permutation(len(self._prompts))
+
+
+class _Faults:
+    """Faulty rows by kind: the first is named and the others are counted, however many there are."""
+
+    def __init__(self, field: str, total: int) -> None:
+        self._field, self._total = field, total
+        self._by_kind: dict[str, list[tuple[str, str]]] = {}
+
+    def add(self, kind: str, row: Row, detail: str, mend: str) -> None:
+        self._by_kind.setdefault(kind, []).append((f"first at {row.where}: {detail}", mend))
+
+    def problems(self) -> list[Problem]:
+        return [
+            Problem(self._field, f"{kind} in {len(found)} of {self._total} rows, {found[0][0]}", found[0][1])
+            for kind, found in self._by_kind.items()
+        ]
+
+
+def _load(
+    field: str,
+    path: str,
+    split: str,
+    spec: PromptsSpec,
+    tokenizer: Any,
+    max_context_tokens: int | None,
+    problems: list[Problem],
+) -> list[Prompt]:
+    """The prompts of one source; adds to `problems`, and returns nothing usable if it did."""
+    try:
+        rows = read_rows(field, path, split)
+    except InputError as error:
+        problems += error.problems
+        return []
+    faults = _Faults(field, len(rows))
+    texts = [_text(row, spec, tokenizer, faults) for row in rows]
+    ids = _ids(rows, texts, spec, faults)
+    tokens = _tokenize([text or "" for text in texts], spec, tokenizer)
+    for row, text, token_ids in zip(rows, texts, tokens, strict=True):
+        if text is not None:
+            _check_length(row, len(token_ids), max_context_tokens, faults)
+    problems += faults.problems()
+    return [
+        Prompt(prompt_id, tuple(token_ids), text or "", _other_columns(row, spec))
+        for row, text, prompt_id, token_ids in zip(rows, texts, ids, tokens, strict=True)
+    ]
+
+
+def _text(row: Row, spec: PromptsSpec, tokenizer: Any, faults: _Faults) -> str | None:
+    """The prompt as the policy sees it; None, with a fault, if the row has no usable one."""
+    name = spec.prompt_field
+    value = row.values.get(name)
+    if value is None:
+        fields = ", ".join(row.values) or "none"
+        mend = f"{nearest(name, row.values)}Set prompts.prompt_field to the field with the prompt"
+        faults.add(f"no field `{name}`", row, f"its fields are {fields}", mend)
+    elif not isinstance(value, str | list):
+        mend = "a prompt is a string, or a list of chat messages"
+        faults.add(f"`{name}` is not a string", row, f"got {shown(value)}", mend)
+    elif not (value.strip() if isinstance(value, str) else value):
+        faults.add(f"`{name}` is empty", row, f"got {shown(value)}", "remove these rows, or fill them in")
+    elif spec.chat_template:
+        return _rendered(row, value, spec, tokenizer, faults)
+    elif isinstance(value, str):
+        return value
+    else:
+        mend = "set prompts.chat_template: true, or give the prompt as a string"
+        faults.add(f"`{name}` is a list of chat messages", row, f"got {shown(value)}", mend)
+    return None
+
+
+def _rendered(
+    row: Row, value: str | list[Any], spec: PromptsSpec, tokenizer: Any, faults: _Faults
+) -> str | None:
+    name = spec.prompt_field
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not all(isinstance(message, Mapping) and "role" in message for message in messages):
+        mend = "write each message as {role: user, content: ...}"
+        faults.add(f"`{name}` is not a list of chat messages", row, f"got {shown(value)}", mend)
+        return None
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # templates are programs of the model's author, and raise what they like
+        mend = "mend the messages, or leave prompts.chat_template out if the model has no template"
+        faults.add("the chat template fails", row, f"{type(error).__name__}: {error}", mend)
+        return None
+
+
+def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: PromptsSpec, faults: _Faults) -> list[str]:
+    if spec.id_field is None:
+        seen: dict[str, int] = {}
+        return [_hash_id(text or "", seen) for text in texts]
+    first: dict[str, Row] = {}
+    ids = []
+    for row in rows:
+        value = row.values.get(spec.id_field)
+        if not isinstance(value, str | int) or value == "":
+            mend = f"{nearest(spec.id_field, row.values)}Leave prompts.id_field out to use hashes"
+            faults.add(f"no id in `{spec.id_field}`", row, f"got {shown(value)}", mend)
+        elif (earlier := first.setdefault(str(value), row)) is not row:
+            mend = "ids must differ; leave prompts.id_field out to use hashes"
+            faults.add("a prompt id occurs again", row, f"{value!r} is also at {earlier.where}", mend)
+        ids.append(str(value))
+    return ids
+
+
+def _hash_id(text: str, seen: dict[str, int]) -> str:
+    """The hash of the text; `-2` and so on behind it for further prompts with the same text."""
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_ID_BYTES).hexdigest()
+    seen[digest] = seen.get(digest, 0) + 1
+    return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+
+
+def _tokenize(texts: list[str], spec: PromptsSpec, tokenizer: Any) -> list[list[int]]:
+    # A chat template writes the special tokens itself. `verbose`: prompts that are too long are our message.
+    encoded = tokenizer(
+        texts, add_special_tokens=not spec.chat_template, return_attention_mask=False, verbose=False
+    )
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
+
+
+def _check_length(row: Row, tokens: int, max_context_tokens: int | None, faults: _Faults) -> None:
+    if tokens == 0:
+        faults.add("the tokenizer makes no token of the prompt", row, "0 tokens", "remove these rows")
+    if max_context_tokens is not None and tokens > max_context_tokens - 1:
+        kind = f"the prompt has more than {max_context_tokens - 1} tokens (the context less one)"
+        mend = f"shorten or remove them, or raise model.max_context_tokens (now {max_context_tokens})"
+        faults.add(kind, row, f"{tokens} tokens", mend)
+
+
+def _other_columns(row: Row, spec: PromptsSpec) -> dict[str, Any]:
+    return {name: value for name, value in row.values.items() if name != spec.prompt_field}
+
+
+def _split(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out prompts, both in file order: the share with the smallest hashes is held out."""
+    count = max(1, round(fraction * len(prompts)))
+    ranked = sorted(
+        prompts,
+        key=lambda prompt: hashlib.blake2b(f"{seed}/{prompt.prompt_id}".encode(), digest_size=16).digest(),
+    )
+    chosen = {prompt.prompt_id for prompt in ranked[:count]}
+    return (
+        [prompt for prompt in prompts if prompt.prompt_id not in chosen],
+        [prompt for prompt in prompts if prompt.prompt_id in chosen],
+    )
+
+
+def _without(train: list[Prompt], held_out: list[Prompt], warnings: list[str]) -> list[Prompt]:
+    """The training prompts whose text is not held out. Raises InputError if none is left."""
+    forbidden = {prompt.text for prompt in held_out}
+    kept = [prompt for prompt in train if prompt.text not in forbidden]
+    if not kept:
+        what = f"no training prompt is left: all {len(train) or len(held_out)} are held out"
+        mend = "give the held-out prompts a file of their own, or lower prompts.held_out.fraction"
+        raise InputError("prompts", [Problem("prompts.held_out", what, mend)])
+    if len(kept) < len(train):
+        dropped = len(train) - len(kept)
+        warnings.append(
+            f"prompts.held_out: {dropped} training prompts are held out too, and are not trained on"
+        )
+    return kept

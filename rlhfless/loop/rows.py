@@ -1,0 +1,118 @@
+"""Rows of a data set, each with the place it came from, so that a fault can be found again.
+
+A path is a JSONL or Parquet file if there is one; anything else is given to `datasets` (a hub name, with
+its configuration after a colon as in `openai/gsm8k:main`, or a local data set folder).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import nearest, shown
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+_FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".txt")
+# Messages name so many faulty lines; the others are counted.
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row. `where` is such as `train.jsonl:12`, or `train.parquet row 12` (both count from 1)."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+def read_rows(field: str, path: str, split: str) -> list[Row]:
+    """All rows of a data set. `field` is the spec's field that named it, for messages.
+
+    Raises InputError if it does not exist, cannot be read, or is empty.
+    """
+    file = Path(path)
+    if file.is_file():
+        rows = _parquet(field, file) if _is_parquet(file) else _jsonl(field, file)
+    elif file.is_dir() or (_HUB_NAME.fullmatch(path) and not path.endswith(_FILE_SUFFIXES)):
+        rows = _dataset(field, path, split)
+    else:
+        siblings = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
+        mend = f"{nearest(file.name, siblings)}Relative paths in a spec count from the spec's folder"
+        raise _error(field, f"{path!r}: no such file", mend)
+    if not rows:
+        raise _error(field, f"{path!r} is empty", "give it at least one row")
+    return rows
+
+
+def _is_parquet(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(4) == b"PAR1"
+
+
+def _jsonl(field: str, file: Path) -> list[Row]:
+    rows, faults = [], []
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _error(field, f"{str(file)!r} cannot be read as UTF-8 text: {error}", _FORMATS) from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            faults.append(f"{file}:{number}: not JSON: {error.msg} at column {error.colno}")
+            continue
+        if isinstance(values, dict):
+            rows.append(Row(f"{file.name}:{number}", values))
+        else:
+            faults.append(f"{file}:{number}: an object is needed, got {shown(values)}")
+    if faults:
+        more = f" (and {len(faults) - _MAX_NAMED} more)" if len(faults) > _MAX_NAMED else ""
+        raise _error(field, "; ".join(faults[:_MAX_NAMED]) + more, _FORMATS)
+    return rows
+
+
+def _parquet(field: str, file: Path) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _error(field, f"{str(file)!r} cannot be read as Parquet: {error}", _FORMATS) from error
+    return [Row(f"{file.name} row {i}", values) for i, values in enumerate(table.to_pylist(), start=1)]
+
+
+def _dataset(field: str, path: str, split: str) -> list[Row]:
+    if importlib.util.find_spec("datasets") is None:
+        mend = "install it with `pip install 'rlhfless[data]'`, or name a file"
+        raise _error(field, f"{path!r} is no file here, and hub data sets need the package `datasets`", mend)
+    import datasets
+
+    name, _, configuration = path.partition(":") if not Path(path).exists() else (path, "", "")
+    try:
+        rows = datasets.load_dataset(name, configuration or None, split=split).to_list()
+    except Exception as error:  # datasets raises dozens of kinds, down to those of the network
+        what = f"{path!r} is no file here, and could not be loaded as a data set: {_first_line(error)}"
+        mend = "check the name, the split and the network; a configuration is given as `name:configuration`"
+        raise _error(field, what, mend) from error
+    return [Row(f"{path} ({split}) row {i}", values) for i, values in enumerate(rows, start=1)]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+_FORMATS = "prompts are read from JSONL (one JSON object per line) or Parquet"
+
+
+def _error(field: str, what: str, mend: str) -> InputError:
+    return InputError("prompts", [Problem(field, what, mend)])

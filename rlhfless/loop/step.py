@@ -1,0 +1,53 @@
+"""One training step: plan, sync, generate, score, reference, evaluate, advantages, learn, publish, ledger."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from rlhfless.algorithms.advantages import with_grpo_advantages
+from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.loop.experience import Experience, collect
+from rlhfless.loop.run import Run
+from rlhfless.loop.summary import step_metrics
+from rlhfless.records import StepRecord
+
+
+async def train_step(run: Run, step: int) -> StepRecord:
+    """Train on one batch of prompts; steps count from 1. Weights of step - 1 draw, weights of `step` result.
+
+    Raises what a stage raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
+    """
+    start_s, call = time.time(), run.call(step)
+    draw = run.plan(step)
+    await run.generation.sync(run.published, call)
+    groups = run.generate(draw)
+    experience = await collect(groups, run.scoring_of(call), run.reference_of(call))
+    batch = assemble(experience)
+    if run.spec.mini_batches > 1:
+        # With one mini-batch the old policy is the current one, and the learner knows its logprobs already.
+        batch = batch.with_old_logprobs(await run.evaluate(call, batch))
+    batch = with_grpo_advantages(batch, rewards_of(experience), run.spec.algorithm)
+    learned = await run.learn(call, batch)
+    run.published = await run.publish(call)
+    record = StepRecord(step, start_s, time.time(), step_metrics(run, experience, learned, start_s))
+    await run.close_step(record, experience)
+    return record
+
+
+def assemble(experience: Experience) -> PackedBatch:
+    """The learner's batch, sorted by (prompt, sample), with the reference logprobs if there are any."""
+    batch = pack(experience.groups)
+    if experience.reference_logprobs is None:
+        return batch
+    values = np.zeros(len(batch.tokens), dtype=np.float32)
+    values[batch.response_mask] = np.concatenate(
+        [logprobs for group in experience.reference_logprobs for logprobs in group]
+    )
+    return batch.with_reference_logprobs(values)
+
+
+def rewards_of(experience: Experience) -> np.ndarray:
+    """`[sequences]`, in the order of the batch."""
+    return np.array([score.total for group in experience.scores for score in group])

@@ -1,0 +1,63 @@
+"""The figures of a step and of an evaluation, under the names that telemetry declares."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlhfless.loop.experience import Experience
+from rlhfless.records import FinishReason, Score, Work
+
+if TYPE_CHECKING:
+    from rlhfless.loop.run import Run
+
+
+def step_metrics(
+    run: Run, experience: Experience, learned: Mapping[str, float], start_s: float
+) -> dict[str, float]:
+    """All metrics of a step that ends now."""
+    end_s = time.time()
+    seconds = run.ledger.seconds_by_work(start_s, end_s)
+    generation_s = seconds.get(Work.GENERATE, 0.0)
+    rollouts = [rollout for group in experience.groups for rollout in group.rollouts]
+    lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
+    prompt_tokens = np.array([len(g.prompt.token_ids) for g in experience.groups for _ in g.rollouts])
+    same = [len({score.total for score in group}) == 1 for group in experience.scores]
+    return {
+        **reward_metrics([score for group in experience.scores for score in group]),
+        "groups_without_signal": float(np.mean(same)),
+        "prompt_tokens_mean": float(prompt_tokens.mean()),
+        "response_tokens_mean": float(lengths.mean()),
+        "response_tokens_max": float(lengths.max()),
+        "truncated": float(np.mean([r.finish_reason == FinishReason.LENGTH for r in rollouts])),
+        "cached_prompt_tokens": sum(r.cached_tokens for r in rollouts) / float(prompt_tokens.sum()),
+        "step_s": end_s - start_s,
+        "generation_s": generation_s,
+        "scoring_s": seconds.get(Work.SCORE, 0.0),
+        "reference_s": seconds.get(Work.LOGPROBS, 0.0),
+        "learn_s": seconds.get(Work.LEARN, 0.0) + seconds.get(Work.EVALUATE, 0.0),
+        "sync_s": seconds.get(Work.LOAD_WEIGHTS, 0.0) + seconds.get(Work.PUBLISH, 0.0),
+        "outside_s": run.ledger.outside_s(start_s, end_s),
+        "generation_tokens_per_s": float(lengths.sum()) / generation_s if generation_s else 0.0,
+        "actors": float(len(run.generation.serving())),
+        "cost_usd": run.ledger.cost_usd(run.pools),
+        **learned,
+    }
+
+
+def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """Mean and spread of the reward, and the mean of each of its parts."""
+    totals = np.array([score.total for score in scores])
+    return {
+        "reward_mean": float(totals.mean()),
+        "reward_std": float(totals.std()),
+        **{f"reward/{part}": mean_part(scores, part) for part in scores[0].parts},
+    }
+
+
+def mean_part(scores: Sequence[Score], part: str) -> float:
+    """Mean of one part of the reward."""
+    return float(np.mean([score.parts[part] for score in scores]))

@@ -1,0 +1,123 @@
+"""The two kinds of record everything is billed, explained and simulated from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FunctionName(StrEnum):
+    """The functions of a run."""
+
+    GENERATION = "generation"
+    SCORING = "scoring"
+    REFERENCE = "reference"
+    LEARNER = "learner"
+
+
+class ReplicaState(StrEnum):
+    """States of a replica; rlhfless.scaling.lifecycle has the transitions, and those that do not exist."""
+
+    STARTING = "starting"
+    STALE = "stale"
+    """Up, without the weights of the version asked for: no traffic."""
+    SERVING = "serving"
+    DRAINING = "draining"
+    SLEEPING = "sleeping"
+    RETIRED = "retired"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+    @property
+    def holds_device(self) -> bool:
+        """RETIRED and DEAD replicas have given their device back; all others are billed."""
+        return self not in (ReplicaState.RETIRED, ReplicaState.DEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One incarnation of a replica on one device slot, in one state, from when to when."""
+
+    function: FunctionName
+    replica: str
+    incarnation: str
+    device: str
+    """Name of the device slot, such as `cpu-0`."""
+    device_kind: str
+    """Key of the price book."""
+    share: float
+    """Part of the slot that the replica holds; the shares of co-located functions add up to at most 1."""
+    state: ReplicaState
+    start_s: float  # unix time
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def device_s(self) -> float:
+        """Device-seconds: duration times share."""
+        return self.duration_s * self.share
+
+
+class Work(StrEnum):
+    """What an invocation did."""
+
+    GENERATE = "generate"
+    HELD_OUT = "held_out"
+    """Generation for an evaluation on held-out prompts."""
+    LOAD_WEIGHTS = "load_weights"
+    SCORE = "score"
+    LOGPROBS = "logprobs"
+    EVALUATE = "evaluate"
+    """Old logprobs: the policy before the first update of the step."""
+    LEARN = "learn"
+    PUBLISH = "publish"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """One call of a function, inside a holding. Times are those of the function's body, without transport."""
+
+    function: FunctionName
+    replica: str
+    incarnation: str
+    work: Work
+    step: int
+    start_s: float  # unix time
+    end_s: float
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    sequences: int = 0
+    size_bytes: int = 0
+    version: str = ""
+    """Label of the weight version in use."""
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A decision of the scaler, with all it was decided from."""
+
+    step: int
+    at_s: float  # unix time
+    kind: str
+    """Such as `plan`, `hold`, `release`, `migrate`."""
+    choice: str
+    inputs: dict[str, float | int | str | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One training step."""
+
+    step: int
+    start_s: float  # unix time
+    end_s: float
+    metrics: dict[str, float]

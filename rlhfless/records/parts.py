@@ -1,0 +1,64 @@
+"""One file of a trace: written whole or not at all, read only if its columns are the expected ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhfless.records.schema import NAME_KEY, TABLES, TRACE_VERSION, VERSION_KEY, TraceError
+
+
+def write_part(path: Path, schema: pa.Schema, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Writes rows, each in the order of the schema's columns, as one Parquet file."""
+    columns = zip(*rows, strict=True)
+    arrays = [pa.array(column, type=field.type) for field, column in zip(schema, columns, strict=True)]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), sink, compression="zstd")
+    write_whole(path, sink.getvalue())
+
+
+def write_whole(path: Path, content: Any) -> None:
+    """Writes the bytes so that `path` is whole or absent, even if the machine loses power."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_part(path: Path, name: str) -> pa.Table:
+    """Reads one file of the table `name`. Raises TraceError unless its columns and version are right."""
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise TraceError(f"{path} is not a Parquet file ({error}); move it away to read the rest") from error
+    metadata = file.schema_arrow.metadata or {}
+    version = metadata.get(VERSION_KEY, b"").decode()
+    check_version(path, int(version) if version.isdecimal() else None)
+    if metadata.get(NAME_KEY) != name.encode():
+        found = metadata.get(NAME_KEY, b"").decode()
+        raise TraceError(f"{path} holds the table {found!r}, not {name!r}; move it to its own folder")
+    schema = TABLES[name]
+    for field in schema:
+        index = file.schema_arrow.get_field_index(field.name)
+        if index < 0:
+            raise TraceError(f"{path} has no column {field.name!r}; write it with the schema of {name!r}")
+        found = file.schema_arrow.field(index).type
+        if not found.equals(field.type):
+            raise TraceError(f"{path}: column {field.name!r} is {found}; write it as {field.type}")
+    return file.read(columns=schema.names).cast(schema)
+
+
+def check_version(path: Path, version: object) -> None:
+    """Raises TraceError unless `version`, found in `path`, is the one that this package writes."""
+    if version != TRACE_VERSION:
+        raise TraceError(
+            f"{path} has trace version {version}, and this reader knows version {TRACE_VERSION} only; "
+            "read it with the rlhfless that wrote it"
+        )

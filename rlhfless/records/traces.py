@@ -1,0 +1,281 @@
+"""The trace of a run: all it did, as Parquet files that bill it, explain it and replay it.
+
+    trace/
+      meta.json                     run, attempt, price book and spec of the run, machine
+      holdings/    <part>.parquet   one folder per table of rlhfless.records.schema
+      invocations/ rollouts/ steps/ decisions/
+
+Every flush writes one part per table that has new rows, under a temporary name, synced and then renamed. So
+a part is whole or absent, and a run that dies loses at most what came after its last flush. Nothing is ever
+rewritten, except meta.json by a later attempt of the same run; parts carry the attempt in their name. A step
+that was interrupted and done again appears twice in holdings and invocations, because it was paid for twice.
+
+Deliberately not here: the text of prompts and responses (a trace can be shared), and any index (a reader
+scans). One writer belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from rlhfless.records.ledger import (
+    Decision,
+    FunctionName,
+    Holding,
+    Invocation,
+    ReplicaState,
+    StepRecord,
+    Work,
+)
+from rlhfless.records.parts import check_version, read_part, write_part, write_whole
+from rlhfless.records.rollouts import FinishReason, Rollout, Score, VersionSpan
+from rlhfless.records.schema import TABLES, TRACE_VERSION, TraceError
+
+META_FILE = "meta.json"
+
+_HOLDING_ROW = attrgetter(*TABLES["holdings"].names)
+_INVOCATION_ROW = attrgetter(*TABLES["invocations"].names)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceMeta:
+    """What the records of a run mean: who wrote them, at which prices, for which spec, on what machine."""
+
+    run_id: str
+    attempt: int
+    prices: Mapping[str, Any]
+    """Snapshot of the price book (`PriceBook.snapshot()`): a later edit must not change the bill."""
+    spec: Mapping[str, Any]
+    """The RunSpec as JSON values."""
+    machine: Mapping[str, Any]
+    """Such as the result of `describe_machine()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRollout:
+    """A row of the table `rollouts`: a rollout without its text, with its step and its score."""
+
+    step: int
+    prompt_id: str
+    sample_index: int
+    seed: int
+    prompt_tokens: int
+    response_tokens: int
+    cached_tokens: int
+    reward: float
+    reward_parts: Mapping[str, float]
+    finish_reason: FinishReason
+    version_spans: tuple[VersionSpan, ...]
+    actor: str
+    started_s: float  # unix time
+    finished_s: float
+    token_ids: tuple[int, ...] | None  # [response]; None unless tokens were recorded
+    logprobs: tuple[float, ...] | None  # [response]; rollout logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """All records of a run, in the order in which they were written."""
+
+    meta: TraceMeta
+    holdings: tuple[Holding, ...] = ()
+    invocations: tuple[Invocation, ...] = ()
+    rollouts: tuple[TracedRollout, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+
+
+def describe_machine() -> dict[str, Any]:
+    """The machine of this process, for `TraceMeta.machine`."""
+    return {
+        "host": platform.node(),
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "cpu_cores": os.cpu_count(),
+    }
+
+
+class TraceWriter:
+    """Appends to the trace in `folder`, which is made if need be. Rows are kept in memory until `flush`.
+
+    With `record_tokens` the token ids and logprobs of every rollout are kept as well: the bulk of a trace.
+    Raises TraceError if `folder` holds another run, or this run's attempt or a later one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], meta: TraceMeta, record_tokens: bool) -> None:
+        self._folder = Path(folder)
+        self._record_tokens = record_tokens
+        self._attempt = meta.attempt
+        self._step = 0
+        self._parts = 0
+        self._closed = False
+        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
+        _refuse_other_run(self._folder, meta)
+        for name in TABLES:
+            (self._folder / name).mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"trace_version": TRACE_VERSION, **asdict(meta)}, indent=2)
+        write_whole(self._folder / META_FILE, text.encode())
+
+    def add_holding(self, holding: Holding) -> None:
+        self._add("holdings", _HOLDING_ROW(holding))
+
+    def add_invocation(self, invocation: Invocation) -> None:
+        self._add("invocations", _INVOCATION_ROW(invocation))
+
+    def add_rollout(self, step: int, rollout: Rollout, score: Score, prompt_tokens: int) -> None:
+        """Adds a scored rollout, drawn in `step` from a prompt of `prompt_tokens` tokens."""
+        self._add(
+            "rollouts",
+            (
+                step,
+                rollout.prompt_id,
+                rollout.sample_index,
+                rollout.seed,
+                prompt_tokens,
+                len(rollout.token_ids),
+                rollout.cached_tokens,
+                score.total,
+                list(score.parts.items()),
+                rollout.finish_reason,
+                [(span.version, span.start, span.end) for span in rollout.version_spans],
+                rollout.actor,
+                rollout.started_s,
+                rollout.finished_s,
+                rollout.token_ids if self._record_tokens else None,
+                rollout.logprobs if self._record_tokens else None,
+            ),
+        )
+
+    def add_step(self, record: StepRecord) -> None:
+        self._add("steps", (record.step, record.start_s, record.end_s, list(record.metrics.items())))
+
+    def add_decision(self, decision: Decision) -> None:
+        inputs = json.dumps(decision.inputs, sort_keys=True)
+        self._add("decisions", (decision.step, decision.at_s, decision.kind, decision.choice, inputs))
+
+    def flush(self, step: int) -> None:
+        """Writes all rows added so far. `step` is only the name of the parts; it may be flushed many times.
+
+        Rows that could not be written (OSError: disk full) stay in memory for the next flush.
+        """
+        self._step = step
+        for name, rows in self._rows.items():
+            if rows:
+                part = f"attempt{self._attempt:03d}-step{step:06d}-{self._parts:06d}.parquet"
+                write_part(self._folder / name / part, TABLES[name], rows)
+                self._parts += 1
+                rows.clear()
+
+    def close(self) -> None:
+        """Flushes what is left. Adding to a closed writer raises TraceError; closing twice does nothing."""
+        if not self._closed:
+            self.flush(self._step)
+            self._closed = True
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _add(self, table: str, row: tuple[Any, ...]) -> None:
+        if self._closed:
+            raise TraceError(f"the trace in {self._folder} is closed; add to {table} before close()")
+        self._rows[table].append(row)
+
+
+def read_trace(folder: str | os.PathLike[str]) -> Trace:
+    """Reads the trace of a run as records.
+
+    Raises TraceError, naming the file, for an unknown version, a missing or mistyped column, or a file that
+    is not Parquet. Temporary files of a writer that died are ignored.
+    """
+    meta = read_meta(folder)
+    rows = {name: table.to_pylist(maps_as_pydicts="strict") for name, table in read_tables(folder).items()}
+    return Trace(
+        meta=meta,
+        holdings=tuple(_holding(row) for row in rows["holdings"]),
+        invocations=tuple(_invocation(row) for row in rows["invocations"]),
+        rollouts=tuple(_rollout(row) for row in rows["rollouts"]),
+        steps=tuple(StepRecord(**row) for row in rows["steps"]),
+        decisions=tuple(_decision(row) for row in rows["decisions"]),
+    )
+
+
+def read_tables(folder: str | os.PathLike[str]) -> dict[str, pa.Table]:
+    """Reads the trace as Arrow tables, one per table of the schema; for columns rather than records."""
+    read_meta(folder)
+    return {name: _read_table(Path(folder), name) for name in TABLES}
+
+
+def read_meta(folder: str | os.PathLike[str]) -> TraceMeta:
+    """Reads meta.json. Raises TraceError if it is missing, broken, or of another version."""
+    path = Path(folder) / META_FILE
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise TraceError(f"{path} does not exist; name the `trace` folder of a run") from None
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{path} is not JSON ({error}); restore it from a copy of the run") from error
+    version = content.pop("trace_version", None) if isinstance(content, dict) else None
+    check_version(path, version)
+    fields = TraceMeta.__dataclass_fields__
+    missing = [name for name in fields if name not in content]
+    if missing:
+        raise TraceError(f"{path} has no {missing[0]!r}; restore it from a copy of the run")
+    return TraceMeta(**{name: content[name] for name in fields})
+
+
+def _refuse_other_run(folder: Path, meta: TraceMeta) -> None:
+    if not (folder / META_FILE).exists():
+        return
+    found = read_meta(folder)
+    if found.run_id != meta.run_id:
+        raise TraceError(f"{folder} belongs to run {found.run_id!r}; give {meta.run_id!r} its own folder")
+    if found.attempt >= meta.attempt:
+        raise TraceError(
+            f"{folder} was written by attempt {found.attempt}, and this is attempt {meta.attempt}; "
+            "raise the attempt number at every start, or choose another folder"
+        )
+
+
+def _read_table(folder: Path, name: str) -> pa.Table:
+    schema = TABLES[name]
+    parts = [read_part(path, name) for path in sorted((folder / name).glob("*.parquet"))]
+    return pa.concat_tables(parts) if parts else schema.empty_table()
+
+
+def _holding(row: dict[str, Any]) -> Holding:
+    typed = {"function": FunctionName(row["function"]), "state": ReplicaState(row["state"])}
+    return Holding(**(row | typed))
+
+
+def _invocation(row: dict[str, Any]) -> Invocation:
+    return Invocation(**(row | {"function": FunctionName(row["function"]), "work": Work(row["work"])}))
+
+
+def _rollout(row: dict[str, Any]) -> TracedRollout:
+    typed = {
+        "finish_reason": FinishReason(row["finish_reason"]),
+        "version_spans": tuple(VersionSpan(**span) for span in row["version_spans"]),
+        "token_ids": None if row["token_ids"] is None else tuple(row["token_ids"]),
+        "logprobs": None if row["logprobs"] is None else tuple(row["logprobs"]),
+    }
+    return TracedRollout(**(row | typed))
+
+
+def _decision(row: dict[str, Any]) -> Decision:
+    return Decision(**(row | {"inputs": json.loads(row["inputs"])}))

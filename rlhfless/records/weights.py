@@ -1,0 +1,51 @@
+"""The identity of a set of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """Weights are the same exactly if run, attempt, step and digest are."""
+
+    run_id: str
+    attempt: int
+    """Raised at every start or resume of the driver: the fencing token."""
+    step: int
+    """The number of training steps the weights have seen."""
+    digest: str
+    """xxh3-128 of names, dtypes, shapes and bytes of all tensors (see rlhfless.weights.digest)."""
+
+    @property
+    def label(self) -> str:
+        """`run/attempt/step/digest`: the name under which the engine records it per token."""
+        return f"{self.run_id}/{self.attempt}/{self.step}/{self.digest}"
+
+    @classmethod
+    def parse(cls, label: str) -> WeightVersion:
+        """The inverse of `label`. Raises ValueError for any other text."""
+        parts = label.split("/")
+        if len(parts) != 4:
+            raise ValueError(f"{label!r} is not a weight version: expected run/attempt/step/digest")
+        return cls(parts[0], int(parts[1]), int(parts[2]), parts[3])
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A short text and the learner's logprobs of it, to check that an engine really serves a version."""
+
+    token_ids: tuple[int, ...]  # [probe]
+    logprobs: tuple[float, ...]  # [probe - 1]: of token i + 1 given tokens up to i, temperature 1
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedWeights:
+    """What the learner announces after writing a version to the store."""
+
+    version: WeightVersion
+    location: str
+    """Where the store keeps it: a path, or a URL."""
+    size_bytes: int
+    tensors: int
+    probe: Probe

@@ -1,0 +1,267 @@
+"""The bill of a run, from its holdings and invocations alone. Pure.
+
+Device-seconds of a function are split three ways:
+
+    cold   held while STARTING (waking included)
+    busy   held in any other state, while an invocation of the same incarnation was running
+    idle   the rest: waiting, draining, asleep, suspect
+
+so that busy + idle + cold = provisioned, and the cost is the sum of holdings x price whatever was done in
+them. Invocations that overlap are counted once: a device is busy or not. Work during a cold start is part
+of the start.
+
+A step's wall time is split by kind of work instead. Kinds of work overlap (scoring runs while generation
+goes on), so only `outside_s`, the time in which no invocation ran at all, adds up with their union to the
+wall time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby, pairwise
+from types import MappingProxyType
+
+import numpy as np
+
+from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work
+from rlhfless.records.traces import Trace, TracedRollout
+from rlhfless.scaling.intervals import Interval, clip, length, union
+from rlhfless.scaling.prices import PriceBook
+
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+"""Of the response length: the median, and the tail that decides how long a step takes."""
+
+
+class Phase(StrEnum):
+    """What a step's time was spent on."""
+
+    GENERATION = "generation"
+    HELD_OUT = "held_out"
+    SCORING = "scoring"
+    REFERENCE = "reference"
+    LEARN = "learn"
+    SYNC = "sync"
+    CHECKPOINT = "checkpoint"
+
+
+PHASES: Mapping[Work, Phase] = MappingProxyType(
+    {
+        Work.GENERATE: Phase.GENERATION,
+        Work.HELD_OUT: Phase.HELD_OUT,
+        Work.SCORE: Phase.SCORING,
+        Work.LOGPROBS: Phase.REFERENCE,
+        Work.EVALUATE: Phase.LEARN,  # the learner's own pass over the batch, before its first update
+        Work.LEARN: Phase.LEARN,
+        Work.PUBLISH: Phase.SYNC,
+        Work.LOAD_WEIGHTS: Phase.SYNC,
+        Work.CHECKPOINT: Phase.CHECKPOINT,
+    }
+)
+
+
+class LedgerError(ValueError):
+    """Holdings that cannot be billed: they overlap, or end before they start. Names the incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one function, or the whole run, held and did."""
+
+    name: str
+    """A function's name, or `total`."""
+    busy_device_s: float
+    idle_device_s: float
+    cold_device_s: float
+    cost_usd: float
+    working_s: float
+    """Wall time in which at least one invocation ran."""
+    unheld_s: float
+    """Invocation time outside any holding of its incarnation, over all of them: 0 in a whole ledger."""
+    invocations: int
+    cold_starts: int
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def provisioned_device_s(self) -> float:
+        return self.busy_device_s + self.idle_device_s + self.cold_device_s
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Tokens drawn per second of working time; 0 for a function that draws none."""
+        return self.output_tokens / self.working_s if self.working_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where the wall time of one step went."""
+
+    step: int
+    wall_s: float
+    phases_s: Mapping[Phase, float]
+    """Wall time in which work of this phase ran. Phases may overlap."""
+    outside_s: float
+    """Wall time in which no function worked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run in figures."""
+
+    functions: tuple[Usage, ...]
+    """One per function that held or did anything, in the order of FunctionName."""
+    total: Usage
+    steps: tuple[StepTimes, ...]
+    response_tokens: Mapping[float, float]
+    """Quantiles (see QUANTILES) of the response length over all rollouts; empty if there are none."""
+    reward_mean: Mapping[int, float]
+    """By step."""
+
+    @property
+    def cost_usd(self) -> float:
+        return self.total.cost_usd
+
+
+def summarise(trace: Trace, prices: PriceBook) -> Summary:
+    """The bill and the figures of a run.
+
+    Raises LedgerError if holdings overlap, PriceError for a device kind without a price.
+    """
+    check_holdings(trace.holdings)
+    functions = [
+        usage(
+            name,
+            [holding for holding in trace.holdings if holding.function is name],
+            [call for call in trace.invocations if call.function is name],
+            prices,
+        )
+        for name in FunctionName
+    ]
+    return Summary(
+        functions=tuple(row for row in functions if row.invocations or row.provisioned_device_s),
+        total=usage("total", trace.holdings, trace.invocations, prices),
+        steps=tuple(step_times(step, trace.invocations) for step in trace.steps),
+        response_tokens=_length_quantiles(trace.rollouts),
+        reward_mean=_reward_by_step(trace.rollouts),
+    )
+
+
+def usage(
+    name: str, holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook
+) -> Usage:
+    """Adds up the holdings and invocations given."""
+    work = _by_incarnation(invocations)
+    busy: list[float] = []
+    idle: list[float] = []
+    cold: list[float] = []
+    for holding in holdings:
+        if holding.state is ReplicaState.STARTING:
+            cold.append(holding.device_s)
+        elif holding.state.holds_device:
+            worked = clip(work.get(holding.incarnation, []), holding.start_s, holding.end_s)
+            busy_s = length(worked)
+            busy.append(busy_s * holding.share)
+            idle.append((holding.duration_s - busy_s) * holding.share)
+    return Usage(
+        name=str(name),
+        busy_device_s=math.fsum(busy),
+        idle_device_s=math.fsum(idle),
+        cold_device_s=math.fsum(cold),
+        cost_usd=prices.cost_usd(holdings),
+        working_s=length(union((call.start_s, call.end_s) for call in invocations)),
+        unheld_s=_unheld_s(work, holdings),
+        invocations=len(invocations),
+        cold_starts=len(cold_starts(holdings)),
+        input_tokens=sum(call.input_tokens for call in invocations),
+        output_tokens=sum(call.output_tokens for call in invocations),
+    )
+
+
+def check_holdings(holdings: Iterable[Holding]) -> None:
+    """Raises LedgerError unless each incarnation holds each device in one state at a time."""
+
+    def place(holding: Holding) -> tuple[str, str]:
+        return holding.incarnation, holding.device
+
+    ordered = sorted(holdings, key=lambda holding: (place(holding), holding.start_s, holding.end_s))
+    for holding in ordered:
+        if not holding.end_s >= holding.start_s:
+            raise LedgerError(f"{_label(holding)} ends before it starts; mend the writer of the ledger")
+    for _, group in groupby(ordered, key=place):
+        for first, second in pairwise(group):
+            if second.start_s < first.end_s:
+                raise LedgerError(
+                    f"{_label(second)} overlaps {_label(first)}: it would be billed twice; "
+                    "close a holding before the next one of its incarnation starts"
+                )
+
+
+def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes:
+    """Splits a step's wall time by what ran within it, whichever step that work was for."""
+    phases: dict[Phase, list[Interval]] = defaultdict(list)
+    for call in invocations:
+        if call.start_s < step.end_s and call.end_s > step.start_s:
+            within = (max(call.start_s, step.start_s), min(call.end_s, step.end_s))
+            phases[PHASES[call.work]].append(within)
+    wall_s = step.end_s - step.start_s
+    covered_s = length(union(interval for intervals in phases.values() for interval in intervals))
+    return StepTimes(
+        step=step.step,
+        wall_s=wall_s,
+        phases_s={phase: length(union(phases[phase])) for phase in Phase},
+        outside_s=max(wall_s - covered_s, 0.0),
+    )
+
+
+def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
+    """Start and end of every start and wake-up.
+
+    One that the ledger holds in pieces, cut by flushes, is one; so is one that holds several slots.
+    """
+    spans = {(h.incarnation, h.start_s, h.end_s) for h in holdings if h.state is ReplicaState.STARTING}
+    merged: list[tuple[str, float, float]] = []
+    for incarnation, start_s, end_s in sorted(spans):
+        if merged and merged[-1][0] == incarnation and merged[-1][2] == start_s:
+            merged[-1] = (incarnation, merged[-1][1], end_s)
+        else:
+            merged.append((incarnation, start_s, end_s))
+    return [(start_s, end_s) for _, start_s, end_s in merged]
+
+
+def _by_incarnation(invocations: Iterable[Invocation]) -> dict[str, list[Interval]]:
+    calls: dict[str, list[Interval]] = defaultdict(list)
+    for call in invocations:
+        calls[call.incarnation].append((call.start_s, call.end_s))
+    return {incarnation: union(intervals) for incarnation, intervals in calls.items()}
+
+
+def _unheld_s(work: Mapping[str, list[Interval]], holdings: Iterable[Holding]) -> float:
+    held: dict[str, list[Interval]] = defaultdict(list)
+    for holding in holdings:
+        held[holding.incarnation].append((holding.start_s, holding.end_s))
+    return math.fsum(
+        length(worked)
+        - length(piece for start, end in union(held[who]) for piece in clip(worked, start, end))
+        for who, worked in work.items()
+    )
+
+
+def _length_quantiles(rollouts: Sequence[TracedRollout]) -> dict[float, float]:
+    lengths = [rollout.response_tokens for rollout in rollouts]
+    return {q: float(np.quantile(lengths, q)) for q in QUANTILES} if lengths else {}
+
+
+def _reward_by_step(rollouts: Iterable[TracedRollout]) -> dict[int, float]:
+    rewards: dict[int, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        rewards[rollout.step].append(rollout.reward)
+    return {step: math.fsum(values) / len(values) for step, values in sorted(rewards.items())}
+
+
+def _label(holding: Holding) -> str:
+    who = f"{holding.replica} (incarnation {holding.incarnation}) on {holding.device}"
+    return f"the {holding.state} holding of {who} from {holding.start_s:.3f} to {holding.end_s:.3f}"

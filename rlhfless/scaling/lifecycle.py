@@ -1,0 +1,225 @@
+"""The life cycle of a replica, and the membership of a fleet. Pure: the clock is handed in.
+
+    STARTING -> STALE -> SERVING -> DRAINING -> SLEEPING | RETIRED
+    SERVING  -> STALE      another version was asked for
+    STALE    -> DRAINING   scaled in between two steps
+    STARTING -> RETIRED    called off before it was up: nothing to drain
+    SLEEPING -> STARTING   waking is a start, and billed as one
+    SLEEPING -> RETIRED
+    any live state -> SUSPECT -> STALE | DEAD
+
+Invariant: SERVING means that the version asked for last has been loaded. There is one door to traffic,
+STALE -> SERVING, and a completed load of that very version is its key.
+
+Transitions that deliberately do not exist:
+- STARTING, SLEEPING or SUSPECT -> SERVING. New, woken and recovered replicas may hold any weights, or none.
+- SERVING -> SLEEPING | RETIRED. A replica with traffic is drained first; never killed first.
+- DRAINING -> SERVING. A drain is not called off: its requests have moved already.
+- DEAD -> anything. What was written off may still be running: if it came back, two replicas would hold one
+  place. The process may return under a new incarnation, which is a new life.
+- RETIRED -> anything. Its device has been given back.
+- anything but SUSPECT -> DEAD. There is one way to die; a death seen with certainty is suspicion and verdict
+  at the same instant (`died`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from rlhfless.records import FunctionName, Holding, ReplicaState, WeightVersion
+from rlhfless.scaling.placement import Seat
+
+_S = ReplicaState
+
+TRANSITIONS: Mapping[ReplicaState, frozenset[ReplicaState]] = MappingProxyType(
+    {
+        _S.STARTING: frozenset({_S.STALE, _S.RETIRED, _S.SUSPECT}),
+        _S.STALE: frozenset({_S.SERVING, _S.DRAINING, _S.SUSPECT}),
+        _S.SERVING: frozenset({_S.STALE, _S.DRAINING, _S.SUSPECT}),
+        _S.DRAINING: frozenset({_S.SLEEPING, _S.RETIRED, _S.SUSPECT}),
+        _S.SLEEPING: frozenset({_S.STARTING, _S.RETIRED, _S.SUSPECT}),
+        _S.SUSPECT: frozenset({_S.STALE, _S.DEAD}),
+        _S.RETIRED: frozenset(),
+        _S.DEAD: frozenset(),
+    }
+)
+"""All transitions there are."""
+
+ENTRY_STATES = frozenset({_S.STARTING, _S.STALE})
+"""A life begins by starting, or as STALE when a replica is found that somebody else has started."""
+
+
+class IllegalTransition(RuntimeError):
+    """An event that the state of the replica does not allow: a fault of the caller. Names both states."""
+
+    def __init__(self, who: str, before: ReplicaState, after: ReplicaState) -> None:
+        allowed = ", ".join(sorted(TRANSITIONS[before])) or "nothing: this life is over"
+        super().__init__(f"{who} cannot go from {before} to {after}; from {before} it can go to {allowed}")
+        self.before = before
+        self.after = after
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaIdentity:
+    """Which life this is. A restarted replica keeps its name and gets a new incarnation."""
+
+    function: FunctionName
+    replica: str
+    incarnation: str
+    seat: Seat
+    """The slots it holds, and the share of each."""
+
+
+class Lifecycle:
+    """One incarnation of a replica, from start to end.
+
+    Every event returns the holdings it closes: one per slot for the span that ended, none for a span of no
+    length. Together they cover the life without gap or overlap. A clock that steps back gives a span of no
+    length, never a negative one. An event that the state does not allow raises IllegalTransition and changes
+    nothing.
+    """
+
+    def __init__(self, identity: ReplicaIdentity, at_s: float, state: ReplicaState = _S.STARTING) -> None:
+        if state not in ENTRY_STATES:
+            raise ValueError(f"a life cannot begin as {state}; begin as {' or '.join(sorted(ENTRY_STATES))}")
+        self._identity = identity
+        self._state = state
+        self._since_s = at_s
+        self._asked: WeightVersion | None = None
+
+    @property
+    def identity(self) -> ReplicaIdentity:
+        return self._identity
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._state
+
+    @property
+    def since_s(self) -> float:
+        """Start of the span that is not closed yet (unix time)."""
+        return self._since_s
+
+    @property
+    def asked(self) -> WeightVersion | None:
+        """The version asked for last; SERVING means that it is loaded."""
+        return self._asked
+
+    def started(self, at_s: float) -> tuple[Holding, ...]:
+        """It is up (or awake), with no weights to be trusted."""
+        if self._state is not _S.STARTING:  # recovery also leads to STALE, but by a probe: see `recovered`
+            raise self._illegal(_S.STALE)
+        return self._to(_S.STALE, at_s)
+
+    def ask(self, version: WeightVersion, at_s: float) -> tuple[Holding, ...]:
+        """From now on `version` is wanted. A replica that serves another one is STALE at once."""
+        if not TRANSITIONS[self._state]:
+            raise self._illegal(_S.STALE)
+        closed = self._to(_S.STALE, at_s) if self._state is _S.SERVING and version != self._asked else ()
+        self._asked = version
+        return closed
+
+    def loaded(self, version: WeightVersion, at_s: float) -> tuple[Holding, ...]:
+        """A load of `version` completed, with its checks. One overtaken by a newer `ask` changes nothing."""
+        if self._state is _S.STALE and version != self._asked:
+            return ()
+        return self._to(_S.SERVING, at_s)
+
+    def drain(self, at_s: float) -> tuple[Holding, ...]:
+        """Its router has stopped; what runs may finish."""
+        return self._to(_S.DRAINING, at_s)
+
+    def sleep(self, at_s: float) -> tuple[Holding, ...]:
+        """Drained; it keeps its device and gives up its weights."""
+        return self._to(_S.SLEEPING, at_s)
+
+    def wake(self, at_s: float) -> tuple[Holding, ...]:
+        """Waking has begun."""
+        return self._to(_S.STARTING, at_s)
+
+    def retire(self, at_s: float) -> tuple[Holding, ...]:
+        """Its device is given back. The end."""
+        return self._to(_S.RETIRED, at_s)
+
+    def suspect(self, at_s: float) -> tuple[Holding, ...]:
+        """A probe or a request failed: no traffic until a probe succeeds or it is written off."""
+        return self._to(_S.SUSPECT, at_s)
+
+    def recovered(self, at_s: float) -> tuple[Holding, ...]:
+        """A probe of a suspect succeeded. What it did meanwhile is unknown, so it loads its weights again."""
+        if self._state is not _S.SUSPECT:
+            raise self._illegal(_S.STALE)
+        return self._to(_S.STALE, at_s)
+
+    def died(self, at_s: float) -> tuple[Holding, ...]:
+        """It is written off, or its process is known to be gone. The end of this incarnation."""
+        closed = () if self._state is _S.SUSPECT else self._to(_S.SUSPECT, at_s)
+        return closed + self._to(_S.DEAD, at_s)
+
+    def cut(self, at_s: float) -> tuple[Holding, ...]:
+        """Closes the span so far and goes on in the same state: the ledger up to now, for a flush."""
+        return self._close(at_s) if self._state.holds_device else ()
+
+    def _to(self, state: ReplicaState, at_s: float) -> tuple[Holding, ...]:
+        if state not in TRANSITIONS[self._state]:
+            raise self._illegal(state)
+        closed = self._close(at_s)
+        self._state = state
+        return closed
+
+    def _close(self, at_s: float) -> tuple[Holding, ...]:
+        start_s, self._since_s = self._since_s, max(at_s, self._since_s)
+        if self._since_s == start_s:
+            return ()
+        who = self._identity
+        return tuple(
+            Holding(
+                who.function,
+                who.replica,
+                who.incarnation,
+                slot.name,
+                slot.kind,
+                who.seat.share,
+                self._state,
+                start_s,
+                self._since_s,
+            )
+            for slot in who.seat.slots
+        )
+
+    def _illegal(self, state: ReplicaState) -> IllegalTransition:
+        who = f"{self._identity.replica} (incarnation {self._identity.incarnation})"
+        return IllegalTransition(who, self._state, state)
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who is in the fleet, in which state, and a number that goes up at every change.
+
+    Whoever acts on a view of the fleet keeps the epoch it was taken at: a smaller number than the current one
+    means that the view is old.
+    """
+
+    epoch: int = 0
+    states: Mapping[str, ReplicaState] = field(default_factory=lambda: MappingProxyType({}))
+    """By incarnation. Those that ended stay, so that no incarnation can join twice."""
+
+    def update(self, incarnation: str, state: ReplicaState) -> Membership:
+        """The membership after `incarnation` came to `state`; itself if nothing changed.
+
+        Raises IllegalTransition if there is no such transition, so also if a dead incarnation returns.
+        """
+        before = self.states.get(incarnation)
+        if before is state:
+            return self
+        if before is None and state not in ENTRY_STATES:
+            raise ValueError(f"incarnation {incarnation} joins as {state}; it must join as starting or stale")
+        if before is not None and state not in TRANSITIONS[before]:
+            raise IllegalTransition(f"incarnation {incarnation}", before, state)
+        return Membership(self.epoch + 1, MappingProxyType({**self.states, incarnation: state}))
+
+    def within(self, *states: ReplicaState) -> tuple[str, ...]:
+        """The incarnations in any of these states, in the order in which they joined."""
+        return tuple(who for who, state in self.states.items() if state in states)

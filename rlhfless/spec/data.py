@@ -1,0 +1,77 @@
+"""Where the policy and the prompts come from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless.spec.base import SpecModel
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+class ModelSpec(SpecModel):
+    """The policy that is trained, in Hugging Face format."""
+
+    path: str
+    """A local folder, or a model hub name such as `Qwen/Qwen3-0.6B`."""
+
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; the model's own when left out."""
+
+    dtype: DType = "float32"
+    """Number format the engine serves and the learner publishes the weights in."""
+
+    max_context_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Longest prompt + response; the model's own limit when left out."""
+
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Only for models you trust."""
+
+
+class HeldOutSpec(SpecModel):
+    """Prompts that are never trained on. Give `path`, or `fraction` of the training prompts."""
+
+    path: str | None = None
+    """JSONL or Parquet file, or hub data set, with the same fields as the training prompts."""
+
+    split: str = "test"
+    """Split of a hub data set."""
+
+    fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the training prompts that is set aside, chosen by the hash of the prompt id and the seed."""
+
+    max_prompts: Annotated[int, Field(ge=1)] = 256
+    """Evaluate on at most this many; the first ones of the file."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> HeldOutSpec:
+        if (self.path is None) == (self.fraction is None):
+            raise ValueError("give exactly one of `path` and `fraction`")
+        return self
+
+
+class PromptsSpec(SpecModel):
+    """The training prompts. Every other column is handed to the rewards."""
+
+    path: str
+    """A JSONL or Parquet file, or a hub data set name."""
+
+    split: str = "train"
+    """Split of a hub data set; ignored for files."""
+
+    prompt_field: str = "prompt"
+    """Field with the prompt: a string, or a list of chat messages."""
+
+    id_field: str | None = None
+    """Field with a stable prompt id; the hash of the prompt when left out."""
+
+    chat_template: bool = False
+    """Render the prompt with the tokenizer's chat template."""
+
+    held_out: HeldOutSpec | None = None
+    """Prompts for evaluation."""
+
+    shuffle: bool = True
+    """A new order for every epoch, drawn from the run's seed."""

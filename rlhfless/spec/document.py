@@ -1,0 +1,168 @@
+"""Text to plain data, remembering the line of every key.
+
+YAML is read by the core schema of YAML 1.2, not PyYAML's 1.1: `off` and `no` are texts, `1e-6` is a number,
+`010` is ten and dates stay texts. JSON is read as what it is. A key given twice is refused, because one of
+the two would silently do nothing. Deliberately left out: merge keys (`<<`), tags, several documents.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from rlhfless.spec.errors import Problem
+
+Path = tuple[str | int, ...]
+
+# YAML in braces seldom starts with a quoted key.
+_JSON_START = re.compile(r'\s*\{\s*["}]')
+
+_TAG = "tag:yaml.org,2002:"
+# https://yaml.org/spec/1.2.2/#1032-tag-resolution, with the characters each form can start with.
+_CORE_SCHEMA = (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+.0123456789"),
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (PyYAML's own attribute)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back: it quotes the texts that the loader would take for numbers."""
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Line ends and the like are escaped: a YAML reader would fold them otherwise."""
+    return dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+for _name, _pattern, _first in _CORE_SCHEMA:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_TAG + _name, re.compile(_pattern), _first)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Plain data, and for each path in it where the user wrote it (`line 12`)."""
+
+    data: Any
+    origins: dict[Path, str]
+
+
+class DocumentError(ValueError):
+    """The text is not readable. Carries one `Problem`."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+def parse(text: str) -> Document:
+    """Read YAML or JSON, whichever the text is. Raises DocumentError."""
+    return _parse_json(text) if _JSON_START.match(text) else _parse_yaml(text)
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override, such as `3`, `null`, `[a, b]` or `some text`. Raises DocumentError."""
+    return parse(text).data
+
+
+def dump(data: Any) -> str:
+    """YAML that `parse` reads back as the same data."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _parse_yaml(text: str) -> Document:
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise DocumentError(_syntax_problem(error)) from error
+    origins: dict[Path, str] = {}
+    return Document(None if root is None else _construct(root, (), origins), origins)
+
+
+def _parse_json(text: str) -> Document:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise DocumentError(Problem("", f"not JSON: {error.msg}", origin=place)) from error
+    # JSON is YAML, tabs between tokens apart, so the YAML reader finds the lines and keys given twice.
+    return Document(data, _parse_yaml(text.replace("\t", " ")).origins)
+
+
+def _construct(node: yaml.Node, path: Path, origins: dict[Path, str]) -> Any:
+    origins.setdefault(path, _line(node))
+    if isinstance(node, yaml.SequenceNode):
+        return [_construct(item, (*path, index), origins) for index, item in enumerate(node.value)]
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node, path, origins)
+    return _scalar(node)
+
+
+def _mapping(node: yaml.MappingNode, path: Path, origins: dict[Path, str]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+        if key is None:
+            raise DocumentError(Problem("", "a key must be a text", origin=_line(key_node)))
+        child = (*path, key)
+        if key in data:
+            what = f"the key is given twice, first in {origins[child]}"
+            raise DocumentError(Problem(dotted(child), what, "keep one of them", _line(key_node)))
+        origins[child] = _line(key_node)
+        data[key] = _construct(value_node, child, origins)
+    return data
+
+
+def _scalar(node: yaml.Node) -> Any:
+    kind, text = node.tag.removeprefix(_TAG), node.value
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        base = {"0x": 16, "0o": 8}.get(text[:2], 10)
+        return int(text, base)
+    if kind == "float":
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    if kind == "str":
+        return text
+    raise DocumentError(Problem("", f"the tag {node.tag!r} is not supported", "leave it out", _line(node)))
+
+
+def _line(node: yaml.Node) -> str:
+    return f"line {node.start_mark.line + 1}"
+
+
+def _syntax_problem(error: yaml.YAMLError) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return Problem("", f"not YAML: {error}")
+    context = getattr(error, "context", None)
+    what = f"not YAML: {f'{context}, ' if context else ''}{getattr(error, 'problem', None) or error}"
+    mend = "indent with blanks, not with tabs" if "'\\t'" in what else ""
+    return Problem("", what, mend, f"line {mark.line + 1}, column {mark.column + 1}")
+
+
+def dotted(path: Path) -> str:
+    """`("rewards", 0, "weight")` as `rewards.0.weight`."""
+    return ".".join(map(str, path))

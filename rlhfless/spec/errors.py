@@ -1,0 +1,54 @@
+"""Faults that the user can mend.
+
+A `UserError` is shown as its text alone. Any other exception is a fault of the program and keeps its
+traceback. Errors pickle, because functions raise them in other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class UserError(Exception):
+    """Something the user can mend. Its text is the whole message: what is wrong, where, and the mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    where: str
+    """Dotted field of the spec, such as `rewards.0.weight`; empty when it belongs to no single field."""
+    what: str
+    """What is wrong, with the value."""
+    mend: str = ""
+    """What to do about it."""
+    origin: str = ""
+    """Where the user wrote it: `line 12`, or the `--set` text."""
+
+    def __str__(self) -> str:
+        place = f"{self.where} ({self.origin})" if self.where and self.origin else self.where or self.origin
+        head = f"{place}: {self.what}" if place else self.what
+        return f"{head}\n    {self.mend}" if self.mend else head
+
+
+class _Problems(UserError):
+    """All problems found, never only the first."""
+
+    def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+        super().__init__(source, tuple(problems))
+        self.source = source
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        return "\n".join([f"{self.source}: {count}", *(f"- {problem}" for problem in self.problems)])
+
+
+class SpecError(_Problems):
+    """The spec cannot be read as a `RunSpec`. `source` is the file."""
+
+
+class InputError(_Problems):
+    """The spec is well-formed, but what it names (model, prompts, rewards, devices) does not fit."""

@@ -1,0 +1,156 @@
+"""What pydantic found wrong, in the user's words: the field, its value, and the mend."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rlhfless.spec.document import Path, dotted
+from rlhfless.spec.errors import Problem
+
+# Longest value quoted in a message.
+_MAX_QUOTE = 80
+# As alike as words with one typing error; below that, the same key in another section is the better guess.
+_TYPING_ERROR = 0.8
+
+
+def explain(error: ValidationError, model: type[BaseModel], origins: Mapping[Path, str]) -> list[Problem]:
+    """One `Problem` per error of pydantic's. `origins` says where the user wrote each path."""
+    errors = error.errors(include_url=False)
+    # A list whose items are refused is also called too short; that would only mislead.
+    below = {loc[:length] for loc in (details["loc"] for details in errors) for length in range(len(loc))}
+    told = [details for details in errors if not (details["type"] == "too_short" and details["loc"] in below)]
+    return [_problem(details, model, origins) for details in told]
+
+
+def shown(value: object) -> str:
+    """The value as Python writes it, cut to a length that a message can hold."""
+    text = repr(value)
+    return text if len(text) <= _MAX_QUOTE else text[: _MAX_QUOTE - 1] + "…"
+
+
+def nearest(word: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
+    """`did you mean ...? ` for the closest of the valid words, or nothing. The cutoff is difflib's."""
+    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=cutoff)
+    return f"did you mean `{close[0]}`? " if close else ""
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key below a model; `rewards.*.weight` for those of a list's items."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        starred = "*." if get_origin(field.annotation) in (tuple, list) else ""
+        for part in models(field.annotation):
+            yield from keys(part, f"{prefix}{name}.{starred}")
+
+
+def models(annotation: Any) -> list[type[BaseModel]]:
+    """The models an annotation allows, looking through optionals, unions and lists."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is Annotated:
+        return models(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType, tuple, list):
+        return [model for part in get_args(annotation) for model in models(part)]
+    return []
+
+
+def _problem(details: ErrorDetails, root: type[BaseModel], origins: Mapping[Path, str]) -> Problem:
+    path, annotation = _locate(details["loc"], root)
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    message = details["msg"].replace("Input should be", "should be").removeprefix("Value error, ")
+    what, mend = message, ""
+    if kind == "extra_forbidden":
+        what, mend = "unknown key", _key_mend(str(path[-1]), _model_at(path[:-1], root, details["loc"]), root)
+    elif kind == "missing":
+        what, mend = "missing, and it has no default", _description(path, root, details["loc"])
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
+        path = (*path, str(context["discriminator"]).strip("'"))
+        what, mend = _tag_message(str(context.get("tag", "")), annotation)
+    elif kind in ("model_type", "model_attributes_type"):
+        what = f"is a section with keys of its own, got {shown(value)}"
+        mend = _section_mend(models(annotation))
+    elif kind in ("tuple_type", "list_type"):
+        what, mend = (
+            f"should be a list, got {shown(value)}",
+            "write each item on a line that starts with `- `",
+        )
+    elif kind == "too_short":
+        what, mend = "should have at least one item, and is empty", ""
+    elif kind == "literal_error":
+        what = f"{shown(value)}: {message}"
+        mend = nearest(str(value), map(str, get_args(annotation))).strip()
+    elif not models(annotation):  # a section's own check names the values itself
+        what = f"{shown(value)}: {message}"
+    return Problem(dotted(path), what, mend, _origin(path, origins))
+
+
+def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[Path, Any]:
+    """The user's path and the annotation there. Pydantic's `loc` also has the tags of unions in it."""
+    path: list[str | int] = []
+    annotation: Any = root
+    for key in loc:
+        candidates = models(annotation)
+        if isinstance(key, int):
+            path.append(key)
+        elif len(candidates) > 1:
+            annotation = next((model for model in candidates if _tag(model) == key), None)
+        else:
+            path.append(key)
+            field = candidates[0].model_fields.get(key) if candidates else None
+            annotation = field.annotation if field else None
+    return tuple(path), annotation
+
+
+def _model_at(path: Path, root: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model that the last key of `loc` was looked up in."""
+    return next(iter(models(_locate(loc[:-1], root)[1])), root) if path else root
+
+
+def _key_mend(key: str, model: type[BaseModel], root: type[BaseModel]) -> str:
+    valid = list(model.model_fields)
+    elsewhere = [path for path in keys(root) if path.rpartition(".")[2] == key]
+    hint = nearest(key, valid, cutoff=_TYPING_ERROR)
+    if not hint:
+        hint = f"did you mean `{elsewhere[0]}`? " if elsewhere else nearest(key, valid)
+    return f"{hint}Valid keys here: {', '.join(valid)}"
+
+
+def _tag_message(tag: str, annotation: Any) -> tuple[str, str]:
+    valid = sorted(_tag(model) for model in models(annotation))
+    what = f"{tag!r} is not one of the types" if tag else "missing, and it has no default"
+    return what, f"{nearest(tag, valid)}Valid types: {', '.join(valid)}"
+
+
+def _section_mend(candidates: list[type[BaseModel]]) -> str:
+    if len(candidates) == 1:
+        return f"give it some of these keys, or leave it out: {', '.join(candidates[0].model_fields)}"
+    return f"start it with `type:`, one of {', '.join(sorted(map(_tag, candidates)))}"
+
+
+def _description(path: Path, root: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    field = _model_at(path[:-1], root, loc).model_fields.get(str(path[-1]))
+    if field is None:
+        return ""
+    sections = models(field.annotation)
+    return field.description or (inspect.getdoc(sections[0]) or "" if len(sections) == 1 else "")
+
+
+def _tag(model: type[BaseModel]) -> str:
+    field = model.model_fields.get("type")
+    literal = field.annotation if field else None
+    return str(get_args(literal)[0]) if get_origin(literal) is Literal else ""
+
+
+def _origin(path: Path, origins: Mapping[Path, str]) -> str:
+    """Where the path was written, or else the nearest section around it (for keys that are missing)."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in origins:
+            return origins[path[:length]]
+    return ""

@@ -1,0 +1,83 @@
+"""Where functions run, how many of them, and how weights reach them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless.spec.base import SpecModel
+
+
+class PlacementSpec(SpecModel):
+    """Which functions share devices."""
+
+    mode: Literal["colocated", "disaggregated"] = "colocated"
+    """`colocated`: all functions share all devices. `disaggregated`: the learner (and the reference and
+    scoring functions) have devices of their own, named by `learner_devices`."""
+
+    devices: Annotated[int, Field(ge=1)] | None = None
+    """Device slots of the run (GPUs, or CPU cores); all that the cluster has when left out."""
+
+    learner_devices: Annotated[int, Field(ge=1)] = 1
+    """Slots set aside for the learner side when disaggregated."""
+
+    ray_address: str | None = None
+    """Address of a running Ray cluster; a private one is started when left out."""
+
+
+class GenerationScalingSpec(SpecModel):
+    """Bounds on the number of generation actors. A static fleet is min = max."""
+
+    min_actors: Annotated[int, Field(ge=1)] = 1
+    max_actors: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _ordered(self) -> GenerationScalingSpec:
+        if self.max_actors < self.min_actors:
+            raise ValueError(f"max_actors ({self.max_actors}) is below min_actors ({self.min_actors})")
+        return self
+
+
+Hold = Literal["auto", "always", "never"]
+"""Between two uses: keep the replica warm, release it, or whichever costs less by the run's own ledger."""
+
+
+class ScalingSpec(SpecModel):
+    """How many replicas, and when they give their device back."""
+
+    generation: GenerationScalingSpec = GenerationScalingSpec()
+    hold_scoring: Hold = "auto"
+    hold_reference: Hold = "auto"
+    prices: str | None = None
+    """Price book (YAML); the bundled one when left out."""
+
+
+class WeightsSpec(SpecModel):
+    """The store through which the learner's weights reach the actors."""
+
+    store: Literal["folder", "http"] = "folder"
+    """`folder`: a folder that all functions see, in shared memory by default (one node). `http`: the
+    learner's node serves the files, and every node keeps a cache."""
+
+    folder: str | None = None
+    """Folder of the store, or of the node cache."""
+
+    probe_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest difference between the engine's and the learner's logprobs of the probe tokens; chosen by dtype
+    when left out."""
+
+
+class TimeoutsSpec(SpecModel):
+    """Every wait has an end. A run that exceeds one stops, and says which and for what."""
+
+    start_s: Annotated[float, Field(gt=0)] = 600.0
+    """A replica's start: process, model, engine."""
+    generate_s: Annotated[float, Field(gt=0)] = 3600.0
+    """One step's generation on one actor."""
+    call_s: Annotated[float, Field(gt=0)] = 600.0
+    """One scoring, reference or learner call."""
+    sync_s: Annotated[float, Field(gt=0)] = 120.0
+    """One actor's weight load with its checks."""
+    drain_s: Annotated[float, Field(gt=0)] = 30.0
+    """A replica's orderly stop; after that it is killed."""

@@ -1,0 +1,61 @@
+"""How responses are sampled, and the engine that samples them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rlhfless.spec.base import SpecModel
+
+
+class EngineSpec(SpecModel):
+    """Settings of one vLLM engine. Fields left out are chosen for the device."""
+
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory for the KV cache of a CPU engine (1 GiB when left out)."""
+
+    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of a GPU's memory that the engine may use. Ignored on CPU."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Devices per actor."""
+
+    max_sequences: Annotated[int, Field(ge=1)] = 256
+    """Most sequences decoded at the same time."""
+
+    max_batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    """Most tokens in one iteration of the engine, prefill included."""
+
+    eager: bool | None = None
+    """Skip CUDA graphs and compilation. On by default on CPU, off on GPU."""
+
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further vLLM engine arguments, by vLLM's names. They are passed on unchecked."""
+
+
+class GenerationSpec(SpecModel):
+    """Sampling."""
+
+    max_tokens: Annotated[int, Field(ge=1)] = 1024
+    """Longest response."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature. The learner divides its logits by the same number."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling. Anything but 1 biases the ratio between learner and engine, and warns."""
+
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample among the k likeliest tokens; 0 for all. Anything but 0 biases the ratio, and warns."""
+
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, beside the end-of-sequence token."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, beside the end-of-sequence token."""
+
+    progress_interval_s: Annotated[float, Field(gt=0)] = 0.5
+    """How often an actor reports the tokens produced so far."""
+
+    engine: EngineSpec = EngineSpec()

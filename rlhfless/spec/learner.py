@@ -1,0 +1,43 @@
+"""The learner: optimiser, precision, batching, ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhfless.spec.base import SpecModel
+
+
+class AdamWSpec(SpecModel):
+    """AdamW (arXiv 1711.05101)."""
+
+    type: Literal["adamw"] = "adamw"
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients are scaled down to this norm; `null` for no clipping."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """The learning rate grows linearly over this many optimiser steps."""
+
+
+class LearnerSpec(SpecModel):
+    """The learner function."""
+
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Data-parallel ranks, each a process of its own."""
+
+    micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the forward and backward pass. The optimiser's copy is always float32."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads per rank; all cores shared out among the ranks when left out. Fixed, because the order of
+    sums, and with it the last bits of the weights, depends on it."""

@@ -1,0 +1,156 @@
+"""A spec file and overrides to a `RunSpec`, with every problem reported at once.
+
+Relative paths in a file count from the file's folder, so that a spec works from anywhere; those in an
+override count from the current folder, as a shell completes them. A name that is no path there
+(`Qwen/Qwen3-0.6B`) is left alone: it may be a hub name. Outputs always count from the current folder.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhfless.spec import document
+from rlhfless.spec.document import dotted
+from rlhfless.spec.errors import Problem, SpecError
+from rlhfless.spec.explain import explain, nearest
+from rlhfless.spec.run import RunSpec
+
+_PATH_FIELDS = (
+    ("model", "path"),
+    ("model", "tokenizer"),
+    ("prompts", "path"),
+    ("prompts", "held_out", "path"),
+    ("scaling", "prices"),
+)
+# A hub name never ends like this, so such a value is a path even where no file is.
+_FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".yaml", ".yml"})
+
+
+def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """Read a YAML or JSON file, apply overrides such as `steps=10` or `rewards.0.weight=2`, and validate.
+
+    Raises SpecError with all problems.
+    """
+    path = Path(path)
+    source = str(path)
+    text = _read(path)
+    try:
+        parsed = document.parse(text)
+    except document.DocumentError as error:
+        raise SpecError(source, [error.problem]) from error
+    data = parsed.data
+    if data is None:
+        what, mend = "the file is empty", "it needs at least `model`, `prompts` and `rewards`"
+        raise SpecError(source, [Problem("", what, mend)])
+    if not isinstance(data, dict):
+        what = f"a spec is a mapping of keys, got a {type(data).__name__}"
+        raise SpecError(source, [Problem("", what, "start it with, for example, `steps: 100`", "line 1")])
+
+    origins = dict(parsed.origins)
+    _resolve_paths(data, path.absolute().parent)
+    problems = [problem for text in overrides if (problem := _override(data, text, origins))]
+    _resolve_paths(data, Path.cwd())
+    try:
+        spec = RunSpec.model_validate(data)
+    except ValidationError as error:
+        raise SpecError(source, [*problems, *explain(error, RunSpec, origins)]) from error
+    if problems:
+        raise SpecError(source, problems)
+    return spec
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of a spec file, for editors and other tools."""
+    schema = RunSpec.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def resolved_yaml(spec: RunSpec) -> str:
+    """The whole spec with every default filled in. `load_spec` reads it back as an equal spec."""
+    return document.dump(spec.model_dump(mode="json"))
+
+
+def _read(path: Path) -> str:
+    """Raises SpecError if there is no readable text there."""
+    try:
+        if stat.S_ISDIR(path.stat().st_mode):
+            raise SpecError(str(path), [Problem("", "is a folder, not a spec file")])
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        mend = nearest(path.name, siblings).strip() or f"looked in {path.absolute().parent}"
+        raise SpecError(str(path), [Problem("", "no such file", mend)]) from None
+    except UnicodeDecodeError as error:
+        what = f"not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise SpecError(str(path), [Problem("", what, "save it as UTF-8")]) from error
+    except OSError as error:
+        raise SpecError(str(path), [Problem("", f"cannot be read: {error.strerror or error}")]) from error
+
+
+def _override(data: dict[str, Any], text: str, origins: dict[document.Path, str]) -> Problem | None:
+    """Apply one `a.b=c` to the data in place, or say why it cannot be."""
+    key, equals, value_text = text.partition("=")
+    key = key.strip()
+    if not equals or not key or not all(key.split(".")):
+        return Problem("", f"`--set {text}` is not of the form key=value", "write it as --set steps=10")
+    try:
+        value = document.parse_value(value_text)
+    except document.DocumentError as error:
+        return Problem(key, f"{value_text!r}: {error.problem.what}", "quote it", f"--set {text}")
+    path: document.Path = ()
+    here: Any = data
+    *parents, last = key.split(".")
+    for part in parents:
+        step, problem = _step(here, part, path, text)
+        if problem:
+            return problem
+        path = (*path, step)
+        if isinstance(here, dict) and here.get(part) is None:
+            here[part] = {}
+        here = here[step]
+    step, problem = _step(here, last, path, text)
+    if problem:
+        return problem
+    here[step] = value
+    path = (*path, step)
+    for old in [old for old in origins if old[: len(path)] == path]:
+        del origins[old]
+    origins[path] = f"--set {text}"
+    return None
+
+
+def _step(here: Any, part: str, path: document.Path, text: str) -> tuple[Any, Problem | None]:
+    """The key or index that leads one level down from `here`."""
+    if isinstance(here, dict):
+        return part, None
+    if not isinstance(here, list):
+        what = f"{dotted(path)} is {here!r}, so there is no `{part}` below it"
+        return None, Problem(dotted((*path, part)), what, origin=f"--set {text}")
+    if part.isdecimal() and int(part) < len(here):
+        return int(part), None
+    what = f"{part!r} is not an index of {dotted(path)}, which has {len(here)} items"
+    return None, Problem(dotted((*path, part)), what, f"use 0 to {len(here) - 1}", f"--set {text}")
+
+
+def _resolve_paths(data: dict[str, Any], base: Path) -> None:
+    """Make the paths in the data absolute, in place. Values of a wrong type are left to validation."""
+    for *sections, key in _PATH_FIELDS:
+        here: Any = data
+        for section in sections:
+            here = here.get(section) if isinstance(here, dict) else None
+        if isinstance(here, dict) and isinstance(here.get(key), str) and here[key]:
+            here[key] = _absolute(here[key], base)
+
+
+def _absolute(value: str, base: Path) -> str:
+    path = Path(value).expanduser()
+    explicit = value.startswith((".", "~")) or path.suffix.lower() in _FILE_SUFFIXES
+    if path.is_absolute() or not (explicit or (base / path).exists()):
+        return str(path) if path.is_absolute() else value
+    return os.path.normpath(base / path)

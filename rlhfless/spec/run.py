@@ -1,0 +1,116 @@
+"""RunSpec: all that a user asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec
+from rlhfless.spec.base import SpecModel
+from rlhfless.spec.data import ModelSpec, PromptsSpec
+from rlhfless.spec.fleet import PlacementSpec, ScalingSpec, TimeoutsSpec, WeightsSpec
+from rlhfless.spec.generation import GenerationSpec
+from rlhfless.spec.learner import AdamWSpec, LearnerSpec
+from rlhfless.spec.rewards import RewardSpec
+
+
+class EvaluationSpec(SpecModel):
+    """Evaluation on the held-out prompts, before and after the run and in between."""
+
+    every_steps: Annotated[int, Field(ge=1)] | None = None
+    """Also after every so many steps."""
+
+    samples_per_prompt: Annotated[int, Field(ge=1)] = 1
+    """Samples at the training temperature; a greedy one is always taken beside them."""
+
+
+class CheckpointSpec(SpecModel):
+    """Model and tokenizer in Hugging Face format, under the output folder."""
+
+    every_steps: Annotated[int, Field(ge=1)] | None = None
+    """Also after every so many steps; always at the end."""
+
+
+class LoggingSpec(SpecModel):
+    """Where progress goes."""
+
+    console: Literal["live", "lines", "off"] = "live"
+    """`live` redraws a table on a terminal, and falls back to `lines` where there is none."""
+
+    jsonl: bool = True
+    """One line of metrics per step in metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Event files under tensorboard/."""
+
+    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Serve Prometheus metrics on this port of the loopback interface."""
+
+    record_tokens: bool = False
+    """Keep the token ids and logprobs of every rollout in the trace."""
+
+
+class RunSpec(SpecModel):
+    """One RLHF run."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "run"
+    """Short name, in lower case; part of the output folder's and the replicas' names."""
+
+    model: ModelSpec
+    prompts: PromptsSpec
+    rewards: Annotated[tuple[RewardSpec, ...], Field(min_length=1)]
+    algorithm: AlgorithmSpec = GRPOSpec()
+    generation: GenerationSpec = GenerationSpec()
+
+    steps: Annotated[int, Field(ge=1)] = 100
+    """Training steps."""
+
+    prompts_per_step: Annotated[int, Field(ge=1)] = 64
+    samples_per_prompt: Annotated[int, Field(ge=1)] = 8
+    """The group size."""
+
+    mini_batches: Annotated[int, Field(ge=1)] = 1
+    """Optimiser steps per training step, each on its share of the groups."""
+
+    optimizer: AdamWSpec = AdamWSpec()
+    learner: LearnerSpec = LearnerSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    placement: PlacementSpec = PlacementSpec()
+    scaling: ScalingSpec = ScalingSpec()
+    weights: WeightsSpec = WeightsSpec()
+    timeouts: TimeoutsSpec = TimeoutsSpec()
+    logging: LoggingSpec = LoggingSpec()
+
+    seed: int = 0
+    """Every random choice of the run follows from it."""
+
+    output: str = "runs"
+    """Folder under which the run makes its own folder for trace, metrics and checkpoints."""
+
+    @model_validator(mode="after")
+    def _group_has_a_baseline(self) -> RunSpec:
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt is {self.samples_per_prompt}, but the baseline of {self.algorithm.type} "
+                "is the mean of the group, so every advantage would be 0; set it to 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mini_batches_have_groups(self) -> RunSpec:
+        if self.mini_batches > self.prompts_per_step:
+            raise ValueError(
+                f"mini_batches ({self.mini_batches}) is above prompts_per_step ({self.prompts_per_step}): "
+                "a mini-batch would be empty"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reward_names_differ(self) -> RunSpec:
+        labels = [part.label for part in self.rewards]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(f"two rewards are called {twice[0]!r}; give one of them another `name`")
+        return self

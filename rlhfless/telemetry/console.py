@@ -1,0 +1,215 @@
+"""Progress on the terminal: a table that redraws itself, or plain lines where there is no terminal.
+
+`live` and `lines` say the same things; only the frame differs. Steps count from 1, so the last one has the
+number of steps; an emission without `step_s` (an evaluation) is a note and no step. Nobody waits for this:
+drawing is a thread that reads what the run has told it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+from rich.console import Console as Terminal
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from rlhfless.telemetry.numbers import clock, count, decimal, money
+from rlhfless.telemetry.sinks import NO_SAMPLES
+
+# Steps shown in the table, and averaged for the time that is left.
+_RECENT_STEPS = 8
+# Four frames a second: seconds tick, and a remote terminal is not flooded.
+_FRAMES_PER_S = 4
+_BAR_COLUMNS = 32
+_EVAL = "eval/"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    """Something that goes on at the moment."""
+
+    what: str
+    began: float
+    spinner: Spinner
+
+
+class Console:
+    """What the user sees of a run; also a MetricSink.
+
+    `live` falls back to `lines` unless the stream is a terminal that can redraw.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["live", "lines", "off"],
+        title: str,
+        steps: int,
+        stream: TextIO | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._terminal = Terminal(file=stream or sys.stdout, quiet=mode == "off", highlight=False)
+        self._title = title
+        self._steps = steps
+        self._now = now
+        self._lock = threading.Lock()
+        self._recent: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_RECENT_STEPS)
+        self._began = now()
+        self._evaluation: dict[str, tuple[float, float]] = {}  # first and latest
+        self._waiting: list[_Wait] = []
+        self._live: Live | None = None
+        if mode == "live" and self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
+            self._live = Live(
+                get_renderable=self._frame, console=self._terminal, refresh_per_second=_FRAMES_PER_S
+            )
+            self._live.start()
+        else:
+            self._print(title)
+
+    @property
+    def done(self) -> int:
+        """The number of the last step that was emitted."""
+        return self._recent[-1][0] if self._recent else 0
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Says what is being waited for and for how long; for what takes long, such as a start."""
+        began = self._now()
+        if self._live is None:
+            self._print(f"{what} ...")
+        with self._stage(what, began):
+            yield
+        if self._live is None:
+            self._print(f"{what}: done in {clock(self._now() - began)}")
+
+    @contextmanager
+    def stage(self, what: str) -> Iterator[None]:
+        """As `waiting`, for a stage of a step: shown while it lasts, and not written down line by line."""
+        with self._stage(what, self._now()):
+            yield
+
+    def emit(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        samples: Mapping[str, Sequence[float]] = NO_SAMPLES,  # noqa: ARG002
+    ) -> None:
+        """Shows a step, or an evaluation. Histograms are not shown; their mean and maximum are values."""
+        with self._lock:
+            for name, value in values.items():
+                if name.startswith(_EVAL):
+                    self._evaluation[name] = (self._evaluation.get(name, (value,))[0], value)
+            is_step = "step_s" in values
+            if is_step:
+                self._recent.append((step, values))
+        if self._live is None:
+            self._print(self._step_line(step, values) if is_step else self._evaluation_line(step, values))
+
+    def show(self, content: RenderableType) -> None:
+        """Prints something for good, above whatever is being redrawn."""
+        self._terminal.print(content)
+
+    def close(self) -> None:
+        """Leaves the last frame standing. What is shown after that follows below it."""
+        if self._live is not None:
+            self._live.stop()
+
+    @contextmanager
+    def _stage(self, what: str, began: float) -> Iterator[None]:
+        wait = _Wait(what, began, Spinner("dots"))
+        with self._lock:
+            self._waiting.append(wait)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.remove(wait)
+
+    def _print(self, line: str) -> None:
+        # Lines are for files and pipes, where wrapping at a guessed width would only break them.
+        self._terminal.print(line, soft_wrap=True, markup=False)
+
+    def _left_s(self) -> float | None:
+        """Time left, at the mean pace of the recent steps; None before the first."""
+        if not self._recent:
+            return None
+        pace_s = sum(values["step_s"] for _, values in self._recent) / len(self._recent)
+        return max(self._steps - self.done, 0) * pace_s
+
+    def _step_line(self, step: int, values: Mapping[str, float]) -> str:
+        left_s = self._left_s()
+        parts = [
+            f"step {step:>{len(str(self._steps))}}/{self._steps}",
+            f"reward {decimal(values.get('reward_mean'))}",
+            f"response {count(values.get('response_tokens_mean'))} mean "
+            f"{count(values.get('response_tokens_max'))} max",
+            f"{count(values.get('generation_tokens_per_s'))} tokens/s",
+            f"{decimal(values.get('step_s'), 1)} s",
+            money(values.get("cost_usd")),
+            "left " + (clock(left_s) if left_s is not None else "?"),
+        ]
+        return "  ".join(parts)
+
+    def _evaluation_line(self, step: int, values: Mapping[str, float]) -> str:
+        figures = [f"{name.removeprefix(_EVAL)} {decimal(value)}" for name, value in values.items()]
+        return "  ".join([f"step {step:>{len(str(self._steps))}}/{self._steps}", "held-out", *figures])
+
+    def _frame(self) -> RenderableType:
+        with self._lock:
+            parts: list[RenderableType] = [Text(self._title, style="bold"), self._progress()]
+            if self._recent:
+                parts.append(self._table())
+            if self._evaluation:
+                parts.append(self._held_out())
+            for wait in self._waiting:
+                text = Text(f"{wait.what}  {clock(self._now() - wait.began)}", style="dim")
+                wait.spinner.update(text=text)
+                parts.append(wait.spinner)
+            return Group(*parts)
+
+    def _progress(self) -> Table:
+        left_s = self._left_s()
+        line = Table.grid(padding=(0, 2))
+        line.add_row(
+            f"step {self.done}/{self._steps}",
+            ProgressBar(total=self._steps, completed=self.done, width=_BAR_COLUMNS),
+            f"{clock(self._now() - self._began)} so far",
+            f"{clock(left_s)} left" if left_s is not None else "",
+        )
+        return line
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for title in ("step", "reward", "response", "longest", "tokens/s", "step s", "outside s", "cost"):
+            table.add_column(title, justify="right")
+        newest = self._recent[-1][0]
+        for step, values in self._recent:
+            table.add_row(
+                str(step),
+                decimal(values.get("reward_mean")),
+                count(values.get("response_tokens_mean")),
+                count(values.get("response_tokens_max")),
+                count(values.get("generation_tokens_per_s")),
+                decimal(values.get("step_s"), 1),
+                decimal(values.get("outside_s"), 1),
+                money(values.get("cost_usd")),
+                style="" if step == newest else "dim",
+            )
+        return table
+
+    def _held_out(self) -> Text:
+        figures = [
+            f"{name.removeprefix(_EVAL)} {decimal(first)}" + (f" → {decimal(last)}" if last != first else "")
+            for name, (first, last) in self._evaluation.items()
+        ]
+        return Text("held-out  " + "   ".join(figures))

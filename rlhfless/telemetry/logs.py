@@ -1,0 +1,73 @@
+"""Logging of a run's driver: everything to run.log, warnings to the terminal, the run's id on every line.
+
+Modules log with `logging.getLogger(__name__)` and know nothing of this. Our own loggers write from INFO on,
+those of libraries from WARNING on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+LOG_FILE = "run.log"
+
+_FILE_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(run_id)s %(name)s: %(message)s"
+_DATE_FORMAT = "%Y-%m-%dT%H:%M:%S"
+_TERMINAL_FORMAT = "%(levelname)s %(name)s: %(message)s"
+
+
+class RunLog:
+    """Handlers on the root logger, from now until `close`.
+
+    Opens `folder`/run.log for appending; a resumed run goes on in the same file.
+    """
+
+    def __init__(self, folder: Path, run_id: str, level: int = logging.INFO) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / LOG_FILE
+        to_file = logging.FileHandler(self.path, encoding="utf-8")
+        utc = logging.Formatter(_FILE_FORMAT, _DATE_FORMAT)
+        utc.converter = time.gmtime
+        to_file.setFormatter(utc)
+        to_terminal = _StderrHandler(logging.WARNING)
+        to_terminal.setFormatter(logging.Formatter(_TERMINAL_FORMAT))
+        self._handlers: tuple[logging.Handler, ...] = (to_file, to_terminal)
+        for handler in self._handlers:
+            handler.addFilter(_RunId(run_id))
+            logging.getLogger().addHandler(handler)
+        self._ours = logging.getLogger("rlhfless")
+        self._level_before = self._ours.level
+        self._ours.setLevel(level)
+        logging.captureWarnings(True)
+
+    def close(self) -> None:
+        """Takes the handlers off again and closes the file."""
+        logging.captureWarnings(False)
+        self._ours.setLevel(self._level_before)
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+
+
+class _RunId(logging.Filter):
+    """Gives every record the run's id."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__()
+        self._run_id = run_id
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.run_id = self._run_id
+        return True
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever sys.stderr is at the moment: a live display replaces it while it draws."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+        except Exception:
+            self.handleError(record)

@@ -1,0 +1,141 @@
+"""Every metric of a run, declared once: name, unit, help, kind. All sinks read this one table.
+
+A name that is not declared is refused where it is emitted, so a misspelled metric is an error and not a
+second curve. Names end in their unit where they have one (`_s`, `_usd`, `_tokens_per_s`). Names with a
+slash belong to a family: one metric with a label, such as `reward/<part>`. Values are normalised by whoever
+emits them: a sink never averages.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Unit(StrEnum):
+    """Units, by the names that Prometheus uses for them."""
+
+    NONE = ""
+    SECONDS = "seconds"
+    USD = "usd"
+    TOKENS = "tokens"
+    TOKENS_PER_SECOND = "tokens_per_second"
+    RATIO = "ratio"
+    """A share between 0 and 1."""
+    NATS = "nats"
+    """Of log-probabilities."""
+
+
+class Kind(StrEnum):
+    """How values of a metric relate over time."""
+
+    GAUGE = "gauge"
+    """Each value stands for itself."""
+    COUNTER = "counter"
+    """The total so far, which never falls."""
+    HISTOGRAM = "histogram"
+    """Many values per step, of which the distribution counts."""
+
+
+# How a name ends in its unit, and what Prometheus writes there instead.
+_ENDINGS = {Unit.SECONDS: "_s", Unit.TOKENS_PER_SECOND: "_tokens_per_s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A declaration. In a family, `name` is all up to the slash and `label` says what stands after it."""
+
+    name: str
+    unit: Unit
+    help: str
+    kind: Kind = Kind.GAUGE
+    label: str | None = None
+
+    @property
+    def prometheus_name(self) -> str:
+        """`rlhfless_<name>_<unit>`, without naming the unit twice."""
+        base = self.name.removesuffix(_ENDINGS.get(self.unit, ""))
+        named = not self.unit or self.unit in base.split("_")
+        return f"rlhfless_{base}" if named else f"rlhfless_{base}_{self.unit}"
+
+
+class UndeclaredMetric(ValueError):
+    """A value was emitted under a name that is not in METRICS. Names it, and the nearest one that is."""
+
+    def __init__(self, name: str) -> None:
+        near = difflib.get_close_matches(name, METRICS, n=1)
+        hint = f"did you mean {near[0]!r}? If not, " if near else ""
+        super().__init__(
+            f"metric {name!r} is not declared; {hint}declare it in rlhfless/telemetry/metrics.py"
+        )
+
+
+def _table(metrics: Iterable[Metric]) -> Mapping[str, Metric]:
+    return MappingProxyType({metric.name: metric for metric in metrics})
+
+
+_S, _TOKENS, _RATIO, _NATS = Unit.SECONDS, Unit.TOKENS, Unit.RATIO, Unit.NATS
+
+METRICS = _table(
+    [
+        # Rewards and responses
+        Metric("reward_mean", Unit.NONE, "Mean reward of the step's rollouts"),
+        Metric("reward_std", Unit.NONE, "Standard deviation of the reward over the step's rollouts"),
+        Metric("reward", Unit.NONE, "Mean of one part of the reward, before its weight", label="part"),
+        Metric("eval", Unit.NONE, "A figure of the evaluation on held-out prompts", label="name"),
+        Metric("groups_without_signal", _RATIO, "Groups whose rewards are all equal: their advantage is 0"),
+        Metric("prompt_tokens_mean", _TOKENS, "Mean prompt length"),
+        Metric("response_tokens", _TOKENS, "Response lengths", Kind.HISTOGRAM),
+        Metric("response_tokens_mean", _TOKENS, "Mean response length"),
+        Metric("response_tokens_max", _TOKENS, "Longest response"),
+        Metric("truncated", _RATIO, "Responses cut at the longest length"),
+        Metric("cached_prompt_tokens", _RATIO, "Prompt tokens whose KV came from the prefix cache"),
+        # Time and money
+        Metric("step_s", _S, "Wall time of the step"),
+        Metric("outside_s", _S, "Wall time of the step in which no function worked"),
+        Metric("generation_s", _S, "Wall time in which generation worked"),
+        Metric("scoring_s", _S, "Wall time in which scoring worked"),
+        Metric("reference_s", _S, "Wall time in which the reference worked"),
+        Metric("learn_s", _S, "Wall time in which the learner evaluated and learned"),
+        Metric("sync_s", _S, "Wall time in which weights were published and loaded"),
+        Metric("checkpoint_s", _S, "Wall time in which a checkpoint was written"),
+        Metric("generation_tokens_per_s", Unit.TOKENS_PER_SECOND, "Response tokens per second of generation"),
+        Metric("cost_usd", Unit.USD, "Cost of all holdings so far", Kind.COUNTER),
+        # The fleet
+        Metric("actors", Unit.NONE, "Generation actors that took part in the step"),
+        Metric("cold_starts", Unit.NONE, "Cold starts so far, of all functions", Kind.COUNTER),
+        # The learner
+        Metric("loss", Unit.NONE, "Loss, with KL if it is part of it"),
+        Metric("policy_loss", Unit.NONE, "Clipped policy loss"),
+        Metric("learning_rate", Unit.NONE, "Learning rate of the last optimiser step"),
+        Metric("gradient_norm", Unit.NONE, "Norm of the gradient before it is clipped"),
+        Metric("skipped_updates", Unit.NONE, "Optimiser steps left out because the gradient was not finite"),
+        Metric("entropy", _NATS, "Mean entropy of the policy over response tokens"),
+        Metric("ratio", Unit.NONE, "Mean probability ratio, current to old policy"),
+        Metric("clipped_low", _RATIO, "Tokens whose gradient the lower clip takes away"),
+        Metric("clipped_high", _RATIO, "Tokens whose gradient the upper clip takes away"),
+        Metric("old_kl", _NATS, "KL divergence of the current from the old policy, per token"),
+        Metric("reference_kl", _NATS, "KL divergence of the current policy from the reference, per token"),
+        Metric("importance_weight", Unit.NONE, "Mean importance weight, old policy to engine, uncapped"),
+        Metric("importance_weight_max", Unit.NONE, "Largest importance weight, uncapped"),
+        Metric("importance_capped", _RATIO, "Tokens whose importance weight is capped"),
+        Metric("rollout_logprob_difference", _NATS, "Mean |learner - engine| logprob of the sampled tokens"),
+        Metric("rollout_logprob_difference_max", _NATS, "Largest |learner - engine| logprob"),
+    ]
+)
+"""All metrics there are, by name."""
+
+
+def resolve(name: str) -> tuple[Metric, str | None]:
+    """The declaration behind a name, and the label's value if it belongs to a family.
+
+    Raises UndeclaredMetric.
+    """
+    family, slash, label = name.partition("/")
+    metric = METRICS.get(family)
+    if metric is None or (metric.label is None) == bool(slash) or bool(slash) != bool(label):
+        raise UndeclaredMetric(name)
+    return metric, label or None

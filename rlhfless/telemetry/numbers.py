@@ -1,0 +1,32 @@
+"""Numbers as people read them. What was not measured (None) is a dash."""
+
+from __future__ import annotations
+
+_DASH = "-"
+
+
+def count(value: float | None) -> str:
+    """`1,234`."""
+    return _DASH if value is None else f"{value:,.0f}"
+
+
+def decimal(value: float | None, digits: int = 3) -> str:
+    """`0.412`."""
+    return _DASH if value is None else f"{value:,.{digits}f}"
+
+
+def money(usd: float | None) -> str:
+    """US dollars to the cent from one dollar on, and to four digits below that: small runs cost little."""
+    if usd is None:
+        return _DASH
+    return f"${usd:,.2f}" if usd >= 1 else f"${usd:.4f}"
+
+
+def clock(seconds: float) -> str:
+    """`31 s`, `4:31`, `1:12:05`."""
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{whole} s"

@@ -1,0 +1,97 @@
+"""A Prometheus exporter on the loopback interface, with a registry of its own.
+
+Only metrics that were emitted are exposed: a gauge that nobody has set would read 0. Loopback only, because
+metrics name the run; whoever wants them elsewhere puts a proxy in front.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from rlhfless.spec.errors import UserError
+from rlhfless.telemetry.metrics import Kind, Metric, resolve
+from rlhfless.telemetry.sinks import NO_SAMPLES
+
+HOST = "127.0.0.1"
+
+# Response lengths: powers of two up to the longest context in common use.
+_BUCKETS = tuple(float(2**power) for power in range(4, 18))
+# Longest wait for the server's thread to end when the sink is closed.
+_STOP_S = 5.0
+
+
+class PortInUse(UserError):
+    """The exporter's port belongs to somebody else. Names the port and the mend."""
+
+
+class PrometheusSink:
+    """Serves the latest values at http://127.0.0.1:<port>/metrics. Raises PortInUse."""
+
+    def __init__(self, port: int, run_id: str) -> None:
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._histograms: dict[str, Histogram] = {}
+        self._totals: dict[str, float] = {}
+        run = Gauge("rlhfless_run_info", "The run these metrics are of", ["run_id"], registry=self._registry)
+        run.labels(run_id).set(1)
+        self._step = Gauge("rlhfless_step", "Training steps done", registry=self._registry)
+        try:
+            self._server, self._thread = start_http_server(port, addr=HOST, registry=self._registry)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise PortInUse(
+                f"logging.metrics_port is {port}, and another process listens on that port of {HOST}; "
+                "choose another port, or leave it out to serve no metrics"
+            ) from error
+
+    def emit(
+        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES
+    ) -> None:
+        self._step.set(step)
+        for name, value in values.items():
+            metric, label = resolve(name)
+            if metric.kind is Kind.COUNTER:
+                self._count(metric, value)
+            else:
+                gauge = self._gauge(metric)
+                (gauge.labels(label) if metric.label else gauge).set(value)
+        for name, many in samples.items():
+            metric, _ = resolve(name)
+            histogram = self._histogram(metric)
+            for value in many:
+                histogram.observe(value)
+
+    def close(self) -> None:
+        """Frees the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_STOP_S)
+
+    def _count(self, metric: Metric, total: float) -> None:
+        """Prometheus counts by increments; a total that does not grow adds nothing."""
+        if metric.name not in self._counters:
+            counter = Counter(metric.prometheus_name, metric.help, registry=self._registry)
+            self._counters[metric.name] = counter
+        before = self._totals.get(metric.name, 0.0)
+        self._counters[metric.name].inc(max(total - before, 0.0))
+        self._totals[metric.name] = max(total, before)
+
+    def _gauge(self, metric: Metric) -> Gauge:
+        if metric.name not in self._gauges:
+            labels = [metric.label] if metric.label else []
+            gauge = Gauge(metric.prometheus_name, metric.help, labels, registry=self._registry)
+            self._gauges[metric.name] = gauge
+        return self._gauges[metric.name]
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        if metric.name not in self._histograms:
+            histogram = Histogram(
+                metric.prometheus_name, metric.help, buckets=_BUCKETS, registry=self._registry
+            )
+            self._histograms[metric.name] = histogram
+        return self._histograms[metric.name]

@@ -1,0 +1,111 @@
+"""The report at the end of a run: did it learn, what did it cost and for what, where are the files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhfless.telemetry.numbers import clock, count, decimal, money
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRow:
+    """One figure of the evaluation on held-out prompts, before and after the run."""
+
+    name: str
+    """Such as `exact match, greedy`."""
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionRow:
+    """What one function held and did. See rlhfless.scaling.accounting.Usage."""
+
+    name: str
+    invocations: int
+    cold_starts: int
+    busy_device_s: float
+    idle_device_s: float
+    cold_device_s: float
+    cost_usd: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinalReport:
+    """All that the report says."""
+
+    title: str
+    """Such as `run demo-7f3a succeeded`."""
+    steps: int
+    wall_s: float
+    evaluations: tuple[EvaluationRow, ...]
+    functions: tuple[FunctionRow, ...]
+    total: FunctionRow
+    files: tuple[tuple[str, Path], ...]
+    """What lies where, such as `("checkpoint", Path(...))`."""
+
+
+def render_report(report: FinalReport) -> RenderableType:
+    """The report, for `Console.show`."""
+    spent = f"{count(report.steps)} steps in {clock(report.wall_s)} for {money(report.total.cost_usd)}"
+    parts: list[RenderableType] = ["", Text.assemble((report.title, "bold"), f"  {spent}"), ""]
+    if report.evaluations:
+        parts += [_evaluations(report.evaluations), ""]
+    parts += [functions_table(report.functions, report.total), "", _files(report)]
+    return Group(*parts)
+
+
+def _evaluations(rows: tuple[EvaluationRow, ...]) -> Table:
+    table = _table("held-out prompts", "before", "after", "change")
+    for row in rows:
+        change = None if row.before is None or row.after is None else row.after - row.before
+        sign = "+" if change is not None and change >= 0 else ""
+        table.add_row(row.name, decimal(row.before), decimal(row.after), sign + decimal(change))
+    return table
+
+
+def functions_table(functions: Sequence[FunctionRow], total: FunctionRow) -> Table:
+    """Device-seconds and cost of each function, and of all."""
+    table = _table("device-seconds", "busy", "idle", "cold", "held", "busy %", "calls", "starts", "cost")
+    for row in functions:
+        _add(table, row)
+    _add(table, total, style="bold")
+    return table
+
+
+def _add(table: Table, row: FunctionRow, style: str = "") -> None:
+    held = row.busy_device_s + row.idle_device_s + row.cold_device_s
+    table.add_row(
+        row.name,
+        decimal(row.busy_device_s, 1),
+        decimal(row.idle_device_s, 1),
+        decimal(row.cold_device_s, 1),
+        decimal(held, 1),
+        decimal(100 * row.busy_device_s / held if held else None, 0),
+        count(row.invocations),
+        count(row.cold_starts),
+        money(row.cost_usd),
+        style=style,
+    )
+
+
+def _files(report: FinalReport) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for name, path in report.files:
+        # Folded, never cut: a path is there to be copied.
+        grid.add_row(name, Text(str(path), overflow="fold"))
+    return grid
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(first, no_wrap=True)
+    for title in others:
+        table.add_column(title, justify="right")
+    return table

@@ -1,0 +1,103 @@
+"""Where metrics go. A sink gets one emission per training step; `MetricSinks` checks and hands it to all."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from rlhfless.spec import LoggingSpec
+from rlhfless.telemetry.metrics import Kind, UndeclaredMetric, resolve
+
+NO_SAMPLES: Mapping[str, Sequence[float]] = MappingProxyType({})
+
+
+class MetricSink(Protocol):
+    """Takes metrics somewhere."""
+
+    def emit(
+        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES
+    ) -> None:
+        """Takes the values of one step, and for histograms all samples of it."""
+
+    def close(self) -> None:
+        """Writes out what is left and gives everything back. Nothing is emitted after that."""
+
+
+class MetricSinks:
+    """Several sinks as one. Raises UndeclaredMetric, before any sink sees the values."""
+
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def emit(
+        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES
+    ) -> None:
+        for name in values:
+            if resolve(name)[0].kind is Kind.HISTOGRAM:
+                raise UndeclaredMetric(name)
+        for name in samples:
+            if resolve(name)[0].kind is not Kind.HISTOGRAM:
+                raise UndeclaredMetric(name)
+        for sink in self._sinks:
+            sink.emit(step, values, samples)
+
+    def close(self) -> None:
+        """Closes all of them, even if closing one fails."""
+        with ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)
+
+
+class JsonlSink:
+    """One JSON object per emission: `step`, `time_s` (unix), the values, and the samples as lists.
+
+    Appends, so that a resumed run goes on in the same file. A value that is no number (NaN, infinity) is
+    `null`, because JSON has no word for it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Line buffering: a run that dies leaves whole lines.
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def emit(
+        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES
+    ) -> None:
+        line: dict[str, object] = {"step": step, "time_s": time.time()}
+        line |= {name: _finite(value) for name, value in values.items()}
+        line |= {name: [_finite(value) for value in many] for name, many in samples.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_sinks(logging: LoggingSpec, folder: Path, run_id: str, *others: MetricSink) -> MetricSinks:
+    """The sinks that the spec asks for, below the run's output folder, and any others.
+
+    Raises PortInUse if `logging.metrics_port` is taken.
+    """
+    sinks: list[MetricSink] = list(others)
+    # Imported where needed: most runs want neither, and each takes a quarter of a second to import. The
+    # exporter comes first, because it alone may be refused.
+    if logging.metrics_port is not None:
+        from rlhfless.telemetry.prometheus import PrometheusSink
+
+        sinks.append(PrometheusSink(logging.metrics_port, run_id))
+    if logging.tensorboard:
+        from rlhfless.telemetry.tensorboard import TensorBoardSink
+
+        sinks.append(TensorBoardSink(folder / "tensorboard"))
+    if logging.jsonl:
+        sinks.append(JsonlSink(folder / "metrics.jsonl"))
+    return MetricSinks(sinks)
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,119 @@
+"""Is the right version really loaded? Three checks that are part of the product, as pure functions.
+
+`consumed`  the digest of the tensors a load took equals the version's digest, and none was left out.
+Finds wrong, old
+            or damaged bytes and loaders that skip tensors.
+`moved`     a perturbed version must change the probe's logprobs. Done once per engine, at its start.
+Finds engines
+            that take all the bytes and go on serving from a packed copy of the old ones.
+`probe`     after each load, the engine's logprobs of a short text equal the learner's. Finds all else:
+wrong layouts,
+            wrong dtype, another model.
+
+The first proves the bytes, the last two the effect. A digest cannot see a stale copy; a probe cannot see
+an update smaller than its tolerance. Hence all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rlhfless.records import Probe, WeightVersion
+from rlhfless.spec import DType
+
+Check = Literal["consumed", "moved", "probe"]
+
+PROBE_TOLERANCE: dict[DType, float] = {
+    # Engine and learner use other kernels, hence another order of sums: 5e-7 measured on small models.
+    # The error grows with depth; 200 times that is still far below the 1e-2 of a stale layer.
+    "float32": 1e-4,
+    # 8 bits of mantissa: activations carry a relative error of 2^-9 per operation, and logits of size 10
+    # to 20 are rounded to steps of 0.06. Half of TIS-style corrections' usual mismatch; a stale head
+    # moves logprobs by more.
+    "bfloat16": 0.1,
+    # 11 bits of mantissa: eight times finer than bfloat16.
+    "float16": 0.0125,
+}
+"""Largest |engine - learner| logprob of a probe token, by the engine's dtype, when the spec names none."""
+
+
+class WeightCheckFailed(Exception):
+    """A load is not what it claims to be. `check` says which of the three checks failed."""
+
+    def __init__(self, check: Check, version: WeightVersion, message: str) -> None:
+        super().__init__(f"weight check `{check}` failed for {version.label}: {message}")
+        self.check = check
+        self.version = version
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[WeightCheckFailed], tuple[Check, WeightVersion, str]]:
+        # Exceptions are pickled by their `args`; this one crosses process borders.
+        return (WeightCheckFailed, (self.check, self.version, self.message))
+
+
+def check_consumed(version: WeightVersion, expected_tensors: int, digest: str, tensors: int) -> None:
+    """The bytes that a load consumed are those of `version`.
+
+    Raises:
+        WeightCheckFailed: `consumed`.
+    """
+    if tensors != expected_tensors:
+        raise WeightCheckFailed(
+            "consumed",
+            version,
+            f"the engine consumed {tensors} tensors of {expected_tensors}; some were skipped",
+        )
+    if digest != version.digest:
+        raise WeightCheckFailed(
+            "consumed",
+            version,
+            f"the engine consumed tensors with digest {digest}: another version's, or damaged on the way",
+        )
+
+
+def largest_difference(left: Sequence[float], right: Sequence[float]) -> float:
+    """max |left - right|; infinite if the lengths differ or a number is not finite."""
+    if len(left) != len(right):
+        return float("inf")
+    differences = [abs(a - b) for a, b in zip(left, right, strict=True)]
+    # NaN compares false with everything, so `max` alone could hide it.
+    return max(differences, default=0.0) if all(d == d for d in differences) else float("inf")
+
+
+def check_probe(
+    version: WeightVersion, probe: Probe, engine_logprobs: Sequence[float], tolerance: float
+) -> float:
+    """The engine's logprobs of the probe equal the learner's. Returns the largest difference.
+
+    Raises:
+        WeightCheckFailed: `probe`.
+    """
+    difference = largest_difference(engine_logprobs, probe.logprobs)
+    if difference > tolerance:
+        raise WeightCheckFailed(
+            "probe",
+            version,
+            f"engine and learner differ by {difference:.3g} in the logprob of a probe token (tolerance "
+            f"{tolerance:.3g}): the engine does not compute with these weights",
+        )
+    return difference
+
+
+def check_moved(
+    version: WeightVersion, before: Sequence[float], after: Sequence[float], tolerance: float
+) -> float:
+    """Loading the perturbed `version` changed the probe's logprobs. Returns the largest change.
+
+    Raises:
+        WeightCheckFailed: `moved`.
+    """
+    change = largest_difference(before, after)
+    if not change > tolerance:
+        raise WeightCheckFailed(
+            "moved",
+            version,
+            f"the perturbed weights moved the probe's logprobs by only {change:.3g} (more than "
+            f"{tolerance:.3g} expected): the engine still serves the old weights",
+        )
+    return change

@@ -1,0 +1,222 @@
+"""A store over HTTP, for nodes that share no file system: one serves its folder, each of the others caches.
+
+Server and client speak plain HTTP with a random bearer token. A reader asks its node's cache first; if
+the version is not there, one reader downloads it while the others of the node wait for the lock, so a
+node pulls each version once. A download is checked against the version's digest before it takes its name
+in the cache, so the rest is as in
+`FolderStore`: what can be seen is complete and right.
+
+Not done: TLS (run it inside the cluster's network), and anything but whole versions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import secrets
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from rlhfless.records import WeightVersion
+from rlhfless.weights.digest import digest_of
+from rlhfless.weights.files import WeightFileError, read_file, replacing, version_of
+from rlhfless.weights.store import FolderStore, StoredWeights
+
+_PREFIX = "/versions/"
+_CHUNK_BYTES = 1 << 20
+_STALL_TIMEOUT_S = 20.0  # longest silence of the server; a long but steady download is fine
+_ATTEMPTS = 5
+_FIRST_PAUSE_S = 0.2  # doubles: 0.2, 0.4, 0.8, 1.6 s, enough for a restart of the server's process
+_LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to finish its download
+_LOCK_POLL_S = 0.02
+_CACHED_VERSIONS = 2  # the newest, and the one before that slower readers may still ask for
+
+
+class HttpStoreServer:
+    """A `WeightStore` in a folder of this node; others read its versions by URL. A context manager."""
+
+    def __init__(
+        self, folder: str | Path, host: str = "127.0.0.1", port: int = 0, advertised_host: str | None = None
+    ) -> None:
+        """Serves at once, from threads of this process.
+
+        Args:
+            folder: the store.
+            host: address to listen on.
+            port: 0 for any free one.
+            advertised_host: name in the URLs, where readers know this node by another one than `host`.
+        """
+        self.token = secrets.token_urlsafe(32)
+        self._folder = FolderStore(folder)
+        handler = type("Handler", (_Handler,), {"store": self._folder, "token": self.token})
+        self._server = ThreadingHTTPServer((host, port), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://{advertised_host or host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="weight-store", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> HttpStoreServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops serving; the folder stays."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def put(self, run_id: str, attempt: int, step: int, tensors: Mapping[str, torch.Tensor]) -> StoredWeights:
+        """See `WeightStore.put`; the location is a URL."""
+        stored = self._folder.put(run_id, attempt, step, tensors)
+        return replace(stored, location=f"{self.url}{_PREFIX}{Path(stored.location).name}")
+
+    def versions(self) -> tuple[WeightVersion, ...]:
+        """See `WeightStore.versions`."""
+        return self._folder.versions()
+
+    def delete(self, version: WeightVersion) -> None:
+        """See `WeightStore.delete`."""
+        self._folder.delete(version)
+
+    def retain(self, keep: set[WeightVersion]) -> None:
+        """See `WeightStore.retain`."""
+        self._folder.retain(keep)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """GET of one version, whole or from a byte on (`Range: bytes=N-`)."""
+
+    store: FolderStore
+    token: str
+    timeout = _STALL_TIMEOUT_S
+
+    def do_GET(self) -> None:  # the name is http.server's
+        if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.token}"):
+            self.send_error(HTTPStatus.UNAUTHORIZED, "wrong or missing bearer token")
+            return
+        try:
+            file = self._path().open("rb")
+        except (ValueError, FileNotFoundError):
+            self.send_error(HTTPStatus.NOT_FOUND, "no such version")
+            return
+        with file:
+            self._answer(file)
+
+    def _path(self) -> Path:
+        name = self.path.removeprefix(_PREFIX)
+        if "/" in name:
+            raise ValueError(f"{self.path} is not a version")
+        return self.store.path(version_of(name))
+
+    def _answer(self, file: IO[bytes]) -> None:
+        size = os.fstat(file.fileno()).st_size
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if start else HTTPStatus.OK)
+        self.send_header("Content-Length", str(size - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+        self.end_headers()
+        file.seek(start)
+        shutil.copyfileobj(file, self.wfile, _CHUNK_BYTES)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent: readers report their own failures."""
+
+
+class HttpStore:
+    """A `WeightReader` of an `HttpStoreServer`, with a cache folder that all readers of a node share."""
+
+    def __init__(self, token: str, cache_folder: str | Path) -> None:
+        self._token = token
+        self._cache = FolderStore(cache_folder)
+        # Never through a proxy: the server is a node of the same cluster.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightReader.read`. Raises WeightFileError also if the download fails for good."""
+        version = version_of(location)
+        path = self._cache.path(version)
+        if not path.exists():
+            with self._only_downloader():
+                if not path.exists():
+                    self._download(location, path, version)
+                    self._drop_old(path)
+        yield from read_file(path, version.digest)
+
+    @contextmanager
+    def _only_downloader(self) -> Iterator[None]:
+        """One reader of the node at a time. The kernel frees the lock of a reader that dies."""
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        with (self._cache.folder / ".lock").open("w") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise WeightFileError(
+                            f"waited {_LOCK_TIMEOUT_S:g} s for another reader's download to {self._cache.folder}"
+                        ) from None
+                    time.sleep(_LOCK_POLL_S)
+            yield
+
+    def _download(self, url: str, path: Path, version: WeightVersion) -> None:
+        with replacing(path) as file:
+            for attempt in range(_ATTEMPTS):
+                try:
+                    self._continue_download(url, file)
+                    break
+                except urllib.error.HTTPError as error:
+                    if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND):
+                        raise WeightFileError(
+                            f"weights {url} (digest {version.digest}): {error.code} {error.reason}"
+                        ) from error
+                    failure: Exception = error
+                except OSError as error:  # refused, reset, timed out, cut short
+                    failure = error
+                if attempt == _ATTEMPTS - 1:
+                    raise WeightFileError(
+                        f"weights {url} (digest {version.digest}): {_ATTEMPTS} attempts failed: {failure}"
+                    ) from failure
+                time.sleep(_FIRST_PAUSE_S * 2**attempt)
+            file.flush()
+            received = digest_of(read_file(Path(file.name), version.digest))
+            if received != version.digest:
+                raise WeightFileError(f"weights {url}: expected digest {version.digest}, received {received}")
+
+    def _continue_download(self, url: str, file: IO[bytes]) -> None:
+        """Downloads what is missing behind the end of `file`."""
+        start = file.tell()
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._token}"})
+        if start:
+            request.add_header("Range", f"bytes={start}-")
+        with self._opener.open(request, timeout=_STALL_TIMEOUT_S) as response:
+            missing = int(response.headers["Content-Length"])
+            shutil.copyfileobj(response, file, _CHUNK_BYTES)
+        if file.tell() != start + missing:
+            raise ConnectionError(f"the server hung up after {file.tell() - start} of {missing} bytes")
+
+    def _drop_old(self, newest: Path) -> None:
+        """Keeps the newest few versions. Readers of the others keep their bytes, as in every folder."""
+        cached = sorted(
+            (self._cache.path(version) for version in self._cache.versions()),
+            key=lambda path: path.stat().st_mtime_ns,
+        )
+        for path in cached[:-_CACHED_VERSIONS]:
+            if path != newest:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,115 @@
+"""Where versions live between the learner, which publishes, and the engines, which pull.
+
+Pulling needs no process group, so engines may come and go, and a late one simply reads the newest version.
+
+Invariants: a version that can be seen is complete (see `files`); it never changes; its name carries its
+digest, so publishing it twice is harmless. Deleting is always safe for those who read: `delete` removes
+the name at once, and the kernel keeps the bytes as long as any reader has the file open or mapped. No
+lock is needed for that. What a reader cannot survive is to be *told* of a version that is deleted before
+it opens it; so `retain` what you announced.
+
+Not done: delta encoding, and stores that several learners publish to (fencing by attempt is the caller's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rlhfless.records import WeightVersion
+from rlhfless.weights.digest import digest_of
+from rlhfless.weights.files import SUFFIX, TEMPORARY_PREFIX, file_name, read_file, version_of, write_file
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """A version in a store."""
+
+    version: WeightVersion
+    location: str
+    """What a reader of the same store opens: a path, or a URL."""
+    size_bytes: int
+    tensors: int
+
+
+class WeightReader(Protocol):
+    """The side of a store that an engine sees."""
+
+    def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields `(name, tensor)` of all tensors at `location`. The tensors must not be written to.
+
+        Raises:
+            WeightFileError: there is no such version, or it is damaged.
+        """
+        ...
+
+
+class WeightStore(Protocol):
+    """The side of a store that the learner sees."""
+
+    def put(self, run_id: str, attempt: int, step: int, tensors: Mapping[str, torch.Tensor]) -> StoredWeights:
+        """Publishes `tensors`; the digest is computed here. The same weights again are a no-op."""
+        ...
+
+    def versions(self) -> tuple[WeightVersion, ...]:
+        """All versions in the store, oldest first by (run, attempt, step)."""
+        ...
+
+    def delete(self, version: WeightVersion) -> None:
+        """Removes a version; nothing happens if it is not there."""
+        ...
+
+    def retain(self, keep: set[WeightVersion]) -> None:
+        """Deletes every version that is not in `keep`."""
+        ...
+
+
+class FolderStore:
+    """A folder that learner and engines both see: shared memory on one node, or a shared file system."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, version: WeightVersion) -> Path:
+        """Where the version is, or would be."""
+        return self.folder / file_name(version)
+
+    def put(self, run_id: str, attempt: int, step: int, tensors: Mapping[str, torch.Tensor]) -> StoredWeights:
+        """See `WeightStore.put`. Raises ValueError for an empty set of tensors."""
+        if not tensors:
+            raise ValueError(
+                f"nothing to publish for run {run_id!r}, step {step}: the set of tensors is empty"
+            )
+        version = WeightVersion(run_id, attempt, step, digest_of(tensors.items()))
+        path = self.path(version)
+        if not path.exists():
+            write_file(path, tensors, version.label)
+        return StoredWeights(version, str(path), path.stat().st_size, len(tensors))
+
+    def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightReader.read`."""
+        return read_file(Path(location), version_of(location).digest)
+
+    def versions(self) -> tuple[WeightVersion, ...]:
+        """See `WeightStore.versions`."""
+        found = [
+            version_of(path)
+            for path in self.folder.glob(f"*{SUFFIX}")
+            if not path.name.startswith(TEMPORARY_PREFIX)
+        ]
+        return tuple(sorted(found, key=lambda version: (version.run_id, version.attempt, version.step)))
+
+    def delete(self, version: WeightVersion) -> None:
+        """See `WeightStore.delete`."""
+        self.path(version).unlink(missing_ok=True)
+
+    def retain(self, keep: set[WeightVersion]) -> None:
+        """See `WeightStore.retain`."""
+        for version in self.versions():
+            if version not in keep:
+                self.delete(version)

@@ -1,0 +1,273 @@
+"""The trace on disk: what is written is what is read, and what is wrong is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfless.records import (
+    Decision,
+    FinishReason,
+    FunctionName,
+    Holding,
+    Invocation,
+    ReplicaState,
+    Rollout,
+    Score,
+    StepRecord,
+    VersionSpan,
+    Work,
+)
+from rlhfless.records.schema import NAME_KEY, TABLES, TRACE_VERSION, VERSION_KEY, TraceError
+from rlhfless.records.traces import TraceMeta, TraceWriter, describe_machine, read_tables, read_trace
+
+META = TraceMeta(
+    run_id="demo",
+    attempt=1,
+    prices={"cpu_kind": "cpu-core"},
+    spec={"steps": 2, "rewards": [{"type": "exact_match"}]},
+    machine=describe_machine(),
+)
+HOLDING = Holding(
+    FunctionName.GENERATION, "generation-0", "a1", "cpu-0", "cpu-core", 0.5, ReplicaState.SERVING, 10.25, 20.5
+)
+INVOCATION = Invocation(
+    FunctionName.GENERATION,
+    "generation-0",
+    "a1",
+    Work.GENERATE,
+    1,
+    11.0,
+    19.0,
+    30,
+    5,
+    16,
+    1,
+    0,
+    "demo/1/0/ab",
+)
+ROLLOUT = Rollout(
+    prompt_id="p1",
+    sample_index=3,
+    seed=2**62 + 1,
+    token_ids=np.array([5, 151_000, 7], dtype=np.int64),
+    logprobs=np.array([-0.5, -1.25, 0.0], dtype=np.float32),
+    text="not in the trace",
+    finish_reason=FinishReason.STOP,
+    version_spans=(VersionSpan("demo/1/0/ab", 0, 2), VersionSpan("demo/1/1/cd", 2, 3)),
+    actor="generation-0",
+    started_s=11.5,
+    finished_s=18.5,
+    cached_tokens=16,
+)
+SCORE = Score(total=0.75, parts={"exact_match": 1.0, "length_penalty": -0.25})
+STEP = StepRecord(1, 10.0, 21.0, {"reward_mean": 0.75, "step_s": 11.0})
+DECISION = Decision(1, 10.5, "plan", "2 actors", {"tokens": 10, "gap_s": 0.5, "warm": True, "hold": "auto"})
+
+
+def write_one_of_each(folder: Path, record_tokens: bool = False, meta: TraceMeta = META) -> None:
+    with TraceWriter(folder, meta, record_tokens) as writer:
+        writer.add_holding(HOLDING)
+        writer.add_invocation(INVOCATION)
+        writer.add_rollout(1, ROLLOUT, SCORE, prompt_tokens=30)
+        writer.add_step(STEP)
+        writer.add_decision(DECISION)
+        writer.flush(1)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    write_one_of_each(tmp_path)
+    trace = read_trace(tmp_path)
+    assert trace.meta == META
+    assert trace.holdings == (HOLDING,)
+    assert trace.invocations == (INVOCATION,)
+    assert trace.steps == (STEP,)
+    assert trace.decisions == (DECISION,)
+    (row,) = trace.rollouts
+    assert (row.step, row.prompt_id, row.sample_index, row.seed) == (1, "p1", 3, 2**62 + 1)
+    assert (row.prompt_tokens, row.response_tokens, row.cached_tokens) == (30, 3, 16)
+    assert (row.reward, row.reward_parts) == (0.75, {"exact_match": 1.0, "length_penalty": -0.25})
+    assert row.finish_reason is FinishReason.STOP
+    assert row.version_spans == ROLLOUT.version_spans
+    assert (row.actor, row.started_s, row.finished_s) == ("generation-0", 11.5, 18.5)
+    assert row.token_ids is None
+    assert row.logprobs is None
+    assert isinstance(trace.holdings[0].state, ReplicaState)
+    assert isinstance(trace.invocations[0].work, Work)
+
+
+def test_decision_inputs_keep_their_types(tmp_path: Path) -> None:
+    write_one_of_each(tmp_path)
+    inputs = read_trace(tmp_path).decisions[0].inputs
+    assert {name: type(value) for name, value in inputs.items()} == {
+        "tokens": int,
+        "gap_s": float,
+        "warm": bool,
+        "hold": str,
+    }
+
+
+def test_tokens_are_kept_only_when_asked_for(tmp_path: Path) -> None:
+    write_one_of_each(tmp_path, record_tokens=True)
+    (row,) = read_trace(tmp_path).rollouts
+    assert row.token_ids == (5, 151_000, 7)
+    assert row.logprobs == (-0.5, -1.25, 0.0)
+
+
+def test_every_flush_is_a_part_and_order_is_kept(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path, META, record_tokens=False) as writer:
+        for step in range(1, 13):
+            writer.add_step(StepRecord(step, step, step + 1, {}))
+            writer.flush(step)
+            writer.flush(step)  # nothing new: no file
+        writer.add_step(StepRecord(13, 13, 14, {}))  # left to close()
+    assert len(list((tmp_path / "steps").iterdir())) == 13
+    assert list((tmp_path / "rollouts").iterdir()) == []
+    assert [step.step for step in read_trace(tmp_path).steps] == list(range(1, 14))
+
+
+def test_what_was_flushed_outlives_the_writer_and_torn_files_are_ignored(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, META, record_tokens=False)
+    writer.add_step(STEP)
+    writer.flush(1)
+    writer.add_step(STEP)  # never flushed: the process died here
+    (tmp_path / "steps" / "attempt001-step000002-000009.parquet.tmp").write_bytes(b"PAR1 torn")
+    assert read_trace(tmp_path).steps == (STEP,)
+
+
+def test_a_closed_writer_takes_nothing(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, META, record_tokens=False)
+    writer.close()
+    writer.close()
+    with pytest.raises(TraceError, match="closed"):
+        writer.add_step(STEP)
+
+
+def test_a_later_attempt_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    write_one_of_each(tmp_path)
+    second = TraceMeta("demo", 2, META.prices, META.spec, META.machine)
+    write_one_of_each(tmp_path, meta=second)
+    trace = read_trace(tmp_path)
+    assert trace.meta.attempt == 2
+    assert trace.holdings == (HOLDING, HOLDING)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "attempt", "message"),
+    [("demo", 1, "raise the attempt"), ("other", 9, "own folder")],
+)
+def test_a_folder_of_another_run_or_attempt_is_refused(
+    tmp_path: Path, run_id: str, attempt: int, message: str
+) -> None:
+    write_one_of_each(tmp_path)
+    with pytest.raises(TraceError, match=message):
+        TraceWriter(tmp_path, TraceMeta(run_id, attempt, {}, {}, {}), record_tokens=False)
+
+
+def test_no_trace_there(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"meta\.json does not exist"):
+        read_trace(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("version", [TRACE_VERSION + 1, None, "1"])
+def test_unknown_version_of_meta_is_refused(tmp_path: Path, version: object) -> None:
+    write_one_of_each(tmp_path)
+    path = tmp_path / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"trace_version": version}))
+    with pytest.raises(TraceError, match=f"trace version {version}, .* knows version {TRACE_VERSION}"):
+        read_trace(tmp_path)
+
+
+def rewrite(tmp_path: Path, table: str, change: object) -> Path:
+    (path,) = (tmp_path / table).iterdir()
+    pq.write_table(change(pq.read_table(path)), path)  # type: ignore[operator]
+    return path
+
+
+def test_unknown_version_of_a_part_is_refused(tmp_path: Path) -> None:
+    write_one_of_each(tmp_path)
+    metadata = {NAME_KEY: b"steps", VERSION_KEY: b"2"}
+    path = rewrite(tmp_path, "steps", lambda table: table.replace_schema_metadata(metadata))
+    with pytest.raises(TraceError, match=f"{path.name} has trace version 2"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize(("table", "column"), [("holdings", "share"), ("rollouts", "version_spans")])
+def test_a_missing_column_is_named_with_its_file(tmp_path: Path, table: str, column: str) -> None:
+    write_one_of_each(tmp_path)
+    path = rewrite(tmp_path, table, lambda content: content.drop_columns([column]))
+    with pytest.raises(TraceError, match=f"{path.name} has no column '{column}'"):
+        read_trace(tmp_path)
+
+
+def test_a_mistyped_column_is_named_with_its_type(tmp_path: Path) -> None:
+    write_one_of_each(tmp_path)
+
+    def as_text(table: pa.Table) -> pa.Table:
+        index = table.schema.get_field_index("reward")
+        return table.set_column(index, "reward", table["reward"].cast(pa.string()))
+
+    rewrite(tmp_path, "rollouts", as_text)
+    with pytest.raises(TraceError, match="column 'reward' is string; write it as double"):
+        read_trace(tmp_path)
+
+
+def test_a_part_in_the_wrong_folder_is_refused(tmp_path: Path) -> None:
+    write_one_of_each(tmp_path)
+    (path,) = (tmp_path / "steps").iterdir()
+    path.rename(tmp_path / "decisions" / "moved.parquet")
+    with pytest.raises(TraceError, match="holds the table 'steps', not 'decisions'"):
+        read_trace(tmp_path)
+
+
+def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
+    write_one_of_each(tmp_path)
+    (tmp_path / "steps" / "zero.parquet").write_bytes(b"")
+    with pytest.raises(TraceError, match=r"zero\.parquet is not a Parquet file"):
+        read_trace(tmp_path)
+
+
+def test_tables_have_the_declared_columns(tmp_path: Path) -> None:
+    write_one_of_each(tmp_path)
+    tables = read_tables(tmp_path)
+    assert {name: table.schema for name, table in tables.items()} == dict(TABLES)
+    assert tables["rollouts"]["response_tokens"].to_pylist() == [3]
+
+
+def test_every_column_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()
+    for name, schema in TABLES.items():
+        section = text.split(f"### {name}\n")[1].split("\n### ")[0]
+        documented = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+        assert documented == schema.names
+    assert f"version is {TRACE_VERSION}" in text
+
+
+times = st.floats(0, 2e9)
+names = st.text(max_size=8)
+metrics = st.dictionaries(names, st.floats(allow_nan=False))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2**40), times, times, metrics), max_size=5), st.data())
+def test_any_steps_survive_the_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[tuple[int, float, float, dict[str, float]]],
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("trace")
+    records = [StepRecord(*row) for row in rows]
+    with TraceWriter(folder, META, record_tokens=False) as writer:
+        for record in records:
+            writer.add_step(record)
+            if data.draw(st.booleans()):
+                writer.flush(record.step)
+    # Parts sort by step first, then by the order of flushing.
+    assert sorted(map(repr, read_trace(folder).steps)) == sorted(map(repr, records))

@@ -1,0 +1,54 @@
+"""The scoring function: groups in, scores in the same shape out."""
+
+import numpy as np
+import pytest
+
+from rlhfless.functions.scoring.scorer import Scorer
+from rlhfless.records import FinishReason, Group, Prompt, Rollout
+from rlhfless.rewards import RewardError
+from rlhfless.spec import ExactMatchSpec, LengthPenaltySpec, PythonRewardSpec
+
+
+def group(prompt_id, answer, *responses):
+    prompt = Prompt(prompt_id, (1, 2), f"prompt {prompt_id}", {"answer": answer})
+    rollouts = [
+        Rollout(
+            prompt_id=prompt_id,
+            sample_index=index,
+            seed=0,
+            token_ids=np.arange(len(text)),
+            logprobs=np.zeros(len(text), dtype=np.float32),
+            text=text,
+            finish_reason=FinishReason.STOP,
+            version_spans=(),
+            actor="a",
+            started_s=0.0,
+            finished_s=1.0,
+        )
+        for index, text in enumerate(responses)
+    ]
+    return Group(prompt, tuple(rollouts))
+
+
+async def test_scores_come_back_group_by_group_in_the_order_of_the_samples():
+    scorer = Scorer(
+        [
+            ExactMatchSpec(type="exact_match"),
+            LengthPenaltySpec(type="length_penalty", free_tokens=0, max_tokens=4, weight=2),
+        ]
+    )
+    first, second = await scorer.score([group("p", "ab", "ab", "abcd"), group("q", 7, "7")])
+    assert [score.total for score in first] == [1 - 2 * 0.5, 0 - 2 * 1.0]
+    assert [score.total for score in second] == [1 - 2 * 0.25]
+    assert second[0].parts == {"exact_match": 1.0, "length_penalty": -0.25}
+
+
+async def test_no_groups_and_groups_without_samples():
+    scorer = Scorer([ExactMatchSpec(type="exact_match")])
+    assert await scorer.score([]) == []
+    assert await scorer.score([group("p", "ab")]) == [[]]
+
+
+def test_a_reward_that_cannot_be_made_stops_the_function_at_its_start():
+    with pytest.raises(RewardError, match="no module 'nowhere'"):
+        Scorer([PythonRewardSpec(type="python", target="nowhere:score")])

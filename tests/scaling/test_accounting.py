@@ -1,0 +1,300 @@
+"""The bill: worked by hand, and its identities for any ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from datetime import date
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless.records import (
+    FinishReason,
+    FunctionName,
+    Holding,
+    Invocation,
+    ReplicaState,
+    StepRecord,
+    Work,
+)
+from rlhfless.records.traces import Trace, TracedRollout, TraceMeta
+from rlhfless.scaling.accounting import (
+    PHASES,
+    LedgerError,
+    Phase,
+    check_holdings,
+    cold_starts,
+    step_times,
+    summarise,
+    usage,
+)
+from rlhfless.scaling.intervals import clip, length, union
+from rlhfless.scaling.prices import DevicePrice, PriceBook, PriceError
+
+S = ReplicaState
+META = TraceMeta("demo", 1, {}, {}, {})
+PRICES = PriceBook(
+    devices=(
+        DevicePrice(kind="cpu-core", usd_per_hour=0.036, source="test", as_of=date(2026, 11, 21)),
+        DevicePrice(kind="h100", usd_per_hour=3.6, source="test", as_of=date(2026, 11, 21)),
+    )
+)
+
+
+def hold(
+    state: ReplicaState,
+    start_s: float,
+    end_s: float,
+    *,
+    who: str = "a",
+    device: str = "cpu-0",
+    kind: str = "cpu-core",
+    share: float = 1.0,
+    function: FunctionName = FunctionName.GENERATION,
+) -> Holding:
+    return Holding(function, f"r-{who}", who, device, kind, share, state, start_s, end_s)
+
+
+def call(
+    work: Work,
+    start_s: float,
+    end_s: float,
+    *,
+    who: str = "a",
+    step: int = 1,
+    function: FunctionName = FunctionName.GENERATION,
+    input_tokens: int = 0,
+    output_tokens: int = 0,
+) -> Invocation:
+    return Invocation(function, f"r-{who}", who, work, step, start_s, end_s, input_tokens, output_tokens)
+
+
+def rollout(step: int, tokens: int, reward: float) -> TracedRollout:
+    return TracedRollout(
+        step, "p", 0, 1, 10, tokens, 0, reward, {}, FinishReason.STOP, (), "r-a", 0.0, 1.0, None, None
+    )
+
+
+def test_a_run_worked_by_hand() -> None:
+    generation = [
+        hold(S.STARTING, 0, 30),
+        hold(S.STALE, 30, 32),
+        hold(S.SERVING, 32, 60),
+        hold(S.SLEEPING, 60, 70),
+    ]
+    learner = [
+        hold(S.STARTING, 0, 10, who="l", share=0.5, kind="h100", function=FunctionName.LEARNER),
+        hold(S.SERVING, 10, 70, who="l", share=0.5, kind="h100", function=FunctionName.LEARNER),
+    ]
+    calls = [
+        call(Work.LOAD_WEIGHTS, 29, 32),  # its first second belongs to the cold start
+        call(Work.GENERATE, 35, 45, input_tokens=100, output_tokens=400),
+        call(Work.GENERATE, 40, 50, input_tokens=100, output_tokens=500),  # overlaps: busy 35 to 50
+        call(Work.LEARN, 50, 58, who="l", function=FunctionName.LEARNER, input_tokens=1100),
+    ]
+    steps = (StepRecord(1, 30.0, 60.0, {}),)
+    rows = (rollout(1, 400, 1.0), rollout(1, 500, 0.0))
+    summary = summarise(Trace(META, (*generation, *learner), tuple(calls), rows, steps), PRICES)
+
+    generating, learning = summary.functions
+    assert (generating.name, learning.name) == ("generation", "learner")
+    assert generating.cold_device_s == 30
+    assert generating.busy_device_s == 2 + 15
+    assert generating.idle_device_s == 70 - 30 - 17
+    assert generating.cost_usd == pytest.approx(70 * 0.036 / 3600)
+    assert generating.working_s == 3 + 15
+    assert generating.unheld_s == 0
+    assert (generating.invocations, generating.cold_starts) == (3, 1)
+    assert (generating.input_tokens, generating.output_tokens) == (200, 900)
+    assert generating.output_tokens_per_s == 50
+
+    assert (learning.cold_device_s, learning.busy_device_s, learning.idle_device_s) == (5, 4, 26)
+    assert learning.cost_usd == pytest.approx(35 * 3.6 / 3600)
+
+    assert summary.total.provisioned_device_s == 70 + 35
+    assert summary.cost_usd == pytest.approx(generating.cost_usd + learning.cost_usd)
+    # Within the step: sync 30-32, generation 35-50, learn 50-58; nothing in 32-35 and 58-60.
+    (times,) = summary.steps
+    assert times.wall_s == 30
+    worked = {phase: seconds for phase, seconds in times.phases_s.items() if seconds}
+    assert worked == {Phase.GENERATION: 15, Phase.LEARN: 8, Phase.SYNC: 2}
+    assert times.outside_s == 5
+    assert summary.response_tokens == {0.5: 450, 0.9: 490, 0.99: 499, 1.0: 500}
+    assert summary.reward_mean == {1: 0.5}
+
+
+def test_an_empty_trace_costs_nothing() -> None:
+    summary = summarise(Trace(META), PRICES)
+    assert summary.functions == ()
+    assert summary.cost_usd == 0
+    assert summary.response_tokens == {}
+    assert summary.total.output_tokens_per_s == 0
+
+
+def test_phases_may_overlap_and_outside_counts_instants_once() -> None:
+    step = StepRecord(1, 0.0, 10.0, {})
+    calls = [
+        call(Work.GENERATE, -5, 6),
+        call(Work.SCORE, 3, 7, who="s", function=FunctionName.SCORING),
+        call(Work.LOGPROBS, 20, 30),
+    ]
+    times = step_times(step, calls)
+    assert (times.phases_s[Phase.GENERATION], times.phases_s[Phase.SCORING]) == (6, 4)
+    assert times.phases_s[Phase.REFERENCE] == 0
+    assert times.outside_s == 3
+
+
+def test_every_kind_of_work_has_a_phase() -> None:
+    assert set(PHASES) == set(Work)
+
+
+def test_a_tensor_parallel_actor_is_busy_on_all_its_devices() -> None:
+    holdings = [hold(S.SERVING, 0, 10, device=f"gpu-{i}", kind="h100") for i in range(2)]
+    row = usage("generation", holdings, [call(Work.GENERATE, 2, 5)], PRICES)
+    assert (row.busy_device_s, row.idle_device_s) == (6, 14)
+    assert row.unheld_s == 0
+
+
+def test_work_outside_any_holding_is_shown() -> None:
+    row = usage("generation", [hold(S.SERVING, 0, 10)], [call(Work.GENERATE, 8, 13)], PRICES)
+    assert (row.busy_device_s, row.unheld_s) == (2, 3)
+    row = usage("generation", [hold(S.SERVING, 0, 10)], [call(Work.GENERATE, 1, 2, who="ghost")], PRICES)
+    assert (row.busy_device_s, row.unheld_s) == (0, 1)
+
+
+def test_overlapping_holdings_are_refused() -> None:
+    with pytest.raises(LedgerError, match=r"serving holding of r-a \(incarnation a\) on cpu-0 .* overlaps"):
+        check_holdings([hold(S.SERVING, 9, 20), hold(S.STALE, 0, 10)])
+    check_holdings([hold(S.STALE, 0, 10), hold(S.SERVING, 10, 20)])
+    check_holdings([hold(S.SERVING, 0, 10), hold(S.SERVING, 5, 15, device="cpu-1")])
+    check_holdings([hold(S.SERVING, 0, 10, share=0.5), hold(S.SERVING, 5, 15, who="b", share=0.5)])
+
+
+def test_an_overlap_with_an_earlier_longer_holding_is_refused() -> None:
+    with pytest.raises(LedgerError, match="overlaps"):
+        check_holdings([hold(S.SERVING, 0, 100), hold(S.STALE, 10, 20), hold(S.STALE, 30, 40)])
+
+
+def test_a_holding_that_runs_backwards_is_refused() -> None:
+    with pytest.raises(LedgerError, match="ends before it starts"):
+        summarise(Trace(META, (hold(S.SERVING, 10, 5),)), PRICES)
+
+
+def test_a_device_without_a_price_is_refused() -> None:
+    with pytest.raises(PriceError, match="abacus"):
+        summarise(Trace(META, (hold(S.SERVING, 0, 1, kind="abacus"),)), PRICES)
+
+
+def test_a_start_in_pieces_on_two_slots_is_one_cold_start() -> None:
+    pieces = [
+        hold(S.STARTING, 0, 5),
+        hold(S.STARTING, 5, 12),
+        hold(S.STALE, 12, 13),
+        hold(S.STARTING, 40, 43),
+    ]
+    slots = [dataclasses.replace(piece, device="cpu-1") for piece in pieces]
+    assert cold_starts([*pieces, *slots]) == [(0, 12), (40, 43)]
+
+
+@st.composite
+def ledgers(draw: st.DrawFn) -> tuple[list[Holding], list[Invocation]]:
+    """Contiguous lives on whole seconds, and calls anywhere, also outside of them."""
+    states = [S.STARTING, S.STALE, S.SERVING, S.DRAINING, S.SLEEPING, S.SUSPECT]
+    holdings: list[Holding] = []
+    for number in range(draw(st.integers(0, 3))):
+        function = draw(st.sampled_from(list(FunctionName)))
+        share = draw(st.sampled_from([1.0, 0.5, 1 / 3]))
+        kind = draw(st.sampled_from(["cpu-core", "h100"]))
+        now = draw(st.integers(0, 20))
+        for state in draw(st.lists(st.sampled_from(states), max_size=6)):
+            end = now + draw(st.integers(0, 9))
+            for device in range(1 + number % 2):
+                holdings.append(
+                    hold(
+                        state,
+                        now,
+                        end,
+                        who=str(number),
+                        device=f"d{device}",
+                        kind=kind,
+                        share=share,
+                        function=function,
+                    )
+                )
+            now = end
+    calls = [
+        call(work, start, start + duration, who=str(who), function=function)
+        for who, start, duration, work, function in draw(
+            st.lists(
+                st.tuples(
+                    st.integers(0, 3),
+                    st.integers(0, 60),
+                    st.integers(0, 15),
+                    st.sampled_from(list(Work)),
+                    st.sampled_from(list(FunctionName)),
+                ),
+                max_size=12,
+            )
+        )
+    ]
+    return holdings, calls
+
+
+@given(ledgers())
+def test_busy_idle_and_cold_are_provisioned_and_cost_is_holdings_times_price(
+    ledger: tuple[list[Holding], list[Invocation]],
+) -> None:
+    holdings, calls = ledger
+    summary = summarise(Trace(META, tuple(holdings), tuple(calls)), PRICES)
+    provisioned = math.fsum((h.end_s - h.start_s) * h.share for h in holdings)
+    price = {"cpu-core": 0.036, "h100": 3.6}
+    cost = math.fsum((h.end_s - h.start_s) * h.share * price[h.device_kind] / 3600 for h in holdings)
+    for row in (*summary.functions, summary.total):
+        assert min(row.busy_device_s, row.idle_device_s, row.cold_device_s) >= 0
+    for rows in ((summary.total,), summary.functions):
+        held = math.fsum(row.busy_device_s + row.idle_device_s + row.cold_device_s for row in rows)
+        assert held == pytest.approx(provisioned, rel=1e-9)
+        assert math.fsum(row.cost_usd for row in rows) == pytest.approx(cost, rel=1e-9)
+
+
+@given(ledgers())
+def test_each_second_is_counted_as_a_loop_would_count_it(
+    ledger: tuple[list[Holding], list[Invocation]],
+) -> None:
+    holdings, calls = ledger
+    busy = idle = cold = 0.0
+    for h in holdings:
+        for second in range(int(h.start_s), int(h.end_s)):
+            works = any(c.incarnation == h.incarnation and c.start_s <= second < c.end_s for c in calls)
+            if h.state is S.STARTING:
+                cold += h.share
+            elif works:
+                busy += h.share
+            else:
+                idle += h.share
+    row = usage("total", holdings, calls, PRICES)
+    assert (row.busy_device_s, row.idle_device_s, row.cold_device_s) == pytest.approx((busy, idle, cold))
+    seconds = {(c.incarnation, s) for c in calls for s in range(int(c.start_s), int(c.end_s))}
+    held = {(h.incarnation, s) for h in holdings for s in range(int(h.start_s), int(h.end_s))}
+    assert row.unheld_s == pytest.approx(len(seconds - held))
+    assert row.working_s == pytest.approx(len({second for _, second in seconds}))
+
+
+whole = st.tuples(st.integers(0, 40), st.integers(-3, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@given(st.lists(whole, max_size=10), st.integers(0, 50), st.integers(0, 30))
+def test_intervals_are_sets_of_instants(pairs: list[tuple[int, int]], start: int, span: int) -> None:
+    def instants(intervals: list[tuple[float, float]]) -> set[int]:
+        return {s for low, high in intervals for s in range(int(low), int(high))}
+
+    merged = union(pairs)
+    assert instants(merged) == {s for low, high in pairs for s in range(low, high)}
+    assert all(first[1] < second[0] for first, second in pairwise(merged))
+    assert length(merged) == len(instants(merged))
+    inside = clip(merged, start, start + span)
+    assert instants(inside) == {s for s in instants(merged) if start <= s < start + span}
+    assert length(inside) == len(instants(inside))

@@ -1,0 +1,105 @@
+"""The price book."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from rlhfless.records import FunctionName, Holding, ReplicaState
+from rlhfless.scaling.prices import DevicePrice, PriceBook, PriceError, load_price_book
+from rlhfless.spec.errors import InputError
+
+GOOD = """\
+devices:
+  - kind: cpu-core
+    usd_per_hour: 0.05
+    source: a cloud
+    as_of: 2026-11-21
+  - kind: h100
+    usd_per_hour: 3
+    source: another
+    as_of: 2026-10-01
+"""
+
+
+def holding(kind: str, seconds: float, share: float, state: ReplicaState = ReplicaState.SERVING) -> Holding:
+    return Holding(FunctionName.GENERATION, "g", "a", "d", kind, share, state, 100.0, 100.0 + seconds)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "prices.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_bundled_book_has_what_a_laptop_and_a_gpu_node_need() -> None:
+    book = load_price_book()
+    assert book.cpu_kind == "cpu-core"
+    assert 0.01 < book.price_usd_per_hour("cpu-core") < 0.1
+    assert {"h100", "h200", "a100-80gb", "l40s"} <= {device.kind for device in book.devices}
+    assert all(device.source for device in book.devices)
+
+
+def test_a_book_of_the_users_own(tmp_path: Path) -> None:
+    book = load_price_book(write(tmp_path, GOOD))
+    assert book.devices[1] == DevicePrice(
+        kind="h100", usd_per_hour=3.0, source="another", as_of=date(2026, 10, 1)
+    )
+    assert book.price_usd_per_hour("h100") == 3.0
+
+
+def test_cost_is_device_seconds_times_price(tmp_path: Path) -> None:
+    book = load_price_book(write(tmp_path, GOOD))
+    # 1200 s of a whole h100 at 3 $/h is 1 $; 7200 s of half a core at 0.05 $/h is 0.05 $.
+    held = [holding("h100", 1200, 1.0), holding("cpu-core", 7200, 0.5, ReplicaState.STARTING)]
+    assert book.cost_usd(held) == pytest.approx(1.05, rel=1e-12)
+    assert book.cost_usd([]) == 0.0
+
+
+def test_a_state_without_a_device_costs_nothing(tmp_path: Path) -> None:
+    book = load_price_book(write(tmp_path, GOOD))
+    assert book.cost_usd([holding("h100", 3600, 1.0, ReplicaState.DEAD)]) == 0.0
+
+
+def test_a_kind_without_a_price_is_named_with_those_there_are(tmp_path: Path) -> None:
+    book = load_price_book(write(tmp_path, GOOD))
+    with pytest.raises(PriceError, match=r"'h10'; did you mean `h100`\?.*cpu-core, h100"):
+        book.cost_usd([holding("h10", 1, 1.0)])
+
+
+def test_the_snapshot_reads_back_as_the_same_book() -> None:
+    book = load_price_book()
+    assert PriceBook.model_validate(book.snapshot()) == book
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GOOD.replace("usd_per_hour: 3", "usd_per_hour: -3"), ["devices.1.usd_per_hour (line 7)", "-3"]),
+        (GOOD.replace("usd_per_hour: 3", "usd_per_hour: cheap"), ["devices.1.usd_per_hour", "cheap"]),
+        (GOOD.replace("    source: a cloud\n", ""), ["devices.0.source", "missing"]),
+        (GOOD.replace("as_of: 2026-10-01", "as_of: soon"), ["devices.1.as_of", "soon"]),
+        (GOOD.replace("as_of: 2026-10-01", "as_off: 2026-10-01"), ["as_off", "did you mean `as_of`"]),
+        (GOOD.replace("kind: h100", "kind: cpu-core"), ["'cpu-core' has two prices"]),
+        (GOOD + "cpu_kind: core\n", ["cpu_kind is 'core'", "add it under `devices`"]),
+        (GOOD + "currency: EUR\n", ["currency", "unknown key"]),
+        ("devices: []\n", ["devices", "at least one"]),
+        ("- a\n", ["a mapping of keys, got a list"]),
+        ("devices: [\n", ["not YAML"]),
+    ],
+)
+def test_faults_name_field_value_and_mend(tmp_path: Path, text: str, said: list[str]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(InputError) as caught:
+        load_price_book(path)
+    message = str(caught.value)
+    assert str(path) in message
+    for words in said:
+        assert words in message
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"scaling\.prices"):
+        load_price_book(tmp_path / "none.yaml")

@@ -1,0 +1,283 @@
+"""Spec files as users write them: what is accepted, what is refused, and whether the message helps."""
+
+import json
+import pickle
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, RunSpec
+from rlhfless.spec.document import dump, parse
+from rlhfless.spec.errors import SpecError
+from rlhfless.spec.load import json_schema, load_spec, resolved_yaml
+
+MINIMAL = """\
+model:
+  path: Qwen/Qwen3-0.6B
+prompts:
+  path: train.jsonl
+rewards:
+- type: exact_match
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Writes the text and loads it with overrides."""
+
+    def write_and_load(text, *overrides, name="run.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return load_spec(path, overrides)
+
+    return write_and_load
+
+
+@pytest.fixture
+def fault(load):
+    """The message that the text is refused with."""
+
+    def refused(text, *overrides, **options):
+        with pytest.raises(SpecError) as caught:
+            load(text, *overrides, **options)
+        return str(caught.value)
+
+    return refused
+
+
+# -- what is accepted
+
+
+def test_a_minimal_spec_gets_every_default(load, tmp_path):
+    spec = load(MINIMAL)
+    assert spec.steps == 100
+    assert spec.rewards == (ExactMatchSpec(type="exact_match"),)
+    assert spec.prompts.path == str(tmp_path / "train.jsonl")
+
+
+def test_json_is_read_by_content_even_when_indented_with_tabs(load):
+    data = yaml.safe_load(MINIMAL) | {"steps": 7, "name": "json"}
+    spec = load(json.dumps(data, indent="\t"), name="run.yaml")
+    assert (spec.steps, spec.name) == (7, "json")
+
+
+def test_json_escapes_of_characters_beyond_16_bits_are_kept(load):
+    data = yaml.safe_load(MINIMAL) | {"generation": {"stop": ["\U0001f600"]}}
+    assert load(json.dumps(data)).generation.stop == ("\U0001f600",)
+
+
+def test_yaml_means_what_it_looks_like(load):
+    """YAML 1.1 would read `off` as false, 1e-6 as a text, and 010 as eight."""
+    spec = load(MINIMAL + "logging: {console: off}\noptimizer: {learning_rate: 1e-6}\nsteps: 010\n")
+    assert spec.logging.console == "off"
+    assert spec.optimizer.learning_rate == 1e-6
+    assert spec.steps == 10
+
+
+def test_the_resolved_spec_loads_back_equal(load):
+    spec = load(
+        MINIMAL
+        + "- {type: python, name: judge, target: 'a.b:c', kwargs: {x: '1e-6', y: [1, null, 'off'], z: ~}}\n"
+        + "generation: {stop: ['true', '---', 'é: #']}\n"
+    )
+    again = load(resolved_yaml(spec))
+    assert again == spec
+    assert isinstance(again.rewards[1], PythonRewardSpec)
+    assert again.rewards[1].kwargs["x"] == "1e-6"
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+@given(st.dictionaries(st.text(min_size=1), SCALARS | st.lists(SCALARS, max_size=3), max_size=4))
+def test_whatever_is_dumped_is_parsed_back(data):
+    assert parse(dump(data)).data == data
+
+
+def test_schema_is_a_json_schema_with_the_help_texts():
+    schema = json_schema()
+    assert schema["additionalProperties"] is False
+    assert set(schema["required"]) == {"model", "prompts", "rewards"}
+    assert schema["properties"]["steps"]["description"] == "Training steps."
+    assert set(schema["properties"]) == set(RunSpec.model_fields)
+
+
+# -- paths
+
+
+def test_paths_in_a_file_count_from_its_folder_and_in_overrides_from_the_current_one(
+    load, tmp_path, monkeypatch
+):
+    here = tmp_path / "elsewhere"
+    (here / "other").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(here)
+    text = MINIMAL.replace("Qwen/Qwen3-0.6B", "model")
+    assert load(text).model.path == str(tmp_path / "model")
+    assert load(text, "model.path=other").model.path == str(here / "other")
+    assert load(text, "prompts.path=../x.jsonl").prompts.path == str(tmp_path / "x.jsonl")
+    assert load(text, "prompts.held_out={path: h.jsonl}").prompts.held_out.path == str(here / "h.jsonl")
+
+
+def test_a_hub_name_stays_as_it_is_and_so_does_the_output(load):
+    spec = load(MINIMAL.replace("train.jsonl", "openai/gsm8k:main"))
+    assert spec.model.path == "Qwen/Qwen3-0.6B"
+    assert spec.prompts.path == "openai/gsm8k:main"
+    assert spec.output == "runs"
+
+
+# -- overrides
+
+
+def test_overrides_reach_sections_lists_and_keys_that_the_file_leaves_out(load):
+    spec = load(
+        MINIMAL, "steps=10", "rewards.0.weight=2.5", "algorithm.kl.coefficient=1e-3", "generation.stop=[a, b]"
+    )
+    assert spec.steps == 10
+    assert spec.rewards[0].weight == 2.5
+    assert spec.algorithm.kl.coefficient == 1e-3
+    assert spec.generation.stop == ("a", "b")
+
+
+def test_an_empty_override_is_null(load):
+    assert load(MINIMAL, "algorithm.importance_cap=").algorithm.importance_cap is None
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("steps", ["`--set steps`", "key=value", "--set steps=10"]),
+        ("=3", ["`--set =3`", "key=value"]),
+        ("steps=ten", ["steps (--set steps=ten)", "'ten'", "valid integer"]),
+        ("stesp=10", ["stesp (--set stesp=10)", "unknown key", "did you mean `steps`?"]),
+        ("algorithm.kl.coeficient=1", ["algorithm.kl.coeficient", "did you mean `coefficient`?"]),
+        ("rewards.1.weight=2", ["rewards.1", "not an index", "1 items", "use 0 to 0"]),
+        ("rewards.first.weight=2", ["rewards.first", "not an index"]),
+        ("model.path.x=2", ["model.path.x", "model.path is 'Qwen/Qwen3-0.6B'"]),
+        ("generation.stop=[a", ["generation.stop", "'[a'", "quote it"]),
+    ],
+)
+def test_a_wrong_override_is_explained(fault, override, parts):
+    message = fault(MINIMAL, override)
+    assert all(part in message for part in parts), message
+
+
+# -- unknown keys, wrong types, wrong values
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        (
+            "  wieght: 2",
+            ["rewards.0.wieght (line 7)", "unknown key", "did you mean `weight`?", "answer_field"],
+        ),
+        ("stesp: 4", ["stesp (line 7)", "did you mean `steps`?", "Valid keys here: name, model"]),
+        ("learning_rate: 1", ["learning_rate", "did you mean `optimizer.learning_rate`?"]),
+        ("generation:\n  temperatur: 1", ["generation.temperatur (line 8)", "did you mean `temperature`?"]),
+        (
+            "- type: exactmatch",
+            ["rewards.1.type (line 7)", "'exactmatch'", "did you mean `exact_match`?", "python, regex"],
+        ),
+        ("- weight: 3", ["rewards.1.type", "missing", "Valid types: exact_match"]),
+        ("- exact_match", ["rewards.1 (line 7)", "'exact_match'", "start it with `type:`"]),
+        ("- {type: regex, pattern: '('}", ["rewards.1.pattern", "'('", "not a regular expression"]),
+        ("- {type: python, target: score}", ["rewards.1.target", "'score'", "package.module:function"]),
+        ("- {type: regex}", ["rewards.1.pattern", "missing"]),
+        ("- {type: exact_match, weight: 2}", ["two rewards are called 'exact_match'", "`name`"]),
+        ("steps: ten", ["steps (line 7)", "'ten'", "valid integer"]),
+        ("steps: 0", ["steps (line 7)", "0:", "greater than or equal to 1"]),
+        ("generation: {temperature: -1}", ["generation.temperature", "-1", "greater than 0"]),
+        ("generation:", ["generation (line 7)", "section", "None", "max_tokens", "leave it out"]),
+        ("generation: hot", ["generation (line 7)", "section", "'hot'"]),
+        ("logging: {console: of}", ["logging.console", "'of'", "'live', 'lines' or 'off'"]),
+        ("logging: {console: line}", ["did you mean `lines`?"]),
+        ("algorithm: {type: ppo}", ["algorithm.type", "'ppo'", "'grpo'"]),
+        ("samples_per_prompt: 1", ["samples_per_prompt is 1", "set it to 2 or more"]),
+        ("mini_batches: 65", ["mini_batches (65)", "prompts_per_step (64)"]),
+        ("name: My Run", ["name (line 7)", "'My Run'", "pattern"]),
+        ("optimizer: {learning_rate: .nan}", ["optimizer.learning_rate", "nan", "finite"]),
+        ("steps: 3\nsteps: 4", ["steps (line 8)", "given twice", "line 7"]),
+    ],
+)
+def test_a_wrong_key_or_value_is_explained(fault, lines, parts):
+    message = fault(MINIMAL + lines + "\n")
+    assert all(part in message for part in parts), message
+
+
+def test_what_is_missing_is_named_with_its_meaning(fault):
+    message = fault("steps: 3\n")
+    assert "3 problems" in message
+    assert "model: missing" in message
+    assert "prompts: missing" in message
+    assert "rewards: missing" in message
+    assert "Hugging Face format" in message
+
+
+def test_a_list_that_is_not_one(fault):
+    message = fault(MINIMAL.replace("- type", "  type"))
+    assert "rewards (line 5): should be a list, got {'type': 'exact_match'}" in message
+    assert "starts with `- `" in message
+
+
+def test_an_empty_list_of_rewards(fault):
+    message = fault(MINIMAL.replace("- type: exact_match", "  []"))
+    assert "rewards (line 5): should have at least one item, and is empty" in message
+
+
+def test_all_problems_are_told_at_once(fault):
+    message = fault(MINIMAL + "  wieght: 2\nstesp: 4\ngeneration: {temperature: 0}\n", "steps=ten", "foo")
+    for part in ("5 problems", "wieght", "stesp", "temperature", "'ten'", "--set foo"):
+        assert part in message
+
+
+# -- files
+
+
+def test_no_such_file_names_the_nearest(load, tmp_path):
+    load(MINIMAL)
+    with pytest.raises(
+        SpecError, match=r"rnu\.yaml: 1 problem\n- no such file\n    did you mean `run\.yaml`\?"
+    ):
+        load_spec(tmp_path / "rnu.yaml")
+
+
+def test_a_folder_is_not_a_spec(tmp_path):
+    with pytest.raises(SpecError, match="is a folder"):
+        load_spec(tmp_path)
+
+
+def test_a_binary_file_is_not_a_spec(tmp_path):
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"abc\xff\xfe")
+    with pytest.raises(SpecError, match=r"not UTF-8 text: byte 3 is 0xff"):
+        load_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["the file is empty", "`model`, `prompts` and `rewards`"]),
+        ("# nothing\n", ["the file is empty"]),
+        ("- a\n- b\n", ["mapping of keys", "got a list"]),
+        ("steps: 3\n\tseed: 4\n", ["line 2, column 1", "not with tabs"]),
+        ("a: [1, 2\nb: 3\n", ["line 2", "not YAML"]),
+        ('{\n  "steps": 3,\n}', ["line", "not JSON"]),
+        ('{"steps": 3, "steps": 4}', ["steps (line 1)", "given twice"]),
+        ("steps: !!python/name:os.system\n", ["line 1", "tag", "not supported"]),
+        ("a: 1\n---\nb: 2\n", ["line 2", "single document"]),
+    ],
+)
+def test_an_unreadable_file_is_explained_with_its_line(fault, text, parts):
+    message = fault(text)
+    assert all(part in message for part in parts), message
+
+
+def test_a_spec_error_survives_pickling(load):
+    with pytest.raises(SpecError) as caught:
+        load("steps: ten")
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
+    assert copy.problems == caught.value.problems

@@ -1,0 +1,148 @@
+"""What the user sees: the same in a redrawn table and in plain lines."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console as Terminal
+from rich.console import RenderableType
+
+from rlhfless.telemetry.console import Console
+from rlhfless.telemetry.numbers import clock, count, decimal, money
+from rlhfless.telemetry.report import EvaluationRow, FinalReport, FunctionRow, render_report
+
+
+class Tty(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """A clock that stands still until it is told to move."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def values(reward: float, step_s: float = 4.0) -> dict[str, float]:
+    return {
+        "reward_mean": reward,
+        "response_tokens_mean": 183.4,
+        "response_tokens_max": 512.0,
+        "generation_tokens_per_s": 1234.0,
+        "step_s": step_s,
+        "cost_usd": 0.0123,
+    }
+
+
+def text_of(content: RenderableType, width: int = 80) -> str:
+    terminal = Terminal(width=width, record=True, file=io.StringIO())
+    terminal.print(content)
+    return terminal.export_text()
+
+
+@pytest.mark.parametrize("mode", ["lines", "live"])
+def test_without_a_terminal_there_is_one_line_per_step(mode: str) -> None:
+    out, now = io.StringIO(), Clock()
+    console = Console(mode, "run demo", 20, stream=out, now=now)  # type: ignore[arg-type]
+    with console.waiting("starting 2 generation actors"):
+        now.now_s += 31
+    console.emit(0, {"eval/exact_match_greedy": 0.125})
+    with console.stage("step 1"):
+        console.emit(1, values(0.25))
+    console.emit(2, values(0.375, step_s=6.0))
+    console.close()
+    assert out.getvalue().splitlines() == [
+        "run demo",
+        "starting 2 generation actors ...",
+        "starting 2 generation actors: done in 31 s",
+        "step  0/20  held-out  exact_match_greedy 0.125",
+        "step  1/20  reward 0.250  response 183 mean 512 max  1,234 tokens/s  4.0 s  $0.0123  left 1:16",
+        "step  2/20  reward 0.375  response 183 mean 512 max  1,234 tokens/s  6.0 s  $0.0123  left 1:30",
+    ]
+
+
+def test_off_says_nothing() -> None:
+    out = io.StringIO()
+    console = Console("off", "run demo", 2, stream=out)
+    with console.waiting("starting"):
+        console.emit(1, values(0.5))
+    console.show("report")
+    console.close()
+    assert out.getvalue() == ""
+
+
+def test_a_wait_that_failed_is_not_called_done() -> None:
+    out = io.StringIO()
+    console = Console("lines", "run demo", 2, stream=out)
+    with pytest.raises(RuntimeError), console.waiting("starting"):
+        raise RuntimeError("no device")
+    assert "done" not in out.getvalue()
+
+
+def test_the_live_frame_has_progress_steps_evaluation_and_what_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    now, out = Clock(), Tty()
+    console = Console("live", "run demo", 200, stream=out, now=now)
+    console.emit(0, {"eval/exact_match_greedy": 0.125})
+    for step in range(1, 12):
+        now.now_s += 5
+        console.emit(step, values(step / 100))
+    console.emit(11, {"eval/exact_match_greedy": 0.5})
+    with console.stage("step 12"):
+        now.now_s += 65
+        frame = text_of(console._frame())
+    console.close()
+    lines = [line.rstrip() for line in frame.splitlines()]
+    assert lines[0] == "run demo"
+    assert lines[1].startswith("step 11/200")
+    assert lines[1].endswith("2:00 so far  12:36 left")  # 189 steps at 4 s
+    assert lines[2].split() == [
+        *("step", "reward", "response", "longest", "tokens/s"),
+        *("step", "s", "outside", "s", "cost"),
+    ]
+    assert [line.split()[0] for line in lines[3:11]] == [str(step) for step in range(4, 12)]
+    assert lines[10].split() == ["11", "0.110", "183", "512", "1,234", "4.0", "-", "$0.0123"]
+    assert lines[11] == "held-out  exact_match_greedy 0.125 → 0.500"
+    assert lines[12].endswith("step 12  1:05")
+    assert max(map(len, lines)) <= 80
+    assert "run demo" in out.getvalue()
+
+
+def test_the_final_report_fits_a_terminal_and_says_it_all() -> None:
+    row = FunctionRow("generation", 412, 2, 1201.25, 340.5, 61.0, 0.0171)
+    total = FunctionRow("total", 1224, 4, 1861.5, 819.6, 77.0, 12.5)
+    report = FinalReport(
+        title="run demo succeeded",
+        steps=200,
+        wall_s=912.3,
+        evaluations=(EvaluationRow("exact match", 0.09, 0.61), EvaluationRow("greedy", None, 0.5)),
+        functions=(row,),
+        total=total,
+        files=(("checkpoint", Path("/a/" + "very-long/" * 12)), ("trace", Path("/runs/demo/trace"))),
+    )
+    text = text_of(render_report(report))
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    assert "run demo succeeded  200 steps in 15:12 for $12.50" in text
+    assert ["exact", "match", "0.090", "0.610", "+0.520"] in lines
+    assert ["greedy", "-", "0.500", "-"] in lines
+    assert ["generation", "1,201.2", "340.5", "61.0", "1,602.8", "75", "412", "2", "$0.0171"] in lines
+    assert ["total", "1,861.5", "819.6", "77.0", "2,758.1", "67", "1,224", "4", "$12.50"] in lines
+    assert str(Path("/a/" + "very-long/" * 12)) in "".join(line.strip() for line in text.splitlines())
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [clock(s) for s in (0, 31.4, 59.6, 271, 4325)] == ["0 s", "31 s", "1:00", "4:31", "1:12:05"]
+    assert [money(usd) for usd in (None, 0.01234, 1.005, 1234.5)] == ["-", "$0.0123", "$1.00", "$1,234.50"]
+    assert (count(1234.4), count(None)) == ("1,234", "-")
+    assert (decimal(0.4125), decimal(12.34, 1), decimal(None)) == ("0.412", "12.3", "-")
