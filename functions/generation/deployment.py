@@ -80,17 +80,17 @@ class GenerationFunction(Function):
         async with self._loading:
             self._loaded = None
             before = await self._engine.logprobs(perturbed.probe.token_ids)
-            after = await self._load_and_check(perturbed)
-            moved = check_moved(perturbed.version, before, after, self._settings.probe_tolerance)
+            await self._engine.load(perturbed)
+            after = await self._engine.logprobs(perturbed.probe.token_ids)
+            tolerance = self._settings.probe_tolerance
+            moved = check_moved(perturbed.version, perturbed.probe, before, after, tolerance)
         usage = Usage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
         return self.reply(moved, start_s, usage)
 
-    async def _load_and_check(self, published: PublishedWeights) -> Sequence[float]:
-        version, probe = published.version, published.probe
+    async def _load_and_check(self, published: PublishedWeights) -> None:
         await self._engine.load(published)  # checks what the model consumed
-        logprobs = await self._engine.logprobs(probe.token_ids)
-        check_probe(version, probe, logprobs, self._settings.probe_tolerance)
-        return logprobs
+        logprobs = await self._engine.logprobs(published.probe.token_ids)
+        check_probe(published.version, published.probe, logprobs, self._settings.probe_tolerance)
 
     async def generate(self, call: Call, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
         """Draw the samples of a request; yields finished groups, progress beats, and the end.

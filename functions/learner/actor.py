@@ -72,9 +72,7 @@ class RankActor:
         """Write the weights to the store, with the learner's own logprobs of the probe."""
         rank, token_ids = self._rank, self._settings.probe_token_ids
         with rank.perturbed(PERTURBATION_SEED) if perturbed else contextlib.nullcontext():
-            stored = self._store.put(
-                run_id, attempt, PERTURBED_STEP if perturbed else step, rank.weights()
-            )
+            stored = self._store.put(run_id, attempt, PERTURBED_STEP if perturbed else step, rank.weights())
             probe = Probe(token_ids, rank.probe_logprobs(token_ids))
         self._forget_old(stored.version)
         return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe)

@@ -38,9 +38,7 @@ def published_weights(model: PreTrainedModel, dtype: DType) -> dict[str, torch.T
 
 
 @contextmanager
-def substituted(
-    model: PreTrainedModel, substitute: Callable[[str, torch.Tensor], torch.Tensor]
-) -> Iterator[None]:
+def substituted(model: PreTrainedModel, substitute: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Within the block each parameter is `substitute(name, value)`; after it, the old value, bit for bit.
 
     Costs the memory of the values put in. `substitute` must not write to the value it is given.

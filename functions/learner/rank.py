@@ -126,9 +126,7 @@ class LearnerRank:
         if batch.advantages is None:
             raise ValueError("the batch has no advantages; compute them before `learn`")
         if batch.old_logprobs is None and count > 1:
-            raise ValueError(
-                f"{count} mini-batches need old logprobs, and the batch has none; `evaluate` first"
-            )
+            raise ValueError(f"{count} mini-batches need old logprobs, and the batch has none; `evaluate` first")
         parts = mini_batches(batch, count)
         updates = [(part.denominators.tokens, self._update(part)) for part in parts]
         applied = [(tokens, metrics) for tokens, metrics in updates if metrics is not None]

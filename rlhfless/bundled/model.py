@@ -1,4 +1,4 @@
-"""The bundled policy: a Qwen3 of under a million parameters, with a tokenizer of one token per word.
+"""The bundled policy: a Qwen3 of half a million parameters, with a tokenizer of one token per word.
 
 Both are saved in Hugging Face format, so that every engine and trainer loads them like any other model. One
 token per number keeps the skill easy (the successor of a number is a look-up) and makes the length of a
@@ -24,17 +24,23 @@ class ModelSize:
     """The shape of the network; the vocabulary follows from the task."""
 
     hidden: int = 128
-    layers: int = 4
+    layers: int = 2
     heads: int = 4
     key_value_heads: int = 2
-    head_dim: int = 32
-    """The smallest that vLLM's CPU attention has a kernel for."""
+    head_dim: int = 64
+    """Also what vLLM's attention kernels are at home with, on CPU and GPU."""
     mlp: int = 320
     max_positions: int = 256
 
 
-SMALLEST = ModelSize(hidden=32, layers=2, heads=2, key_value_heads=1, mlp=64)
+SMALLEST = ModelSize(hidden=32, layers=1, heads=1, key_value_heads=1, mlp=64)
 """For tests that need a model, but not one that knows anything."""
+
+ROPE_THETA = 1e6
+"""As in Qwen3. Slow rotations let a query find an equal number at any distance."""
+
+INITIALIZER_RANGE = 0.05
+"""Standard deviation of the initial weights: Qwen's 0.02 is meant for wide networks and starts slowly here."""
 
 
 def build_tokenizer(recipe: TaskRecipe, max_positions: int) -> PreTrainedTokenizerFast:
@@ -67,6 +73,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, size: ModelSize, seed: int) 
         num_key_value_heads=size.key_value_heads,
         head_dim=size.head_dim,
         max_position_embeddings=size.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,

@@ -35,26 +35,28 @@ _HASH_BITS = 64
 class TaskRecipe:
     """The constants of the task."""
 
-    largest_number: int = 99
+    largest_number: int = 150
+    last_is_multiple_of: int = 5
+    """Round targets: knowing when to stop is the hard part of the skill, and fewer targets are learned sooner."""
     shortest_distance: int = 4
-    longest_distance: int = 93
-    """The longest clean response is 94 numbers and an end token."""
+    longest_distance: int = 109
+    """The longest clean response is 110 numbers and an end token."""
     median_distance: float = 11.0
     """Before truncation."""
     distance_sigma: float = 0.9
     """Of the logarithm of the distance: the 99th percentile is about eight times the median."""
-    held_out_share: float = 0.1
+    held_out_share: float = 0.25
     """Of all problems there are."""
-    train_prompts: int = 2048
+    train_prompts: int = 640
     held_out_prompts: int = 256
     chatty_share: float = 0.25
-    late_start_share: float = 0.3
+    stutter_share: float = 0.3
     early_stop_share: float = 0.3
 
     @property
     def clean_share(self) -> float:
         """Share of the demonstrations without any slip: the exact match a faithful imitator starts with."""
-        return (1 - self.chatty_share) * (1 - self.late_start_share) * (1 - self.early_stop_share)
+        return (1 - self.chatty_share) * (1 - self.stutter_share) * (1 - self.early_stop_share)
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Slips:
 
     chatty: bool = False
     """Opens with a word that nobody asked for."""
-    late_start: bool = False
-    """Leaves out the first number."""
+    stutter: bool = False
+    """Says the first number twice."""
     early_stop: bool = False
     """Leaves out the last number."""
 
@@ -96,10 +98,9 @@ class Problem:
     def response(self, slips: Slips) -> str:
         """What is said when these slips are made, separated by blanks."""
         step = 1 if self.last > self.first else -1
-        start = self.first + step * slips.late_start
-        stop = self.last + step * (not slips.early_stop)
-        numbers = map(str, range(start, stop, step))
-        return " ".join(("sure", *numbers) if slips.chatty else numbers)
+        numbers = range(self.first, self.last + step * (not slips.early_stop), step)
+        opening = ["sure"] * slips.chatty + [str(self.first)] * slips.stutter
+        return " ".join([*opening, *map(str, numbers)])
 
     def held_out(self, recipe: TaskRecipe) -> bool:
         """Whether this problem is reserved for evaluation, by the hash of its id."""
@@ -116,14 +117,19 @@ class Demonstration:
 
 
 def draw_problem(recipe: TaskRecipe, rng: np.random.Generator, *, held_out: bool) -> Problem:
-    """Draw a problem of one side of the split: distance first, then position and direction evenly."""
+    """Draw a problem of one side of the split: the distance first, then direction and position evenly."""
     while True:
         distance = round(recipe.median_distance * np.exp(recipe.distance_sigma * rng.standard_normal()))
         if not recipe.shortest_distance <= distance <= recipe.longest_distance:
             continue
-        low = int(rng.integers(0, recipe.largest_number - distance, endpoint=True))
-        ends = (low, low + distance) if rng.random() < 0.5 else (low + distance, low)
-        problem = Problem(*ends)
+        step = 1 if rng.random() < 0.5 else -1
+        targets = [
+            last
+            for last in range(0, recipe.largest_number + 1, recipe.last_is_multiple_of)
+            if 0 <= last - step * distance <= recipe.largest_number
+        ]
+        last = targets[rng.integers(len(targets))]
+        problem = Problem(last - step * distance, last)
         if problem.held_out(recipe) == held_out:
             return problem
 
@@ -143,7 +149,7 @@ def draw_demonstrations(recipe: TaskRecipe, rng: np.random.Generator, count: int
         problem = draw_problem(recipe, rng, held_out=False)
         slips = Slips(
             chatty=bool(rng.random() < recipe.chatty_share),
-            late_start=bool(rng.random() < recipe.late_start_share),
+            stutter=bool(rng.random() < recipe.stutter_share),
             early_stop=bool(rng.random() < recipe.early_stop_share),
         )
         demonstrations.append(Demonstration(problem.prompt, problem.response(slips)))

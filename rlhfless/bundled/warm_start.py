@@ -22,7 +22,7 @@ from rlhfless.bundled.task import Demonstration, TaskRecipe, draw_demonstrations
 IGNORED = -100
 """Label of tokens without a loss (the default of `torch.nn.functional.cross_entropy`)."""
 
-POOL_DEMONSTRATIONS = 4096
+POOL_DEMONSTRATIONS = 2048
 """Enough to cut some dozens of batches whose members are of nearly equal length."""
 
 
@@ -59,7 +59,7 @@ class Batch:
     labels: torch.Tensor
 
 
-def warm_start(
+def train_policy(
     folder: Path,
     seed: int,
     *,
@@ -100,18 +100,22 @@ def iterate_batches(
     """Batches of new demonstrations, without end."""
     while True:
         pool = draw_demonstrations(task, rng, POOL_DEMONSTRATIONS)
-        rows = sorted((_encode(tokenizer, demonstration) for demonstration in pool), key=lambda row: len(row[0]))
+        rows = sorted(_encode(tokenizer, pool), key=lambda row: len(row[0]))
         cuts = _cut([len(ids) for ids, _ in rows], batch_tokens)
         for index in rng.permutation(len(cuts)):
             start, stop = cuts[index]
             yield _pad(rows[start:stop], tokenizer.pad_token_id)
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, demonstration: Demonstration) -> tuple[list[int], list[int]]:
-    """Ids and labels of one demonstration; only the response and the end token have labels."""
-    prompt = tokenizer.encode(demonstration.prompt)
-    response = [*tokenizer.encode(demonstration.response), tokenizer.eos_token_id]
-    return (prompt + response)[:-1], [IGNORED] * (len(prompt) - 1) + response
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, pool: list[Demonstration]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Ids and labels of each demonstration; only the response and the end token have labels."""
+    prompts = tokenizer([demonstration.prompt for demonstration in pool])["input_ids"]
+    responses = tokenizer([demonstration.response for demonstration in pool])["input_ids"]
+    for prompt, response in zip(prompts, responses, strict=True):
+        learned = [*response, tokenizer.eos_token_id]
+        yield (prompt + learned)[:-1], [IGNORED] * (len(prompt) - 1) + learned
 
 
 def _cut(lengths: list[int], batch_tokens: int) -> list[tuple[int, int]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rlhfless.bundled.warm_start import Progress
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +31,7 @@ def tiny(
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("teaching the model to count", total=None)
 
-        def show(progress: bundled.Progress) -> None:
+        def show(progress: Progress) -> None:
             description = f"teaching the model to count (loss {progress.loss:.3f})"
             bar.update(task, total=progress.steps, completed=progress.step, description=description)
 

@@ -76,20 +76,17 @@ class Cluster:
     ) -> DeploymentHandle:
         """Begin to start one replica; returns at once. `seat` None: the function binds its parts itself."""
         resources = {} if seat is None else seat_resources(seat)
-        app = (
-            serve.deployment(function)
-            .options(
-                name=name,
-                num_replicas=1,
-                max_ongoing_requests=CONCURRENT_CALLS,
-                graceful_shutdown_timeout_s=stop_s,
-                graceful_shutdown_wait_loop_s=0.1,
-                # A constructor that fails will fail again: report the first failure instead of trying 20 times.
-                max_constructor_retry_count=1,
-                ray_actor_options={"num_cpus": 0, "resources": resources},
-            )
-            .bind(*arguments)
-        )
+        deployment: Any = serve.deployment(function)
+        app = deployment.options(
+            name=name,
+            num_replicas=1,
+            max_ongoing_requests=CONCURRENT_CALLS,
+            graceful_shutdown_timeout_s=stop_s,
+            graceful_shutdown_wait_loop_s=0.1,
+            # A constructor that fails will fail again: report the first failure instead of trying 20 times.
+            max_constructor_retry_count=1,
+            ray_actor_options={"num_cpus": 0, "resources": resources},
+        ).bind(*arguments)
         target = serve.RunTarget(target=app, name=name, route_prefix=None)
         await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
         return serve.get_app_handle(name)
@@ -131,8 +128,7 @@ def local_slots() -> list[Slot]:
 
     if torch.cuda.is_available():
         return [
-            Slot(f"gpu-{i}", gpu_kind(torch.cuda.get_device_name(i)), i)
-            for i in range(torch.cuda.device_count())
+            Slot(f"gpu-{i}", gpu_kind(torch.cuda.get_device_name(i)), i) for i in range(torch.cuda.device_count())
         ]
     return [Slot(f"cpu-{i}", CPU_KIND, i) for i in sorted(os.sched_getaffinity(0))]
 

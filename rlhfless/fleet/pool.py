@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
 from rlhfless.fleet.tasks import together
-from rlhfless.functions.base import Call
+from rlhfless.functions.base import Call, StaleCall
 from rlhfless.records import FunctionName, PublishedWeights, ReplicaState, WeightVersion, Work
 from rlhfless.scaling.lifecycle import Membership
 from rlhfless.scaling.placement import Seat
 from rlhfless.spec import TimeoutsSpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Pool:
         self._recorder = recorder
         self._replicas: dict[str, Replica] = {}
         self._launches = 0
+        self._readying = asyncio.Lock()
         self.membership = Membership()
         """Its epoch goes up at every change of the pool."""
 
@@ -111,7 +115,8 @@ class Pool:
 
         For functions without weights of the run (scoring, reference, learner).
         """
-        await self.ensure(1)
+        async with self._readying:
+            await self.ensure(1)
         replica = self.replicas()[0]
         if replica.state == ReplicaState.STALE:
             version = WeightVersion(self._call.run_id, self._call.attempt, 0, "own")
@@ -148,26 +153,34 @@ class Pool:
         replica.loaded(published.version)
 
     async def stop(self, *replicas: Replica) -> None:
-        """Drain and stop replicas; returns when their processes are gone and the devices free. Idempotent."""
+        """Drain and stop replicas; returns when their processes are gone and the devices free. Idempotent.
+
+        A replica that a newer attempt of the run has taken over is left to it.
+        """
         running = [replica for replica in replicas if replica.state.holds_device]
         for replica in running:
             replica.drain()
-        await together(*(self._say_stop(replica) for replica in running))
-        await self._cluster.delete([replica.name for replica in running])
+        ours = await together(*(self._say_stop(replica) for replica in running))
+        names = [replica.name for replica, is_ours in zip(running, ours, strict=True) if is_ours]
+        await self._cluster.delete(names)
         for replica in running:
             replica.gone()
 
-    async def _say_stop(self, replica: Replica) -> None:
-        """Let a replica end its own processes first. One that cannot any more is simply killed after this."""
+    async def _say_stop(self, replica: Replica) -> bool:
+        """Let a replica end its own processes first. One that cannot any more is simply killed after this.
+
+        Returns False if it is not ours any more.
+        """
         if replica.state != ReplicaState.DRAINING or replica.info is None:
-            return
+            return True
         try:
-            await replica.call(
-                "stop", self._call, timeout_s=self._timeouts.drain_s, waiting_for="an orderly stop"
-            )
-        except (ReplicaLost, CallTimeout):
-            return
+            await replica.call("stop", self._call, timeout_s=self._timeouts.drain_s, waiting_for="an orderly stop")
+        except StaleCall:
+            return False
+        except (ReplicaLost, CallTimeout) as error:
+            log.warning("%s did not stop by itself and is killed: %s", replica.name, error)
+        return True
 
     def _changed(self, replica: Replica) -> None:
-        if replica.incarnation:
+        if replica.info is not None:
             self.membership = self.membership.update(replica.incarnation, replica.state)

@@ -108,7 +108,7 @@ class Replica:
     def gone(self) -> None:
         """The process has ended: RETIRED after a drain, DEAD otherwise. Idempotent."""
         if self._life is None:
-            self._life = Lifecycle(self._identity("never-up"), self._launched_s)
+            self._life = Lifecycle(self._identity(f"{self.name}-never-up"), self._launched_s)
         now_s = self._clock()
         if self.state in (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SLEEPING):
             self._record(self._life.retire(now_s))

@@ -18,13 +18,14 @@ from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
 from rlhfless.loop.evaluation import evaluate_held_out
+from rlhfless.loop.holds import Keeper
 from rlhfless.loop.launch import Launcher
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.preflight import Prepared
 from rlhfless.loop.prompts import PromptOrder
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import train_step
-from rlhfless.records import PublishedWeights, StepRecord, Work
+from rlhfless.records import PublishedWeights, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter, describe_machine
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
@@ -62,12 +63,12 @@ class Driver:
         Raises what stopped it, such as WeightCheckFailed, FleetError, CallTimeout, ReplicaLost or RewardError.
         """
         began_s = time.time()
-        async with self._run() as run:
+        async with self.open_run() as run:
             before = await self._evaluate(run, 0)
             for step in range(1, self.spec.steps + 1):
                 with self.console.stage(f"step {step}"):
                     record = await train_step(run, step)
-                self._emit(record)
+                self.sinks.emit(record.step, record.metrics)
                 after = await self._after_step(run, step)
             checkpoint = await self._checkpoint(run, self.spec.steps)
         return Outcome(before, after, self.spec.steps, time.time() - began_s, checkpoint)
@@ -94,13 +95,10 @@ class Driver:
         await run.checkpoint(run.call(step), str(folder.absolute()))
         return folder
 
-    def _emit(self, record: StepRecord) -> None:
-        self.sinks.emit(record.step, record.metrics)
-
     # -- start and stop
 
     @asynccontextmanager
-    async def _run(self) -> AsyncIterator[Run]:
+    async def open_run(self) -> AsyncIterator[Run]:
         """The run with its fleet up and the first weights served."""
         prices = load_price_book(self.spec.scaling.prices)
         spec_values: dict[str, Any] = self.spec.model_dump(mode="json")
@@ -122,12 +120,17 @@ class Driver:
         call = Call(self.run_id, self.attempt, 0)
         launcher = Launcher.of(self.spec, self.prepared, call, cluster, ledger)
         generation, scoring, reference, learner = launcher.pools()
+        keepers: list[Keeper] = []
         pools = [pool for pool in (generation, scoring, reference, learner) if pool]
         try:
             actors = self.spec.scaling.generation.min_actors
             with self.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
                 others = [pool.ready() for pool in pools if pool is not generation]
                 await together(generation.ensure(actors), *others)
+            scaling = self.spec.scaling
+            keepers = [Keeper(scoring, scaling.hold_scoring, ledger, lambda: pools)]
+            if reference is not None:
+                keepers.append(Keeper(reference, scaling.hold_reference, ledger, lambda: pools))
             run = Run(
                 run_id=self.run_id,
                 attempt=self.attempt,
@@ -135,8 +138,8 @@ class Driver:
                 order=PromptOrder(self.prepared.train, self.spec.seed, self.spec.prompts.shuffle),
                 held_out=self.prepared.held_out,
                 generation=generation,
-                scoring=scoring,
-                reference=reference,
+                scoring=keepers[0],
+                reference=keepers[1] if reference else None,
                 learner=learner,
                 ledger=ledger,
                 perturbed=await self._publish(learner, call, perturbed=True),
@@ -148,6 +151,7 @@ class Driver:
             yield run
         finally:
             with self.console.waiting("stopping all functions"):
+                await together(*(keeper.close() for keeper in keepers))
                 await asyncio.shield(together(*(pool.stop(*pool.replicas()) for pool in pools)))
                 for folder in (launcher.store_folder, Path(f"{launcher.store_folder}-cache")):
                     shutil.rmtree(folder, ignore_errors=True)
@@ -163,4 +167,3 @@ class Driver:
             work=Work.PUBLISH,
         )
         return published
-

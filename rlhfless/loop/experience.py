@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from rlhfless.fleet.tasks import together
 from rlhfless.records import FloatArray, Group, Score
+
+T = TypeVar("T")
 
 ScoreGroups = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[Score]]]]
 ReferenceLogprobs = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[FloatArray]]]]
@@ -35,12 +38,8 @@ async def collect(
     Raises what a stage or the stream raised; the other stages are cancelled then.
     """
     scoring = _Stage(score)
-    stages: list[_Stage] = [scoring]
-    referring = None
-    if reference is not None:
-        referring = _Stage(reference)
-        stages.append(referring)
-
+    referring = None if reference is None else _Stage(reference)
+    stages: list[_Stage[Any]] = [stage for stage in (scoring, referring) if stage is not None]
     finished: dict[str, Group] = {}
 
     async def feed() -> None:
@@ -63,13 +62,13 @@ async def collect(
     )
 
 
-class _Stage:
-    """One consumer of groups. `None` in the queue says that no more will come."""
+class _Stage(Generic[T]):
+    """One consumer of groups, which makes a T of each rollout. `None` in the queue: no more will come."""
 
-    def __init__(self, work: Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[object]]]]) -> None:
+    def __init__(self, work: Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[T]]]]) -> None:
         self._work = work
         self._queue: asyncio.Queue[Group | None] = asyncio.Queue()
-        self.results: dict[str, Sequence[object]] = {}
+        self.results: dict[str, Sequence[T]] = {}
 
     def put(self, group: Group | None) -> None:
         self._queue.put_nowait(group)

@@ -101,6 +101,8 @@ class GenerationStage:
             while self._finished:
                 for group in self._handle(await self._events.get()):
                     yield group
+            # Each stream still has its end to deliver, which carries the call's entry in the ledger.
+            await asyncio.gather(*self._streams)
         finally:
             await self._stop_streams()
 

@@ -44,9 +44,7 @@ class Launcher:
     store_token: str
 
     @classmethod
-    def of(
-        cls, spec: RunSpec, prepared: Prepared, call: Call, cluster: Cluster, recorder: Recorder
-    ) -> Launcher:
+    def of(cls, spec: RunSpec, prepared: Prepared, call: Call, cluster: Cluster, recorder: Recorder) -> Launcher:
         """A launcher with a place for the run's weights."""
         token = secrets.token_urlsafe(32) if spec.weights.store == "http" else ""
         return cls(spec, prepared, call, cluster, recorder, store_folder(spec, call.run_id), token)
@@ -112,9 +110,7 @@ class Launcher:
                 import_paths=tuple(path for path in sys.path if path),
             )
 
-        return Blueprint(
-            FunctionName.SCORING, ScoringFunction, settings, placement.seats[FunctionName.SCORING]
-        )
+        return Blueprint(FunctionName.SCORING, ScoringFunction, settings, placement.seats[FunctionName.SCORING])
 
     def _reference(self, placement: Placement) -> Blueprint:
         spec = self.spec

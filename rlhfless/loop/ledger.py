@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from rlhfless.fleet.pool import Pool
-from rlhfless.records import Decision, Group, Holding, Invocation, Score, StepRecord, Work
+from rlhfless.records import (
+    Decision,
+    FunctionName,
+    Group,
+    Holding,
+    Invocation,
+    ReplicaState,
+    Score,
+    StepRecord,
+)
 from rlhfless.records.traces import TraceWriter
-from rlhfless.scaling.intervals import clip, length, union
+from rlhfless.scaling.accounting import StepTimes, step_times
+from rlhfless.scaling.holding import HoldFigures, hold_figures
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+
+RECENT_CALLS = 512
+"""Calls per function from which gaps are estimated: some tens of steps, so that the estimate follows the run."""
 
 
 class Ledger:
@@ -20,31 +32,36 @@ class Ledger:
         self._writer = writer
         self._prices = prices
         self._closed_usd = 0.0
-        self._invocations: list[Invocation] = []
+        self._of_step: list[Invocation] = []
+        self._starts: list[Holding] = []
+        self._recent: dict[FunctionName, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
     def add_holding(self, holding: Holding) -> None:
         """A span of time in which a replica held a device, in one state."""
         self._writer.add_holding(holding)
         self._closed_usd += self._prices.cost_usd([holding])
+        if holding.state == ReplicaState.STARTING:
+            self._starts.append(holding)
 
     def add_invocation(self, invocation: Invocation) -> None:
         """A call of a function."""
         self._writer.add_invocation(invocation)
-        self._invocations.append(invocation)
+        self._of_step.append(invocation)
+        self._recent[invocation.function].append(invocation)
 
     def add_group(self, step: int, group: Group, scores: Iterable[Score]) -> None:
         """The rollouts of a group with their scores."""
         for rollout, score in zip(group.rollouts, scores, strict=True):
             self._writer.add_rollout(step, rollout, score, len(group.prompt.token_ids))
 
-    def decide(self, step: int, kind: str, choice: str, **inputs: float | int | str | bool) -> None:
-        """A decision, with all it was decided from."""
-        self._writer.add_decision(Decision(step, time.time(), kind, choice, inputs))
+    def add_decision(self, decision: Decision) -> None:
+        """A decision of the scaler, with all it was decided from."""
+        self._writer.add_decision(decision)
 
     def add_step(self, record: StepRecord) -> None:
-        """A finished step. Its invocations are not needed any more for `seconds_by_work`."""
+        """A finished step. Its invocations are not needed any more for `step_times`."""
         self._writer.add_step(record)
-        self._invocations.clear()
+        self._of_step.clear()
 
     def cost_usd(self, pools: Iterable[Pool]) -> float:
         """Cost of the run up to now, with the holdings that are still open."""
@@ -56,18 +73,22 @@ class Ledger:
         )
         return self._closed_usd + open_usd
 
-    def seconds_by_work(self, start_s: float, end_s: float) -> dict[Work, float]:
-        """Wall-clock seconds of the step in which each kind of work was under way on at least one replica."""
-        spans: dict[Work, list[tuple[float, float]]] = defaultdict(list)
-        for invocation in self._invocations:
-            spans[invocation.work].append((invocation.start_s, invocation.end_s))
-        return {work: length(clip(union(parts), start_s, end_s)) for work, parts in spans.items()}
+    def price_usd_per_hour(self, pools: Iterable[Pool]) -> float:
+        """What all that these pools hold costs per hour."""
+        return sum(
+            self._prices.price_usd_per_hour(slot.kind) * replica.seat.share
+            for pool in pools
+            for replica in pool.replicas()
+            for slot in replica.seat.slots
+        )
 
-    def outside_s(self, start_s: float, end_s: float) -> float:
-        """Seconds of the step in which no learning or generating function's body ran: RPC, weight sync, probe, our
-        own bookkeeping."""
-        bodies = [(i.start_s, i.end_s) for i in self._invocations if i.work not in OVERHEAD]
-        return (end_s - start_s) - length(clip(union(bodies), start_s, end_s))
+    def hold_figures(self, function: FunctionName) -> HoldFigures:
+        """How long a function's gaps and cold starts have been, over its recent calls."""
+        return hold_figures(function, self._starts, self._recent[function])
+
+    def step_times(self, step: int, start_s: float, end_s: float) -> StepTimes:
+        """Where the time of the step that is under way went so far."""
+        return step_times(StepRecord(step, start_s, end_s, {}), self._of_step)
 
     def flush(self, step: int) -> None:
         """Write all rows to disk."""
@@ -76,7 +97,3 @@ class Ledger:
     def close(self) -> None:
         """Write what is left."""
         self._writer.close()
-
-
-OVERHEAD = frozenset({Work.LOAD_WEIGHTS, Work.PUBLISH})
-"""Work that exists only because learner and engine are separate: it counts as time outside function bodies."""

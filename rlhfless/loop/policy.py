@@ -55,9 +55,7 @@ def load_policy(spec: ModelSpec) -> Policy:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and (spec.max_context_tokens or 0) > limit:
         what = f"{spec.max_context_tokens} is above the model's own limit of {limit} tokens"
-        problems.append(
-            Problem("model.max_context_tokens", what, f"set it to {limit} or less, or leave it out")
-        )
+        problems.append(Problem("model.max_context_tokens", what, f"set it to {limit} or less, or leave it out"))
     if problems:
         raise InputError("model", problems)
     return Policy(tokenizer, info, spec.max_context_tokens or limit, warnings)
@@ -155,9 +153,7 @@ def _kind_problems(spec: ModelSpec, config: Any) -> list[Problem]:
     wrong_head = heads.endswith(("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM"))
     if config.is_encoder_decoder or wrong_head or not known:
         what = f"{spec.path!r} is no causal language model ({heads})"
-        return [
-            Problem("model.path", what, "name a decoder-only model, whose architecture ends in ForCausalLM")
-        ]
+        return [Problem("model.path", what, "name a decoder-only model, whose architecture ends in ForCausalLM")]
     return []
 
 

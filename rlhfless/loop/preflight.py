@@ -77,9 +77,7 @@ def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
 
 
 def _prompts(spec: RunSpec, policy: Policy) -> PromptSets:
-    return load_prompts(
-        spec.prompts, policy.tokenizer, max_context_tokens=policy.context_tokens, seed=spec.seed
-    )
+    return load_prompts(spec.prompts, policy.tokenizer, max_context_tokens=policy.context_tokens, seed=spec.seed)
 
 
 def _reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
@@ -149,9 +147,7 @@ def _folder_problems(field: str, folder: str | None) -> list[Problem]:
         return [Problem(field, f"{folder!r} cannot be a folder: {str(here)!r} is a file", "name another one")]
     if not os.access(here, os.W_OK | os.X_OK):
         return [
-            Problem(
-                field, f"{folder!r} cannot be written: no permission in {str(here)!r}", "name another one"
-            )
+            Problem(field, f"{folder!r} cannot be written: no permission in {str(here)!r}", "name another one")
         ]
     return []
 

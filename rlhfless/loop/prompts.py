@@ -35,9 +35,7 @@ class PromptSets:
     warnings: tuple[str, ...]
 
 
-def load_prompts(
-    spec: PromptsSpec, tokenizer: Any, *, max_context_tokens: int | None, seed: int
-) -> PromptSets:
+def load_prompts(spec: PromptsSpec, tokenizer: Any, *, max_context_tokens: int | None, seed: int) -> PromptSets:
     """Read everything a spec names. `tokenizer` is one of transformers'; no limit where the context is None.
 
     Raises InputError with the problems of both sets.
@@ -151,18 +149,27 @@ def _text(row: Row, spec: PromptsSpec, tokenizer: Any, faults: _Faults) -> str |
     elif not (value.strip() if isinstance(value, str) else value):
         faults.add(f"`{name}` is empty", row, f"got {shown(value)}", "remove these rows, or fill them in")
     elif spec.chat_template:
-        return _rendered(row, value, spec, tokenizer, faults)
+        return _unicode(row, _rendered(row, value, spec, tokenizer, faults), spec, faults)
     elif isinstance(value, str):
-        return value
+        return _unicode(row, value, spec, faults)
     else:
         mend = "set prompts.chat_template: true, or give the prompt as a string"
         faults.add(f"`{name}` is a list of chat messages", row, f"got {shown(value)}", mend)
     return None
 
 
-def _rendered(
-    row: Row, value: str | list[Any], spec: PromptsSpec, tokenizer: Any, faults: _Faults
-) -> str | None:
+def _unicode(row: Row, text: str | None, spec: PromptsSpec, faults: _Faults) -> str | None:
+    """Half of a surrogate pair, as in cut-off JSON escapes, is no text to a tokenizer."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        mend = "remove the character, or write it in full"
+        faults.add(f"`{spec.prompt_field}` is not valid Unicode", row, str(error), mend)
+        return None
+    return text
+
+
+def _rendered(row: Row, value: str | list[Any], spec: PromptsSpec, tokenizer: Any, faults: _Faults) -> str | None:
     name = spec.prompt_field
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not all(isinstance(message, Mapping) and "role" in message for message in messages):
@@ -197,7 +204,7 @@ def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: PromptsSpec, fa
 
 def _hash_id(text: str, seen: dict[str, int]) -> str:
     """The hash of the text; `-2` and so on behind it for further prompts with the same text."""
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_ID_BYTES).hexdigest()
+    digest = hashlib.blake2b(text.encode(), digest_size=_ID_BYTES).hexdigest()
     seen[digest] = seen.get(digest, 0) + 1
     return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
 
@@ -248,7 +255,5 @@ def _without(train: list[Prompt], held_out: list[Prompt], warnings: list[str]) -
         raise InputError("prompts", [Problem("prompts.held_out", what, mend)])
     if len(kept) < len(train):
         dropped = len(train) - len(kept)
-        warnings.append(
-            f"prompts.held_out: {dropped} training prompts are held out too, and are not trained on"
-        )
+        warnings.append(f"prompts.held_out: {dropped} training prompts are held out too, and are not trained on")
     return kept

@@ -13,6 +13,7 @@ from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call
 from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoreGroups
 from rlhfless.loop.generation import Draw, GenerationStage, sampling_of
+from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.prompts import PromptOrder
 from rlhfless.records import (
@@ -40,8 +41,8 @@ class Run:
     order: PromptOrder
     held_out: Sequence[Prompt]
     generation: Pool
-    scoring: Pool
-    reference: Pool | None
+    scoring: Keeper
+    reference: Keeper | None
     learner: Pool
     ledger: Ledger
     published: PublishedWeights
@@ -53,7 +54,8 @@ class Run:
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The pools of all functions of this run."""
-        return tuple(p for p in (self.generation, self.scoring, self.reference, self.learner) if p)
+        keepers = [keeper.pool for keeper in (self.scoring, self.reference) if keeper]
+        return (self.generation, *keepers, self.learner)
 
     def call(self, step: int) -> Call:
         """The identity that all calls of a step carry."""
@@ -133,17 +135,23 @@ class Run:
 
     def reference_of(self, call: Call) -> ReferenceLogprobs | None:
         """The reference stage of a step; None when the run has no KL term."""
-        pool = self.reference
-        if pool is None:
+        keeper = self.reference
+        if keeper is None:
             return None
 
         async def logprobs(groups: Sequence[Group]) -> list[list[FloatArray]]:
-            replica = await pool.ready()
+            replica = await keeper.ready()
             batch = pack(groups)
             values = await self._work(replica, Work.LOGPROBS, "logprobs", call, batch)
             return _by_group(values, batch, groups)
 
         return logprobs
+
+    def release_idle(self, step: int) -> None:
+        """Scoring and reference have done their work of this step: keep them warm or release them."""
+        for keeper in (self.scoring, self.reference):
+            if keeper is not None:
+                keeper.idle(step)
 
     # -- learner
 

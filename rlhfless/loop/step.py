@@ -24,6 +24,7 @@ async def train_step(run: Run, step: int) -> StepRecord:
     await run.generation.sync(run.published, call)
     groups = run.generate(draw)
     experience = await collect(groups, run.scoring_of(call), run.reference_of(call))
+    run.release_idle(step)
     batch = assemble(experience)
     if run.spec.mini_batches > 1:
         # With one mini-batch the old policy is the current one, and the learner knows its logprobs already.
@@ -31,7 +32,7 @@ async def train_step(run: Run, step: int) -> StepRecord:
     batch = with_grpo_advantages(batch, rewards_of(experience), run.spec.algorithm)
     learned = await run.learn(call, batch)
     run.published = await run.publish(call)
-    record = StepRecord(step, start_s, time.time(), step_metrics(run, experience, learned, start_s))
+    record = StepRecord(step, start_s, time.time(), step_metrics(run, step, experience, learned, start_s))
     await run.close_step(record, experience)
     return record
 

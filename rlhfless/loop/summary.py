@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlhfless.loop.experience import Experience
-from rlhfless.records import FinishReason, Score, Work
+from rlhfless.records import FinishReason, Score
+from rlhfless.scaling.accounting import Phase
 
 if TYPE_CHECKING:
     from rlhfless.loop.run import Run
 
 
 def step_metrics(
-    run: Run, experience: Experience, learned: Mapping[str, float], start_s: float
+    run: Run, step: int, experience: Experience, learned: Mapping[str, float], start_s: float
 ) -> dict[str, float]:
     """All metrics of a step that ends now."""
-    end_s = time.time()
-    seconds = run.ledger.seconds_by_work(start_s, end_s)
-    generation_s = seconds.get(Work.GENERATE, 0.0)
+    times = run.ledger.step_times(step, start_s, time.time())
+    seconds = times.phases_s
+    generation_s = seconds[Phase.GENERATION]
     rollouts = [rollout for group in experience.groups for rollout in group.rollouts]
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     prompt_tokens = np.array([len(g.prompt.token_ids) for g in experience.groups for _ in g.rollouts])
@@ -34,13 +35,13 @@ def step_metrics(
         "response_tokens_max": float(lengths.max()),
         "truncated": float(np.mean([r.finish_reason == FinishReason.LENGTH for r in rollouts])),
         "cached_prompt_tokens": sum(r.cached_tokens for r in rollouts) / float(prompt_tokens.sum()),
-        "step_s": end_s - start_s,
+        "step_s": times.wall_s,
         "generation_s": generation_s,
-        "scoring_s": seconds.get(Work.SCORE, 0.0),
-        "reference_s": seconds.get(Work.LOGPROBS, 0.0),
-        "learn_s": seconds.get(Work.LEARN, 0.0) + seconds.get(Work.EVALUATE, 0.0),
-        "sync_s": seconds.get(Work.LOAD_WEIGHTS, 0.0) + seconds.get(Work.PUBLISH, 0.0),
-        "outside_s": run.ledger.outside_s(start_s, end_s),
+        "scoring_s": seconds[Phase.SCORING],
+        "reference_s": seconds[Phase.REFERENCE],
+        "learn_s": seconds[Phase.LEARN],
+        "sync_s": seconds[Phase.SYNC],
+        "outside_s": times.outside_s,
         "generation_tokens_per_s": float(lengths.sum()) / generation_s if generation_s else 0.0,
         "actors": float(len(run.generation.serving())),
         "cost_usd": run.ledger.cost_usd(run.pools),

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from rlhfless.records.ledger import (
@@ -152,7 +153,7 @@ class TraceWriter:
                 rollout.actor,
                 rollout.started_s,
                 rollout.finished_s,
-                rollout.token_ids if self._record_tokens else None,
+                rollout.token_ids.astype(np.int32) if self._record_tokens else None,
                 rollout.logprobs if self._record_tokens else None,
             ),
         )

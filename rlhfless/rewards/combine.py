@@ -43,9 +43,7 @@ class Rewards:
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         """Why samples of these prompts could not be scored. Nothing is called."""
         return [
-            f"reward {part.name!r}: {problem}"
-            for part in self.parts
-            for problem in part.reward.problems(prompts)
+            f"reward {part.name!r}: {problem}" for part in self.parts for problem in part.reward.problems(prompts)
         ]
 
 

@@ -73,11 +73,7 @@ class PythonReward:
     async def _score_one(self, sample: Sample) -> float:
         result = await self._call(self._arguments([sample], lambda values: values[0]), str(sample))
         if (value := _number(result)) is None:
-            mend = (
-                "; for a function that returns a list, set `batch: true`"
-                if _items(result) is not None
-                else ""
-            )
+            mend = "; for a function that returns a list, set `batch: true`" if _items(result) is not None else ""
             self._fail(f"returned {quote(repr(result))}, not a finite number, for {sample}{mend}")
         return value
 
@@ -86,9 +82,7 @@ class PythonReward:
         result = await self._call(self._arguments(samples, list), where)
         items = _items(result)
         if items is None:
-            self._fail(
-                f"returned {quote(repr(result))} for {where}; with `batch: true` it must return a list"
-            )
+            self._fail(f"returned {quote(repr(result))} for {where}; with `batch: true` it must return a list")
         if len(items) != len(samples):
             self._fail(f"returned {len(items)} numbers for {where}: one per sample is needed")
         values = []

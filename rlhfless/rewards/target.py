@@ -50,18 +50,14 @@ def load(reward: str, target: str) -> Callable[..., Any]:
     here: Any = _module(reward, target, module_name)
     for name in attribute.split("."):
         if not hasattr(here, name):
-            names = (
-                [key for key in vars(here) if not key.startswith("_")] if hasattr(here, "__dict__") else []
-            )
+            names = [key for key in vars(here) if not key.startswith("_")] if hasattr(here, "__dict__") else []
             hint = nearest(name, names).strip()
             where = getattr(here, "__file__", None) or module_name
             raise RewardError(reward, f"{target!r}: there is no `{name}` in {where}. {hint}".rstrip(" ."))
         here = getattr(here, name)
     if inspect.isclass(here) or not callable(here):
         kind = "a class" if inspect.isclass(here) else f"a {type(here).__name__}"
-        raise RewardError(
-            reward, f"{target!r} is {kind}, not a function; name a function or a callable object"
-        )
+        raise RewardError(reward, f"{target!r} is {kind}, not a function; name a function or a callable object")
     return here  # type: ignore[no-any-return]
 
 
@@ -70,9 +66,7 @@ def signature(reward: str, target: str, function: Callable[..., Any]) -> Signatu
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise RewardError(
-            reward, f"{target!r} tells no signature ({error}); wrap it in a function"
-        ) from error
+        raise RewardError(reward, f"{target!r} tells no signature ({error}); wrap it in a function") from error
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             what = f"{target!r} takes `{parameter.name}` by position only; rewards are called by keyword"

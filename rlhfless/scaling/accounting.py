@@ -11,8 +11,8 @@ them. Invocations that overlap are counted once: a device is busy or not. Work d
 of the start.
 
 A step's wall time is split by kind of work instead. Kinds of work overlap (scoring runs while generation
-goes on), so only `outside_s`, the time in which no invocation ran at all, adds up with their union to the
-wall time.
+goes on). `outside_s` is the time in which no function did a step's real work: calls on their way, weights
+being published and loaded, the driver's own bookkeeping.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ PHASES: Mapping[Work, Phase] = MappingProxyType(
 )
 
 
+OVERHEAD = frozenset({Work.PUBLISH, Work.LOAD_WEIGHTS})
+"""What is done only because learner and engines are apart: a single process would not have it."""
+
+
 class LedgerError(ValueError):
     """Holdings that cannot be billed: they overlap, or end before they start. Names the incarnation."""
 
@@ -105,7 +109,7 @@ class StepTimes:
     phases_s: Mapping[Phase, float]
     """Wall time in which work of this phase ran. Phases may overlap."""
     outside_s: float
-    """Wall time in which no function worked."""
+    """Wall time in which no function worked; moving weights (OVERHEAD) is no work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +154,7 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
     )
 
 
-def usage(
-    name: str, holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook
-) -> Usage:
+def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> Usage:
     """Adds up the holdings and invocations given."""
     work = _by_incarnation(invocations)
     busy: list[float] = []
@@ -182,10 +184,10 @@ def usage(
 
 
 def check_holdings(holdings: Iterable[Holding]) -> None:
-    """Raises LedgerError unless each incarnation holds each device in one state at a time."""
+    """Raises LedgerError unless each life of a replica holds each device in one state at a time."""
 
-    def place(holding: Holding) -> tuple[str, str]:
-        return holding.incarnation, holding.device
+    def place(holding: Holding) -> tuple[str, str, str]:
+        return holding.replica, holding.incarnation, holding.device
 
     ordered = sorted(holdings, key=lambda holding: (place(holding), holding.start_s, holding.end_s))
     for holding in ordered:
@@ -203,12 +205,15 @@ def check_holdings(holdings: Iterable[Holding]) -> None:
 def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes:
     """Splits a step's wall time by what ran within it, whichever step that work was for."""
     phases: dict[Phase, list[Interval]] = defaultdict(list)
+    working: list[Interval] = []
     for call in invocations:
         if call.start_s < step.end_s and call.end_s > step.start_s:
             within = (max(call.start_s, step.start_s), min(call.end_s, step.end_s))
             phases[PHASES[call.work]].append(within)
+            if call.work not in OVERHEAD:
+                working.append(within)
     wall_s = step.end_s - step.start_s
-    covered_s = length(union(interval for intervals in phases.values() for interval in intervals))
+    covered_s = length(union(working))
     return StepTimes(
         step=step.step,
         wall_s=wall_s,
@@ -222,14 +227,15 @@ def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
 
     One that the ledger holds in pieces, cut by flushes, is one; so is one that holds several slots.
     """
-    spans = {(h.incarnation, h.start_s, h.end_s) for h in holdings if h.state is ReplicaState.STARTING}
-    merged: list[tuple[str, float, float]] = []
-    for incarnation, start_s, end_s in sorted(spans):
-        if merged and merged[-1][0] == incarnation and merged[-1][2] == start_s:
-            merged[-1] = (incarnation, merged[-1][1], end_s)
-        else:
-            merged.append((incarnation, start_s, end_s))
-    return [(start_s, end_s) for _, start_s, end_s in merged]
+    spans = {
+        (holding.replica, holding.incarnation, holding.start_s, holding.end_s)
+        for holding in holdings
+        if holding.state is ReplicaState.STARTING
+    }
+    starts: list[Interval] = []
+    for _, pieces in groupby(sorted(spans), key=lambda span: span[:2]):
+        starts += union((start_s, end_s) for _, _, start_s, end_s in pieces)
+    return starts
 
 
 def _by_incarnation(invocations: Iterable[Invocation]) -> dict[str, list[Interval]]:
@@ -244,8 +250,7 @@ def _unheld_s(work: Mapping[str, list[Interval]], holdings: Iterable[Holding]) -
     for holding in holdings:
         held[holding.incarnation].append((holding.start_s, holding.end_s))
     return math.fsum(
-        length(worked)
-        - length(piece for start, end in union(held[who]) for piece in clip(worked, start, end))
+        length(worked) - length(piece for start, end in union(held[who]) for piece in clip(worked, start, end))
         for who, worked in work.items()
     )
 

@@ -209,10 +209,12 @@ class Membership:
     def update(self, incarnation: str, state: ReplicaState) -> Membership:
         """The membership after `incarnation` came to `state`; itself if nothing changed.
 
-        Raises IllegalTransition if there is no such transition, so also if a dead incarnation returns.
+        One that ends without having joined (its start failed) was never a member. Raises IllegalTransition if
+        there is no such transition, so also if a dead incarnation returns; ValueError for one that joins in any
+        other state than starting or stale.
         """
         before = self.states.get(incarnation)
-        if before is state:
+        if before is state or (before is None and not state.holds_device):
             return self
         if before is None and state not in ENTRY_STATES:
             raise ValueError(f"incarnation {incarnation} joins as {state}; it must join as starting or stale")

@@ -69,9 +69,7 @@ class Console:
         self._waiting: list[_Wait] = []
         self._live: Live | None = None
         if mode == "live" and self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
-            self._live = Live(
-                get_renderable=self._frame, console=self._terminal, refresh_per_second=_FRAMES_PER_S
-            )
+            self._live = Live(get_renderable=self._frame, console=self._terminal, refresh_per_second=_FRAMES_PER_S)
             self._live.start()
         else:
             self._print(title)

@@ -68,9 +68,7 @@ class UndeclaredMetric(ValueError):
     def __init__(self, name: str) -> None:
         near = difflib.get_close_matches(name, METRICS, n=1)
         hint = f"did you mean {near[0]!r}? If not, " if near else ""
-        super().__init__(
-            f"metric {name!r} is not declared; {hint}declare it in rlhfless/telemetry/metrics.py"
-        )
+        super().__init__(f"metric {name!r} is not declared; {hint}declare it in rlhfless/telemetry/metrics.py")
 
 
 def _table(metrics: Iterable[Metric]) -> Mapping[str, Metric]:

@@ -90,8 +90,6 @@ class PrometheusSink:
 
     def _histogram(self, metric: Metric) -> Histogram:
         if metric.name not in self._histograms:
-            histogram = Histogram(
-                metric.prometheus_name, metric.help, buckets=_BUCKETS, registry=self._registry
-            )
+            histogram = Histogram(metric.prometheus_name, metric.help, buckets=_BUCKETS, registry=self._registry)
             self._histograms[metric.name] = histogram
         return self._histograms[metric.name]

@@ -1,17 +1,16 @@
 """Is the right version really loaded? Three checks that are part of the product, as pure functions.
 
-`consumed`  the digest of the tensors a load took equals the version's digest, and none was left out.
-Finds wrong, old
-            or damaged bytes and loaders that skip tensors.
-`moved`     a perturbed version must change the probe's logprobs. Done once per engine, at its start.
-Finds engines
-            that take all the bytes and go on serving from a packed copy of the old ones.
-`probe`     after each load, the engine's logprobs of a short text equal the learner's. Finds all else:
-wrong layouts,
-            wrong dtype, another model.
+`consumed`: the digest of the tensors that a load took equals the version's, and none was left out. Finds wrong,
+old or damaged bytes, and loaders that skip tensors.
 
-The first proves the bytes, the last two the effect. A digest cannot see a stale copy; a probe cannot see
-an update smaller than its tolerance. Hence all three.
+`moved`: a perturbed version must change the probe's logprobs, and to the learner's. Done once per engine, at its
+start. Finds engines that take all the bytes and go on serving from a packed copy of the old ones.
+
+`probe`: after each load, the engine's logprobs of a short text equal the learner's. Finds all else: wrong layouts,
+wrong dtype, another model.
+
+The first proves the bytes, the last two the effect. A digest cannot see a stale copy; a probe cannot see an update
+smaller than its tolerance. Hence all three.
 """
 
 from __future__ import annotations
@@ -81,9 +80,7 @@ def largest_difference(left: Sequence[float], right: Sequence[float]) -> float:
     return max(differences, default=0.0) if all(d == d for d in differences) else float("inf")
 
 
-def check_probe(
-    version: WeightVersion, probe: Probe, engine_logprobs: Sequence[float], tolerance: float
-) -> float:
+def check_probe(version: WeightVersion, probe: Probe, engine_logprobs: Sequence[float], tolerance: float) -> float:
     """The engine's logprobs of the probe equal the learner's. Returns the largest difference.
 
     Raises:
@@ -101,12 +98,28 @@ def check_probe(
 
 
 def check_moved(
-    version: WeightVersion, before: Sequence[float], after: Sequence[float], tolerance: float
+    version: WeightVersion,
+    probe: Probe,
+    before: Sequence[float],
+    after: Sequence[float],
+    tolerance: float,
 ) -> float:
-    """Loading the perturbed `version` changed the probe's logprobs. Returns the largest change.
+    """Loading the perturbed `version` changed the engine's probe logprobs, to what the learner says they are now.
+
+    The change alone is not enough: with one stale layer the others still move the result.
+
+    Args:
+        version: the perturbed version.
+        probe: the learner's logprobs under it.
+        before: the engine's, of the same tokens, under the version before.
+        after: the engine's, under the perturbed version.
+        tolerance: see `PROBE_TOLERANCE`.
+
+    Returns:
+        The largest change.
 
     Raises:
-        WeightCheckFailed: `moved`.
+        WeightCheckFailed: `moved` if nothing changed, `probe` if it changed to something else.
     """
     change = largest_difference(before, after)
     if not change > tolerance:
@@ -116,4 +129,5 @@ def check_moved(
             f"the perturbed weights moved the probe's logprobs by only {change:.3g} (more than "
             f"{tolerance:.3g} expected): the engine still serves the old weights",
         )
+    check_probe(version, probe, after, tolerance)
     return change

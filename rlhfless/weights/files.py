@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -92,15 +92,15 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], label: str) -> i
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Gives a temporary neighbour of `path` to fill; it takes the name `path` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY_PREFIX)
+    temporary = path.with_name(TEMPORARY_PREFIX + uuid4().hex)
     try:
-        with os.fdopen(descriptor, "w+b") as file:
+        with temporary.open("xb+") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.rename(temporary, path)
+        temporary.rename(path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink()
         raise
 
 
@@ -124,5 +124,5 @@ def read_file(path: Path, digest: str) -> Iterator[tuple[str, torch.Tensor]]:
         ) from error
     except SafetensorError as error:
         raise WeightFileError(
-            f"weight file {path} (digest {digest}) is truncated or damaged: {error}; publish the version again"
+            f"weight file {path} (digest {digest}) is truncated or damaged ({error}); publish it again"
         ) from error

@@ -3,8 +3,7 @@
 Server and client speak plain HTTP with a random bearer token. A reader asks its node's cache first; if
 the version is not there, one reader downloads it while the others of the node wait for the lock, so a
 node pulls each version once. A download is checked against the version's digest before it takes its name
-in the cache, so the rest is as in
-`FolderStore`: what can be seen is complete and right.
+in the cache, so the rest is as in `FolderStore`: what can be seen is complete and right.
 
 Not done: TLS (run it inside the cluster's network), and anything but whole versions.
 """
@@ -42,6 +41,7 @@ _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2  # doubles: 0.2, 0.4, 0.8, 1.6 s, enough for a restart of the server's process
 _LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to finish its download
 _LOCK_POLL_S = 0.02
+_CLOSE_POLL_S = 0.05  # how soon the server notices that it is to close
 _CACHED_VERSIONS = 2  # the newest, and the one before that slower readers may still ask for
 
 
@@ -49,7 +49,12 @@ class HttpStoreServer:
     """A `WeightStore` in a folder of this node; others read its versions by URL. A context manager."""
 
     def __init__(
-        self, folder: str | Path, host: str = "127.0.0.1", port: int = 0, advertised_host: str | None = None
+        self,
+        folder: str | Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertised_host: str | None = None,
+        token: str | None = None,
     ) -> None:
         """Serves at once, from threads of this process.
 
@@ -58,14 +63,17 @@ class HttpStoreServer:
             host: address to listen on.
             port: 0 for any free one.
             advertised_host: name in the URLs, where readers know this node by another one than `host`.
+            token: what readers must present, where they know it before the server starts; a random one if left out.
         """
-        self.token = secrets.token_urlsafe(32)
+        self.token = token or secrets.token_urlsafe(32)
         self._folder = FolderStore(folder)
         handler = type("Handler", (_Handler,), {"store": self._folder, "token": self.token})
         self._server = ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
         self.url = f"http://{advertised_host or host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="weight-store", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSE_POLL_S,), name="weight-store", daemon=True
+        )
         self._thread.start()
 
     def __enter__(self) -> HttpStoreServer:
@@ -170,7 +178,7 @@ class HttpStore:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise WeightFileError(
-                            f"waited {_LOCK_TIMEOUT_S:g} s for another reader's download to {self._cache.folder}"
+                            f"waited {_LOCK_TIMEOUT_S:g} s for another download to {self._cache.folder}"
                         ) from None
                     time.sleep(_LOCK_POLL_S)
             yield

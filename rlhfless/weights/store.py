@@ -82,9 +82,7 @@ class FolderStore:
     def put(self, run_id: str, attempt: int, step: int, tensors: Mapping[str, torch.Tensor]) -> StoredWeights:
         """See `WeightStore.put`. Raises ValueError for an empty set of tensors."""
         if not tensors:
-            raise ValueError(
-                f"nothing to publish for run {run_id!r}, step {step}: the set of tensors is empty"
-            )
+            raise ValueError(f"nothing to publish for run {run_id!r}, step {step}: the set of tensors is empty")
         version = WeightVersion(run_id, attempt, step, digest_of(tensors.items()))
         path = self.path(version)
         if not path.exists():

@@ -31,9 +31,7 @@ def reward(module):
     """A reward from the source of a function `score`."""
 
     def make(source, **options):
-        return build(
-            [PythonRewardSpec(type="python", name="mine", target=f"{module(source)}:score", **options)]
-        )
+        return build([PythonRewardSpec(type="python", name="mine", target=f"{module(source)}:score", **options)])
 
     return make
 
@@ -267,7 +265,7 @@ async def score(response):
     name = module(source)
     rewards = build([PythonRewardSpec(type="python", name="mine", target=f"{name}:score")])
     assert "raised ValueError: bad" in await fault(rewards, samples("a", "bad", "c"))
-    assert __import__(name).cancelled == ["a"]
+    assert __import__(name).cancelled == ["a", "c"]
 
 
 def test_a_stuck_thread_does_not_keep_the_process(reward):

@@ -197,6 +197,8 @@ def test_a_start_in_pieces_on_two_slots_is_one_cold_start() -> None:
     ]
     slots = [dataclasses.replace(piece, device="cpu-1") for piece in pieces]
     assert cold_starts([*pieces, *slots]) == [(0, 12), (40, 43)]
+    other = dataclasses.replace(pieces[0], replica="r-b")
+    assert cold_starts([*pieces, other]) == [(0, 12), (40, 43), (0, 5)]
 
 
 @st.composite

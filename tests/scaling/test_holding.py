@@ -75,9 +75,7 @@ def test_a_free_device_is_kept() -> None:
 def test_the_record_has_all_it_was_decided_from() -> None:
     record = decide("auto", 10.0, 20.0, idle_s=1.0).record(step=3, at_s=77.0)
     assert (record.step, record.at_s, record.kind, record.choice) == (3, 77.0, "hold", "scoring")
-    assert {"mean_gap_s", "mean_cold_start_s", "break_even_s", "idle_s", "reason", "hold"} <= set(
-        record.inputs
-    )
+    assert {"mean_gap_s", "mean_cold_start_s", "break_even_s", "idle_s", "reason", "hold"} <= set(record.inputs)
     assert record.inputs["release_after_s"] == 20.0
     assert decide("never", 10.0, 20.0).record(3, 77.0).kind == "release"
 
@@ -98,9 +96,7 @@ def test_the_break_even_rule_costs_at_most_twice_what_foresight_would(
 
 
 def start(incarnation: str, start_s: float, end_s: float, function: FunctionName = SCORING) -> Holding:
-    return Holding(
-        function, "s", incarnation, "cpu-0", "cpu-core", 1.0, ReplicaState.STARTING, start_s, end_s
-    )
+    return Holding(function, "s", incarnation, "cpu-0", "cpu-core", 1.0, ReplicaState.STARTING, start_s, end_s)
 
 
 def score(step: int, start_s: float, end_s: float, function: FunctionName = SCORING) -> Invocation:

@@ -44,9 +44,7 @@ def test_the_bundled_book_has_what_a_laptop_and_a_gpu_node_need() -> None:
 
 def test_a_book_of_the_users_own(tmp_path: Path) -> None:
     book = load_price_book(write(tmp_path, GOOD))
-    assert book.devices[1] == DevicePrice(
-        kind="h100", usd_per_hour=3.0, source="another", as_of=date(2026, 10, 1)
-    )
+    assert book.devices[1] == DevicePrice(kind="h100", usd_per_hour=3.0, source="another", as_of=date(2026, 10, 1))
     assert book.price_usd_per_hour("h100") == 3.0
 
 

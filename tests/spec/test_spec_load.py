@@ -107,9 +107,7 @@ def test_schema_is_a_json_schema_with_the_help_texts():
 # -- paths
 
 
-def test_paths_in_a_file_count_from_its_folder_and_in_overrides_from_the_current_one(
-    load, tmp_path, monkeypatch
-):
+def test_paths_in_a_file_count_from_its_folder_and_in_overrides_from_the_current_one(load, tmp_path, monkeypatch):
     here = tmp_path / "elsewhere"
     (here / "other").mkdir(parents=True)
     (tmp_path / "model").mkdir()
@@ -238,9 +236,7 @@ def test_all_problems_are_told_at_once(fault):
 
 def test_no_such_file_names_the_nearest(load, tmp_path):
     load(MINIMAL)
-    with pytest.raises(
-        SpecError, match=r"rnu\.yaml: 1 problem\n- no such file\n    did you mean `run\.yaml`\?"
-    ):
+    with pytest.raises(SpecError, match=r"rnu\.yaml: 1 problem\n- no such file\n    did you mean `run\.yaml`\?"):
         load_spec(tmp_path / "rnu.yaml")
 
 

@@ -72,9 +72,7 @@ def test_all_sinks_get_all_values() -> None:
     ("values", "samples"),
     [({"reward_men": 1.0}, {}), ({"response_tokens": 1.0}, {}), ({}, {"reward_mean": [1.0]})],
 )
-def test_an_undeclared_name_reaches_no_sink(
-    values: dict[str, float], samples: dict[str, list[float]]
-) -> None:
+def test_an_undeclared_name_reaches_no_sink(values: dict[str, float], samples: dict[str, list[float]]) -> None:
     sink = Remember()
     with pytest.raises(UndeclaredMetric):
         MetricSinks([sink]).emit(1, values, samples)

@@ -52,9 +52,7 @@ def test_other_names_are_refused(name: str) -> None:
 
 
 def test_the_refusal_says_what_was_meant() -> None:
-    with pytest.raises(
-        UndeclaredMetric, match=r"'reward_meen' is not declared; did you mean 'reward_mean'\?"
-    ):
+    with pytest.raises(UndeclaredMetric, match=r"'reward_meen' is not declared; did you mean 'reward_mean'\?"):
         resolve("reward_meen")
 
 

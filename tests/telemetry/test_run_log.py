@@ -25,9 +25,7 @@ def test_everything_goes_to_the_file_with_time_and_run(log: RunLog) -> None:
     logging.getLogger("somebody.else").info("chatter")
     logging.getLogger("somebody.else").warning("disk is slow")
     first, second = log.path.read_text().splitlines()
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO demo-1 rlhfless\.fleet: 2 actors up", first
-    )
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO demo-1 rlhfless\.fleet: 2 actors up", first)
     assert second.endswith("WARNING demo-1 somebody.else: disk is slow")
 
 

@@ -17,11 +17,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from rlhfless.functions.generation.vllm import frames
 from rlhfless.functions.generation.vllm.arguments import engine_environment
 from rlhfless.functions.generation.vllm.messages import (
+    Answer,
     Call,
     Crashed,
     EngineBusy,
@@ -56,10 +58,11 @@ class Engine:
         self.start_seconds: dict[str, float] = {}
         """Where the start went, by phase."""
         self._process = process
-        self._samples: dict[str, asyncio.Future[Sampled]] = {}
+        self._numbers = itertools.count()
+        self._serials: dict[str, str] = {}  # of the requests in flight, by the caller's id
+        self._samples: dict[str, asyncio.Future[Sampled]] = {}  # by serial number
+        self._progress: dict[str, int] = {}  # by serial number
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = itertools.count()
-        self._progress: dict[str, int] = {}
         self._started: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
         self._failure: EngineError | None = None
         self._writer: asyncio.StreamWriter
@@ -103,33 +106,41 @@ class Engine:
         """Draws one response. If the caller is cancelled, so is the request.
 
         Raises:
-            ValueError: a request of this id is in flight, or the engine refuses it (too long, say).
+            ValueError: a request of this id is in flight.
+            EngineError: the engine refuses the request; too long, say.
             EngineTimeout: it took longer than `timeouts.generate_s`.
             EngineDead: the engine is lost.
         """
-        if request.request_id in self._samples:
+        if request.request_id in self._serials:
             raise ValueError(f"request {request.request_id!r} is in flight already; ids must differ")
         future = self._expect()
-        self._samples[request.request_id] = future
-        self._send(Submit(request))
+        # The caller may use an id again before the engine's last word on it arrives; a serial number is used once.
+        serial = str(next(self._numbers))
+        self._serials[request.request_id] = serial
+        self._samples[serial] = future
+        self._send(Submit(replace(request, request_id=serial)))
         try:
             sampled: Sampled = await self._wait(
                 future, self.settings.timeouts.generate_s, f"sample {request.request_id}"
             )
-            return sampled
+            return replace(sampled, request_id=request.request_id)
         finally:
-            del self._samples[request.request_id]
-            self._progress.pop(request.request_id, None)
+            del self._serials[request.request_id], self._samples[serial]
             if future.cancelled() and self.usable:
-                self._send(Call(next(self._call_ids), "abort", ((request.request_id,),)))
+                self._send(Call(next(self._numbers), "abort", ((serial,),)))
 
     def progress(self) -> dict[str, int]:
         """Tokens drawn so far of each unfinished request; up to a fraction of a second old."""
-        return {name: self._progress.get(name, 0) for name in self._samples}
+        return {name: self._progress.get(serial, 0) for name, serial in self._serials.items()}
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """Ends the given requests, or all. Their `sample` calls return what was drawn, with reason ABORT."""
-        chosen = None if request_ids is None else tuple(request_ids)
+        """Ends the given requests, or all. Their `sample` calls return what was drawn, with reason ABORT.
+
+        Ids that are not in flight are ignored: they have just finished.
+        """
+        chosen = None
+        if request_ids is not None:
+            chosen = tuple(self._serials[name] for name in request_ids if name in self._serials)
         await self._call("abort", chosen, timeout_s=self.settings.timeouts.drain_s)
 
     async def load(self, published: PublishedWeights) -> LoadReport | None:
@@ -170,16 +181,19 @@ class Engine:
         """Ends the process: asks, waits `timeouts.drain_s`, kills. Unfinished requests raise `EngineDead`."""
         self._fail(EngineDead("the engine was stopped"))
         self._writer.write(frames.encode(Stop()))
-        try:
-            await asyncio.to_thread(self._process.wait, self.settings.timeouts.drain_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(self._reap)
         self._writer.close()
         self._reading.cancel()
 
+    def _reap(self) -> int:
+        try:
+            return self._process.wait(self.settings.timeouts.drain_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
     async def _call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        call_id = next(self._call_ids)
+        call_id = next(self._numbers)
         future = self._expect()
         self._calls[call_id] = future
         self._send(Call(call_id, method, arguments))
@@ -190,7 +204,7 @@ class Engine:
 
     def _expect(self) -> asyncio.Future[Any]:
         if self._failure is not None:
-            raise EngineDead(str(self._failure)) from self._failure
+            raise EngineDead(str(self._failure))
         return asyncio.get_running_loop().create_future()
 
     def _send(self, message: object) -> None:
@@ -208,11 +222,11 @@ class Engine:
         try:
             while True:
                 self._receive(await frames.read(reader))
-        except EOFError:
-            code = await asyncio.to_thread(self._process.wait)
+        except (EOFError, OSError):
+            code = await asyncio.to_thread(self._reap)
             self._fail(EngineDead(f"the engine's process ended with exit code {code}"))
 
-    def _receive(self, message: object) -> None:
+    def _receive(self, message: Answer) -> None:
         match message:
             case Finished():
                 _resolve(self._samples.get(message.sampled.request_id), message.sampled)
@@ -228,10 +242,11 @@ class Engine:
                 self._fail(EngineDead(f"the engine's process failed:\n{message.trace}"))
 
     def _fail(self, failure: EngineError) -> None:
-        """The first failure is the cause; it ends every wait."""
+        """The first failure is the cause; it ends every wait, each with an exception of its own."""
         self._failure = self._failure or failure
-        for future in (self._started, *self._samples.values(), *self._calls.values()):
-            _resolve(future, self._failure)
+        waiting: list[asyncio.Future[Any]] = [self._started, *self._samples.values(), *self._calls.values()]
+        for future in waiting:
+            _resolve(future, EngineDead(str(self._failure)))
 
 
 def _resolve(future: asyncio.Future[Any] | None, outcome: object) -> None:

@@ -22,9 +22,7 @@ TRANSFER_BACKEND = "rlhfless-store"
 WORKER_EXTENSION = "rlhfless.functions.generation.vllm.weight_engine.StoreWorkerExtension"
 """vLLM imports this in every worker before it loads the model; the import registers the weight engine."""
 
-CPU_BLOCK_TOKENS = (
-    32  # the CPU attention kernel wants multiples of 32; the default of 128 shares no short prompts
-)
+CPU_BLOCK_TOKENS = 32  # the CPU attention kernel wants multiples of 32; the default of 128 shares no short prompts
 CPU_KV_CACHE_GIB = 1.0  # without a number vLLM reserves nearly all memory of the machine
 
 OWN_ARGUMENTS = frozenset(
@@ -33,7 +31,7 @@ OWN_ARGUMENTS = frozenset(
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`. Raises ValueError for an `extra` that would break the adapter."""
+    """Keyword arguments of vLLM's `EngineArgs`. Raises ValueError if `extra` holds one of `OWN_ARGUMENTS`."""
     spec = settings.engine
     if taken := sorted(OWN_ARGUMENTS & spec.extra.keys()):
         raise ValueError(f"generation.engine.extra must not contain {taken[0]!r}: the adapter sets it itself")

@@ -18,6 +18,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason as CoreFinishReason
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rlhfless.functions.generation.vllm.arguments import engine_arguments
@@ -29,7 +30,7 @@ from rlhfless.functions.generation.vllm.messages import (
     Sampled,
     SampleRequest,
 )
-from rlhfless.records import FinishReason, PublishedWeights, VersionSpan, WeightVersion
+from rlhfless.records import FinishReason, PublishedWeights, VersionSpan
 from rlhfless.weights.check import check_consumed
 
 
@@ -42,12 +43,9 @@ class Core:
         config = EngineArgs(**engine_arguments(settings)).create_engine_config()
         configured = time.monotonic()
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        self._engine.engine_core.collective_rpc(
-            "init_weight_transfer_engine", args=({"address": settings.store},)
-        )
+        self._engine.engine_core.collective_rpc("init_weight_transfer_engine", args=({"address": settings.store},))
         self.seconds = {"configure": configured - started, "build": time.monotonic() - configured}
         self._internal_ids: dict[str, str] = {}
-        self._loaded: WeightVersion | None = None
         self._usable = True
 
     @property
@@ -73,9 +71,7 @@ class Core:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
-        self._internal_ids[request.request_id] = self._engine.add_request(
-            request.request_id, prompt, parameters
-        )
+        self._internal_ids[request.request_id] = self._engine.add_request(request.request_id, prompt, parameters)
 
     def step(self) -> list[Sampled]:
         """One iteration; returns the responses that ended in it."""
@@ -87,34 +83,36 @@ class Core:
         internal = [self._internal_ids[name] for name in chosen if name in self._internal_ids]
         states = self._engine.output_processor.request_states
         # vLLM makes the final output of an aborted request only for its own asynchronous front end.
-        outputs = [
-            states[name].make_request_output([], None, CoreFinishReason.ABORT, None) for name in internal
-        ]
+        outputs = [states[name].make_request_output([], None, CoreFinishReason.ABORT, None) for name in internal]
         self._engine.abort_request(internal, internal=True)
         return [self._take(cast(RequestOutput, output)) for output in outputs]
 
     def progress(self) -> dict[str, int]:
         """Tokens drawn so far, by request."""
         states = self._engine.output_processor.request_states
-        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states.values()}
+        return {
+            state.external_req_id: state.detokenizer.num_output_tokens()
+            for state in states.values()
+            if state.detokenizer is not None
+        }
 
     def load(self, published: PublishedWeights) -> LoadReport:
-        """Loads a version and forgets all KV of the one before. A no-op if it is loaded already.
+        """Loads a version and forgets all KV of the one before.
 
         Raises:
-            EngineBusy: requests are unfinished; abort them first. WeightCheckFailed: the model did not
-            consume exactly the version's tensors. The engine is unusable then.
+            EngineBusy: requests are unfinished; abort them first.
+            WeightCheckFailed: the model did not consume exactly the version's tensors; unusable from now on.
         """
         self._require_usable()
         self._require_idle("load weights")
         self._usable = False  # until the last line: half-loaded weights must never serve
         report = self._load(published)
         self._usable = True
-        self._loaded = published.version
         return report
 
     def _load(self, published: PublishedWeights) -> LoadReport:
         started = time.monotonic()
+        self._drain()
         core = self._engine.engine_core
         core.collective_rpc("start_weight_update")
         core.collective_rpc("update_weights", args=({"location": published.location},))
@@ -123,12 +121,16 @@ class Core:
             check_consumed(published.version, published.tensors, digest, tensors)
         core.collective_rpc("finish_weight_update")
         if not self._engine.reset_prefix_cache():
-            raise EngineDead(
-                "the prefix cache could not be cleared: blocks of the old weights are still in use"
-            )
+            raise EngineDead("the prefix cache could not be cleared: blocks of the old weights are still in use")
         self._engine.set_weight_version(published.version.label)
         digest, tensors, size_bytes = consumed[0]
         return LoadReport(digest, tensors, size_bytes, time.monotonic() - started)
+
+    def _drain(self) -> None:
+        """Steps until no aborted request lingers: only then is all KV free, and no forward pass in flight."""
+        core = cast(InprocClient, self._engine.engine_core).engine_core
+        while core.scheduler.has_requests() or core.batch_queue:
+            self._engine.step()
 
     def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs of tokens 1.. of `token_ids` [tokens] given those before, at temperature 1: [tokens - 1].
@@ -153,8 +155,8 @@ class Core:
 
     def close(self) -> None:
         """Leaves the process groups, so that their sockets and files go."""
-        destroy_model_parallel()
-        destroy_distributed_environment()
+        destroy_model_parallel()  # type: ignore[no-untyped-call]
+        destroy_distributed_environment()  # type: ignore[no-untyped-call]
 
     def _take(self, output: RequestOutput) -> Sampled:
         del self._internal_ids[output.request_id]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import sys
 import time
@@ -91,6 +92,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 def main() -> None:
     """Start the engine, say so, and serve."""
+    # Ctrl-C goes to all processes of a terminal; this one ends when its adapter does.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=int(sys.argv[1]))
     try:
         settings: EngineSettings = frames.receive(channel)

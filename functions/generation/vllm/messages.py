@@ -176,3 +176,7 @@ class Crashed:
     """The last message of a process that cannot go on."""
 
     trace: str
+
+
+Answer = Started | Finished | Refused | Progress | Returned | Crashed
+"""All that the engine's process sends."""

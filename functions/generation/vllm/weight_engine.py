@@ -4,13 +4,10 @@ It runs inside every worker, through vLLM's four phases (init, start, update, fi
 alike. Two things are special to it:
 
 * It hashes the tensors that the model's `load_weights` takes from the iterator, so a load that skipped or
-replaced
-  something shows in the digest.
-* On CPU it repacks tied output heads. There, a linear layer computes with a packed copy of its weight,
-made in
-  `process_weights_after_loading`. vLLM's layerwise reload runs that for the layers which received
-  weights; a tied head receives none (its weight *is* the embedding's), so it kept the packed copy of the
-  old weights.
+  replaced something shows in the digest.
+* On CPU it repacks tied output heads. There, a linear layer computes with a packed copy of its weight, made
+  in `process_weights_after_loading`. vLLM's layerwise reload runs that for the layers which received weights;
+  a tied head receives none (its weight *is* the embedding's), so it kept the packed copy of the old weights.
 """
 
 from __future__ import annotations
@@ -86,7 +83,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
             )
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         if current_platform.is_cpu():
             repack_shared_weights(self.model)
 

@@ -1,0 +1,166 @@
+"""Publishing and loading weights, beside a plain copy of the same bytes.
+
+    python benchmarks/weights.py [--store-mb 200] [--engines tiny,mid]
+
+Each figure is the median of several rounds. The copy is `Tensor.clone`, one thread: the fastest that bytes can
+get from one place to another. `ratio` is a figure's rate divided by the copy's.
+
+publish   digest, write, sync, rename          (FolderStore.put)
+read      map and digest, no copy              (FolderStore.read)
+load      the same inside a real engine, with packing for its kernels, and the prefix cache's reset
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from rlhfless.functions.generation.vllm.adapter import Engine
+from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.records import Probe, PublishedWeights
+from rlhfless.spec import EngineSpec, TimeoutsSpec
+from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.digest import Digest
+from rlhfless.weights.store import FolderStore
+
+ROUNDS = 7
+MODELS = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "vocab_size": 97},
+    "mid": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 16, "vocab_size": 16384},
+}
+
+
+def _median_s(work: Callable[[int], object]) -> float:
+    times = []
+    for number in range(ROUNDS):
+        started = time.perf_counter()
+        work(number)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _row(what: str, size_bytes: int, seconds: float, copy_s: float) -> None:
+    rate = size_bytes / seconds / 1e9
+    print(
+        f"{what:28} {size_bytes / 1e6:8.1f} MB {seconds * 1e3:9.2f} ms {rate:7.2f} GB/s  ratio {copy_s / seconds:.2f}"
+    )
+
+
+def _copy_s(tensors: dict[str, torch.Tensor]) -> float:
+    return _median_s(lambda _: [tensor.clone() for tensor in tensors.values()])
+
+
+def _next_version(tensors: dict[str, torch.Tensor], number: int) -> None:
+    """Makes it a new version: publishing the same one again is a no-op."""
+    next(iter(tensors.values())).view(-1)[0] = number
+
+
+def measure_store(store: FolderStore, size_mb: int) -> None:
+    """Publish and read without an engine."""
+    tensors = {f"layer.{i}": torch.randn(size_mb * 250_000 // 16) for i in range(16)}
+    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def publish(number: int) -> None:
+        _next_version(tensors, number)
+        stored = store.put("bench", 0, number, tensors)
+        store.retain({stored.version})
+
+    def read(_: int) -> None:
+        digest = Digest()
+        for _name, _tensor in digest.passing(store.read(str(store.path(store.versions()[-1])))):
+            pass
+
+    copy_s = _copy_s(tensors)
+    _row("store: copy", size_bytes, copy_s, copy_s)
+    _row("store: publish", size_bytes, _median_s(publish), copy_s)
+    _row("store: read", size_bytes, _median_s(read), copy_s)
+    store.retain(set())
+
+
+def _make_model(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    config = Qwen2Config(
+        **MODELS[name],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    words = {"<eos>": 0, "<unk>": 1}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "<unk>")), eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return {key: parameter.detach() for key, parameter in model.named_parameters()}
+
+
+async def measure_engine(name: str, store: FolderStore, folder: Path) -> None:
+    """Publish and load into a real CPU engine, float32."""
+    tensors = _make_model(name, folder)
+    engine = await Engine.start(
+        EngineSettings(
+            model=str(folder),
+            tokenizer=str(folder),
+            dtype="float32",
+            max_model_len=256,
+            seed=0,
+            trust_remote_code=False,
+            device="cpu",
+            store=StoreAddress("folder", str(store.folder)),
+            engine=EngineSpec(kv_cache_gib=0.125),
+            timeouts=TimeoutsSpec(),
+        )
+    )
+    publish_s, load_s = [], []
+    for number in range(ROUNDS):
+        _next_version(tensors, number)
+        started = time.perf_counter()
+        stored = store.put(name, 0, number, tensors)
+        published = time.perf_counter()
+        await engine.load(
+            PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, Probe((), ()))
+        )
+        load_s.append(time.perf_counter() - published)
+        publish_s.append(published - started)
+        store.retain({stored.version})
+    started_s = sum(engine.start_seconds.values())
+    await engine.stop()
+    copy_s = _copy_s(tensors)
+    parameters = sum(tensor.numel() for tensor in tensors.values()) / 1e6
+    print(f"{name}: {parameters:.1f} M parameters, engine up in {started_s:.1f} s")
+    _row(f"{name}: copy", stored.size_bytes, copy_s, copy_s)
+    _row(f"{name}: publish", stored.size_bytes, statistics.median(publish_s), copy_s)
+    _row(f"{name}: load", stored.size_bytes, statistics.median(load_s), copy_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store-mb", type=int, default=200, help="size of the synthetic weights")
+    parser.add_argument("--engines", default="tiny,mid", help="models to load into an engine; empty for none")
+    parser.add_argument("--folder", default="/dev/shm", help="where the store is made")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(
+        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, {arguments.folder}"
+    )
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        store = FolderStore(Path(folder) / "store")
+        measure_store(store, arguments.store_mb)
+        for name in filter(None, arguments.engines.split(",")):
+            asyncio.run(measure_engine(name, store, Path(folder) / name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Writes the table of all keys into docs/spec.md, between its two markers, from the spec's own docstrings.
+
+Run it after a change of rlhfless/spec; `--check` only says whether the page is up to date (exit code 1 if not).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from rlhfless.spec import RunSpec
+from rlhfless.spec.explain import models
+
+PAGE = Path(__file__).parents[1] / "docs" / "spec.md"
+BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
+
+
+def reference() -> str:
+    """One table per section, the whole spec's first."""
+    return "\n".join(section for title, model in _sections("", RunSpec) for section in _table(title, model))
+
+
+def _sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    yield prefix, model
+    for name, field in model.model_fields.items():
+        parts = models(field.annotation)
+        for part in parts:
+            many = get_origin(field.annotation) is tuple
+            yield from _sections(f"{prefix}.{name}".strip(".") + ("[]" if many else ""), part)
+
+
+def _table(title: str, model: type[BaseModel]) -> Iterator[str]:
+    kind = model.model_fields.get("type")
+    tag = f" (`type: {get_args(kind.annotation)[0]}`)" if kind and title.endswith("[]") else ""
+    yield f"### {f'`{title}`' if title else 'The spec'}{tag}\n"
+    yield " ".join((model.__doc__ or "").split()) + "\n"
+    yield "| key | type | default | |\n|---|---|---|---|"
+    for name, field in model.model_fields.items():
+        if field.default is PydanticUndefined:
+            default = "`{}`" if field.default_factory else "**required**"
+        else:
+            default = "see below" if isinstance(field.default, BaseModel) else f"`{_literal(field.default)}`"
+        text = " ".join((field.description or "").split()).replace("|", "\\|")
+        yield f"| `{name}` | {_type(field.annotation)} | {default} | {text} |"
+    yield ""
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0])
+    if origin in (Union, types.UnionType):
+        kept = [part for part in arguments if part is not types.NoneType]
+        return "section" if all(models(part) for part in kept) else " or ".join(map(_type, kept))
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (tuple, list):
+        return f"list of {_type(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    return (
+        "section"
+        if models(annotation)
+        else {"str": "text", "bool": "true/false"}.get(annotation.__name__, annotation.__name__)
+    )
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower().replace("none", "null")
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def main() -> int:
+    text = PAGE.read_text()
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    new = f"{head}{BEGIN}\n\n{reference()}\n{END}{tail}"
+    if "--check" in sys.argv[1:]:
+        return int(new != text)
+    PAGE.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

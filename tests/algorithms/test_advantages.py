@@ -1,0 +1,77 @@
+"""Group relative advantages, worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless.algorithms.advantages import grpo_advantages, rewards_with_kl, with_grpo_advantages
+from rlhfless.algorithms.batch import pack
+from rlhfless.spec import GRPOSpec, KLSpec
+
+
+def test_by_hand():
+    # Group 0: mean 2, squares 1 + 0 + 1, unbiased variance 1. Group 1: mean 2.5, variance (2.25 * 2) / 1 = 4.5.
+    rewards = np.array([1.0, 2.0, 3.0, 1.0, 4.0])
+    groups = np.array([0, 0, 0, 1, 1])
+    expected = [-1, 0, 1, -1.5 / math.sqrt(4.5), 1.5 / math.sqrt(4.5)]
+    np.testing.assert_allclose(grpo_advantages(rewards, groups, normalize_std=True), expected, rtol=2e-6)
+    plain = grpo_advantages(rewards, groups, normalize_std=False)
+    assert plain.tolist() == [-1, 0, 1, -1.5, 1.5]
+    assert plain.dtype == np.float32
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_groups_that_say_nothing_get_exactly_zero(normalize_std):
+    # 0.1 added up three times is not 0.3: without care this constant group would have a small spread.
+    rewards = np.array([0.1, 0.1, 0.1, 5.0])
+    assert grpo_advantages(rewards, np.array([0, 0, 0, 1]), normalize_std=normalize_std).tolist() == [0, 0, 0, 0]
+
+
+def test_rewards_must_be_finite():
+    with pytest.raises(ValueError, match="reward of sequence 1 is nan"):
+        grpo_advantages(np.array([1.0, np.nan]), np.array([0, 0]), normalize_std=True)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(-100, 100)), min_size=1, max_size=30),
+    st.floats(-50, 50),
+)
+def test_sum_to_zero_in_each_group_and_ignore_a_shift(pairs, shift):
+    groups = np.array([group for group, _ in pairs])
+    rewards = np.round([reward for _, reward in pairs], 2)
+    plain = grpo_advantages(rewards, groups, normalize_std=False)
+    shifted = grpo_advantages(rewards + np.round(shift, 2), groups, normalize_std=False)
+    np.testing.assert_allclose(shifted, plain, atol=1e-4)
+    np.testing.assert_allclose(np.bincount(groups, plain), 0, atol=1e-3)
+
+
+def test_kl_in_the_reward(make_group):
+    # Rollout logprobs -0.1 and -0.2 in the first response, -0.3 in the second; the reference says -0.6 everywhere.
+    batch = pack([make_group("a", (1,), [[10, 20], [30]])])
+    with pytest.raises(ValueError, match="needs reference logprobs"):
+        rewards_with_kl(np.zeros(2), batch, 1.0, "k1")
+    batch = batch.with_reference_logprobs(np.full(5, -0.6, np.float32))
+    np.testing.assert_allclose(
+        rewards_with_kl(np.array([1.0, 2.0]), batch, 2.0, "k1"), [1 - 2 * (0.5 + 0.4), 2 - 2 * 0.3], rtol=1e-6
+    )
+    old = batch.with_old_logprobs(np.full(5, -0.7, np.float32))
+    np.testing.assert_allclose(rewards_with_kl(np.array([1.0, 2.0]), old, 2.0, "k1"), [1.4, 2.2], rtol=1e-6)
+
+
+def test_algorithm_decides_whether_kl_is_in_the_reward(make_group):
+    batch = pack([make_group("a", (1,), [[10, 20], [30]])]).with_reference_logprobs(np.full(5, -0.6, np.float32))
+    rewards = np.array([1.0, 2.0])
+    without = with_grpo_advantages(batch, rewards, GRPOSpec(normalize_std=False))
+    assert without.advantages.tolist() == [0, -0.5, -0.5, 0, 0.5]
+    in_loss = GRPOSpec(normalize_std=False, kl=KLSpec(coefficient=2.0, estimator="k1", where="loss"))
+    assert with_grpo_advantages(batch, rewards, in_loss).advantages.tolist() == without.advantages.tolist()
+    in_reward = GRPOSpec(normalize_std=False, kl=KLSpec(coefficient=2.0, estimator="k1", where="reward"))
+    # Rewards -0.8 and 1.4, mean 0.3.
+    np.testing.assert_allclose(
+        with_grpo_advantages(batch, rewards, in_reward).advantages, [0, -1.1, -1.1, 0, 1.1], rtol=1e-6
+    )

@@ -1,0 +1,156 @@
+"""Packing, selecting and cutting: by hand on a small batch, and as properties on any."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhfless.algorithms.batch import Denominators, PackedBatch, in_batch_order, mini_batches, pack, select
+from rlhfless.records import Group
+
+PER_TOKEN = ("tokens", "positions", "response_mask", "rollout_logprobs", "advantages")
+FIXTURE_IS_PURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+groups_as_data = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 90), min_size=1, max_size=4),
+        st.lists(st.lists(st.integers(0, 90), max_size=5), min_size=1, max_size=4),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def build(make_group, data) -> list[Group]:
+    return [
+        make_group(f"p{number:02}", tuple(prompt), responses) for number, (prompt, responses) in enumerate(data)
+    ]
+
+
+def sequences(batch: PackedBatch) -> list[tuple[tuple[int, ...], tuple[bool, ...], tuple[float, ...]]]:
+    """Tokens, mask and logprobs of each sequence."""
+    return [
+        (
+            tuple(batch.tokens[batch.sequence_id == index].tolist()),
+            tuple(batch.response_mask[batch.sequence_id == index].tolist()),
+            tuple(batch.rollout_logprobs[batch.sequence_id == index].tolist()),
+        )
+        for index in range(batch.sequences)
+    ]
+
+
+def test_pack_by_hand(make_group):
+    batch = pack([make_group("b", (7,), [[20]]), make_group("a", (1, 2), [[10, 11], []])])
+    assert batch.tokens.tolist() == [1, 2, 10, 11, 1, 2, 7, 20]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
+    assert batch.sequence_id.tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert batch.group_id.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert batch.response_mask.tolist() == [False, False, True, True, False, False, False, True]
+    np.testing.assert_allclose(batch.rollout_logprobs, [0, 0, -0.1, -0.11, 0, 0, 0, -0.2], rtol=1e-6)
+    assert batch.denominators == Denominators(tokens=3, sequences=3, groups=2)
+    assert batch.lengths.tolist() == [4, 2, 2]
+    assert batch.response_lengths.tolist() == [2, 0, 1]
+    assert batch.starts.tolist() == [0, 4, 6]
+    assert batch.sequence_groups.tolist() == [0, 0, 1]
+
+
+def test_pack_does_not_depend_on_the_order_of_arrival(make_group):
+    groups = [make_group("a", (1,), [[2], [3]]), make_group("b", (4,), [[5], [6]])]
+    late = [dataclasses.replace(group, rollouts=group.rollouts[::-1]) for group in groups[::-1]]
+    assert sequences(pack(late)) == sequences(pack(groups))
+    assert [group.prompt.prompt_id for group in in_batch_order(late)] == ["a", "b"]
+
+
+def test_groups_without_rollouts_leave_no_gap_in_the_ids(make_group):
+    batch = pack([make_group("a", (1,), []), make_group("b", (4,), [[5]])])
+    assert batch.group_id.tolist() == [0, 0]
+    assert batch.denominators.groups == 1
+
+
+def test_pack_refuses_what_it_cannot_learn_from(make_group):
+    with pytest.raises(ValueError, match="nothing to pack"):
+        pack([])
+    with pytest.raises(ValueError, match="prompt 'a' has no tokens"):
+        pack([make_group("a", (), [[1]])])
+    group = make_group("a", (1,), [[2, 3]])
+    short = dataclasses.replace(group.rollouts[0], logprobs=np.zeros(1, np.float32))
+    with pytest.raises(ValueError, match="sample 0 of prompt 'a' has 2 tokens but 1 rollout logprobs"):
+        pack([dataclasses.replace(group, rollouts=(short,))])
+    broken = dataclasses.replace(group.rollouts[0], logprobs=np.array([0, np.nan], np.float32))
+    with pytest.raises(ValueError, match="not finite"):
+        pack([dataclasses.replace(group, rollouts=(broken,))])
+
+
+def test_values_are_spread_over_response_tokens_only(make_group):
+    batch = pack([make_group("a", (1, 2), [[10, 11], [12]])])
+    assert batch.with_advantages(np.array([3.0, -1.0])).advantages.tolist() == [0, 0, 3, 3, 0, 0, -1]
+    assert batch.with_old_logprobs(np.full(7, -2.0)).old_logprobs.tolist() == [0, 0, -2, -2, 0, 0, -2]
+    assert batch.with_reference_logprobs(np.full(7, -3.0)).reference_logprobs.tolist() == [0, 0, -3, -3, 0, 0, -3]
+    with pytest.raises(ValueError, match=r"one per sequence: \(2,\)"):
+        batch.with_advantages(np.zeros(7))
+    with pytest.raises(ValueError, match="one per token"):
+        batch.with_old_logprobs(np.zeros(2, np.float32))
+
+
+def test_select_by_hand(make_group):
+    batch = pack([make_group("a", (1,), [[10], [11]]), make_group("b", (2,), [[20], [21]])])
+    chosen = select(batch.with_advantages(np.arange(4.0)), np.array([3, 0]))
+    assert chosen.tokens.tolist() == [2, 21, 1, 10]
+    assert chosen.sequence_id.tolist() == [0, 0, 1, 1]
+    assert chosen.group_id.tolist() == [0, 0, 1, 1]
+    assert chosen.advantages.tolist() == [0, 3, 0, 0]
+    assert chosen.denominators == batch.denominators == Denominators(4, 4, 2)
+    with pytest.raises(ValueError, match="selected twice"):
+        select(batch, np.array([1, 1]))
+
+
+def test_mini_batches_by_hand(make_group):
+    batch = pack([make_group(name, (1,), [[10], [11, 12]]) for name in "abc"])
+    first, second = mini_batches(batch, 2)
+    assert (first.denominators, second.denominators) == (Denominators(6, 4, 2), Denominators(3, 2, 1))
+    assert second.group_id.tolist() == [0] * 5
+    with pytest.raises(ValueError, match="3 groups into 4"):
+        mini_batches(batch, 4)
+
+
+@FIXTURE_IS_PURE
+@given(data=groups_as_data)
+def test_pack_keeps_every_sequence(make_group, data):
+    batch = pack(build(make_group, data))
+    expected = [tuple(prompt + response) for prompt, responses in data for response in responses]
+    assert [tokens for tokens, _, _ in sequences(batch)] == expected
+    assert batch.denominators.tokens == sum(len(response) for _, responses in data for response in responses)
+    assert not batch.rollout_logprobs[~batch.response_mask].any()
+
+
+@FIXTURE_IS_PURE
+@given(data=groups_as_data, seed=st.integers(0, 1000))
+def test_select_of_a_permutation_and_back_is_the_batch(make_group, data, seed):
+    batch = pack(build(make_group, data))
+    batch = batch.with_advantages(np.arange(batch.sequences, dtype=np.float32))
+    order = np.random.default_rng(seed).permutation(batch.sequences)
+    there = select(batch, order)
+    assert sequences(there) == [sequences(batch)[index] for index in order]
+    back = select(there, np.argsort(order))
+    for name in (*PER_TOKEN, "sequence_id", "group_id"):
+        np.testing.assert_array_equal(getattr(back, name), getattr(batch, name))
+
+
+@FIXTURE_IS_PURE
+@given(data=groups_as_data, count=st.integers(1, 6))
+def test_mini_batches_are_a_partition_into_whole_groups(make_group, data, count):
+    batch = pack(build(make_group, data))
+    count = min(count, len(data))
+    parts = mini_batches(batch, count)
+    assert [sequence for part in parts for sequence in sequences(part)] == sequences(batch)
+    assert sum(part.denominators.tokens for part in parts) == batch.denominators.tokens
+    sizes = [part.denominators.groups for part in parts]
+    assert sum(sizes) == len(data)
+    assert max(sizes) - min(sizes) <= 1
+    for part in parts:
+        assert part.denominators.sequences == part.sequences
+        assert part.denominators.tokens == part.response_mask.sum()

@@ -1,0 +1,168 @@
+"""The policy loss: by hand, against a loop in plain Python, and how it adds up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhfless.algorithms.losses import LossInputs, combine_metrics, grpo_loss
+from rlhfless.spec import GRPOSpec, KLSpec
+
+KL = KLSpec(coefficient=0.1, estimator="k3")
+
+
+def inputs(current, old, rollout, advantages, reference=None, denominator=None) -> LossInputs:
+    def tensor(values):
+        return None if values is None else torch.tensor(values)
+
+    return LossInputs(
+        logprobs=torch.tensor(current, requires_grad=True),
+        entropy=torch.ones(len(current)),
+        rollout_logprobs=torch.tensor(rollout),
+        advantages=torch.tensor(advantages),
+        denominator_tokens=denominator or len(current),
+        old_logprobs=tensor(old),
+        reference_logprobs=tensor(reference),
+    )
+
+
+def random_inputs(seed: int, tokens: int = 50, denominator: int | None = None) -> LossInputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(spread):
+        return spread * torch.randn(tokens, generator=generator)
+
+    current = -1 - draw(1.0).abs()
+    return LossInputs(
+        logprobs=current.requires_grad_(),
+        entropy=draw(1.0).abs(),
+        rollout_logprobs=current.detach() + draw(0.5),
+        advantages=draw(1.0),
+        denominator_tokens=denominator or tokens,
+        old_logprobs=current.detach() + draw(0.4),
+        reference_logprobs=current.detach() + draw(0.6),
+    )
+
+
+def slow_loss(given: LossInputs, algorithm: GRPOSpec) -> float:
+    """The formula, token by token."""
+    total = 0.0
+    columns = (
+        given.logprobs,
+        given.old_logprobs,
+        given.rollout_logprobs,
+        given.reference_logprobs,
+        given.advantages,
+    )
+    for current, old, rollout, reference, advantage in zip(*(column.tolist() for column in columns), strict=True):
+        ratio = math.exp(current - old)
+        clipped = min(max(ratio, 1 - algorithm.clip_low), 1 + algorithm.clip_high)
+        weight = 1.0
+        if algorithm.importance_cap is not None:
+            weight = min(math.exp(old - rollout), algorithm.importance_cap)
+        total += weight * max(-advantage * ratio, -advantage * clipped)
+        x = reference - current
+        kl = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}[algorithm.kl.estimator]
+        if algorithm.kl.where == "loss":
+            total += algorithm.kl.coefficient * kl
+    return total / given.denominator_tokens
+
+
+def test_by_hand_each_side_of_the_clip():
+    # Ratios 1.5, 1.5, 0.5, 0.5 with both signs of advantage; clip to [0.8, 1.28].
+    up, down = math.log(1.5), math.log(0.5)
+    given = inputs([up, up, down, down], [0.0] * 4, [0.0] * 4, [1.0, -1.0, 1.0, -1.0])
+    outputs = grpo_loss(given, GRPOSpec())
+    # Clipped to -1.28; +1.5 kept; -0.5 kept; clipped to +0.8.
+    assert outputs.loss.item() == pytest.approx((-1.28 + 1.5 - 0.5 + 0.8) / 4)
+    outputs.loss.backward()
+    # The gradient of r is r; a clipped token has none.
+    assert given.logprobs.grad.tolist() == pytest.approx([0, 1.5 / 4, -0.5 / 4, 0])
+    assert outputs.metrics["clipped_high"].item() == 0.25
+    assert outputs.metrics["clipped_low"].item() == 0.25
+    assert outputs.metrics["ratio"].item() == pytest.approx(1.0)
+
+
+def test_by_hand_importance_weight_and_kl():
+    # w = min(e^0.5, 2) = 1.6487 and min(e^1, 2) = 2; x = 0.5 and 0; ratio 1.
+    given = inputs([-1.0, -1.0], None, [-1.5, -2.0], [1.0, 1.0], reference=[-0.5, -1.0])
+    outputs = grpo_loss(given, GRPOSpec(kl=KL))
+    kl = (math.exp(0.5) - 1.5) / 2
+    assert outputs.metrics["policy_loss"].item() == pytest.approx(-(math.exp(0.5) + 2) / 2)
+    assert outputs.metrics["reference_kl"].item() == pytest.approx(kl, rel=1e-5)
+    assert outputs.loss.item() == pytest.approx(-(math.exp(0.5) + 2) / 2 + 0.1 * kl)
+    assert outputs.metrics["importance_capped"].item() == 0.5
+    assert outputs.metrics["importance_weight_max"].item() == pytest.approx(math.e)
+    assert outputs.metrics["rollout_logprob_difference"].item() == pytest.approx(0.75)
+    assert outputs.metrics["rollout_logprob_difference_max"].item() == pytest.approx(1.0)
+
+
+def test_without_old_logprobs_the_ratio_is_exactly_one_and_the_gradient_is_the_policy_gradient():
+    given = inputs([-1.0, -3.0], None, [-1.0, -3.0], [2.0, -4.0])
+    outputs = grpo_loss(given, GRPOSpec())
+    outputs.loss.backward()
+    assert outputs.metrics["ratio"].item() == 1
+    assert outputs.metrics["old_kl"].item() == 0
+    assert given.logprobs.grad.tolist() == [-1, 2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GRPOSpec(),
+        GRPOSpec(clip_low=0.1, clip_high=0.15, importance_cap=None),
+        GRPOSpec(importance_cap=1.1, kl=KL),
+        GRPOSpec(kl=KLSpec(coefficient=0.5, estimator="k1")),
+        GRPOSpec(kl=KLSpec(coefficient=0.5, estimator="k2")),
+        GRPOSpec(kl=KLSpec(coefficient=0.5, where="reward")),
+    ],
+)
+def test_equals_a_loop_in_plain_python(algorithm, seed):
+    given = random_inputs(seed)
+    assert grpo_loss(given, algorithm).loss.item() == pytest.approx(slow_loss(given, algorithm), abs=1e-6)
+
+
+def test_loss_gradient_and_metrics_add_up_over_any_cut():
+    algorithm = GRPOSpec(kl=KL)
+    whole = random_inputs(7, tokens=30)
+    outputs = grpo_loss(whole, algorithm)
+    outputs.loss.backward()
+    parts = []
+    gradients = []
+    for start, stop in ((0, 5), (5, 5), (5, 24), (24, 30)):  # one part is empty
+        current = whole.logprobs.detach()[start:stop].requires_grad_()
+        part = LossInputs(
+            logprobs=current,
+            entropy=whole.entropy[start:stop],
+            rollout_logprobs=whole.rollout_logprobs[start:stop],
+            advantages=whole.advantages[start:stop],
+            denominator_tokens=30,
+            old_logprobs=whole.old_logprobs[start:stop],
+            reference_logprobs=whole.reference_logprobs[start:stop],
+        )
+        result = grpo_loss(part, algorithm)
+        result.loss.backward()
+        parts.append(result.metrics)
+        gradients.append(current.grad)
+    combined = combine_metrics(parts)
+    assert combined.keys() == outputs.metrics.keys()
+    for name, value in outputs.metrics.items():
+        torch.testing.assert_close(combined[name], value, atol=1e-6, rtol=1e-5, msg=name)
+    torch.testing.assert_close(torch.cat(gradients), whole.logprobs.grad)
+
+
+def test_a_broken_token_cannot_overflow():
+    given = inputs([-1.0, -200.0], [-150.0, -1.0], [-400.0, -1.0], [1.0, -1.0], reference=[-1.0, -1.0])
+    outputs = grpo_loss(given, GRPOSpec(kl=KL))
+    outputs.loss.backward()
+    assert outputs.loss.isfinite()
+    assert given.logprobs.grad.isfinite().all()
+    assert all(value.isfinite() for value in outputs.metrics.values())
+
+
+def test_kl_in_the_loss_needs_a_reference():
+    with pytest.raises(ValueError, match="needs reference logprobs"):
+        grpo_loss(inputs([-1.0], None, [-1.0], [1.0]), GRPOSpec(kl=KL))

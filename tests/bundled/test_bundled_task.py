@@ -1,0 +1,114 @@
+"""The counting task: hand-worked answers, the split, and the shape of the lengths."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhfless.bundled.task import (
+    Problem,
+    Slips,
+    TaskRecipe,
+    draw_demonstrations,
+    draw_problems,
+    write_jsonl,
+)
+
+RECIPE = TaskRecipe()
+
+
+def test_prompt_and_answer_upwards() -> None:
+    problem = Problem(7, 12)
+    assert problem.prompt == "count from 7 up to 12:"
+    assert problem.answer == "7 8 9 10 11 12"
+    assert problem.distance == 5
+
+
+def test_prompt_and_answer_downwards_to_zero() -> None:
+    problem = Problem(4, 0)
+    assert problem.prompt == "count from 4 down to 0:"
+    assert problem.answer == "4 3 2 1 0"
+
+
+@pytest.mark.parametrize(
+    ("slips", "response"),
+    [
+        (Slips(chatty=True), "sure 8 9 10"),
+        (Slips(stutter=True), "8 8 9 10"),
+        (Slips(early_stop=True), "8 9"),
+        (Slips(chatty=True, stutter=True, early_stop=True), "sure 8 8 9"),
+    ],
+)
+def test_slips(slips: Slips, response: str) -> None:
+    assert Problem(8, 10).response(slips) == response
+
+
+def test_early_stop_downwards_leaves_out_the_last() -> None:
+    assert Problem(3, 0).response(Slips(early_stop=True)) == "3 2 1"
+
+
+def test_no_slip_can_earn_the_reward() -> None:
+    every = [Slips(*(bool(bits >> i & 1) for i in range(3))) for bits in range(8)]
+    responses = [Problem(20, 25).response(slips) for slips in every]
+    assert all(a != b for a, b in combinations(responses, 2))
+
+
+def test_problems_are_different_in_range_and_end_on_round_numbers() -> None:
+    problems = draw_problems(RECIPE, np.random.default_rng(0), 300, held_out=False)
+    assert len(set(problems)) == 300
+    for problem in problems:
+        assert RECIPE.shortest_distance <= problem.distance <= RECIPE.longest_distance
+        assert min(problem.first, problem.last) >= 0
+        assert max(problem.first, problem.last) <= RECIPE.largest_number
+        assert problem.last % RECIPE.last_is_multiple_of == 0
+
+
+def test_held_out_problems_are_never_trained_on_nor_demonstrated() -> None:
+    rng = np.random.default_rng(0)
+    held_out = {problem.prompt for problem in draw_problems(RECIPE, rng, 256, held_out=True)}
+    train = {problem.prompt for problem in draw_problems(RECIPE, rng, 640, held_out=False)}
+    shown = {demonstration.prompt for demonstration in draw_demonstrations(RECIPE, rng, 4000)}
+    assert held_out.isdisjoint(train)
+    assert held_out.isdisjoint(shown)
+
+
+def test_split_takes_its_share() -> None:
+    problems = [Problem(first, last) for first in range(151) for last in range(0, 151, 5)]
+    share = np.mean([problem.held_out(RECIPE) for problem in problems])
+    assert share == pytest.approx(RECIPE.held_out_share, abs=0.03)
+
+
+def test_lengths_have_a_long_tail() -> None:
+    problems = draw_problems(RECIPE, np.random.default_rng(1), RECIPE.train_prompts, held_out=False)
+    lengths = [len(problem.answer.split()) for problem in problems]
+    median, p99 = np.percentile(lengths, [50, 99])
+    assert 10 <= median <= 18
+    assert p99 / median > 4
+
+
+def test_demonstrations_are_right_as_often_as_the_recipe_says() -> None:
+    demonstrations = draw_demonstrations(RECIPE, np.random.default_rng(2), 4000)
+    right = 0
+    for demonstration in demonstrations:
+        words = demonstration.prompt.rstrip(":").split()
+        right += demonstration.response == Problem(int(words[2]), int(words[5])).answer
+    # Binomial: three standard deviations of 4000 draws are 0.023.
+    assert right / 4000 == pytest.approx(RECIPE.clean_share, abs=0.025)
+
+
+def test_draws_depend_on_the_seed_alone() -> None:
+    first, again, other = (
+        draw_problems(RECIPE, np.random.default_rng(seed), 20, held_out=True) for seed in (5, 5, 6)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [Problem(9, 5)])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows == [{"id": "9-5", "prompt": "count from 9 down to 5:", "answer": "9 8 7 6 5", "distance": 4}]

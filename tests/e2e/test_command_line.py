@@ -1,0 +1,95 @@
+"""`rlhfless run` as a user calls it: a whole run, and one that is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from conftest import spec_values
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhfless.records.traces import read_trace
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+COMMAND = [str(Path(sys.executable).with_name("rlhfless"))]
+
+
+def write_spec(assets: Path, folder: Path, **changes: object) -> Path:
+    path = folder / "spec.yaml"
+    values = spec_values(assets, algorithm={}, weights={}, output=str(folder / "runs"), **changes)
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def start(spec: Path, log: Path) -> subprocess.Popen[bytes]:
+    """The command in a session of its own, as a terminal would start it."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*COMMAND, "run", str(spec)],
+            cwd=spec.parent,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait_for(text: str, log: Path, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while text not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end, f"{text!r} did not come within {timeout_s:.0f} s:\n{log.read_text()}"
+        time.sleep(0.2)
+
+
+def offspring(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text("def longer(response_tokens):\n    return response_tokens / 400\n")
+    rewards = [{"type": "python", "target": "my_rewards:longer", "name": "length"}]
+    spec = write_spec(assets, tmp_path, rewards=rewards)
+    log = tmp_path / "out.log"
+    process = start(spec, log)
+    assert process.wait(timeout=400) == 0, log.read_text()
+    text = log.read_text()
+    for expected in ("step 2/2", "held-out prompts", "length greedy", "generation", "learner", "checkpoint"):
+        assert expected in text
+    folder = next((tmp_path / "runs").iterdir())
+    checkpoint = folder / "checkpoints" / "step-000002"
+    assert AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(checkpoint).eos_token == "<eos>"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "step_s" in line] == [1, 2]
+    assert 0 < lines[-2]["reward/length"] <= 1
+    assert not list(Path("/dev/shm").glob(f"rlhfless-{folder.name}*"))
+    summary = subprocess.run(
+        [*COMMAND, "trace", "summary", str(folder)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "generation" in summary.stdout
+    assert "outside functions" in summary.stdout
+
+
+def test_ctrl_c_stops_everything_and_keeps_the_trace(assets: Path, tmp_path: Path) -> None:
+    log = tmp_path / "out.log"
+    process = start(write_spec(assets, tmp_path, steps=1000), log)
+    wait_for("step    2/1000", log, process, timeout_s=300)
+    left = offspring(process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=120) == 130, log.read_text()
+    _, alive = psutil.wait_procs(left, timeout=30)
+    assert not alive
+    assert "Traceback" not in log.read_text()
+    folder = next((tmp_path / "runs").iterdir())
+    trace = read_trace(folder / "trace")
+    assert len(trace.steps) >= 2
+    assert {holding.state for holding in trace.holdings} >= {"starting", "serving", "draining"}

@@ -1,0 +1,192 @@
+"""The real parts together: Ray Serve, vLLM and torch. The tests share one run and go through it in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlparse
+
+import numpy as np
+import pytest
+from conftest import Live
+
+from rlhfless.fleet.replica import Replica
+from rlhfless.functions.base import Call, StaleCall
+from rlhfless.functions.generation.deployment import WrongVersion
+from rlhfless.functions.generation.messages import GenerateRequest, SampleItem
+from rlhfless.loop.evaluation import evaluate_held_out
+from rlhfless.loop.generation import sampling_of
+from rlhfless.loop.step import train_step
+from rlhfless.records import FunctionName, ReplicaState, Work
+from rlhfless.records.traces import read_trace
+from rlhfless.scaling.accounting import check_holdings, summarise
+from rlhfless.scaling.prices import PriceBook
+from rlhfless.weights.check import WeightCheckFailed
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_step_trains_and_its_trace_says_what_happened(live: Live) -> None:
+    run = live.run
+    before = run.published
+    record = await train_step(run, 1)
+    assert run.published.version.step == 1
+    assert run.published.version.digest != before.version.digest
+    trace = read_trace(live.folder / "trace")
+    rollouts = [row for row in trace.rollouts if row.step == 1]
+    assert len(rollouts) == 16
+    for row in rollouts:
+        assert row.version_spans[-1].end == row.response_tokens
+        assert {span.version for span in row.version_spans} == {before.version.label}
+        assert len(row.token_ids or ()) == len(row.logprobs or ()) == row.response_tokens
+    assert record.metrics["rollout_logprob_difference_max"] < 1e-3
+    assert record.metrics["reference_kl"] < 1e-4  # the reference is the policy before its first update
+    assert {call.work for call in trace.invocations if call.step == 1} == {
+        Work.GENERATE,
+        Work.SCORE,
+        Work.LOGPROBS,
+        Work.EVALUATE,
+        Work.LEARN,
+        Work.PUBLISH,
+    }
+
+
+async def test_groups_are_scored_and_referred_while_the_longest_is_still_drawn(live: Live) -> None:
+    await train_step(live.run, 2)
+    trace = read_trace(live.folder / "trace")
+    calls = [call for call in trace.invocations if call.step == 2]
+    generated = max(call.end_s for call in calls if call.work is Work.GENERATE)
+    longest = max(row.response_tokens for row in trace.rollouts if row.step == 2)
+    assert longest == 400
+    for work in (Work.SCORE, Work.LOGPROBS):
+        early = [call for call in calls if call.work is work and call.end_s < generated]
+        assert early, f"no {work} call ended before generation did"
+
+
+async def test_generation_without_the_asked_version_is_refused(live: Live) -> None:
+    run, actor = live.run, live.run.generation.serving()[0]
+    request = GenerateRequest(
+        items=(SampleItem("p", 0, (1, 2), seed=1),),
+        sampling=sampling_of(run.spec),
+        version="live-1/1/7/other",
+        actor=actor.name,
+        progress_interval_s=1,
+        timeout_s=30,
+    )
+    with pytest.raises(WrongVersion, match="was asked for live-1/1/7/other and serves live-1/1/"):
+        async for _ in actor.stream(Work.GENERATE, "generate", run.call(2), request, timeout_s=30):
+            pass
+
+
+async def test_an_actor_can_join_and_another_be_drained_during_a_step(live: Live) -> None:
+    run = live.run
+    first = run.generation.serving()[0]
+    epoch = run.generation.membership.epoch
+
+    step = asyncio.create_task(train_step(run, 3))
+    second = await run.add_actor(run.call(3))
+    await step
+    assert {actor.name for actor in run.generation.serving()} == {first.name, second.name}
+
+    step = asyncio.create_task(train_step(run, 4))
+    async with asyncio.timeout(60):
+        while run.stage is None or not run.stage.progress:
+            await asyncio.sleep(0.02)
+    await run.remove_actor(first)
+    await step
+    assert first.state is ReplicaState.RETIRED
+    assert run.generation.serving() == (second,)
+    assert run.generation.membership.epoch > epoch
+
+    trace = read_trace(live.folder / "trace")
+    for number in (3, 4):
+        keys = {(row.prompt_id, row.sample_index) for row in trace.rollouts if row.step == number}
+        assert len(keys) == 16
+    moved = [row for row in trace.rollouts if row.step == 4 and len(row.version_spans) > 1]
+    assert moved, "no sample went on with another actor"
+    for row in moved:
+        spans = row.version_spans
+        assert [span.start for span in spans] == [0] + [span.end for span in spans[:-1]]
+        assert spans[-1].end == row.response_tokens == len(row.token_ids or ())
+
+
+async def test_a_released_function_is_gone_and_starts_again_at_a_recorded_price(live: Live) -> None:
+    run = live.run
+    scoring = run.scoring
+    old = await scoring.ready()
+    assert old.info is not None
+    assert alive(old.info.pid)
+    await scoring.pool.stop(old)
+    assert old.state is ReplicaState.RETIRED
+    assert not alive(old.info.pid)
+    new = await scoring.ready()
+    assert new.incarnation != old.incarnation
+    run.ledger.flush(4)
+    trace = read_trace(live.folder / "trace")
+    starts = [h for h in trace.holdings if h.function is FunctionName.SCORING and h.state is ReplicaState.STARTING]
+    assert len({start.incarnation for start in starts}) == 2
+    assert all(start.duration_s > 0 for start in starts)
+
+
+async def test_held_out_figures_do_not_depend_on_when_they_are_drawn(live: Live) -> None:
+    first = await evaluate_held_out(live.run, 4)
+    assert first == await evaluate_held_out(live.run, 4)
+    assert set(first) == {"has_seven", "has_seven_greedy"}
+
+
+async def test_an_older_attempt_is_refused_everywhere(live: Live) -> None:
+    run = live.run
+    newer = replace(run.call(4), attempt=2)
+    learner: Replica = await run.learner.ready()
+    await learner.call("describe", newer, timeout_s=30, waiting_for="a description")
+    with pytest.raises(StaleCall, match="attempt 2 has taken over"):
+        await learner.call("publish", run.call(4), timeout_s=30, waiting_for="a publication")
+    with pytest.raises(StaleCall, match="belongs to 'live-1'"):
+        await learner.call("describe", Call("other", 9, 0), timeout_s=30, waiting_for="a description")
+
+
+async def test_old_bytes_under_a_new_name_stop_the_run(live: Live) -> None:
+    """The node's cache hands out the version before: found by the digest of what the engine consumed."""
+    run = live.run
+    actor = run.generation.serving()[0]
+    folder = next(iter(Path("/dev/shm").glob("rlhfless-live-1")))
+    cache = Path(f"{folder}-cache")
+    assert urlparse(run.published.location).scheme == "http"
+    old = next(cache.glob("live-1~1~4~*"))
+    fake = replace(run.published.version, step=5, digest="0" * 32)
+    name = Path(run.published.location).name
+    forged = name.replace("~4~", "~5~").replace(run.published.version.digest, fake.digest)
+    shutil.copy(old, cache / forged)
+    published = replace(run.published, version=fake, location=run.published.location.replace(name, forged))
+    with pytest.raises(WeightCheckFailed, match="consumed"):
+        await run.generation.sync_one(actor, published, run.call(5))
+    assert actor.state is ReplicaState.STALE
+
+
+async def test_the_ledger_adds_up(live: Live) -> None:
+    run = live.run
+    for pool in run.pools:
+        for replica in pool.replicas():
+            replica.cut()
+    run.ledger.flush(5)
+    trace = read_trace(live.folder / "trace")
+    check_holdings(trace.holdings)
+    prices = PriceBook.model_validate(trace.meta.prices)
+    summary = summarise(trace, prices)
+    held = sum(holding.device_s for holding in trace.holdings)
+    total = summary.total
+    assert total.busy_device_s + total.idle_device_s + total.cold_device_s == pytest.approx(held, rel=1e-9)
+    assert total.cost_usd == pytest.approx(held * prices.price_usd_per_hour("cpu-core") / 3600, rel=1e-9)
+    assert sum(row.cost_usd for row in summary.functions) == pytest.approx(total.cost_usd, rel=1e-9)
+    assert np.isfinite(run.ledger.cost_usd(run.pools))

@@ -1,0 +1,127 @@
+"""The command line, typed as a user would."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from rlhfless.cli import main
+from rlhfless.loop import preflight
+from rlhfless.spec.errors import UserError
+
+
+@pytest.fixture
+def spec(model_folder, write_rows, tmp_path):
+    """A spec file that is right, with paths relative to it."""
+    write_rows([{"prompt": f"w{i}", "answer": i} for i in range(8)])
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{path: {model_folder.name}}}\n"
+        "prompts: {path: train.jsonl}\n"
+        "rewards:\n- type: exact_match\n"
+        "generation: {max_tokens: 16}\n"
+        "prompts_per_step: 4\n"
+    )
+    return path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main.app, [str(argument) for argument in arguments])
+
+
+def test_validate_prints_the_resolved_spec(spec, model_folder):
+    result = invoke("validate", spec, "--set", "steps=3", "--set", "generation.top_p=0.9")
+    assert result.exit_code == 0, result.output
+    resolved = yaml.safe_load(result.stdout)
+    assert resolved["steps"] == 3
+    assert resolved["model"]["path"] == str(model_folder)
+    assert resolved["optimizer"]["learning_rate"] == 1e-6
+    assert "warning: generation: top_p 0.9" in result.stderr
+    assert "ok: 8 training and 0 held-out prompts, sequences of up to 17 tokens" in result.stderr
+
+
+def test_a_mistyped_key_is_one_message_and_exit_code_2(spec):
+    result = invoke("validate", spec, "--set", "rewards.0.wieght=2")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        f"{spec}: 1 problem\n"
+        "- rewards.0.wieght (--set rewards.0.wieght=2): unknown key\n"
+        "    did you mean `weight`? Valid keys here: name, weight, type, answer_field, strip, ignore_case\n"
+    )
+
+
+def test_what_preflight_finds_is_one_message_and_exit_code_2(spec):
+    result = invoke("validate", spec, "--set", "prompts_per_step=9", "--set", "rewards.0.answer_field=solution")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("the run cannot start: 2 problems\n")
+    assert "column `solution` is missing" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_debug_shows_the_traceback_wherever_it_stands(spec, place):
+    arguments = ["validate", spec, "--set=steps=0"]
+    arguments.insert(place, "--debug")
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "steps (--set steps=0)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (UserError("mend it"), 2, "mend it\n"),
+        (KeyError("x"), 1, "unexpected KeyError: 'x'\nRun it again with --debug for the traceback.\n"),
+        (typer.Exit(7), 7, ""),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_exit_codes(spec, monkeypatch, error, code, text):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(preflight, "preflight", fail)
+    result = invoke("validate", spec)
+    assert (result.exit_code, result.stderr) == (code, text)
+
+
+def test_a_mistyped_command_names_the_nearest():
+    result = invoke("vlidate", "x")
+    assert result.exit_code == 2
+    assert "validate" in result.stderr
+
+
+def test_schema_and_version():
+    assert json.loads(invoke("schema").stdout)["title"] == "RunSpec"
+    assert invoke("--version").stdout.startswith("rlhfless 0.")
+
+
+def test_models_tiny_reports_progress_and_says_where_it_wrote(tmp_path, monkeypatch):
+    from rlhfless import bundled
+
+    def build(folder, *, seed, on_progress):
+        on_progress(SimpleNamespace(step=1, steps=2, loss=0.5))
+        return f"{folder} {seed}"
+
+    monkeypatch.setattr(bundled, "build", build, raising=False)
+    result = invoke("models", "tiny", "--out", tmp_path, "--seed", 3)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.replace("\n", "") == f"{tmp_path} 3"
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys\nfrom rlhfless.cli import main\n"
+        "heavy = ('torch', 'transformers', 'ray', 'vllm', 'datasets')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "[]"

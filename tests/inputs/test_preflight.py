@@ -1,0 +1,246 @@
+"""Everything that is found before a run is started."""
+
+import json
+import socket
+
+import pytest
+from safetensors.numpy import save_file
+from transformers import AutoConfig
+
+from rlhfless.loop.preflight import preflight
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError
+
+
+@pytest.fixture
+def check(model_folder, write_rows, tmp_path):
+    """Runs preflight on a spec that is right but for the given parts."""
+    rows = write_rows([{"prompt": f"w{i} w{i + 1}", "answer": i} for i in range(8)])
+
+    def run(**parts):
+        spec = {
+            "model": {"path": str(model_folder)},
+            "prompts": {"path": str(rows)},
+            "rewards": [{"type": "exact_match"}],
+            "generation": {"max_tokens": 16},
+            "prompts_per_step": 4,
+            "output": str(tmp_path / "runs"),
+        }
+        return preflight(RunSpec.model_validate(spec | parts))
+
+    return run
+
+
+@pytest.fixture
+def fault(check):
+    def refused(**parts):
+        with pytest.raises(InputError) as caught:
+            check(**parts)
+        return str(caught.value)
+
+    return refused
+
+
+def test_a_right_spec_is_prepared(check, model_folder, tmp_path):
+    prepared = check()
+    assert len(prepared.train) == 8
+    assert prepared.tokenizer.path == str(model_folder)
+    assert (prepared.tokenizer.pad_token_id, prepared.tokenizer.eos_token_id) == (0, 1)
+    assert prepared.max_model_len == 2 + 16  # the longest prompt and max_tokens: less than the context of 32
+    assert prepared.warnings == ()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_all_problems_are_told_at_once(fault, tmp_path):
+    message = fault(
+        model={"path": str(tmp_path / "none")},
+        prompts={"path": str(tmp_path / "none.jsonl")},
+        rewards=[{"type": "python", "target": "nowhere:score"}],
+        scaling={"prices": str(tmp_path / "none.yaml")},
+        learner={"ranks": 99},
+    )
+    assert message.startswith("the run cannot start: ")
+    for field in ("model.path", "prompts.path", "rewards.0", "scaling.prices", "learner.ranks"):
+        assert f"- {field}: " in message
+
+
+# -- the model
+
+
+def test_a_folder_that_is_not_there_names_the_nearest(fault, model_folder):
+    message = fault(model={"path": str(model_folder.parent / "modle")})
+    assert "modle': no such folder, and not a hub name" in message
+    assert "did you mean `model`?" in message
+
+
+def test_a_hub_name_that_cannot_be_resolved_says_why(fault, monkeypatch):
+    def unreachable(path, **_):
+        raise OSError(f"We couldn't connect to 'https://huggingface.co' for {path}.\nCheck your connection.")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    message = fault(model={"path": "Qwen/Qwen9-0.6B"})
+    assert "cannot read the configuration of 'Qwen/Qwen9-0.6B': OSError: We couldn't connect" in message
+    assert "network and your login" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, ["no causal language model", "ForCausalLM"]),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            ["LlamaForSequenceClassification", "no causal"],
+        ),
+        ({"model_type": "vit"}, ["no causal language model"]),
+        ({"model_type": "none-such"}, ["cannot read the configuration", "none-such"]),
+        ({"vocab_size": 10}, ["model.tokenizer", "has 64 tokens", "vocabulary has 10"]),
+    ],
+)
+def test_a_model_that_cannot_be_a_policy_is_refused(fault, edit_config, changes, parts):
+    edit_config(**changes)
+    message = fault()
+    assert all(part in message for part in parts), message
+
+
+def test_a_folder_without_config_weights_or_tokenizer(fault, model_folder):
+    for name, part in (
+        ("tokenizer.json", "cannot read the tokenizer of"),
+        ("model.safetensors", "has no weights (*.safetensors"),
+        ("config.json", "has no config.json"),
+    ):
+        (model_folder / name).unlink()
+        assert part in fault()
+
+
+def test_a_folder_with_half_of_its_weights(fault, model_folder):
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({}, model_folder / "model-1-of-2.safetensors")
+    assert "lacks 1 of 2 weight files, such as model-2-of-2.safetensors" in fault()
+
+
+def test_weights_that_were_never_fetched(fault, model_folder):
+    (model_folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert "Git LFS pointer" in fault()
+    assert "git lfs pull" in fault()
+
+
+def test_a_file_is_not_a_model(fault, model_folder):
+    assert "is a file" in fault(model={"path": str(model_folder / "config.json")})
+
+
+def test_no_padding_token_falls_back_with_a_warning_and_no_end_token_is_refused(check, fault, model_folder):
+    path = model_folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["pad_token"]
+    path.write_text(json.dumps(config))
+    prepared = check()
+    assert prepared.tokenizer.pad_token_id == prepared.tokenizer.eos_token_id == 1
+    assert "no padding token; its end-of-sequence token '<eos>' pads instead" in prepared.warnings[0]
+    del config["eos_token"]
+    path.write_text(json.dumps(config))
+    assert "has no end-of-sequence token" in fault()
+
+
+# -- lengths
+
+
+def test_a_context_above_the_models_own(fault, model_folder):
+    message = fault(model={"path": str(model_folder), "max_context_tokens": 64})
+    assert "model.max_context_tokens: 64 is above the model's own limit of 32 tokens" in message
+
+
+def test_no_room_for_a_prompt(fault):
+    message = fault(generation={"max_tokens": 32})
+    assert "generation.max_tokens: 32 leaves no room for a prompt in the context of 32" in message
+    assert "at most 31" in message
+
+
+def test_responses_that_may_be_cut_short_are_warned_of(check):
+    prepared = check(generation={"max_tokens": 31})
+    assert prepared.max_model_len == 32
+    assert "for 8 of 8 prompts the context of 32 tokens ends before 31 response tokens" in prepared.warnings[0]
+
+
+def test_a_prompt_longer_than_the_context(fault, write_rows):
+    path = write_rows([{"prompt": "w1", "answer": 1}, {"prompt": "w1 " * 33, "answer": 1}], "long.jsonl")
+    message = fault(prompts={"path": str(path)}, prompts_per_step=1)
+    assert "more than 31 tokens" in message
+    assert "long.jsonl:2: 33 tokens" in message
+
+
+def test_a_stop_token_outside_the_vocabulary(fault):
+    message = fault(generation={"max_tokens": 16, "stop_token_ids": [1, 64]})
+    assert "generation.stop_token_ids: 64 is not a token: the vocabulary has 64" in message
+
+
+# -- prompts, rewards, batches
+
+
+def test_fewer_prompts_than_a_step_takes(fault):
+    message = fault(prompts_per_step=9)
+    assert "prompts_per_step: 9, but there are 8 training prompts" in message
+    assert "at most 8" in message
+
+
+def test_a_reward_that_does_not_fit_the_prompts(fault):
+    message = fault(
+        rewards=[
+            {"type": "exact_match", "answer_field": "solution"},
+            {"type": "python", "target": "json:loads"},
+        ]
+    )
+    assert "rewards.0: reward 'exact_match': the column `solution` is missing (columns there: answer)" in message
+    assert "rewards.1: reward 'python': 'json:loads' requires `s`" in message
+
+
+def test_evaluation_without_prompts(fault):
+    assert "evaluation.every_steps: set, but there are no held-out prompts" in fault(evaluation={"every_steps": 5})
+
+
+def test_more_ranks_than_sequences(fault):
+    message = fault(learner={"ranks": 20}, mini_batches=2, samples_per_prompt=4)
+    assert "learner.ranks: 20 ranks, but a mini-batch has 8 sequences (2 groups)" in message
+
+
+def test_settings_that_do_harm_or_nothing_are_warned_of(check):
+    warnings = "\n".join(
+        check(
+            generation={"max_tokens": 16, "top_p": 0.9},
+            learner={"micro_batch_tokens": 10},
+            rewards=[{"type": "length_penalty", "free_tokens": 16, "max_tokens": 20}],
+        ).warnings
+    )
+    assert "generation: top_p 0.9 and top_k 0 cut the distribution" in warnings
+    assert "learner.micro_batch_tokens: 10 is below the longest sequence of 18 tokens" in warnings
+    assert "rewards.0: no response is longer than free_tokens (16)" in warnings
+
+
+# -- the machine
+
+
+def test_a_port_that_is_taken(fault):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = fault(logging={"metrics_port": port})
+    assert f"logging.metrics_port: port {port} of the loopback interface is not free" in message
+
+
+def test_an_output_that_cannot_be_a_folder(fault, tmp_path):
+    (tmp_path / "file").touch()
+    assert "output: " in fault(output=str(tmp_path / "file" / "runs"))
+    assert f"'{tmp_path / 'file'}' is a file" in fault(output=str(tmp_path / "file"))
+
+
+def test_more_devices_than_there_are(fault):
+    message = fault(placement={"devices": 4096})
+    assert "placement: placement.devices asks for 4096 device(s)" in message
+
+
+def test_a_price_book_that_cannot_be_read(fault, tmp_path):
+    (tmp_path / "prices.yaml").write_text("devices: 3\n")
+    message = fault(scaling={"prices": str(tmp_path / "prices.yaml")})
+    assert "scaling.prices: " in message
+    assert "should be a list, got 3" in message

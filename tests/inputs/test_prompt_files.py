@@ -1,0 +1,270 @@
+"""Prompts as users keep them: what is read, what is refused, and whether the message helps."""
+
+import importlib.util
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from rlhfless.loop.prompts import load_prompts
+from rlhfless.spec import PromptsSpec
+from rlhfless.spec.errors import InputError
+
+
+@pytest.fixture
+def load(tokenizer):
+    def load_with(path, *, tokenizer=tokenizer, seed=0, context=32, **options):
+        spec = PromptsSpec(path=str(path), **options)
+        return load_prompts(spec, tokenizer, max_context_tokens=context, seed=seed)
+
+    return load_with
+
+
+@pytest.fixture
+def fault(load):
+    def refused(path, **options):
+        with pytest.raises(InputError) as caught:
+            load(path, **options)
+        return str(caught.value)
+
+    return refused
+
+
+def rows(count, **columns):
+    return [{"prompt": f"w{i // 50} w{i % 50}", "answer": i, **columns} for i in range(count)]
+
+
+# -- what is read
+
+
+def test_a_prompt_has_its_tokens_text_and_other_columns(load, write_rows):
+    sets = load(write_rows([{"prompt": "w1 w2", "answer": "3", "level": 4}, "", {"prompt": "nonsense"}]))
+    first, second = sets.train
+    assert (first.text, first.token_ids) == ("w1 w2", (6, 7))
+    assert first.columns == {"answer": "3", "level": 4}
+    assert second.token_ids == (2,)
+    assert (sets.held_out, sets.warnings) == ((), ())
+
+
+def test_parquet_is_recognised_by_content(load, tmp_path):
+    path = tmp_path / "prompts.data"
+    pa.parquet.write_table(pa.table({"question": ["w1", "w2"], "answer": [1, 2]}), path)
+    prompts = load(path, prompt_field="question").train
+    assert [(prompt.text, prompt.columns) for prompt in prompts] == [
+        ("w1", {"answer": 1}),
+        ("w2", {"answer": 2}),
+    ]
+
+
+def test_a_byte_order_mark_is_ignored(load, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": "w1"}\n', encoding="utf-8-sig")
+    assert load(path).train[0].text == "w1"
+
+
+def test_a_data_set_folder_is_read_by_datasets(load, tmp_path, write_rows):
+    (tmp_path / "set").mkdir()
+    write_rows(rows(3), "set/train.jsonl")
+    write_rows(rows(2), "set/test.jsonl")
+    assert [prompt.columns["answer"] for prompt in load(tmp_path / "set").train] == [0, 1, 2]
+    assert len(load(tmp_path / "set", split="test").train) == 2
+
+
+def test_ids_are_hashes_of_the_prompt_and_repetitions_are_numbered(load, write_rows):
+    sets = load(write_rows([{"prompt": "w1"}, {"prompt": "w2"}, {"prompt": "w1"}, {"prompt": "w1"}]))
+    one, two, again, third = (prompt.prompt_id for prompt in sets.train)
+    assert (again, third) == (f"{one}-2", f"{one}-3")
+    assert len(one) == 16
+    assert two != one
+    assert load(write_rows([{"prompt": "w1", "other": 1}], "b.jsonl")).train[0].prompt_id == one
+    assert "1 prompts occur more than once" in sets.warnings[0]
+
+
+def test_ids_from_a_field(load, write_rows):
+    sets = load(write_rows([{"prompt": "w1", "key": 7}, {"prompt": "w1", "key": "b"}]), id_field="key")
+    assert [prompt.prompt_id for prompt in sets.train] == ["7", "b"]
+
+
+def test_chat_messages_and_plain_texts_are_rendered(load, write_rows, chat_tokenizer):
+    given = [
+        {"prompt": [{"role": "user", "content": "w1"}, {"role": "user", "content": "w2"}]},
+        {"prompt": "w3"},
+    ]
+    many, one = load(write_rows(given), tokenizer=chat_tokenizer, chat_template=True).train
+    assert many.text == "<user> w1 <user> w2 <bot>"
+    assert (one.text, one.token_ids) == ("<user> w3 <bot>", (3, 8, 4))
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "parts"),
+    [
+        (
+            [{"question": "w1", "promt": "w1"}, {"prompt": "w1"}],
+            {},
+            [
+                "no field `prompt` in 1 of 2 rows, first at train.jsonl:1",
+                "question, promt",
+                "`promt`?",
+                "prompt_field",
+            ],
+        ),
+        ([{"prompt": None}], {}, ["no field `prompt`"]),
+        ([{"prompt": "w1"}, {"prompt": 3}], {}, ["`prompt` is not a string", "train.jsonl:2: got 3"]),
+        ([{"prompt": " "}, {"prompt": ""}], {}, ["`prompt` is empty in 2 of 2 rows", "remove these rows"]),
+        ([{"prompt": []}], {}, ["`prompt` is empty"]),
+        ([{"prompt": "w1 \ud83d"}], {}, ["`prompt` is not valid Unicode", "surrogates not allowed"]),
+        (
+            [{"prompt": [{"role": "user", "content": "w1"}]}],
+            {},
+            ["list of chat messages in 1 of 1", "prompts.chat_template: true"],
+        ),
+        (
+            [{"prompt": "w1"}, {"prompt": "w " * 40}, {"prompt": "w " * 32}],
+            {},
+            [
+                "more than 31 tokens",
+                "in 2 of 3 rows, first at train.jsonl:2: 40 tokens",
+                "max_context_tokens (now 32)",
+            ],
+        ),
+        (
+            [{"prompt": "w1", "key": 1}, {"prompt": "w2"}],
+            {"id_field": "key"},
+            ["no id in `key`", "train.jsonl:2"],
+        ),
+        (
+            [{"prompt": "w1", "key": 1}, {"prompt": "w2", "key": "1"}],
+            {"id_field": "key"},
+            ["a prompt id occurs again in 1 of 2", "train.jsonl:2: '1' is also at train.jsonl:1"],
+        ),
+        (
+            ["{'prompt': 1}", "{}", "[1]", "{"],
+            {},
+            ["train.jsonl:1: not JSON", "train.jsonl:3: an object", "got [1]"],
+        ),
+        (["{"] * 9, {}, ["train.jsonl:3: not JSON", "(and 6 more)", "one JSON object per line"]),
+        ([], {}, ["is empty"]),
+        (["", " "], {}, ["is empty"]),
+    ],
+)
+def test_a_faulty_row_is_named_with_its_line_and_the_mend(fault, write_rows, given, options, parts):
+    message = fault(write_rows(given), **options)
+    assert "prompts.path" in message
+    assert all(part in message for part in parts), message
+
+
+def test_all_kinds_of_fault_are_told_at_once(fault, write_rows):
+    message = fault(write_rows([{"prompt": ""}, {"prompt": 1}, {"prompt": "w " * 40}]))
+    assert "3 problems" in message
+
+
+def test_no_context_limit_allows_any_length(load, write_rows):
+    assert len(load(write_rows([{"prompt": "w " * 40}]), context=None).train[0].token_ids) == 40
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parts"),
+    [
+        (["w1"], ["`prompt` is not a list of chat messages", "role: user"]),
+        ([{"content": "w1"}], ["`prompt` is not a list of chat messages"]),
+        ([{"role": "system", "content": "w1"}], ["the chat template fails", "only users may speak"]),
+    ],
+)
+def test_faulty_messages_are_named(fault, write_rows, chat_tokenizer, prompt, parts):
+    message = fault(write_rows([{"prompt": prompt}]), tokenizer=chat_tokenizer, chat_template=True)
+    assert all(part in message for part in parts), message
+
+
+def test_a_tokenizer_without_a_chat_template_is_named(fault, write_rows):
+    message = fault(write_rows(rows(3)), chat_template=True)
+    assert "the chat template fails in 3 of 3 rows" in message
+    assert "leave prompts.chat_template out" in message
+
+
+def test_no_such_file_names_the_nearest(fault, write_rows, tmp_path):
+    write_rows(rows(1))
+    message = fault(tmp_path / "trian.jsonl")
+    assert "trian.jsonl': no such file" in message
+    assert "did you mean `train.jsonl`?" in message
+
+
+def test_a_broken_parquet_file_is_named(fault, tmp_path):
+    path = tmp_path / "train.parquet"
+    path.write_bytes(b"PAR1 and nothing more")
+    assert "cannot be read as Parquet" in fault(path)
+
+
+def test_a_file_that_is_not_text_is_named(fault, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read as UTF-8 text" in fault(path)
+
+
+def test_hub_data_sets_need_datasets(fault, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    message = fault("openai/gsm8k:main")
+    assert "'openai/gsm8k:main' is no file here" in message
+    assert "pip install 'rlhfless[data]'" in message
+
+
+def test_a_hub_that_cannot_be_reached_is_named(fault, monkeypatch):
+    import datasets
+
+    def unreachable(name, configuration, split):
+        assert (name, configuration, split) == ("openai/gsm8k", "main", "train")
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    message = fault("openai/gsm8k:main")
+    assert "ConnectionError: Couldn't reach 'openai/gsm8k' on the Hub" in message
+    assert "and more" not in message
+    assert "name:configuration" in message
+
+
+# -- held-out prompts
+
+
+def test_a_held_out_file_keeps_its_prompts_out_of_training(load, write_rows):
+    train = write_rows(rows(10))
+    held_out = write_rows([*rows(3), {"prompt": "w40", "answer": 0}], "test.jsonl")
+    sets = load(train, held_out={"path": str(held_out)})
+    assert [prompt.columns["answer"] for prompt in sets.train] == [3, 4, 5, 6, 7, 8, 9]
+    assert len(sets.held_out) == 4
+    assert "3 training prompts are held out too, and are not trained on" in sets.warnings[0]
+
+
+def test_a_fraction_is_drawn_by_hash_and_seed(load, write_rows):
+    path = write_rows(rows(1000))
+    sets = load(path, held_out={"fraction": 0.1})
+    assert (len(sets.train), len(sets.held_out)) == (900, 100)
+    assert not {prompt.text for prompt in sets.train} & {prompt.text for prompt in sets.held_out}
+    assert load(path, held_out={"fraction": 0.1}) == sets
+    other = load(path, held_out={"fraction": 0.1}, seed=1)
+    assert {prompt.text for prompt in other.held_out} != {prompt.text for prompt in sets.held_out}
+
+
+def test_a_small_fraction_still_holds_one_out_and_a_repeated_prompt_never_overlaps(load, write_rows):
+    sets = load(write_rows([{"prompt": "w1"}, {"prompt": "w1"}, {"prompt": "w2"}]), held_out={"fraction": 0.01})
+    assert len(sets.held_out) == 1
+    assert not {prompt.text for prompt in sets.train} & {prompt.text for prompt in sets.held_out}
+
+
+def test_at_most_max_prompts_are_evaluated_and_the_others_are_still_not_trained_on(load, write_rows):
+    sets = load(write_rows(rows(100)), held_out={"fraction": 0.5, "max_prompts": 10})
+    assert (len(sets.train), len(sets.held_out)) == (50, 10)
+
+
+def test_holding_everything_out_is_refused(fault, write_rows):
+    path = write_rows(rows(3))
+    message = fault(path, held_out={"path": str(path)})
+    assert "prompts.held_out: no training prompt is left: all 3 are held out" in message
+
+
+def test_faults_of_both_files_are_told_at_once(fault, write_rows, tmp_path):
+    message = fault(write_rows([{"prompt": 1}]), held_out={"path": str(tmp_path / "none.jsonl")})
+    assert "prompts.path: `prompt` is not a string" in message
+    assert "prompts.held_out.path" in message
+    assert "no such file" in message

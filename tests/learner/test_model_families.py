@@ -1,0 +1,85 @@
+"""Heads with a scale or a soft cap are right, and heads that we do not know are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    FalconH1Config,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen2Config,
+)
+
+from rlhfless.functions.policy import load_policy, token_logprobs
+from rlhfless.spec import ModelSpec
+
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2_sliding": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=0),
+    "granite": GraniteConfig(**SHAPE, logits_scaling=3.0),
+    "cohere": CohereConfig(**SHAPE, logit_scale=0.25),
+    "gemma2": Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=2.0, sliding_window=6),
+    "gpt2_dropout": GPT2Config(
+        vocab_size=40,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        attn_pdrop=0.5,
+        embd_pdrop=0.5,
+        resid_pdrop=0.5,
+    ),
+}
+
+
+def save(config, folder) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_logprobs_are_the_models_own(family, gradient_checkpointing, batch, tmp_path):
+    path = save(FAMILIES[family], tmp_path)
+    policy = load_policy(
+        ModelSpec(path=path),
+        parameter_dtype="float32",
+        compute_dtype="float32",
+        gradient_checkpointing=gradient_checkpointing,  # puts the model in training mode: dropout must stay off
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ours = token_logprobs(policy, batch, 1.0, 200)
+    for start, length in zip(batch.starts, batch.lengths, strict=True):
+        tokens = torch.tensor(batch.tokens[start : start + length])
+        with torch.no_grad():
+            everything = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
+        expected = everything[:-1].gather(1, tokens[1:, None]).squeeze(1).numpy()
+        response = batch.response_mask[start + 1 : start + length]
+        np.testing.assert_allclose(ours[start + 1 : start + length][response], expected[response], atol=1e-5)
+
+
+def test_a_head_that_we_do_not_know_is_refused(tmp_path):
+    config = FalconH1Config(
+        **SHAPE, lm_head_multiplier=0.5, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
+    )
+    path = save(config, tmp_path)
+    with pytest.raises(ValueError, match=r"FalconH1ForCausalLM\) is not supported: its logits differ"):
+        load_policy(ModelSpec(path=path), parameter_dtype="float32", compute_dtype="float32")

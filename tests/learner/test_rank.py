@@ -1,0 +1,279 @@
+"""One rank: it takes the step that a plain training loop takes, and what leaves it is right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rlhfless.algorithms.batch import mini_batches, select
+from rlhfless.functions.learner.rank import default_threads
+from rlhfless.spec import AdamWSpec, GRPOSpec, KLSpec
+
+PROBE = (1, 7, 3, 22, 9)
+
+
+def plain_loop(model_path: str, batch, algorithm: GRPOSpec, optimizer: AdamWSpec, temperature: float, count: int):
+    """Weights after one training step by the obvious code: a sequence at a time, one formula, torch's AdamW."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    adamw = torch.optim.AdamW(
+        model.parameters(), optimizer.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
+    )
+    for part in mini_batches(batch, count):
+        loss = torch.zeros(())
+        for index in range(part.sequences):
+            one = select(part, np.array([index]))
+            tokens = torch.tensor(one.tokens)
+            logits = model(input_ids=tokens[None]).logits[0, :-1] / temperature
+            logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+            mask = torch.tensor(one.response_mask[1:])
+            old, rollout, advantage, reference = (
+                torch.tensor(values[1:])
+                for values in (one.old_logprobs, one.rollout_logprobs, one.advantages, one.reference_logprobs)
+            )
+            ratio = (logprobs - old).exp()
+            clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+            policy = -torch.minimum(ratio * advantage, clipped * advantage)
+            policy = policy * (old - rollout).exp().clamp(max=algorithm.importance_cap)
+            x = reference - logprobs
+            kl = x.exp() - x - 1
+            loss = loss + ((policy + algorithm.kl.coefficient * kl) * mask).sum() / part.response_mask.sum().item()
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)
+        adamw.step()
+    return dict(model.named_parameters())
+
+
+def test_a_step_of_two_mini_batches_is_that_of_a_plain_loop(learner, tiny_model, batch):
+    algorithm = GRPOSpec(kl=KLSpec(coefficient=0.1))
+    # SGD-like: with the usual eps, AdamW turns the sign of a gradient of 1e-9 into a step of its own.
+    optimizer = AdamWSpec(learning_rate=0.5, eps=1.0, max_grad_norm=0.3)
+    with learner(algorithm=algorithm, optimizer=optimizer) as rank:
+        old = rank.evaluate(batch)
+        given = batch.with_old_logprobs(old).with_reference_logprobs(old + 0.1)
+        metrics = rank.learn(given, 2)
+        ours = rank.weights()
+    expected = plain_loop(tiny_model, given, algorithm, optimizer, 0.8, 2)
+    assert metrics["clipped_low"] + metrics["clipped_high"] > 0, "the second mini-batch must meet the clip"
+    assert metrics["gradient_norm"] > 0.3, "the gradient must be clipped"
+    assert ours.keys() == expected.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, expected[name].detach(), atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    "change", [{"micro_batch_tokens": 1}, {"micro_batch_tokens": 64}, {"gradient_checkpointing": True}]
+)
+def test_how_the_batch_is_cut_does_not_matter(learner, batch, change):
+    results = []
+    optimizer = AdamWSpec(learning_rate=0.1, eps=1.0)
+    for changes in ({}, change):
+        with learner(optimizer=optimizer, **changes) as rank:
+            metrics = rank.learn(batch, 1)
+            results.append((metrics, rank.weights()))
+    _assert_same(*results)
+
+
+def test_the_order_of_sequences_does_not_matter(learner, batch):
+    results = []
+    optimizer = AdamWSpec(learning_rate=0.1, eps=1.0)
+    for order in (np.arange(batch.sequences), np.random.default_rng(3).permutation(batch.sequences)):
+        with learner(optimizer=optimizer, micro_batch_tokens=64) as rank:
+            metrics = rank.learn(select(batch, order), 1)
+            results.append((metrics, rank.weights()))
+    _assert_same(*results)
+
+
+def test_the_same_batch_gives_the_same_bits(learner, batch):
+    results = []
+    for _ in range(2):
+        with learner(micro_batch_tokens=64) as rank:
+            rank.learn(batch.with_old_logprobs(rank.evaluate(batch)), 3)
+            results.append(rank.weights())
+    assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
+
+
+def test_without_old_logprobs_the_ratio_is_exactly_one(learner, batch):
+    with learner() as rank:
+        metrics = rank.learn(batch, 1)
+    assert metrics["ratio"] == 1
+    assert (
+        metrics["clipped_low"] == metrics["clipped_high"] == metrics["old_kl"] == metrics["skipped_updates"] == 0
+    )
+    assert 0 < metrics["entropy"] < np.log(40)
+
+
+def test_what_is_missing_is_named(learner, batch):
+    with learner() as rank:
+        with pytest.raises(ValueError, match="no advantages"):
+            rank.learn(dataclasses.replace(batch, advantages=None), 1)
+        with pytest.raises(ValueError, match="2 mini-batches need old logprobs"):
+            rank.learn(batch, 2)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(learner, batch):
+    broken = batch.advantages.copy()
+    broken[np.flatnonzero(batch.response_mask)[0]] = np.inf  # in the first of two mini-batches
+    with learner() as rank:
+        before = rank.weights()
+        given = dataclasses.replace(batch.with_old_logprobs(rank.evaluate(batch)), advantages=broken)
+        assert rank.learn(dataclasses.replace(given, old_logprobs=None), 1) == {"skipped_updates": 1}
+        assert all(torch.equal(before[name], value) for name, value in rank.weights().items())
+        metrics = rank.learn(given, 2)
+        assert metrics["skipped_updates"] == 1
+        assert all(np.isfinite(value) for value in metrics.values())
+        after = rank.weights()
+    assert all(value.isfinite().all() for value in after.values())
+    assert not all(torch.equal(before[name], value) for name, value in after.items())
+
+
+def test_warmup_grows_the_learning_rate_linearly(learner, batch):
+    with learner(optimizer=AdamWSpec(learning_rate=1e-3, warmup_steps=4)) as rank:
+        rates = [rank.learn(batch, 1)["learning_rate"] for _ in range(5)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+def test_learning_raises_the_reward_that_the_advantages_stand_for(learner, batch):
+    def objective(rank):
+        return float((batch.advantages * rank.evaluate(batch)).sum())
+
+    with learner(optimizer=AdamWSpec(learning_rate=1e-3), dtype="bfloat16") as rank:
+        before = objective(rank)
+        for _ in range(3):
+            rank.learn(batch, 1)
+        assert objective(rank) > before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_those_of_a_checkpoint(learner, tiny_model, dtype):
+    with learner(published_dtype=dtype) as rank:
+        weights = rank.weights()
+        again = rank.weights()
+    stored = load_file(f"{tiny_model}/model.safetensors")
+    assert weights.keys() == stored.keys()  # tied: no lm_head.weight
+    for name, value in stored.items():
+        assert torch.equal(weights[name], value.to(getattr(torch, dtype)))
+        assert weights[name].data_ptr() != again[name].data_ptr(), "a copy: learning must not write to it"
+
+
+@pytest.mark.parametrize("kind", ["untied", "experts"])
+def test_names_are_those_of_the_checkpoint_for_other_layouts(learner, tmp_path, kind):
+    shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    shape |= {"num_key_value_heads": 1, "intermediate_size": 24, "tie_word_embeddings": False}
+    if kind == "untied":
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    else:
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**shape, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
+        )
+    model.save_pretrained(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert "lm_head.weight" in stored
+    with learner(str(tmp_path / "model")) as rank:
+        weights = rank.weights()
+    assert weights.keys() == stored.keys()
+    assert all(torch.equal(weights[name], value) for name, value in stored.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_probe_is_of_the_published_weights_at_temperature_one(learner, tiny_model, batch, dtype):
+    with learner(published_dtype=dtype) as rank:
+        rank.learn(batch, 1)
+        before = rank.evaluate(batch)
+        probe = rank.probe_logprobs(PROBE)
+        weights = rank.weights()
+        np.testing.assert_array_equal(rank.evaluate(batch), before)
+    served = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    served.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
+    with torch.no_grad():
+        logprobs = served(input_ids=torch.tensor([PROBE])).logits[0].log_softmax(-1)
+    expected = [logprobs[index, token].item() for index, token in enumerate(PROBE[1:])]
+    assert probe == pytest.approx(expected, abs=1e-5)
+
+
+def test_perturbed_moves_every_tensor_and_restores_every_bit(learner, batch):
+    with learner(published_dtype="bfloat16") as rank:
+        rank.learn(batch, 1)
+        before, probe = rank.weights(), rank.probe_logprobs(PROBE)
+        state = {name: value.clone() for name, value in rank._model.named_parameters()}
+        with rank.perturbed(5):
+            moved, moved_probe = rank.weights(), rank.probe_logprobs(PROBE)
+        with rank.perturbed(5):
+            again = rank.weights()
+        with rank.perturbed(6):
+            other = rank.weights()
+        assert rank.probe_logprobs(PROBE) == probe
+        assert all(torch.equal(state[name], value) for name, value in rank._model.named_parameters())
+    for name, value in before.items():
+        change = ((moved[name].float() - value.float()).norm() / value.float().norm()).item()
+        assert 0.02 < change < 0.1, name
+        assert torch.equal(moved[name], again[name])
+        assert not torch.equal(moved[name], other[name])
+    assert max(abs(a - b) for a, b in zip(probe, moved_probe, strict=True)) > 0.01
+
+
+def test_perturbed_moves_a_tensor_of_zeros(learner):
+    with learner() as rank:
+        name, parameter = next(iter(rank._model.named_parameters()))
+        parameter.data.zero_()
+        with rank.perturbed(1):
+            assert rank.weights()[name].abs().mean() > 1e-3
+
+
+def test_checkpoint_loads_anywhere_and_resumes_bit_for_bit(learner, batch, tmp_path):
+    folder = tmp_path / "runs" / "checkpoint"
+    with learner(published_dtype="bfloat16") as rank:
+        rank.save(folder)
+        rank.learn(batch, 1)
+        rank.save(folder)  # replaces the first
+        saved = rank.weights()
+        rank.learn(batch, 1)
+        expected = rank.weights()
+    assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"], "nothing half-written is left"
+    assert (folder / "tokenizer.json").is_file()
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(saved[name], value) for name, value in loaded.named_parameters())
+    with learner(published_dtype="bfloat16") as rank:
+        rank.restore(folder)
+        rank.learn(batch, 1)
+        resumed = rank.weights()
+    assert all(torch.equal(expected[name], value) for name, value in resumed.items())
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(learner, tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint"
+    with learner() as rank:
+        rank.save(folder)
+        before = sorted(path.name for path in folder.iterdir())
+
+        def full_disk(*_, **__):
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(torch, "save", full_disk)
+        with pytest.raises(OSError, match="no space left"):
+            rank.save(folder)
+        with pytest.raises(FileNotFoundError, match="no learner wrote it"):
+            rank.restore(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert not list(tmp_path.glob(".checkpoint*"))
+
+
+def test_threads_are_shared_out_unless_the_process_is_pinned(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert [default_threads(ranks) for ranks in (1, 2, 3, 20)] == [8, 4, 2, 1]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {2, 3})
+    assert default_threads(4) == 2
+
+
+def _assert_same(first, second) -> None:
+    for name, value in first[0].items():
+        assert second[0][name] == pytest.approx(value, abs=1e-6, rel=1e-5), name
+    for name, value in first[1].items():
+        torch.testing.assert_close(second[1][name], value, atol=1e-6, rtol=0, msg=name)

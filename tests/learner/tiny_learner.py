@@ -1,0 +1,86 @@
+"""What the tests here, and the processes that they spawn, build: a model on disk, a batch, a learner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.functions.learner.rank import LearnerRank
+from rlhfless.records import FinishReason, Group, Prompt, Rollout
+from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
+
+VOCABULARY = 40
+
+
+def save_tiny_model(folder: Path) -> str:
+    """A two-layer Qwen3 with grouped-query attention and tied embeddings; its logits are far from uniform."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    model: Any = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return str(folder)
+
+
+def make_batch() -> PackedBatch:
+    """Six groups of four; ragged; one response is empty. With advantages, without old logprobs."""
+    generator = np.random.default_rng(1)
+    groups = []
+    for number in range(6):
+        prompt = Prompt(f"p{number}", tuple(generator.integers(0, VOCABULARY, 1 + 2 * number).tolist()), "")
+        lengths = generator.integers(1, 25, 4)
+        lengths[number % 4] = 0 if number == 2 else lengths[number % 4]
+        rollouts = tuple(
+            Rollout(
+                prompt_id=prompt.prompt_id,
+                sample_index=index,
+                seed=0,
+                token_ids=generator.integers(0, VOCABULARY, length),
+                logprobs=-4 - generator.random(length, dtype=np.float32),
+                text="",
+                finish_reason=FinishReason.STOP,
+                version_spans=(),
+                actor="a",
+                started_s=0.0,
+                finished_s=1.0,
+            )
+            for index, length in enumerate(lengths)
+        )
+        groups.append(Group(prompt, rollouts))
+    packed = pack(groups)
+    return packed.with_advantages(generator.standard_normal(packed.sequences))
+
+
+def make_rank(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> LearnerRank:
+    """A learner in float32 with one thread; `changes` are specs, fields of LearnerSpec, or as below."""
+    specs = {"optimizer": AdamWSpec(learning_rate=1e-3), "algorithm": GRPOSpec(), "temperature": 0.8}
+    specs |= {name: changes.pop(name) for name in tuple(changes) if name in specs}
+    dtype = changes.pop("published_dtype", "float32")
+    timeout_s = changes.pop("timeout_s", 60)
+    return LearnerRank(
+        ModelSpec(path=model, dtype=dtype),
+        LearnerSpec(**({"threads": 1} | changes)),
+        **specs,
+        rank=rank,
+        world_size=world_size,
+        init_method=f"file://{rendezvous}",
+        timeout_s=timeout_s,
+    )

@@ -1,0 +1,74 @@
+"""Scoring and reference work on groups while others are still being generated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import numpy as np
+import pytest
+from fake_fleet import group
+
+from rlhfless.loop.experience import collect
+from rlhfless.records import FloatArray, Group, Score
+
+
+async def test_a_group_is_scored_and_referred_before_the_last_one_is_drawn() -> None:
+    scored: list[str] = []
+    first_is_through = asyncio.Event()
+
+    async def groups() -> AsyncIterator[Group]:
+        yield group("b")
+        await asyncio.wait_for(first_is_through.wait(), 5)
+        yield group("a")
+
+    async def score(batch: Sequence[Group]) -> list[list[Score]]:
+        scored.extend(g.prompt.prompt_id for g in batch)
+        return [[Score(1.0, {}) for _ in g.rollouts] for g in batch]
+
+    async def reference(batch: Sequence[Group]) -> list[list[FloatArray]]:
+        if scored == ["b"]:
+            first_is_through.set()
+        return [[np.full(2, -1.0, np.float32) for _ in g.rollouts] for g in batch]
+
+    experience = await collect(groups(), score, reference)
+    assert scored == ["b", "a"]
+    assert [g.prompt.prompt_id for g in experience.groups] == ["a", "b"]
+    assert experience.reference_logprobs is not None
+    assert len(experience.reference_logprobs) == 2
+
+
+async def test_what_has_piled_up_is_one_call() -> None:
+    sizes: list[int] = []
+
+    async def groups() -> AsyncIterator[Group]:
+        yield group("a")
+        await asyncio.sleep(0.01)
+        for name in "bcd":
+            yield group(name)
+
+    async def slow_score(batch: Sequence[Group]) -> list[list[Score]]:
+        sizes.append(len(batch))
+        await asyncio.sleep(0.1)
+        return [[Score(0.0, {})] for _ in batch]
+
+    await collect(groups(), slow_score, None)
+    assert sizes == [1, 3]
+
+
+async def test_a_failing_stage_stops_the_others_and_is_raised_as_itself() -> None:
+    stopped = asyncio.Event()
+
+    async def groups() -> AsyncIterator[Group]:
+        yield group("a")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            stopped.set()
+
+    async def score(_: Sequence[Group]) -> list[list[Score]]:
+        raise ValueError("no such answer")
+
+    with pytest.raises(ValueError, match="no such answer"):
+        await asyncio.wait_for(collect(groups(), score, None), 5)
+    assert stopped.is_set()

@@ -1,0 +1,157 @@
+"""Work goes to actors, moves between them, and every group comes out exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from fake_fleet import FakePool, prompt
+
+from rlhfless.fleet.replica import ReplicaLost
+from rlhfless.functions.base import Call
+from rlhfless.loop.generation import Draw, GenerationStage, assign, sampling_of
+from rlhfless.records import Group, Work, sample_seed
+from rlhfless.spec import RunSpec
+
+SPEC = RunSpec.model_validate(
+    {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
+)
+
+
+def draw(names: str, samples: int = 2) -> Draw:
+    return Draw(
+        Call("run", 1, 3),
+        tuple(prompt(name) for name in names),
+        samples,
+        sampling_of(SPEC),
+        "run/1/2/d",
+        Work.GENERATE,
+        seed=11,
+        seed_step=3,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the stage work until `condition` holds."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+class Reader:
+    """Reads a stage's groups in the background."""
+
+    def __init__(self, stage: GenerationStage) -> None:
+        self.groups: list[Group] = []
+        self.task = asyncio.create_task(self._read(stage))
+
+    async def _read(self, stage: GenerationStage) -> None:
+        async for group in stage.groups():
+            self.groups.append(group)
+
+    @property
+    def names(self) -> list[str]:
+        return [group.prompt.prompt_id for group in self.groups]
+
+
+async def test_siblings_go_to_one_actor_with_the_seeds_of_their_names() -> None:
+    pool = FakePool("a", "b")
+    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC))
+    await until(lambda: bool(pool["a"].requests and pool["b"].requests))
+    assert {key[0] for key in pool["a"].running} == {"p", "r"}
+    assert set(pool["b"].running) == {("q", 0), ("q", 1)}
+    assert pool["b"].running["q", 1].seed == sample_seed(11, 3, "q", 1)
+    pool["b"].finish()
+    await until(lambda: reader.names == ["q"])  # a finished group does not wait for the others
+    pool["a"].finish()
+    await reader.task
+    assert sorted(reader.names) == ["p", "q", "r"]
+    assert [r.sample_index for r in reader.groups[0].rollouts] == [0, 1]
+
+
+async def test_a_drained_actors_samples_go_on_elsewhere_with_their_tokens() -> None:
+    pool = FakePool("a", "b")
+    stage = GenerationStage(pool, draw("pq"), SPEC)
+    reader = Reader(stage)
+    await until(lambda: bool(pool["a"].running and pool["b"].running))
+    await stage.drain(pool["a"])
+    await until(lambda: ("p", 0) in pool["b"].running)
+    moved = pool["b"].running["p", 0]
+    assert moved.prior is not None
+    assert len(moved.prior.token_ids) == 5
+    assert moved.seed == sample_seed(11, 3, "p", 0)
+    pool["b"].finish()
+    await reader.task
+    assert sorted(reader.names) == ["p", "q"]
+    assert all(len(r.token_ids) == 9 for group in reader.groups for r in group.rollouts)
+
+
+async def test_a_joining_actor_takes_half_of_the_difference() -> None:
+    pool = FakePool("a")
+    stage = GenerationStage(pool, draw("pqrs"), SPEC)
+    reader = Reader(stage)
+    await until(lambda: len(pool["a"].running) == 8)
+    joined = pool.join("b")
+    await stage.rebalance()
+    await until(lambda: len(joined.running) == 4)
+    assert {key[0] for key in joined.running} == {"r", "s"}
+    pool["a"].finish()
+    joined.finish()
+    await reader.task
+    assert sorted(reader.names) == ["p", "q", "r", "s"]
+
+
+async def test_a_group_split_by_a_move_comes_out_whole() -> None:
+    pool = FakePool("a")
+    stage = GenerationStage(pool, draw("p", samples=4), SPEC)
+    reader = Reader(stage)
+    await until(lambda: len(pool["a"].running) == 4)
+    joined = pool.join("b")
+    await stage.rebalance()
+    await until(lambda: len(joined.running) == 2)
+    pool["a"].finish()
+    joined.finish()
+    await reader.task
+    drawn = [(r.sample_index, r.actor) for r in reader.groups[0].rollouts]
+    assert drawn == [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
+
+
+async def test_a_dead_actors_samples_are_drawn_again_by_others() -> None:
+    pool = FakePool("a", "b")
+    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC))
+    await until(lambda: len(pool["a"].running) == 4 and bool(pool["b"].running))
+    pool["a"].finish("p")
+    await until(lambda: reader.names == ["p"])
+    pool["a"].die()
+    await until(lambda: ("r", 0) in pool["b"].running)
+    assert pool["b"].running["r", 0].prior is None
+    pool["b"].finish()
+    await reader.task
+    assert sorted(reader.names) == ["p", "q", "r"]
+
+
+async def test_without_any_actor_left_the_stage_says_so() -> None:
+    pool = FakePool("a")
+    reader = Reader(GenerationStage(pool, draw("p"), SPEC))
+    await until(lambda: bool(pool["a"].running))
+    pool["a"].die()
+    with pytest.raises(ReplicaLost, match="no generation actor is left for 2 unfinished samples"):
+        await reader.task
+
+
+async def test_an_error_of_an_actor_ends_the_stage() -> None:
+    pool = FakePool("a")
+    reader = Reader(GenerationStage(pool, draw("p"), SPEC))
+    await until(lambda: bool(pool["a"].running))
+    pool["a"].fail(ValueError("bad sample"))
+    with pytest.raises(ValueError, match="bad sample"):
+        await reader.task
+
+
+def test_assign_deals_prompts_out_evenly() -> None:
+    plan = assign([prompt(name) for name in "pqrst"], ["a", "b"])
+    assert {actor: [p.prompt_id for p in prompts] for actor, prompts in plan.items()} == {
+        "a": ["p", "r", "t"],
+        "b": ["q", "s"],
+    }

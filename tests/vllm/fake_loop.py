@@ -1,0 +1,68 @@
+"""The real message loop around a fake engine: fast, and able to hang or die when asked to."""
+
+import os
+import time
+
+from rlhfless.functions.generation.vllm import loop
+from rlhfless.functions.generation.vllm.messages import LoadReport, Sampled, SampleRequest
+from rlhfless.records import FinishReason, PublishedWeights
+
+
+class FakeCore:
+    """Draws the tokens 0, 1, 2, ... for every request, one per step."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, SampleRequest] = {}
+        self.drawn: dict[str, int] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests)
+
+    def submit(self, request: SampleRequest) -> None:
+        if request.max_tokens > 1_000_000:
+            raise ValueError("too long")
+        self.requests[request.request_id] = request
+        self.drawn[request.request_id] = 0
+
+    def step(self) -> list[Sampled]:
+        time.sleep(0.001)
+        for name in self.drawn:
+            self.drawn[name] += 1
+        ended = [name for name, request in self.requests.items() if self.drawn[name] >= request.max_tokens]
+        return [self._take(name, FinishReason.LENGTH) for name in ended]
+
+    def abort(self, request_ids: tuple[str, ...] | None) -> list[Sampled]:
+        chosen = tuple(self.requests) if request_ids is None else request_ids
+        return [self._take(name, FinishReason.ABORT) for name in chosen if name in self.requests]
+
+    def progress(self) -> dict[str, int]:
+        return dict(self.drawn)
+
+    def load(self, published: PublishedWeights) -> LoadReport:
+        match published.location:
+            case "hang":
+                time.sleep(60)
+            case "die":
+                os._exit(3)
+            case "fail":
+                raise KeyError("no such layer")
+        return LoadReport(published.version.digest, published.tensors, published.size_bytes, 0.0)
+
+    def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        return tuple(-float(token) for token in token_ids[1:])
+
+    def close(self) -> None:
+        pass
+
+    def _take(self, name: str, reason: FinishReason) -> Sampled:
+        del self.requests[name]
+        count = self.drawn.pop(name)
+        return Sampled(name, tuple(range(count)), (-1.0,) * count, reason, (), 0, "")
+
+
+if __name__ == "__main__":
+    loop._start = lambda _settings: (FakeCore(), {"import": 0.0})  # type: ignore[assignment,return-value]
+    if "RLHFLESS_TEST_SLOW_START" in os.environ:
+        time.sleep(60)
+    loop.main()

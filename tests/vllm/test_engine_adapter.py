@@ -1,0 +1,169 @@
+"""The adapter and its process, with a fake engine in it: waits end, deaths are noticed, ids stay apart."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from rlhfless.functions.generation.vllm import adapter
+from rlhfless.functions.generation.vllm.adapter import Engine
+from rlhfless.functions.generation.vllm.messages import (
+    EngineDead,
+    EngineError,
+    EngineSettings,
+    EngineTimeout,
+    SampleRequest,
+)
+from rlhfless.records import FinishReason, Probe, PublishedWeights, WeightVersion
+from rlhfless.spec import EngineSpec, TimeoutsSpec
+from rlhfless.weights.address import StoreAddress
+
+SETTINGS = EngineSettings(
+    model="model",
+    tokenizer="model",
+    dtype="float32",
+    max_model_len=None,
+    seed=0,
+    trust_remote_code=False,
+    device="cpu",
+    store=StoreAddress("folder", "store"),
+    engine=EngineSpec(),
+    timeouts=TimeoutsSpec(start_s=30, drain_s=5),
+)
+
+
+def _request(name: str, max_tokens: int) -> SampleRequest:
+    return SampleRequest(name, (1, 2), seed=0, max_tokens=max_tokens, temperature=1.0)
+
+
+def _published(location: str, step: int = 1) -> PublishedWeights:
+    return PublishedWeights(WeightVersion("run", 0, step, "00"), location, 8, 2, Probe((), ()))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "waited 20 s in vain"
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+    monkeypatch.setattr(adapter, "_MODULE", "fake_loop")
+    engine = await Engine.start(SETTINGS)
+    yield engine
+    await engine.stop()
+
+
+async def test_many_requests_at_the_same_time(engine: Engine) -> None:
+    lengths = range(1, 40)
+    answers = await asyncio.gather(*(engine.sample(_request(f"r{n}", n)) for n in lengths))
+    assert [answer.request_id for answer in answers] == [f"r{n}" for n in lengths]
+    assert [len(answer.token_ids) for answer in answers] == list(lengths)
+    assert engine.progress() == {}
+
+
+async def test_abort_returns_what_was_drawn(engine: Engine) -> None:
+    running = [asyncio.create_task(engine.sample(_request(name, 900_000))) for name in ("a", "b")]
+    await _until(lambda: len(engine.progress()) == 2 and all(engine.progress().values()))
+    await engine.abort(["a", "unknown"])
+    aborted = await running[0]
+    assert aborted.finish_reason is FinishReason.ABORT
+    assert len(aborted.token_ids) > 0
+    assert set(engine.progress()) == {"b"}
+    await engine.abort()
+    assert (await running[1]).finish_reason is FinishReason.ABORT
+
+
+async def test_a_cancelled_caller_cancels_its_request(engine: Engine) -> None:
+    running = asyncio.create_task(engine.sample(_request("a", 900_000)))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    # The id is free again, in the adapter and in the engine.
+    assert len((await engine.sample(_request("a", 3))).token_ids) == 3
+
+
+async def test_an_id_in_flight_is_refused(engine: Engine) -> None:
+    running = asyncio.create_task(engine.sample(_request("a", 900_000)))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="'a' is in flight"):
+        await engine.sample(_request("a", 1))
+    await engine.abort()
+    await running
+
+
+async def test_a_refused_request_harms_no_other(engine: Engine) -> None:
+    with pytest.raises(EngineError, match="too long"):
+        await engine.sample(_request("a", 2_000_000))
+    assert len((await engine.sample(_request("b", 2))).token_ids) == 2
+
+
+async def test_load_is_idempotent(engine: Engine) -> None:
+    published = _published("ok")
+    report = await engine.load(published)
+    assert report is not None
+    assert report.digest == published.version.digest
+    assert engine.loaded == published.version
+    assert await engine.load(published) is None
+    assert await engine.load(_published("ok", step=2)) is not None
+    assert await engine.logprobs((1, 2, 3)) == (-2.0, -3.0)
+
+
+async def test_a_failed_load_makes_the_engine_unusable(engine: Engine) -> None:
+    with pytest.raises(EngineError, match="no such layer"):
+        await engine.load(_published("fail"))
+    assert not engine.usable
+    assert engine.loaded is None
+    with pytest.raises(EngineDead, match="loading run/0/1/00 failed"):
+        await engine.sample(_request("a", 1))
+
+
+async def test_a_load_that_hangs_ends(engine: Engine) -> None:
+    engine.settings = replace(SETTINGS, timeouts=TimeoutsSpec(sync_s=0.2, drain_s=0.2))
+    with pytest.raises(EngineTimeout, match=r"`load` within 0.2 s"):
+        await engine.load(_published("hang"))
+    assert not engine.usable
+    await engine.stop()  # does not wait for the hanging load
+    assert engine._process.returncode == -signal.SIGKILL
+
+
+async def test_the_death_of_the_process_ends_every_wait(engine: Engine) -> None:
+    waiting = asyncio.create_task(engine.sample(_request("a", 900_000)))
+    await asyncio.sleep(0.05)
+    os.kill(engine._process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead, match="exit code -9"):
+        await waiting
+    with pytest.raises(EngineDead, match="exit code -9"):
+        await engine.abort()
+
+
+async def test_a_process_that_exits_in_a_call(engine: Engine) -> None:
+    with pytest.raises(EngineDead, match="exit code 3"):
+        await engine.load(_published("die"))
+
+
+async def test_a_start_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_MODULE", "fake_loop")
+    monkeypatch.setenv("RLHFLESS_TEST_SLOW_START", "1")
+    with pytest.raises(EngineTimeout, match="`start` within 1 s"):
+        await Engine.start(replace(SETTINGS, timeouts=TimeoutsSpec(start_s=1, drain_s=0.1)))
+
+
+async def test_a_process_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_MODULE", "no_such_module")
+    with pytest.raises(EngineDead, match="exit code 1"):
+        await Engine.start(SETTINGS)
+
+
+async def test_the_process_ends_with_its_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_MODULE", "fake_loop")
+    engine = await Engine.start(SETTINGS)
+    engine._writer.close()  # as when the adapter's process dies
+    await _until(lambda: engine._process.poll() is not None)
+    assert engine._process.returncode == 0

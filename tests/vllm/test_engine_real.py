@@ -1,0 +1,241 @@
+"""The real engine, against Hugging Face, for a model with a tied output head and one without.
+
+One engine per model. The last test leaves it unusable; tests run in the order of this file.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import pytest
+import pytest_asyncio
+import torch
+from tiny_models import (
+    CONTEXT_TOKENS,
+    PROBE_TOKENS,
+    VOCABULARY,
+    TinyModel,
+    make_tiny_model,
+    start_tiny_engine,
+)
+
+from rlhfless.functions.generation.vllm.adapter import Engine
+from rlhfless.functions.generation.vllm.messages import (
+    EngineBusy,
+    EngineDead,
+    EngineError,
+    SampleRequest,
+)
+from rlhfless.records import FinishReason, VersionSpan
+from rlhfless.weights.check import (
+    PROBE_TOLERANCE,
+    WeightCheckFailed,
+    check_moved,
+    check_probe,
+    largest_difference,
+)
+from rlhfless.weights.perturb import perturbed
+from rlhfless.weights.store import FolderStore
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+TOLERANCE = PROBE_TOLERANCE["float32"]
+LONG = CONTEXT_TOKENS - 10
+
+
+@dataclass
+class Case:
+    tied: bool
+    engine: Engine
+    model: TinyModel
+    store: FolderStore
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied", "untied"])
+async def case(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[Case]:
+    model = make_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param == "tied")
+    store = FolderStore(tmp_path_factory.mktemp("store"))
+    engine = await start_tiny_engine(model, store.folder)
+    yield Case(request.param == "tied", engine, model, store)
+    await engine.stop()
+
+
+def _request(name: str, **changes: object) -> SampleRequest:
+    # Token 1 ends a sequence; the prompt differs from request to request by its last token.
+    request = SampleRequest(name, (5, 6, 7, 8), seed=11, max_tokens=24, temperature=1.0)
+    return replace(request, **changes)  # type: ignore[arg-type]
+
+
+async def test_greedy_tokens_and_logprobs_are_those_of_hugging_face(case: Case) -> None:
+    sampled = await case.engine.sample(_request("greedy", temperature=0.0, seed=None))
+    prompt = _request("greedy").token_ids
+    with torch.no_grad():
+        expected = list(prompt)
+        for _ in sampled.token_ids:
+            expected.append(int(case.model.model(torch.tensor([expected])).logits[0, -1].argmax()))
+    assert list(prompt + sampled.token_ids) == expected
+    logprobs = case.model.logprobs(prompt + sampled.token_ids)[len(prompt) - 1 :]
+    assert largest_difference(sampled.logprobs, logprobs) < TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+async def test_logprobs_are_at_the_sampling_temperature(case: Case, temperature: float) -> None:
+    request = _request("sampled", temperature=temperature)
+    sampled = await case.engine.sample(request)
+    expected = case.model.logprobs(request.token_ids + sampled.token_ids, temperature)
+    assert len(sampled.token_ids) > 4
+    assert largest_difference(sampled.logprobs, expected[len(request.token_ids) - 1 :]) < TOLERANCE
+
+
+async def test_prompt_logprobs(case: Case) -> None:
+    measured = await case.engine.logprobs(PROBE_TOKENS)
+    assert largest_difference(measured, case.model.logprobs(PROBE_TOKENS)) < TOLERANCE
+
+
+async def test_seeded_samples_do_not_depend_on_their_company(case: Case) -> None:
+    requests = [_request(f"s{i}", seed=100 + i, token_ids=(5, 6, 7, 8 + i % 3)) for i in range(12)]
+    together = await asyncio.gather(*(case.engine.sample(request) for request in requests))
+    alone = [await case.engine.sample(request) for request in requests]
+    shuffled = await asyncio.gather(*(case.engine.sample(request) for request in requests[::-1]))
+    assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
+    assert [sample.token_ids for sample in together] == [sample.token_ids for sample in shuffled[::-1]]
+    for one, other in zip(together, alone, strict=True):
+        assert largest_difference(one.logprobs, other.logprobs) < TOLERANCE
+    assert len({sample.token_ids for sample in together}) == len(requests)  # the seeds matter
+
+
+async def test_ends(case: Case) -> None:
+    long = await case.engine.sample(_request("long", max_tokens=9))
+    assert (long.finish_reason, len(long.token_ids)) == (FinishReason.LENGTH, 9)
+    assert long.text == "".join(VOCABULARY[token] for token in long.token_ids)
+    # The same draw again; now its fifth token is a stop token, or its text a stop text.
+    fifth = long.token_ids[4]
+    assert fifth not in long.token_ids[:4]
+    by_token = await case.engine.sample(_request("token", max_tokens=9, stop_token_ids=(fifth,)))
+    assert (by_token.finish_reason, by_token.token_ids) == (FinishReason.STOP, long.token_ids[:5])
+    by_text = await case.engine.sample(_request("text", max_tokens=9, stop=(VOCABULARY[fifth],)))
+    assert (by_text.finish_reason, by_text.token_ids) == (FinishReason.STOP, long.token_ids[:5])
+    assert by_text.text == "".join(VOCABULARY[token] for token in long.token_ids[:4])
+    assert len(by_text.logprobs) == 5
+
+
+async def test_the_end_of_sequence_token_ends(case: Case) -> None:
+    samples = await asyncio.gather(
+        *(case.engine.sample(_request(f"e{i}", seed=i, max_tokens=LONG)) for i in range(48))
+    )
+    stopped = [sample for sample in samples if sample.finish_reason is FinishReason.STOP]
+    assert stopped
+    for sample in stopped:
+        assert sample.token_ids[-1] == 1
+        assert 1 not in sample.token_ids[:-1]
+        assert "<eos>" not in sample.text
+
+
+async def _long_request(case: Case) -> tuple[SampleRequest, tuple[int, ...]]:
+    """A request that draws no end-of-sequence token in `LONG` tokens, and its whole response."""
+    for seed in range(100):
+        request = _request("long", seed=seed, max_tokens=LONG)
+        sampled = await case.engine.sample(request)
+        if sampled.finish_reason is FinishReason.LENGTH:
+            return request, sampled.token_ids
+    raise AssertionError("every seed ended early")
+
+
+async def test_abort_returns_the_partial_response(case: Case) -> None:
+    request, whole = await _long_request(case)
+    running = [asyncio.create_task(case.engine.sample(replace(request, request_id=f"p{i}"))) for i in range(32)]
+    await asyncio.sleep(0.05)  # of the second that they would take
+    await case.engine.abort()
+    for sample in await asyncio.gather(*running):
+        assert sample.finish_reason is FinishReason.ABORT
+        assert len(sample.logprobs) == len(sample.token_ids) < len(whole)
+        assert sample.token_ids == whole[: len(sample.token_ids)]
+    assert case.engine.progress() == {}
+
+
+async def test_a_prompt_that_is_too_long_is_refused(case: Case) -> None:
+    with pytest.raises(EngineError, match=str(CONTEXT_TOKENS)):
+        await case.engine.sample(_request("long", token_ids=(5,) * (CONTEXT_TOKENS + 1)))
+    assert case.engine.usable
+
+
+async def test_other_weights_are_really_served(case: Case) -> None:
+    """The check `moved`, the version label, and no KV of the old weights."""
+    prompt = tuple(range(5, 5 + 70))
+    await case.engine.sample(_request("warm", token_ids=prompt))
+    before = await case.engine.logprobs(PROBE_TOKENS)
+    old = await case.engine.sample(_request("old", token_ids=prompt))
+    assert old.cached_tokens == 64  # two blocks of 32
+
+    tensors = perturbed(case.model.tensors(), seed=1)
+    case.model.use(tensors)
+    published = case.model.publish(case.store.put("run", 1, 1, tensors))
+    report = await case.engine.load(published)
+    assert report is not None
+    assert (report.digest, report.tensors) == (published.version.digest, published.tensors)
+    assert report.size_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+    after = await case.engine.logprobs(PROBE_TOKENS)
+    assert check_moved(published.version, published.probe, before, after, TOLERANCE) > 0.1
+    sampled = await case.engine.sample(_request("new", token_ids=prompt))
+    assert sampled.cached_tokens == 0
+    assert sampled.version_spans == (VersionSpan(published.version.label, 0, len(sampled.token_ids)),)
+    logprobs = case.model.logprobs(prompt + sampled.token_ids)[len(prompt) - 1 :]
+    assert largest_difference(sampled.logprobs, logprobs) < TOLERANCE
+
+
+async def test_versions_follow_each_other(case: Case) -> None:
+    for step in range(2, 6):
+        tensors = perturbed(case.model.tensors(), seed=step)
+        case.model.use(tensors)
+        published = case.model.publish(case.store.put("run", 1, step, tensors))
+        await case.engine.load(published)
+        case.store.retain({published.version})
+        measured = await case.engine.logprobs(PROBE_TOKENS)
+        check_probe(published.version, published.probe, measured, TOLERANCE)
+        assert await case.engine.load(published) is None
+    assert case.engine.loaded == published.version
+
+
+async def test_no_load_under_running_requests(case: Case) -> None:
+    request, _ = await _long_request(case)
+    published = case.model.publish(case.store.put("run", 1, 6, perturbed(case.model.tensors(), seed=6)))
+    running = [asyncio.create_task(case.engine.sample(replace(request, request_id=f"r{i}"))) for i in range(32)]
+    await asyncio.sleep(0)  # now they are sent
+    with pytest.raises(EngineBusy, match="32 unfinished requests"):
+        await case.engine.load(published)
+    await case.engine.abort()
+    label = case.engine.loaded.label if case.engine.loaded else ""
+    for sample in await asyncio.gather(*running):
+        assert {span.version for span in sample.version_spans} <= {label}
+    assert case.engine.usable
+
+
+async def test_a_wrong_load_is_caught_and_final(case: Case) -> None:
+    """Tied: the bytes of the version before, one tiny step away. Untied: one tensor is missing."""
+    old = {name: tensor.detach().bfloat16() for name, tensor in case.model.tensors().items()}
+    case.model.use({name: tensor.float() for name, tensor in old.items()})
+    before = case.model.publish(case.store.put("run", 1, 7, old))
+    await case.engine.load(before)
+    if case.tied:
+        new = {name: (tensor.float() + 1e-6).bfloat16() for name, tensor in old.items()}
+        after = case.model.publish(case.store.put("run", 1, 8, new))
+        case.model.use({name: tensor.float() for name, tensor in new.items()})
+        moved = largest_difference(before.probe.logprobs, case.model.logprobs(PROBE_TOKENS))
+        assert moved < PROBE_TOLERANCE["bfloat16"]  # no probe could tell the two apart
+        wrong = replace(after, location=before.location)
+        message = f"digest {before.version.digest}: another version's"
+    else:
+        partial = {name: tensor for name, tensor in old.items() if "layers.1.self_attn.k_proj.weight" not in name}
+        stored = case.store.put("run", 1, 8, partial)
+        wrong = replace(before, version=replace(before.version, step=8), location=stored.location)
+        message = f"{len(partial)} tensors of {len(old)}"
+    with pytest.raises(WeightCheckFailed, match=message) as caught:
+        await case.engine.load(wrong)
+    assert caught.value.check == "consumed"
+    assert not case.engine.usable
+    with pytest.raises(EngineDead):
+        await case.engine.sample(_request("late"))

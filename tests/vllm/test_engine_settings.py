@@ -1,0 +1,129 @@
+"""Arguments, environment, version check and frames: all that needs no process."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from rlhfless.functions.generation.vllm import frames, version
+from rlhfless.functions.generation.vllm.arguments import engine_arguments, engine_environment
+from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.spec import EngineSpec, RunSpec
+from rlhfless.weights.address import StoreAddress
+
+
+def _settings(device: str = "cpu", path: str = "some/model", **engine: object) -> EngineSettings:
+    run = RunSpec.model_validate(
+        {
+            "model": {"path": path, "dtype": "bfloat16", "max_context_tokens": 512},
+            "prompts": {"path": "prompts.jsonl"},
+            "rewards": [{"type": "exact_match"}],
+            "generation": {"engine": engine},
+            "seed": 7,
+        }
+    )
+    return EngineSettings.of(run, device, StoreAddress("folder", "store"))  # type: ignore[arg-type]
+
+
+def test_cpu_arguments() -> None:
+    arguments = engine_arguments(_settings(max_sequences=64))
+    assert arguments["model"] == arguments["tokenizer"] == "some/model"
+    assert arguments["dtype"] == "bfloat16"
+    assert arguments["max_model_len"] == 512
+    assert arguments["seed"] == 7
+    assert arguments["max_num_seqs"] == 64
+    assert arguments["enforce_eager"] is True
+    assert arguments["block_size"] == 32
+    assert arguments["kv_cache_memory_bytes"] == 2**30
+    assert "gpu_memory_utilization" not in arguments
+
+
+def test_cuda_arguments() -> None:
+    arguments = engine_arguments(_settings("cuda", gpu_memory_fraction=0.5, tensor_parallel_size=2))
+    assert arguments["gpu_memory_utilization"] == 0.5
+    assert arguments["tensor_parallel_size"] == 2
+    assert arguments["enforce_eager"] is False
+    assert "block_size" not in arguments
+
+
+def test_extra_arguments_win_but_for_the_adapters_own() -> None:
+    assert engine_arguments(_settings(extra={"block_size": 64}))["block_size"] == 64
+    with pytest.raises(ValueError, match="'logprobs_mode'"):
+        engine_arguments(_settings(extra={"logprobs_mode": "raw_logprobs"}))
+
+
+def test_environment(tmp_path: Path) -> None:
+    inherited = {"OMP_NUM_THREADS": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HOME": "/home/me"}
+    hub = engine_environment(_settings(), inherited)
+    assert hub["OMP_NUM_THREADS"] == "3"
+    assert hub["HOME"] == "/home/me"
+    assert hub["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert hub["TORCHDYNAMO_DISABLE"] == "1"
+    assert "HF_HUB_OFFLINE" not in hub
+    assert engine_environment(_settings(path=str(tmp_path)), inherited)["HF_HUB_OFFLINE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in engine_environment(_settings("cuda"), inherited)
+    assert "LD_PRELOAD" not in engine_environment(_settings("cuda"), inherited)
+
+
+def test_the_preloaded_libraries_exist() -> None:
+    libraries = engine_environment(_settings(), {})["LD_PRELOAD"].split(":")
+    assert any("libgomp" in library for library in libraries)
+    assert all(Path(library).is_file() for library in libraries)
+
+
+def test_the_token_of_a_store_is_not_printed() -> None:
+    assert "secret" not in repr(StoreAddress("http", "cache", token="secret"))
+
+
+@pytest.mark.parametrize("installed", ["0.32.0", "0.32.1+cpu", "0.32.0rc1"])
+def test_supported_vllm(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(version.metadata, "version", lambda _name: installed)
+    version.require_supported_vllm()
+
+
+@pytest.mark.parametrize("installed", ["0.31.9", "0.33.0", "1.32.0", "0.320.0"])
+def test_other_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(version.metadata, "version", lambda _name: installed)
+    with pytest.raises(RuntimeError, match=rf"vLLM {installed} is installed, .* 0.32"):
+        version.require_supported_vllm()
+
+
+def test_missing_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise version.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(version.metadata, "version", missing)
+    with pytest.raises(RuntimeError, match="not installed"):
+        version.require_supported_vllm()
+
+
+async def test_frames_cross_whole_and_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    large = list(range(300_000))  # more than any socket buffer
+    writer.write(frames.encode("first") + frames.encode(large))
+    assert await asyncio.to_thread(frames.receive, theirs) == "first"
+    assert frames.is_waiting(theirs)
+    assert await asyncio.to_thread(frames.receive, theirs) == large
+    assert not frames.is_waiting(theirs)
+    sending = asyncio.create_task(asyncio.to_thread(frames.send, theirs, large))
+    assert await frames.read(reader) == large
+    await sending
+    theirs.close()
+    with pytest.raises(EOFError):
+        await frames.read(reader)
+    writer.close()
+
+
+def test_the_end_of_the_stream() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(frames.encode("half")[:10])
+    theirs.close()
+    assert frames.is_waiting(ours)
+    with ours, pytest.raises(EOFError):
+        frames.receive(ours)
+
+
+def test_spec_defaults_reach_the_engine() -> None:
+    assert _settings().engine == EngineSpec()

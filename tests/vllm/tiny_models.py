@@ -1,0 +1,107 @@
+"""Tiny random models, as folders and as Hugging Face models to compare with; and engines for them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from rlhfless.functions.generation.vllm.adapter import Engine
+from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.records import Probe, PublishedWeights
+from rlhfless.spec import EngineSpec, TimeoutsSpec
+from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.store import StoredWeights
+
+VOCABULARY = ["<bos>", "<eos>", "<pad>", *(chr(code) for code in range(33, 127))]  # 97: not a multiple of 64,
+# so the engine's padded output head is tested too
+CONTEXT_TOKENS = 128
+PROBE_TOKENS = (5, 6, 7, 8, 9, 40, 41, 42)
+
+
+@dataclass
+class TinyModel:
+    """A model folder and the model in it."""
+
+    folder: Path
+    model: Qwen2ForCausalLM
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a learner publishes: tied weights once."""
+        return dict(self.model.named_parameters())
+
+    def use(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Computes with `tensors` from now on."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(tensors[name])
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: tuple[int, ...], temperature: float = 1.0) -> tuple[float, ...]:
+        """Of token i + 1 given those up to i: [tokens - 1]."""
+        logits = self.model(torch.tensor([token_ids])).logits[0, :-1].float() / temperature
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])
+        return tuple(chosen[:, 0].tolist())
+
+    def publish(self, stored: StoredWeights) -> PublishedWeights:
+        """The announcement of weights that this model now computes with."""
+        probe = Probe(PROBE_TOKENS, self.logprobs(PROBE_TOKENS))
+        return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<pad>"
+    )
+
+
+def make_tiny_model(folder: Path, tied: bool) -> TinyModel:
+    """Two layers, 64 wide, random."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # heads of 32: the smallest that the CPU kernel takes
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        # Large, so that the logits differ clearly and no comparison passes by accident.
+        initializer_range=0.15,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return TinyModel(folder, model)
+
+
+async def start_tiny_engine(model: TinyModel, store: Path) -> Engine:
+    """A small CPU engine with one thread that reads weights from the folder `store`."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Threads that wait for each other on a busy machine take many times as long as one.
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return await Engine.start(_settings(model, store))
+
+
+def _settings(model: TinyModel, store: Path) -> EngineSettings:
+    return EngineSettings(
+        model=str(model.folder),
+        tokenizer=str(model.folder),
+        dtype="float32",
+        max_model_len=CONTEXT_TOKENS,
+        seed=0,
+        trust_remote_code=False,
+        device="cpu",
+        store=StoreAddress("folder", str(store)),
+        engine=EngineSpec(kv_cache_gib=0.0625, max_sequences=64),
+        timeouts=TimeoutsSpec(start_s=200, sync_s=60, drain_s=20),
+    )

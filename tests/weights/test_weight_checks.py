@@ -1,0 +1,95 @@
+"""The three checks, on numbers by hand."""
+
+import pickle
+
+import pytest
+import torch
+
+from rlhfless.records import Probe, WeightVersion
+from rlhfless.weights.check import (
+    PROBE_TOLERANCE,
+    WeightCheckFailed,
+    check_consumed,
+    check_moved,
+    check_probe,
+    largest_difference,
+)
+from rlhfless.weights.perturb import perturbed
+
+VERSION = WeightVersion("run", 1, 3, "ab" * 16)
+PROBE = Probe(token_ids=(5, 6, 7), logprobs=(-1.0, -2.0))
+
+
+def test_largest_difference() -> None:
+    assert largest_difference([1.0, 2.0], [1.5, 1.75]) == 0.5
+    assert largest_difference([], []) == 0.0
+    assert largest_difference([1.0], [1.0, 2.0]) == float("inf")
+    nan = float("nan")
+    assert largest_difference([0.0, nan, 0.0], [0.0, 0.0, 0.0]) == float("inf")
+
+
+def test_consumed() -> None:
+    check_consumed(VERSION, 10, VERSION.digest, 10)
+    with pytest.raises(WeightCheckFailed, match="9 tensors of 10") as skipped:
+        check_consumed(VERSION, 10, "cd" * 16, 9)
+    assert skipped.value.check == "consumed"
+    with pytest.raises(WeightCheckFailed, match="another version's"):
+        check_consumed(VERSION, 10, "cd" * 16, 10)
+
+
+def test_probe() -> None:
+    assert check_probe(VERSION, PROBE, [-1.0, -2.25], tolerance=0.25) == 0.25
+    with pytest.raises(WeightCheckFailed, match=r"differ by 0.5 .*tolerance 0.25") as failed:
+        check_probe(VERSION, PROBE, [-1.0, -2.5], tolerance=0.25)
+    assert failed.value.check == "probe"
+    assert failed.value.version == VERSION
+
+
+def test_a_probe_that_is_not_a_number_fails() -> None:
+    with pytest.raises(WeightCheckFailed):
+        check_probe(VERSION, PROBE, [float("nan"), -2.0], tolerance=1e9)
+
+
+def test_moved() -> None:
+    assert check_moved(VERSION, PROBE, before=[-3.0, -2.0], after=[-1.0, -2.0], tolerance=0.1) == 2.0
+
+
+def test_unmoved_outputs_fail() -> None:
+    with pytest.raises(WeightCheckFailed) as failed:
+        check_moved(VERSION, PROBE, before=[-1.0, -2.0], after=[-1.0, -2.05], tolerance=0.1)
+    assert failed.value.check == "moved"
+
+
+def test_outputs_that_moved_elsewhere_fail() -> None:
+    # One layer of several is stale: the result changes, but not to the learner's.
+    with pytest.raises(WeightCheckFailed) as failed:
+        check_moved(VERSION, PROBE, before=[-3.0, -2.0], after=[-1.5, -2.0], tolerance=0.1)
+    assert failed.value.check == "probe"
+
+
+def test_the_failure_survives_a_process_border() -> None:
+    error = pickle.loads(pickle.dumps(WeightCheckFailed("moved", VERSION, "why")))
+    assert (error.check, error.version, error.message) == ("moved", VERSION, "why")
+    assert str(error) == f"weight check `moved` failed for {VERSION.label}: why"
+
+
+def test_every_dtype_has_a_tolerance() -> None:
+    # Ordered by the bits of the mantissa: 23, 10, 7.
+    assert PROBE_TOLERANCE["float32"] < PROBE_TOLERANCE["float16"] < PROBE_TOLERANCE["bfloat16"]
+
+
+def test_perturbed_moves_every_floating_tensor_by_its_own_scale() -> None:
+    tensors = {
+        "small": torch.full((64, 64), 1e-3, dtype=torch.bfloat16),
+        "large": torch.full((64, 64), 10.0),
+        "ids": torch.arange(4),
+    }
+    moved = perturbed(tensors, seed=1)
+    for name in ("small", "large"):
+        relative = (moved[name].float() - tensors[name].float()) / tensors[name].float()
+        assert moved[name].dtype == tensors[name].dtype
+        assert relative.std().item() == pytest.approx(0.3, rel=0.05)  # 4096 draws: 1.1% standard error
+    assert torch.equal(moved["ids"], tensors["ids"])
+    again = perturbed(tensors, seed=1)
+    assert all(torch.equal(again[name], moved[name]) for name in tensors)
+    assert not torch.equal(perturbed(tensors, seed=2)["large"], moved["large"])

@@ -1,0 +1,300 @@
+"""One contract for all stores: what is published can be read, whole and right, by many, until nobody needs it."""
+
+import multiprocessing
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhfless.records import WeightVersion
+from rlhfless.weights import http
+from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.digest import digest_of
+from rlhfless.weights.files import WeightFileError, file_name, version_of
+from rlhfless.weights.http import HttpStoreServer
+from rlhfless.weights.store import FolderStore, StoredWeights, WeightReader, WeightStore
+
+
+@dataclass
+class Pair:
+    """The two sides of one store."""
+
+    store: WeightStore
+    address: StoreAddress
+    folder: Path
+    """Where the publisher's files lie."""
+
+    def reader(self) -> WeightReader:
+        return self.address.connect()
+
+
+@pytest.fixture(params=["folder", "http"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    folder = tmp_path / "store"
+    if request.param == "folder":
+        yield Pair(FolderStore(folder), StoreAddress("folder", str(folder)), folder)
+        return
+    with HttpStoreServer(folder) as server:
+        yield Pair(server, StoreAddress("http", str(tmp_path / "cache"), server.token), folder)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[HttpStoreServer]:
+    with HttpStoreServer(tmp_path / "store") as server:
+        yield server
+
+
+def _tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {
+        "layer.weight": torch.full((300, 7), value, dtype=torch.bfloat16),
+        "layer.bias": torch.arange(7, dtype=torch.float32) * value,
+        "strided": torch.arange(6.0).reshape(2, 3).t() * value,
+        "scalar": torch.tensor(value),
+        "flag": torch.tensor([True, False]),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def test_what_is_put_can_be_read(pair: Pair) -> None:
+    stored = pair.store.put("run-1", 2, 3, _tensors())
+    assert stored.version == WeightVersion("run-1", 2, 3, digest_of(_tensors().items()))
+    assert stored.tensors == 6
+    assert _same(dict(pair.reader().read(stored.location)), _tensors())
+
+
+def test_the_file_is_plain_safetensors(pair: Pair) -> None:
+    stored = pair.store.put("run", 0, 0, _tensors())
+    path = pair.folder / file_name(stored.version)
+    assert _same(load_file(path), _tensors())
+    assert stored.size_bytes == path.stat().st_size
+
+
+def test_tied_tensors_are_published_under_both_names(pair: Pair) -> None:
+    shared = torch.randn(4, 4)
+    stored = pair.store.put("run", 0, 0, {"embed": shared, "head": shared})
+    assert _same(dict(pair.reader().read(stored.location)), {"embed": shared, "head": shared})
+
+
+def test_the_same_weights_twice_are_one_version(pair: Pair) -> None:
+    first = pair.store.put("run", 0, 1, _tensors())
+    inode = (pair.folder / file_name(first.version)).stat().st_ino
+    assert pair.store.put("run", 0, 1, _tensors()) == first
+    assert (pair.folder / file_name(first.version)).stat().st_ino == inode
+    assert pair.store.versions() == (first.version,)
+
+
+def test_versions_are_in_order(pair: Pair) -> None:
+    put = [pair.store.put("run", attempt, step, _tensors(step)) for attempt, step in ((1, 9), (0, 11), (1, 10))]
+    assert [(v.attempt, v.step) for v in pair.store.versions()] == [(0, 11), (1, 9), (1, 10)]
+    assert set(pair.store.versions()) == {stored.version for stored in put}
+
+
+def test_retain_deletes_the_rest(pair: Pair) -> None:
+    old, new = pair.store.put("run", 0, 1, _tensors(1)), pair.store.put("run", 0, 2, _tensors(2))
+    pair.store.retain({new.version})
+    assert pair.store.versions() == (new.version,)
+    pair.store.delete(old.version)  # gone already: no error
+    with pytest.raises(WeightFileError, match=rf"(?s){old.version.digest}.*"):
+        dict(pair.reader().read(old.location))
+
+
+def test_a_reader_keeps_what_it_opened(pair: Pair) -> None:
+    stored = pair.store.put("run", 0, 1, _tensors())
+    reading = pair.reader().read(stored.location)
+    read = dict([next(reading)])
+    pair.store.delete(stored.version)
+    read |= dict(reading)
+    assert _same(read, _tensors())
+
+
+def test_empty_weights_are_refused(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="run 'run', step 4"):
+        pair.store.put("run", 0, 4, {})
+
+
+def test_unsafe_run_ids_are_refused(pair: Pair) -> None:
+    for run_id in ("a/b", "../a", "a~b", ".hidden"):
+        with pytest.raises(ValueError, match="run id"):
+            pair.store.put(run_id, 0, 0, _tensors())
+
+
+def _digest_read(address: StoreAddress, location: str) -> str:
+    return digest_of(address.connect().read(location))
+
+
+def test_many_processes_read_at_the_same_time(pair: Pair) -> None:
+    stored = pair.store.put("run", 0, 1, {"w": torch.randn(1 << 20)})
+    # spawn: a fork of a process with threads (the HTTP server's) may deadlock
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        digests = pool.starmap(_digest_read, [(pair.address, stored.location)] * 4)
+    assert digests == [stored.version.digest] * 4
+
+
+def test_readers_never_see_half_a_version(pair: Pair) -> None:
+    """While versions are published and dropped, every version that is listed reads as what it says."""
+    stop = threading.Event()
+    folder = FolderStore(pair.folder)
+
+    def watch() -> int:
+        seen = 0
+        while not stop.is_set():
+            for version in folder.versions():
+                try:
+                    digest = digest_of(folder.read(str(folder.path(version))))
+                except WeightFileError as error:
+                    if "does not exist" in str(error):  # dropped after it was listed
+                        continue
+                    raise
+                assert digest == version.digest
+                seen += 1
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        watchers = [pool.submit(watch) for _ in range(2)]
+        for step in range(40):
+            stored = pair.store.put("run", 0, step, {"w": torch.full((50_000,), float(step))})
+            pair.store.retain({stored.version})
+        stop.set()
+        assert all(watcher.result(timeout=30) > 0 for watcher in watchers)
+
+
+def test_a_failed_publish_leaves_nothing(pair: Pair) -> None:
+    with pytest.raises(KeyError):  # a dtype that safetensors has no name for
+        pair.store.put("run", 0, 0, {"w": torch.ones(2, dtype=torch.complex64)})
+    assert [path for path in pair.folder.iterdir() if path.name != ".lock"] == []
+    assert pair.store.versions() == ()
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 7, 100, -1])
+def test_a_truncated_file_is_refused(tmp_path: Path, keep_bytes: int) -> None:
+    store = FolderStore(tmp_path)
+    stored = store.put("run", 0, 0, _tensors())
+    os.truncate(stored.location, keep_bytes % stored.size_bytes)
+    with pytest.raises(WeightFileError) as refused:
+        dict(store.read(stored.location))
+    assert stored.location in str(refused.value)
+    assert stored.version.digest in str(refused.value)
+
+
+def test_a_changed_byte_shows_in_the_digest(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    stored = store.put("run", 0, 0, _tensors())
+    data = bytearray(Path(stored.location).read_bytes())
+    data[-20] ^= 1
+    Path(stored.location).write_bytes(data)
+    assert digest_of(store.read(stored.location)) != stored.version.digest
+
+
+def test_names_are_reversible() -> None:
+    version = WeightVersion("my-run-1", 3, 14, "ab" * 16)
+    assert version_of(f"http://host:1/versions/{file_name(version)}") == version
+    with pytest.raises(ValueError, match="not a weight file"):
+        version_of("/somewhere/model.bin")
+
+
+# --- HTTP alone
+
+
+def _put(served: HttpStoreServer, step: int = 0) -> StoredWeights:
+    return served.put("run", 0, step, {"w": torch.full((1 << 18,), float(step))})
+
+
+def test_http_wants_the_token(served: HttpStoreServer, tmp_path: Path) -> None:
+    stored = _put(served)
+    with pytest.raises(WeightFileError, match=f"{stored.version.digest}.*401"):
+        dict(http.HttpStore("wrong", tmp_path / "cache").read(stored.location))
+
+
+def test_http_serves_versions_and_nothing_else(served: HttpStoreServer, tmp_path: Path) -> None:
+    (tmp_path / "store" / "secret.txt").write_text("x")
+    for path in ("/versions/secret.txt", "/versions/../secret.txt", "/secret.txt", "/versions/", "/"):
+        request = urllib.request.Request(served.url + path, headers={"Authorization": f"Bearer {served.token}"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=10)
+        assert refused.value.code == 404
+
+
+def test_http_downloads_once_per_node(
+    served: HttpStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = _put(served)
+    downloads: list[str] = []
+    download = http.HttpStore._continue_download
+
+    def counting(self: http.HttpStore, url: str, file: object) -> None:
+        downloads.append(url)
+        download(self, url, file)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(http.HttpStore, "_continue_download", counting)
+    readers = [http.HttpStore(served.token, tmp_path / "cache") for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        digests = list(pool.map(lambda reader: digest_of(reader.read(stored.location)), readers))
+    assert digests == [stored.version.digest] * 8
+    assert downloads == [stored.location]
+
+
+def test_http_continues_an_interrupted_download(
+    served: HttpStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = _put(served)
+    ranges: list[str | None] = []
+    answer = http._Handler._answer
+
+    def hang_up_once(self: http._Handler, file: object) -> None:
+        ranges.append(self.headers.get("Range"))
+        if len(ranges) == 1:
+            self.send_response(200)
+            self.send_header("Content-Length", str(stored.size_bytes))
+            self.end_headers()
+            self.wfile.write(file.read(1000))  # type: ignore[attr-defined]
+            self.close_connection = True
+        else:
+            answer(self, file)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(http._Handler, "_answer", hang_up_once)
+    assert digest_of(http.HttpStore(served.token, tmp_path / "cache").read(stored.location)) == (
+        stored.version.digest
+    )
+    assert ranges == [None, "bytes=1000-"]
+
+
+def test_http_refuses_a_damaged_download_and_caches_none(served: HttpStoreServer, tmp_path: Path) -> None:
+    stored = _put(served)
+    path = tmp_path / "store" / file_name(stored.version)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(WeightFileError, match=f"expected digest {stored.version.digest}, received"):
+        dict(http.HttpStore(served.token, tmp_path / "cache").read(stored.location))
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_http_gives_up_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 0.001)
+    with HttpStoreServer(tmp_path / "store") as server:
+        stored = _put(server)
+    with pytest.raises(WeightFileError, match=r"5 attempts failed: .*[Rr]efused"):
+        dict(http.HttpStore(server.token, tmp_path / "cache").read(stored.location))
+
+
+def test_http_keeps_the_last_two_versions_of_the_cache(served: HttpStoreServer, tmp_path: Path) -> None:
+    reader = http.HttpStore(served.token, tmp_path / "cache")
+    stored = [_put(served, step) for step in range(4)]
+    for version in stored:
+        dict(reader.read(version.location))
+    cached = FolderStore(tmp_path / "cache").versions()
+    assert [version.step for version in cached] == [2, 3]
