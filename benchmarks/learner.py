@@ -147,8 +147,7 @@ SIDES: dict[str, Callable[[str, int, int], PlainLoop | Ours]] = {"ours": Ours, "
 def tokens_per_s(arguments: argparse.Namespace, batch: PackedBatch) -> dict[str, dict[str, float]]:
     """Median tokens per second of each side, by wall clock and by CPU time of all threads."""
     sides = {
-        name: make(arguments.model, arguments.threads, arguments.micro_batch_tokens)
-        for name, make in SIDES.items()
+        name: make(arguments.model, arguments.threads, arguments.micro_batch_tokens) for name, make in SIDES.items()
     }
     clocks: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
     seconds: dict[tuple[str, str], list[float]] = {(clock, name): [] for clock in clocks for name in sides}
@@ -160,8 +159,7 @@ def tokens_per_s(arguments: argparse.Namespace, batch: PackedBatch) -> dict[str,
                 if turn:  # the first round warms up
                     seconds[clock, name].append(read() - starts[clock])
     return {
-        clock: {name: len(batch.tokens) / statistics.median(seconds[clock, name]) for name in sides}
-        for clock in clocks
+        clock: {name: len(batch.tokens) / statistics.median(seconds[clock, name]) for name in sides} for clock in clocks
     }
 
 

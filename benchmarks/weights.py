@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -36,7 +37,7 @@ from rlhfless.weights.digest import Digest
 from rlhfless.weights.store import FolderStore
 
 ROUNDS = 7
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "vocab_size": 97},
     "mid": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 16, "vocab_size": 16384},
 }

@@ -242,9 +242,7 @@ def _output_head(model: Any) -> OutputHead:
     config = model.config
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    return OutputHead(
-        model.get_output_embeddings(), float(scale), getattr(config, "final_logit_softcapping", None)
-    )
+    return OutputHead(model.get_output_embeddings(), float(scale), getattr(config, "final_logit_softcapping", None))
 
 
 @torch.no_grad()

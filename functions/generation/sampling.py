@@ -141,9 +141,7 @@ class RequestRun:
     def _text(self, token_ids: IntArray) -> str:
         """The text of a response that two actors drew: decoding the parts one by one could differ at the seam."""
         settings = self._engine.settings
-        text = _tokenizer(settings.tokenizer, settings.trust_remote_code).decode(
-            token_ids, skip_special_tokens=True
-        )
+        text = _tokenizer(settings.tokenizer, settings.trust_remote_code).decode(token_ids, skip_special_tokens=True)
         ends = [text.find(stop) for stop in self._request.sampling.stop if stop in text]
         return text[: min(ends)] if ends else text
 

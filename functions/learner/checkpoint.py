@@ -30,9 +30,7 @@ def save_checkpoint(folder: Path, model: PreTrainedModel, spec: ModelSpec, state
     def write(target: Path) -> None:
         with substituted(model, cast_to(spec.dtype)):
             model.save_pretrained(target)
-        tokenizer = AutoTokenizer.from_pretrained(
-            spec.tokenizer or spec.path, trust_remote_code=spec.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.path, trust_remote_code=spec.trust_remote_code)
         tokenizer.save_pretrained(target)
         torch.save(state, target / STATE_FILE)
 

@@ -6,7 +6,6 @@ appears once, so that an engine's weight loader takes them as it takes a checkpo
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,14 +15,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.spec import DType
-
-PERTURBATION = 0.05
-"""Noise relative to a tensor's root mean square. Well above the rounding of bfloat16 (0.4 %), so that each
-tensor moves in every format; small enough that no activation overflows."""
-
-ZERO_TENSOR_NOISE = 0.01
-"""Noise of a tensor that is all zeros, such as a fresh bias, to which nothing can be relative."""
-
 
 def published_weights(model: PreTrainedModel, dtype: DType) -> dict[str, torch.Tensor]:
     """A copy of all parameters and persistent buffers on the CPU, floating point ones in `dtype`."""
@@ -67,19 +58,6 @@ def cast_to(dtype: DType) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
     def substitute(_: str, value: torch.Tensor) -> torch.Tensor:
         return value.to(_format(value, dtype))
-
-    return substitute
-
-
-def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """A substitute: the value with noise that follows from `seed` and the tensor's name alone."""
-
-    def substitute(name: str, value: torch.Tensor) -> torch.Tensor:
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        noise = torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
-        size = value.square().mean().sqrt() * PERTURBATION
-        return value + noise * torch.where(size > 0, size, ZERO_TENSOR_NOISE)
 
     return substitute
 

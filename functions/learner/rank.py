@@ -30,7 +30,7 @@ from rlhfless.algorithms.batch import PackedBatch, mini_batches, select
 from rlhfless.algorithms.losses import LossInputs, combine_metrics, grpo_loss
 from rlhfless.functions.learner.checkpoint import load_state, save_checkpoint
 from rlhfless.functions.learner.metrics import over_ranks, over_updates
-from rlhfless.functions.learner.publishing import perturbed_by, published_weights, rounded_to, substituted
+from rlhfless.functions.learner.publishing import published_weights, rounded_to, substituted
 from rlhfless.functions.policy import (
     default_device,
     load_policy,
@@ -40,6 +40,7 @@ from rlhfless.functions.policy import (
 )
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
+from rlhfless.weights.perturb import perturbed_by
 
 NO_SEQUENCES = np.zeros(0, dtype=np.int64)
 
@@ -150,7 +151,7 @@ class LearnerRank:
 
     @contextmanager
     def perturbed(self, seed: int) -> Iterator[None]:
-        """Within the block every parameter is off by a few per cent, by `seed` and its name; then as before.
+        """Within the block every parameter is off, by `seed` and its name; after it, as before.
 
         `weights` and `probe_logprobs` see the perturbed values: with them an engine's load is proven to reach
         every tensor.

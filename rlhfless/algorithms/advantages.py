@@ -57,9 +57,7 @@ def rewards_with_kl(
         raise ValueError("KL in the reward needs reference logprobs, and the batch has none")
     policy = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
     kl = kl_estimate(torch.tensor(policy), torch.tensor(batch.reference_logprobs), estimator).numpy()
-    per_sequence = np.bincount(
-        batch.sequence_id, np.where(batch.response_mask, kl, 0), minlength=batch.sequences
-    )
+    per_sequence = np.bincount(batch.sequence_id, np.where(batch.response_mask, kl, 0), minlength=batch.sequences)
     return np.asarray(rewards, dtype=np.float64) - coefficient * per_sequence
 
 

@@ -91,9 +91,7 @@ class PackedBatch:
     def with_advantages(self, values: FloatArray) -> PackedBatch:
         """`values` [sequences]: each response token gets that of its sequence."""
         if values.shape != (self.sequences,):
-            raise ValueError(
-                f"advantages have shape {values.shape}, expected one per sequence: ({self.sequences},)"
-            )
+            raise ValueError(f"advantages have shape {values.shape}, expected one per sequence: ({self.sequences},)")
         per_token = np.where(self.response_mask, values[self.sequence_id], 0)
         return dataclasses.replace(self, advantages=per_token.astype(np.float32))
 
@@ -199,9 +197,7 @@ def _own_denominators(batch: PackedBatch) -> PackedBatch:
 def _check(group: Group) -> None:
     name = group.prompt.prompt_id
     if not group.prompt.token_ids:
-        raise ValueError(
-            f"prompt {name!r} has no tokens; give it at least one, such as a begin-of-sequence token"
-        )
+        raise ValueError(f"prompt {name!r} has no tokens; give it at least one, such as a begin-of-sequence token")
     for rollout in group.rollouts:
         _check_logprobs(name, rollout)
 
@@ -209,13 +205,9 @@ def _check(group: Group) -> None:
 def _check_logprobs(name: str, rollout: Rollout) -> None:
     where = f"sample {rollout.sample_index} of prompt {name!r}"
     if len(rollout.token_ids) != len(rollout.logprobs):
-        raise ValueError(
-            f"{where} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} rollout logprobs"
-        )
+        raise ValueError(f"{where} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} rollout logprobs")
     if not np.isfinite(rollout.logprobs).all():
-        raise ValueError(
-            f"{where} has a rollout logprob that is not finite, on a token that the engine drew itself"
-        )
+        raise ValueError(f"{where} has a rollout logprob that is not finite, on a token that the engine drew itself")
 
 
 def _prompt_id(group: Group) -> str:

@@ -24,9 +24,7 @@ MAX_LOG_RATIO = 20.0
 token of a policy worth training is this far from its reference, so the clamp never acts on sound data."""
 
 
-def kl_estimate(
-    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: Estimator
-) -> torch.Tensor:
+def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: Estimator) -> torch.Tensor:
     """KL per token, `[tokens]`, from the policy's and the reference's logprobs `[tokens]` of the same tokens.
 
     A clamped token has no gradient.
@@ -38,8 +36,6 @@ def kl_estimate(
         case "k2":
             return x.square() / 2
         case "k3":
-            return (
-                torch.expm1(x) - x
-            )  # e^x - 1 by its own name: e^x - x - 1 loses all digits where x is small
+            return torch.expm1(x) - x  # e^x - 1 by its own name: e^x - x - 1 loses all digits where x is small
         case _:
             assert_never(estimator)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-WORDS = ("count", "from", "up", "down", "to", ":", "sure")
+WORDS = ("count", "from", "up", "down", "to", ":", "sure", "done")
 """All words of prompts and responses, beside the numbers."""
 
 _HASH_BITS = 64
@@ -49,26 +49,26 @@ class TaskRecipe:
     """Of all problems there are."""
     train_prompts: int = 640
     held_out_prompts: int = 256
-    chatty_share: float = 0.25
-    stutter_share: float = 0.3
+    opening_share: float = 0.25
     early_stop_share: float = 0.3
+    closing_share: float = 0.3
 
     @property
     def clean_share(self) -> float:
         """Share of the demonstrations without any slip: the exact match a faithful imitator starts with."""
-        return (1 - self.chatty_share) * (1 - self.stutter_share) * (1 - self.early_stop_share)
+        return (1 - self.opening_share) * (1 - self.early_stop_share) * (1 - self.closing_share)
 
 
 @dataclass(frozen=True)
 class Slips:
     """What a demonstration does wrong. The three are drawn independently of each other and of the problem."""
 
-    chatty: bool = False
-    """Opens with a word that nobody asked for."""
-    stutter: bool = False
-    """Says the first number twice."""
+    opening: bool = False
+    """Says "sure" first."""
     early_stop: bool = False
     """Leaves out the last number."""
+    closing: bool = False
+    """Says "done" after the last number."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ class Problem:
         """What is said when these slips are made, separated by blanks."""
         step = 1 if self.last > self.first else -1
         numbers = range(self.first, self.last + step * (not slips.early_stop), step)
-        opening = ["sure"] * slips.chatty + [str(self.first)] * slips.stutter
-        return " ".join([*opening, *map(str, numbers)])
+        return " ".join(["sure"] * slips.opening + list(map(str, numbers)) + ["done"] * slips.closing)
 
     def held_out(self, recipe: TaskRecipe) -> bool:
         """Whether this problem is reserved for evaluation, by the hash of its id."""
@@ -148,9 +147,9 @@ def draw_demonstrations(recipe: TaskRecipe, rng: np.random.Generator, count: int
     for _ in range(count):
         problem = draw_problem(recipe, rng, held_out=False)
         slips = Slips(
-            chatty=bool(rng.random() < recipe.chatty_share),
-            stutter=bool(rng.random() < recipe.stutter_share),
+            opening=bool(rng.random() < recipe.opening_share),
             early_stop=bool(rng.random() < recipe.early_stop_share),
+            closing=bool(rng.random() < recipe.closing_share),
         )
         demonstrations.append(Demonstration(problem.prompt, problem.response(slips)))
     return demonstrations

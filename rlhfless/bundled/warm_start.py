@@ -107,9 +107,7 @@ def iterate_batches(
             yield _pad(rows[start:stop], tokenizer.pad_token_id)
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerFast, pool: list[Demonstration]
-) -> Iterator[tuple[list[int], list[int]]]:
+def _encode(tokenizer: PreTrainedTokenizerFast, pool: list[Demonstration]) -> Iterator[tuple[list[int], list[int]]]:
     """Ids and labels of each demonstration; only the response and the end token have labels."""
     prompts = tokenizer([demonstration.prompt for demonstration in pool])["input_ids"]
     responses = tokenizer([demonstration.response for demonstration in pool])["input_ids"]

@@ -127,9 +127,7 @@ def local_slots() -> list[Slot]:
     import torch
 
     if torch.cuda.is_available():
-        return [
-            Slot(f"gpu-{i}", gpu_kind(torch.cuda.get_device_name(i)), i) for i in range(torch.cuda.device_count())
-        ]
+        return [Slot(f"gpu-{i}", gpu_kind(torch.cuda.get_device_name(i)), i) for i in range(torch.cuda.device_count())]
     return [Slot(f"cpu-{i}", CPU_KIND, i) for i in sorted(os.sched_getaffinity(0))]
 
 

@@ -30,9 +30,7 @@ class Experience:
     """Per group and rollout: [response]. None when the run has no reference."""
 
 
-async def collect(
-    groups: AsyncIterator[Group], score: ScoreGroups, reference: ReferenceLogprobs | None
-) -> Experience:
+async def collect(groups: AsyncIterator[Group], score: ScoreGroups, reference: ReferenceLogprobs | None) -> Experience:
     """Run `score` and `reference` on groups as they come; returns when all groups have passed both.
 
     Raises what a stage or the stream raised; the other stages are cancelled then.

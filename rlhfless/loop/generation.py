@@ -148,9 +148,7 @@ class GenerationStage:
 
     async def _stream(self, actor: Replica, request: GenerateRequest) -> None:
         try:
-            events = actor.stream(
-                self._draw.work, "generate", self._draw.call, request, timeout_s=request.timeout_s
-            )
+            events = actor.stream(self._draw.work, "generate", self._draw.call, request, timeout_s=request.timeout_s)
             async for event in events:
                 self._events.put_nowait(event)
         except ReplicaLost as lost:

@@ -81,17 +81,11 @@ class Launcher:
         def settings(seat: Seat) -> GenerationSettings:
             return GenerationSettings(
                 run_id=self.call.run_id,
-                engine=EngineSettings(
-                    model=spec.model.path,
-                    tokenizer=spec.model.tokenizer or spec.model.path,
-                    dtype=spec.model.dtype,
-                    max_model_len=self.prepared.max_model_len,
-                    seed=spec.seed % 2**31,
-                    trust_remote_code=spec.model.trust_remote_code,
-                    device="cpu" if seat.slots[0].kind == CPU_KIND else "cuda",
-                    store=self._store_address(),
-                    engine=spec.generation.engine,
-                    timeouts=spec.timeouts,
+                engine=EngineSettings.of(
+                    spec,
+                    "cpu" if seat.slots[0].kind == CPU_KIND else "cuda",
+                    self._store_address(),
+                    self.prepared.max_model_len,
                 ),
                 probe_tolerance=spec.weights.probe_tolerance or PROBE_TOLERANCE[spec.model.dtype],
                 binding=binding(seat, exclusive=True),
@@ -125,9 +119,7 @@ class Launcher:
                 binding=binding(seat, exclusive=False),
             )
 
-        return Blueprint(
-            FunctionName.REFERENCE, ReferenceFunction, settings, placement.seats[FunctionName.REFERENCE]
-        )
+        return Blueprint(FunctionName.REFERENCE, ReferenceFunction, settings, placement.seats[FunctionName.REFERENCE])
 
     def _learner(self, placement: Placement) -> Blueprint:
         spec = self.spec

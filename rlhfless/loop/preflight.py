@@ -146,9 +146,7 @@ def _folder_problems(field: str, folder: str | None) -> list[Problem]:
     if not here.is_dir():
         return [Problem(field, f"{folder!r} cannot be a folder: {str(here)!r} is a file", "name another one")]
     if not os.access(here, os.W_OK | os.X_OK):
-        return [
-            Problem(field, f"{folder!r} cannot be written: no permission in {str(here)!r}", "name another one")
-        ]
+        return [Problem(field, f"{folder!r} cannot be written: no permission in {str(here)!r}", "name another one")]
     return []
 
 

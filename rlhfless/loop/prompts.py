@@ -211,9 +211,7 @@ def _hash_id(text: str, seen: dict[str, int]) -> str:
 
 def _tokenize(texts: list[str], spec: PromptsSpec, tokenizer: Any) -> list[list[int]]:
     # A chat template writes the special tokens itself. `verbose`: prompts that are too long are our message.
-    encoded = tokenizer(
-        texts, add_special_tokens=not spec.chat_template, return_attention_mask=False, verbose=False
-    )
+    encoded = tokenizer(texts, add_special_tokens=not spec.chat_template, return_attention_mask=False, verbose=False)
     ids: list[list[int]] = encoded["input_ids"]
     return ids
 

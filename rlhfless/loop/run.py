@@ -199,9 +199,7 @@ def _by_group(values: FloatArray, batch: PackedBatch, groups: Sequence[Group]) -
     """Cut `values` [tokens] into response parts, for the groups and rollouts in their order."""
     responses = np.split(values[batch.response_mask], np.cumsum(batch.response_lengths)[:-1])
     names = [
-        rollout.key
-        for group in sorted(groups, key=lambda group: group.prompt.prompt_id)
-        for rollout in group.rollouts
+        rollout.key for group in sorted(groups, key=lambda group: group.prompt.prompt_id) for rollout in group.rollouts
     ]
     found = dict(zip(names, responses, strict=True))
     return [[found[rollout.key] for rollout in group.rollouts] for group in groups]

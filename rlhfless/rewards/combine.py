@@ -42,9 +42,7 @@ class Rewards:
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         """Why samples of these prompts could not be scored. Nothing is called."""
-        return [
-            f"reward {part.name!r}: {problem}" for part in self.parts for problem in part.reward.problems(prompts)
-        ]
+        return [f"reward {part.name!r}: {problem}" for part in self.parts for problem in part.reward.problems(prompts)]
 
 
 def make(spec: RewardSpec) -> Part:

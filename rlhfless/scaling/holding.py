@@ -108,9 +108,7 @@ def _limit(hold: Hold, mean_gap_s: float | None, break_even_s: float | None) -> 
     return break_even_s, "a mean gap costs no more than a cold start: keep it until break-even"
 
 
-def hold_figures(
-    function: FunctionName, holdings: Iterable[Holding], invocations: Iterable[Invocation]
-) -> HoldFigures:
+def hold_figures(function: FunctionName, holdings: Iterable[Holding], invocations: Iterable[Invocation]) -> HoldFigures:
     """The figures of one function from the ledger so far.
 
     A use is all its work of one step. If its replica was started for a use, the gap ends when that start

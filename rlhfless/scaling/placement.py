@@ -69,9 +69,7 @@ def place(
     """
     slots = slots[: spec.devices or len(slots)]
     if len(slots) < (spec.devices or 1):
-        raise PlacementError(
-            f"placement.devices asks for {spec.devices} device(s), but {len(slots)} are there"
-        )
+        raise PlacementError(f"placement.devices asks for {spec.devices} device(s), but {len(slots)} are there")
     generation, learning = _sides(spec, slots)
     if slots_per_actor > len(generation):
         raise PlacementError(
@@ -89,9 +87,7 @@ def place(
     for offset, function in enumerate(helpers):
         chosen[function] = [(learning[-1 - offset % len(learning)],)]
     if learner_ranks > len(learning) and learning[0].kind != CPU_KIND:
-        raise PlacementError(
-            f"learner.ranks is {learner_ranks}, but the learner has {len(learning)} device(s)"
-        )
+        raise PlacementError(f"learner.ranks is {learner_ranks}, but the learner has {len(learning)} device(s)")
     return Placement(_with_shares(chosen))
 
 

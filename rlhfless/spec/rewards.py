@@ -76,9 +76,7 @@ class LengthPenaltySpec(RewardPart):
     @model_validator(mode="after")
     def _ordered(self) -> LengthPenaltySpec:
         if self.max_tokens <= self.free_tokens:
-            raise ValueError(
-                f"max_tokens ({self.max_tokens}) must be larger than free_tokens ({self.free_tokens})"
-            )
+            raise ValueError(f"max_tokens ({self.max_tokens}) must be larger than free_tokens ({self.free_tokens})")
         return self
 
 
@@ -103,6 +101,4 @@ class PythonRewardSpec(RewardPart):
         return target
 
 
-RewardSpec = Annotated[
-    ExactMatchSpec | RegexSpec | LengthPenaltySpec | PythonRewardSpec, Field(discriminator="type")
-]
+RewardSpec = Annotated[ExactMatchSpec | RegexSpec | LengthPenaltySpec | PythonRewardSpec, Field(discriminator="type")]

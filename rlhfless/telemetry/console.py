@@ -149,8 +149,7 @@ class Console:
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
             f"reward {decimal(values.get('reward_mean'))}",
-            f"response {count(values.get('response_tokens_mean'))} mean "
-            f"{count(values.get('response_tokens_max'))} max",
+            f"response {count(values.get('response_tokens_mean'))} mean {count(values.get('response_tokens_max'))} max",
             f"{count(values.get('generation_tokens_per_s'))} tokens/s",
             f"{decimal(values.get('step_s'), 1)} s",
             money(values.get("cost_usd")),

@@ -49,9 +49,7 @@ class PrometheusSink:
                 "choose another port, or leave it out to serve no metrics"
             ) from error
 
-    def emit(
-        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES
-    ) -> None:
+    def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
         self._step.set(step)
         for name, value in values.items():
             metric, label = resolve(name)

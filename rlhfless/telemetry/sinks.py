@@ -20,9 +20,7 @@ NO_SAMPLES: Mapping[str, Sequence[float]] = MappingProxyType({})
 class MetricSink(Protocol):
     """Takes metrics somewhere."""
 
-    def emit(
-        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES
-    ) -> None:
+    def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
         """Takes the values of one step, and for histograms all samples of it."""
 
     def close(self) -> None:
@@ -35,9 +33,7 @@ class MetricSinks:
     def __init__(self, sinks: Sequence[MetricSink]) -> None:
         self._sinks = tuple(sinks)
 
-    def emit(
-        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES
-    ) -> None:
+    def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
         for name in values:
             if resolve(name)[0].kind is Kind.HISTOGRAM:
                 raise UndeclaredMetric(name)
@@ -66,9 +62,7 @@ class JsonlSink:
         # Line buffering: a run that dies leaves whole lines.
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
-    def emit(
-        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES
-    ) -> None:
+    def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
         line: dict[str, object] = {"step": step, "time_s": time.time()}
         line |= {name: _finite(value) for name, value in values.items()}
         line |= {name: [_finite(value) for value in many] for name, many in samples.items()}

@@ -23,9 +23,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path) -> None:
         self._writer = EventFileWriter(str(folder))
 
-    def emit(
-        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES
-    ) -> None:
+    def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
         rows = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         rows += [Summary.Value(tag=name, histo=_histogram(many)) for name, many in samples.items() if many]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=rows)))

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights.digest import dtype_name, tensor_bytes
+from rlhfless.weights.errors import WeightFileError
 
 SUFFIX = ".safetensors"
 TEMPORARY_PREFIX = ".writing-"
@@ -44,10 +45,6 @@ _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }
 _HEADER_ALIGNMENT_BYTES = 64  # a cache line: mapped tensors then start aligned for every dtype
-
-
-class WeightFileError(Exception):
-    """A weight file is missing, truncated or damaged. The message names the file and its digest."""
 
 
 def file_name(version: WeightVersion) -> str:

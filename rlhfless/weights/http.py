@@ -31,7 +31,8 @@ import torch
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights.digest import digest_of
-from rlhfless.weights.files import WeightFileError, read_file, replacing, version_of
+from rlhfless.weights.errors import WeightFileError
+from rlhfless.weights.files import read_file, replacing, version_of
 from rlhfless.weights.store import FolderStore, StoredWeights
 
 _PREFIX = "/versions/"

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 
 import torch
 
-_RELATIVE_NOISE = (
-    0.3  # so that even one layer that stays stale moves logprobs by far more than bfloat16's tolerance
-)
+RELATIVE_NOISE = 0.3
+"""Noise relative to a tensor's root mean square: so much that even one layer that stays stale moves logprobs by far
+more than bfloat16's tolerance, and too little for any activation to overflow."""
+
+ZERO_TENSOR_NOISE = 0.01
+"""Noise of a tensor that is all zeros, such as a fresh bias, to which nothing can be relative."""
+
+
+def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """(name, value) -> the value with Gaussian noise that follows from `seed` and the name, and from nothing else.
+
+    The result has the value's device, dtype and shape. Tensors that are not floating point are returned as they are.
+    """
+
+    def perturb(name: str, value: torch.Tensor) -> torch.Tensor:
+        if not value.is_floating_point():
+            return value
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        # Drawn on the CPU, so that the perturbation does not depend on the device.
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        noise = torch.randn(value.shape, generator=generator).to(value.device)
+        exact = value.detach().float()
+        size = exact.square().mean().sqrt() * RELATIVE_NOISE
+        return (exact + noise * torch.where(size > 0, size, ZERO_TENSOR_NOISE)).to(value.dtype)
+
+    return perturb
 
 
 def perturbed(tensors: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """Adds Gaussian noise of 0.3 times its own root mean square to every floating tensor; the same for a seed.
-
-    Tensors stay on their device and keep dtype and shape; others than floating ones are returned as they are.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: _noisy(tensor, generator) if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _noisy(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    values = tensor.detach().float()
-    # Drawn on the CPU, so that the perturbation does not depend on the device.
-    noise = torch.randn(tensor.shape, generator=generator).to(tensor.device)
-    return (values + _RELATIVE_NOISE * values.square().mean().sqrt() * noise).to(tensor.dtype)
+    """`perturbed_by` on all of `tensors`."""
+    perturb = perturbed_by(seed)
+    return {name: perturb(name, tensor) for name, tensor in tensors.items()}

@@ -96,9 +96,7 @@ class FolderStore:
     def versions(self) -> tuple[WeightVersion, ...]:
         """See `WeightStore.versions`."""
         found = [
-            version_of(path)
-            for path in self.folder.glob(f"*{SUFFIX}")
-            if not path.name.startswith(TEMPORARY_PREFIX)
+            version_of(path) for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith(TEMPORARY_PREFIX)
         ]
         return tuple(sorted(found, key=lambda version: (version.run_id, version.attempt, version.step)))
 

@@ -26,9 +26,7 @@ groups_as_data = st.lists(
 
 
 def build(make_group, data) -> list[Group]:
-    return [
-        make_group(f"p{number:02}", tuple(prompt), responses) for number, (prompt, responses) in enumerate(data)
-    ]
+    return [make_group(f"p{number:02}", tuple(prompt), responses) for number, (prompt, responses) in enumerate(data)]
 
 
 def sequences(batch: PackedBatch) -> list[tuple[tuple[int, ...], tuple[bool, ...], tuple[float, ...]]]:

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_decode_gives_the_response_back(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for problem in (Problem(0, 150), Problem(110, 5), Problem(9, 13)):
-        response = problem.response(Slips(chatty=True, stutter=True))
+        response = problem.response(Slips(opening=True, closing=True))
         ids = tokenizer.encode(response)
         assert len(ids) == len(response.split())
         assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == response

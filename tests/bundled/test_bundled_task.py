@@ -37,10 +37,10 @@ def test_prompt_and_answer_downwards_to_zero() -> None:
 @pytest.mark.parametrize(
     ("slips", "response"),
     [
-        (Slips(chatty=True), "sure 8 9 10"),
-        (Slips(stutter=True), "8 8 9 10"),
+        (Slips(opening=True), "sure 8 9 10"),
         (Slips(early_stop=True), "8 9"),
-        (Slips(chatty=True, stutter=True, early_stop=True), "sure 8 8 9"),
+        (Slips(closing=True), "8 9 10 done"),
+        (Slips(opening=True, early_stop=True, closing=True), "sure 8 9 done"),
     ],
 )
 def test_slips(slips: Slips, response: str) -> None:
@@ -101,9 +101,7 @@ def test_demonstrations_are_right_as_often_as_the_recipe_says() -> None:
 
 
 def test_draws_depend_on_the_seed_alone() -> None:
-    first, again, other = (
-        draw_problems(RECIPE, np.random.default_rng(seed), 20, held_out=True) for seed in (5, 5, 6)
-    )
+    first, again, other = (draw_problems(RECIPE, np.random.default_rng(seed), 20, held_out=True) for seed in (5, 5, 6))
     assert first == again
     assert first != other
 

@@ -102,9 +102,7 @@ def test_without_old_logprobs_the_ratio_is_exactly_one(learner, batch):
     with learner() as rank:
         metrics = rank.learn(batch, 1)
     assert metrics["ratio"] == 1
-    assert (
-        metrics["clipped_low"] == metrics["clipped_high"] == metrics["old_kl"] == metrics["skipped_updates"] == 0
-    )
+    assert metrics["clipped_low"] == metrics["clipped_high"] == metrics["old_kl"] == metrics["skipped_updates"] == 0
     assert 0 < metrics["entropy"] < np.log(40)
 
 
@@ -211,7 +209,7 @@ def test_perturbed_moves_every_tensor_and_restores_every_bit(learner, batch):
         assert all(torch.equal(state[name], value) for name, value in rank._model.named_parameters())
     for name, value in before.items():
         change = ((moved[name].float() - value.float()).norm() / value.float().norm()).item()
-        assert 0.02 < change < 0.1, name
+        assert 0.2 < change < 0.4, name
         assert torch.equal(moved[name], again[name])
         assert not torch.equal(moved[name], other[name])
     assert max(abs(a - b) for a, b in zip(probe, moved_probe, strict=True)) > 0.01

@@ -14,9 +14,7 @@ from rlhfless.loop.generation import Draw, GenerationStage, assign, sampling_of
 from rlhfless.records import Group, Work, sample_seed
 from rlhfless.spec import RunSpec
 
-SPEC = RunSpec.model_validate(
-    {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
-)
+SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
 
 
 def draw(names: str, samples: int = 2) -> Draw:

@@ -163,9 +163,7 @@ def test_a_later_attempt_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     ("run_id", "attempt", "message"),
     [("demo", 1, "raise the attempt"), ("other", 9, "own folder")],
 )
-def test_a_folder_of_another_run_or_attempt_is_refused(
-    tmp_path: Path, run_id: str, attempt: int, message: str
-) -> None:
+def test_a_folder_of_another_run_or_attempt_is_refused(tmp_path: Path, run_id: str, attempt: int, message: str) -> None:
     write_one_of_each(tmp_path)
     with pytest.raises(TraceError, match=message):
         TraceWriter(tmp_path, TraceMeta(run_id, attempt, {}, {}, {}), record_tokens=False)

@@ -130,9 +130,7 @@ def test_a_hub_name_stays_as_it_is_and_so_does_the_output(load):
 
 
 def test_overrides_reach_sections_lists_and_keys_that_the_file_leaves_out(load):
-    spec = load(
-        MINIMAL, "steps=10", "rewards.0.weight=2.5", "algorithm.kl.coefficient=1e-3", "generation.stop=[a, b]"
-    )
+    spec = load(MINIMAL, "steps=10", "rewards.0.weight=2.5", "algorithm.kl.coefficient=1e-3", "generation.stop=[a, b]")
     assert spec.steps == 10
     assert spec.rewards[0].weight == 2.5
     assert spec.algorithm.kl.coefficient == 1e-3

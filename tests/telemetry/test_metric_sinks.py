@@ -30,9 +30,7 @@ class Remember:
         self.closed = False
         self._error = error
 
-    def emit(
-        self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES
-    ) -> None:
+    def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
         self.got.append((step, {**values, **{name: len(many) for name, many in samples.items()}}))
 
     def close(self) -> None:

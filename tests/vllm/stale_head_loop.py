@@ -9,7 +9,7 @@ if __name__ == "__main__":
         started = start(settings)
         from rlhfless.functions.generation.vllm import weight_engine
 
-        weight_engine.repack_shared_weights = lambda model: None  # noqa: ARG005
+        weight_engine.repack_shared_weights = lambda model: None
         return started
 
     loop._start = start_without_repair

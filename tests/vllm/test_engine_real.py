@@ -29,11 +29,11 @@ from rlhfless.functions.generation.vllm.messages import (
 from rlhfless.records import FinishReason, VersionSpan
 from rlhfless.weights.check import (
     PROBE_TOLERANCE,
-    WeightCheckFailed,
     check_moved,
     check_probe,
     largest_difference,
 )
+from rlhfless.weights.errors import WeightCheckFailed
 from rlhfless.weights.perturb import perturbed
 from rlhfless.weights.store import FolderStore
 
@@ -123,9 +123,7 @@ async def test_ends(case: Case) -> None:
 
 
 async def test_the_end_of_sequence_token_ends(case: Case) -> None:
-    samples = await asyncio.gather(
-        *(case.engine.sample(_request(f"e{i}", seed=i, max_tokens=LONG)) for i in range(48))
-    )
+    samples = await asyncio.gather(*(case.engine.sample(_request(f"e{i}", seed=i, max_tokens=LONG)) for i in range(48)))
     stopped = [sample for sample in samples if sample.finish_reason is FinishReason.STOP]
     assert stopped
     for sample in stopped:

@@ -6,7 +6,8 @@ import pytest
 from tiny_models import PROBE_TOKENS, make_tiny_model, start_tiny_engine
 
 from rlhfless.functions.generation.vllm import adapter
-from rlhfless.weights.check import PROBE_TOLERANCE, WeightCheckFailed, check_moved, check_probe
+from rlhfless.weights.check import PROBE_TOLERANCE, check_moved, check_probe
+from rlhfless.weights.errors import WeightCheckFailed
 from rlhfless.weights.perturb import perturbed
 from rlhfless.weights.store import FolderStore
 

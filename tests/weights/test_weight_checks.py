@@ -8,12 +8,12 @@ import torch
 from rlhfless.records import Probe, WeightVersion
 from rlhfless.weights.check import (
     PROBE_TOLERANCE,
-    WeightCheckFailed,
     check_consumed,
     check_moved,
     check_probe,
     largest_difference,
 )
+from rlhfless.weights.errors import WeightCheckFailed
 from rlhfless.weights.perturb import perturbed
 
 VERSION = WeightVersion("run", 1, 3, "ab" * 16)

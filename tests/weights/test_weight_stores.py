@@ -18,7 +18,8 @@ from rlhfless.records import WeightVersion
 from rlhfless.weights import http
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import digest_of
-from rlhfless.weights.files import WeightFileError, file_name, version_of
+from rlhfless.weights.errors import WeightFileError
+from rlhfless.weights.files import file_name, version_of
 from rlhfless.weights.http import HttpStoreServer
 from rlhfless.weights.store import FolderStore, StoredWeights, WeightReader, WeightStore
 
@@ -228,9 +229,7 @@ def test_http_serves_versions_and_nothing_else(served: HttpStoreServer, tmp_path
         assert refused.value.code == 404
 
 
-def test_http_downloads_once_per_node(
-    served: HttpStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_http_downloads_once_per_node(served: HttpStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = _put(served)
     downloads: list[str] = []
     download = http.HttpStore._continue_download
@@ -266,9 +265,7 @@ def test_http_continues_an_interrupted_download(
             answer(self, file)  # type: ignore[arg-type]
 
     monkeypatch.setattr(http._Handler, "_answer", hang_up_once)
-    assert digest_of(http.HttpStore(served.token, tmp_path / "cache").read(stored.location)) == (
-        stored.version.digest
-    )
+    assert digest_of(http.HttpStore(served.token, tmp_path / "cache").read(stored.location)) == (stored.version.digest)
     assert ranges == [None, "bytes=1000-"]
 
 

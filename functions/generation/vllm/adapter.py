@@ -172,9 +172,7 @@ class Engine:
         Raises:
             EngineBusy: requests are unfinished.
         """
-        result: tuple[float, ...] = await self._call(
-            "logprobs", token_ids, timeout_s=self.settings.timeouts.sync_s
-        )
+        result: tuple[float, ...] = await self._call("logprobs", token_ids, timeout_s=self.settings.timeouts.sync_s)
         return result
 
     async def stop(self) -> None:

@@ -178,9 +178,7 @@ class Core:
 
     def _require_idle(self, purpose: str) -> None:
         if self.busy:
-            raise EngineBusy(
-                f"cannot {purpose} with {len(self._internal_ids)} unfinished requests; abort them first"
-            )
+            raise EngineBusy(f"cannot {purpose} with {len(self._internal_ids)} unfinished requests; abort them first")
 
     def _require_usable(self) -> None:
         if not self._usable:

@@ -31,8 +31,7 @@ from rlhfless.functions.generation.vllm.messages import (
     Stop,
     Submit,
 )
-from rlhfless.weights.check import WeightCheckFailed
-from rlhfless.weights.files import WeightFileError
+from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 if TYPE_CHECKING:
     from rlhfless.functions.generation.vllm.core import Core

@@ -50,14 +50,14 @@ class EngineSettings:
     timeouts: TimeoutsSpec
 
     @classmethod
-    def of(cls, run: RunSpec, device: Device, store: StoreAddress) -> EngineSettings:
-        """The settings that a run asks for."""
+    def of(cls, run: RunSpec, device: Device, store: StoreAddress, max_model_len: int) -> EngineSettings:
+        """The settings that a run asks for; vLLM takes seeds of 32 bits."""
         return cls(
             model=run.model.path,
             tokenizer=run.model.tokenizer or run.model.path,
             dtype=run.model.dtype,
-            max_model_len=run.model.max_context_tokens,
-            seed=run.seed,
+            max_model_len=max_model_len,
+            seed=run.seed % 2**31,
             trust_remote_code=run.model.trust_remote_code,
             device=device,
             store=store,

@@ -1,0 +1,126 @@
+"""A bare vLLM AsyncLLM in a process of its own, as the peer of our generation function.
+
+The peer is what one writes with vLLM's documentation at hand: an engine, one request per sample, the final outputs
+gathered. It is asked over a pipe, and reports the seconds between the first request and the last output, measured
+inside, so that the pipe costs it nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+Request = tuple[tuple[int, ...], int]  # prompt tokens, seed
+
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What to draw."""
+
+    requests: tuple[Request, ...]
+    max_tokens: int
+
+
+class BareEngine:
+    """One AsyncLLM on the given cores, or on all of them with vLLM's own defaults."""
+
+    def __init__(self, model: str, max_model_len: int, cores: tuple[int, ...] | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, model, max_model_len, cores))
+        self._process.start()
+
+    def wait_until_up(self) -> None:
+        """Blocks until the engine has answered one request."""
+        assert self._pipe.recv() == "up"
+
+    def begin(self, batch: Batch) -> None:
+        self._pipe.send(batch)
+
+    def finish(self) -> tuple[float, int]:
+        """Seconds and tokens of the batch begun last."""
+        seconds, tokens = self._pipe.recv()
+        return seconds, tokens
+
+    def stop(self) -> None:
+        self._pipe.send(None)
+        self._process.join(30)
+        self._process.kill()
+
+
+def together(engines: list[BareEngine], batches: list[Batch]) -> tuple[float, int]:
+    """Seconds until the last engine is done, and tokens of all."""
+    began = time.perf_counter()
+    for engine, batch in zip(engines, batches, strict=True):
+        engine.begin(batch)
+    tokens = sum(engine.finish()[1] for engine in engines)
+    return time.perf_counter() - began, tokens
+
+
+def _serve(pipe: Connection, model: str, max_model_len: int, cores: tuple[int, ...] | None) -> None:
+    os.environ.update(CPU_ENVIRONMENT)
+    if cores is not None:
+        os.sched_setaffinity(0, set(cores))
+        os.environ["OMP_NUM_THREADS"] = str(len(cores))
+    asyncio.run(_loop(pipe, model, max_model_len))
+
+
+async def _loop(pipe: Connection, model: str, max_model_len: int) -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=model,
+            dtype="float32",
+            max_model_len=max_model_len,
+            enforce_eager=True,
+            block_size=32,
+            disable_log_stats=True,
+        )
+    )
+    await _draw(engine, Batch((((1, 2, 3), 0),), 4), round_number=0)
+    pipe.send("up")
+    number = 0
+    while (batch := await asyncio.to_thread(pipe.recv)) is not None:
+        number += 1
+        began = time.perf_counter()
+        tokens = await _draw(engine, batch, number)
+        pipe.send((time.perf_counter() - began, tokens))
+    engine.shutdown()
+
+
+async def _draw(engine: Any, batch: Batch, round_number: int) -> int:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    async def one(index: int, request: Request) -> int:
+        token_ids, seed = request
+        parameters = SamplingParams(
+            max_tokens=batch.max_tokens,
+            temperature=1.0,
+            seed=seed,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": list(token_ids)}
+        async for output in engine.generate(prompt, parameters, f"{round_number}-{index}"):
+            if output.finished:
+                return len(output.outputs[0].token_ids)
+        raise RuntimeError("the engine ended a request without an output")
+
+    return sum(await asyncio.gather(*(one(i, request) for i, request in enumerate(batch.requests))))

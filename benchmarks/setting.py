@@ -1,0 +1,91 @@
+"""What the benchmarks share: the machine in words, a model and prompts of a given size, and a live run."""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhfless.bundled.model import ModelSize, build_random
+from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
+from rlhfless.loop.driver import Driver
+from rlhfless.loop.preflight import preflight
+from rlhfless.loop.run import Run
+from rlhfless.spec import RunSpec
+from rlhfless.telemetry.console import Console
+from rlhfless.telemetry.sinks import MetricSinks
+
+LOGIT_SCALE = 50.0
+"""Random heads give nearly equal logits; scaled up they prefer some tokens, and the end token is not among them."""
+
+
+def machine() -> str:
+    """The machine that figures were measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor()
+    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.machine()}"
+
+
+@contextmanager
+def assets(prompts: int) -> Iterator[Path]:
+    """A folder with model/ (0.8 M random parameters that never draw an end token) and train.jsonl."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="rlhfless-bench-") as name:
+        folder = Path(name)
+        build_random(folder / "model", seed=0, size=ModelSize())
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        end = AutoTokenizer.from_pretrained(folder / "model").eos_token_id
+        with torch.no_grad():
+            model.lm_head.weight.mul_(LOGIT_SCALE)
+            model.lm_head.weight[end] = 0
+        model.save_pretrained(folder / "model")
+        problems = draw_problems(TaskRecipe(), np.random.default_rng(0), prompts, held_out=False)
+        write_jsonl(folder / "train.jsonl", problems)
+        yield folder
+
+
+def spec_of(folder: Path, **changes: Any) -> RunSpec:
+    """GRPO on the benchmark's model: 16 prompts x 8 samples x 64 tokens unless changed."""
+    values: dict[str, Any] = {
+        "name": "bench",
+        "model": {"path": str(folder / "model")},
+        "prompts": {"path": str(folder / "train.jsonl"), "shuffle": False},
+        "rewards": [{"type": "regex", "pattern": "7"}],
+        "generation": {"max_tokens": 64},
+        "steps": 1000,
+        "prompts_per_step": 16,
+        "samples_per_prompt": 8,
+        "scaling": {"generation": {"min_actors": 2, "max_actors": 2}},
+        "logging": {"console": "off"},
+    }
+    return RunSpec.model_validate(values | changes)
+
+
+@asynccontextmanager
+async def live_run(spec: RunSpec, folder: Path) -> AsyncIterator[Run]:
+    """A run with its fleet up."""
+    console = Console("off", "bench", spec.steps, stream=io.StringIO())
+    driver = Driver(spec, preflight(spec), "bench", folder / "run", console, MetricSinks([]))
+    async with driver.open_run() as run:
+        yield run
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, with the smallest and largest."""
+    return f"{statistics.median(values):8.3f}  ({min(values):.3f} .. {max(values):.3f})"
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the ratios of neighbours in time: what the machine did meanwhile cancels out."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,151 @@
+"""One GRPO step, 16 prompts x 8 samples x 64 tokens, against its bare parts and against TRL.
+
+    python benchmarks/step.py [--rounds N] [--trl-steps N]
+
+`bare` is the time of raw vLLM generation plus that of a plain torch forward and backward pass with an optimiser step,
+on the same prompts and on the very tokens that our step drew. There is no weight sync in it, no scoring, no ledger:
+it is a bound that no system with separate engines can reach. Generation is two bare AsyncLLMs, a core each, like our
+two actors; the one default AsyncLLM over both cores, which users start with, is shown beside it. Steps alternate with
+the bare parts in one run. `outside` is the time of a step in which no function did its work: calls, weight sync,
+probe, planning and bookkeeping.
+
+TRL's GRPOTrainer (HF generate) does the same step on the same model afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from bare import BareEngine, Batch, together
+from setting import assets, live_run, machine, median_ratio, spec_of, spread
+from transformers import AutoModelForCausalLM
+
+from rlhfless.loop.generation import Draw
+from rlhfless.loop.run import Run
+from rlhfless.loop.step import train_step
+from rlhfless.records.traces import TracedRollout, read_trace
+
+MAX_MODEL_LEN = 128
+LEARNING_RATE = 1e-4
+
+
+class PlainTorch:
+    """Forward, backward and AdamW on a padded batch, as one writes it first."""
+
+    def __init__(self, model: str) -> None:
+        torch.set_num_threads(torch.get_num_threads())
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+
+    def step(self, sequences: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> float:
+        """Seconds for one optimiser step on (prompt, response) pairs."""
+        began = time.perf_counter()
+        width = max(len(prompt) + len(response) for prompt, response in sequences)
+        tokens = torch.zeros(len(sequences), width, dtype=torch.long)
+        attention = torch.zeros(len(sequences), width, dtype=torch.long)
+        mask = torch.zeros(len(sequences), width)
+        for row, (prompt, response) in enumerate(sequences):
+            length = len(prompt) + len(response)
+            tokens[row, :length] = torch.tensor(prompt + response)
+            attention[row, :length] = 1
+            mask[row, len(prompt) : length] = 1
+        logits = self._model(input_ids=tokens, attention_mask=attention, use_cache=False).logits
+        logprobs = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+        loss = -(logprobs * mask[:, 1:]).sum() / mask.sum()
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        return time.perf_counter() - began
+
+
+def batches_of(draw: Draw, parts: int) -> list[Batch]:
+    """The step's requests, siblings together, dealt out to `parts` engines."""
+    prompts = [[(item.prompt_token_ids, item.seed) for item in draw.items(prompt)] for prompt in draw.prompts]
+    return [
+        Batch(tuple(request for prompt in prompts[i::parts] for request in prompt), draw.sampling.max_tokens)
+        for i in range(parts)
+    ]
+
+
+def drawn_in(run: Run, folder: Path, step: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(prompt, response) of all rollouts of a step, from its trace."""
+    prompts = {prompt.prompt_id: prompt.token_ids for prompt in run.plan(step).prompts}
+    rows: list[TracedRollout] = [row for row in read_trace(folder / "run" / "trace").rollouts if row.step == step]
+    return [(prompts[row.prompt_id], row.token_ids or ()) for row in rows]
+
+
+async def measure(folder: Path, rounds: int) -> list[float]:
+    model = str(folder / "model")
+    engines = [BareEngine(model, MAX_MODEL_LEN, (core,)) for core in (0, 1)]
+    default = BareEngine(model, MAX_MODEL_LEN, None)
+    for engine in (*engines, default):
+        engine.wait_until_up()
+    plain = PlainTorch(model)
+    names = ("our step", "bare", "bare default", "vllm x2", "vllm default", "torch", "outside", "outside share")
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    spec = spec_of(folder, logging={"console": "off", "record_tokens": True}, optimizer={"learning_rate": 1e-4})
+    async with live_run(spec, folder) as run:
+        for step in range(1, rounds + 3):
+            draw = run.plan(step)
+            record = await train_step(run, step)
+            learned_s = plain.step(drawn_in(run, folder, step))
+            two_s, _ = together(engines, batches_of(draw, 2))
+            one_s, _ = together([default], batches_of(draw, 1))
+            row = {
+                "our step": record.metrics["step_s"],
+                "bare": two_s + learned_s,
+                "bare default": one_s + learned_s,
+                "vllm x2": two_s,
+                "vllm default": one_s,
+                "torch": learned_s,
+                "outside": record.metrics["outside_s"],
+                "outside share": record.metrics["outside_s"] / record.metrics["step_s"],
+            }
+            if step > 2:  # two rounds warm all sides up
+                for name, value in row.items():
+                    figures[name].append(value)
+    for engine in (*engines, default):
+        engine.stop()
+    for name in names:
+        print(f"{name:14} {'' if name.endswith('share') else 's'} {spread(figures[name])}")
+    print(f"our step / bare parts, two pinned engines  {median_ratio(figures['our step'], figures['bare']):.3f}")
+    print(
+        f"our step / bare parts, one default engine  {median_ratio(figures['our step'], figures['bare default']):.3f}"
+    )
+    return figures["our step"]
+
+
+def trl_step_s(folder: Path, steps: int) -> list[float]:
+    """Seconds of TRL's steps, in a process of its own."""
+    script = Path(__file__).with_name("trl_step.py")
+    result = subprocess.run(
+        [sys.executable, str(script), str(folder), str(steps)], capture_output=True, text=True, check=True
+    )
+    values: list[float] = json.loads(result.stdout.splitlines()[-1])
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--trl-steps", type=int, default=2)
+    arguments = parser.parse_args()
+    with assets(prompts=2048) as folder:
+        print(machine())
+        ours = asyncio.run(measure(folder, arguments.rounds))
+        if arguments.trl_steps:
+            theirs = trl_step_s(folder, arguments.trl_steps)
+            print(f"{'TRL step':14} s {spread(theirs)}")
+            print(f"TRL / our step                             {sorted(theirs)[0] / sorted(ours)[len(ours) // 2]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

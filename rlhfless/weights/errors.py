@@ -1,0 +1,27 @@
+"""What can go wrong with a version. Apart from the rest, so that catching it does not mean importing torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlhfless.records import WeightVersion
+
+Check = Literal["consumed", "moved", "probe"]
+
+
+class WeightFileError(Exception):
+    """A weight file is missing, truncated or damaged. The message names the file and its digest."""
+
+
+class WeightCheckFailed(Exception):
+    """A load is not what it claims to be. `check` says which of the three checks failed (see `weights.check`)."""
+
+    def __init__(self, check: Check, version: WeightVersion, message: str) -> None:
+        super().__init__(f"weight check `{check}` failed for {version.label}: {message}")
+        self.check = check
+        self.version = version
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[WeightCheckFailed], tuple[Check, WeightVersion, str]]:
+        # Exceptions are pickled by their `args`; this one crosses process borders.
+        return (WeightCheckFailed, (self.check, self.version, self.message))
