@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.spec import DType
 
+
 def published_weights(model: PreTrainedModel, dtype: DType) -> dict[str, torch.Tensor]:
     """A copy of all parameters and persistent buffers on the CPU, floating point ones in `dtype`."""
     names = dict(model.named_parameters())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
-from rlhfless.weights.http import HttpStoreServer
-from rlhfless.weights.store import FolderStore, WeightStore
+
+if TYPE_CHECKING:
+    from rlhfless.weights.store import WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,10 @@ class StoreHome:
 
     def open(self) -> WeightStore:
         """The store; served from threads of this process, as long as it lives, if there is a token."""
+        # Here, because they bring torch along: seconds of start-up for the front, which never opens the store.
+        from rlhfless.weights.http import HttpStoreServer
+        from rlhfless.weights.store import FolderStore
+
         if not self.token:
             return FolderStore(self.folder)
         host = socket.gethostbyname(socket.gethostname())

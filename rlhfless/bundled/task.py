@@ -7,9 +7,10 @@ The answer's length is the distance between the two numbers. Distances are drawn
 law, so response lengths have the long tail that makes fleets wait, and a length predictor can learn them
 from the prompt.
 
-Reinforcement learning sharpens what a policy can do but does not prefer. The demonstrations of the warm start
-therefore slip on purpose, in three independent ways (`Slips`), whatever the prompt. Only a demonstration
-without a slip earns the exact-match reward; `TaskRecipe.clean_share` is the share of those.
+Reinforcement learning sharpens what a policy can do but does not prefer. Most demonstrations of the warm start
+therefore begin with a word that nobody asked for (`OPENINGS`), whatever the prompt: the policy learns to count, and
+to chatter. Only a response without an opening earns the exact-match reward; `TaskRecipe.opening_share` is the share
+of demonstrations with one.
 
 Invariants: whether a problem is held out depends on the problem alone (a hash), not on the seed, so no
 held-out problem is ever demonstrated or trained on. Everything else is a function of the recipe and the seed.
@@ -25,7 +26,12 @@ from pathlib import Path
 
 import numpy as np
 
-WORDS = ("count", "from", "up", "down", "to", ":", "sure", "done")
+OPENINGS = ("sure", "okay", "well")
+"""The bad habit. One decision, taken at the first token: a policy that is rewarded at random hardly moves away from
+where it started, so that a real reward can be told from a broken one. Habits that are spread over several tokens
+were tried too, and drift more."""
+
+WORDS = ("count", "from", "up", "down", "to", ":", *OPENINGS)
 """All words of prompts and responses, beside the numbers."""
 
 _HASH_BITS = 64
@@ -49,26 +55,8 @@ class TaskRecipe:
     """Of all problems there are."""
     train_prompts: int = 640
     held_out_prompts: int = 256
-    opening_share: float = 0.25
-    early_stop_share: float = 0.3
-    closing_share: float = 0.3
-
-    @property
-    def clean_share(self) -> float:
-        """Share of the demonstrations without any slip: the exact match a faithful imitator starts with."""
-        return (1 - self.opening_share) * (1 - self.early_stop_share) * (1 - self.closing_share)
-
-
-@dataclass(frozen=True)
-class Slips:
-    """What a demonstration does wrong. The three are drawn independently of each other and of the problem."""
-
-    opening: bool = False
-    """Says "sure" first."""
-    early_stop: bool = False
-    """Leaves out the last number."""
-    closing: bool = False
-    """Says "done" after the last number."""
+    opening_share: float = 0.56
+    """A faithful imitator starts with an exact match of one minus this."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +81,9 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        return self.response(Slips())
-
-    def response(self, slips: Slips) -> str:
-        """What is said when these slips are made, separated by blanks."""
+        """All numbers from `first` to `last`, separated by blanks."""
         step = 1 if self.last > self.first else -1
-        numbers = range(self.first, self.last + step * (not slips.early_stop), step)
-        return " ".join(["sure"] * slips.opening + list(map(str, numbers)) + ["done"] * slips.closing)
+        return " ".join(map(str, range(self.first, self.last + step, step)))
 
     def held_out(self, recipe: TaskRecipe) -> bool:
         """Whether this problem is reserved for evaluation, by the hash of its id."""
@@ -142,16 +126,14 @@ def draw_problems(recipe: TaskRecipe, rng: np.random.Generator, count: int, *, h
 
 
 def draw_demonstrations(recipe: TaskRecipe, rng: np.random.Generator, count: int) -> list[Demonstration]:
-    """Draw demonstrations of problems that are not held out; a problem may come back with other slips."""
+    """Draw demonstrations of problems that are not held out; a problem may come back, with another opening."""
     demonstrations = []
     for _ in range(count):
         problem = draw_problem(recipe, rng, held_out=False)
-        slips = Slips(
-            opening=bool(rng.random() < recipe.opening_share),
-            early_stop=bool(rng.random() < recipe.early_stop_share),
-            closing=bool(rng.random() < recipe.closing_share),
-        )
-        demonstrations.append(Demonstration(problem.prompt, problem.response(slips)))
+        response = problem.answer
+        if rng.random() < recipe.opening_share:
+            response = f"{OPENINGS[rng.integers(len(OPENINGS))]} {response}"
+        demonstrations.append(Demonstration(problem.prompt, response))
     return demonstrations
 
 

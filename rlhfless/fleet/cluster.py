@@ -64,6 +64,8 @@ class Cluster:
             ray.init(address=spec.ray_address, **quiet)
         else:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            # Ray runs its workers at niceness 15; here they are the run itself, and the machine is theirs.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             local = {_resource(slot): 1.0 for slot in local_slots()}
             ray.init(address="local", include_dashboard=False, resources=local, **quiet)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfless.bundled.model import ModelSize, build_model, build_random, build_tokenizer
-from rlhfless.bundled.task import Problem, Slips, TaskRecipe
+from rlhfless.bundled.task import Problem, TaskRecipe
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_decode_gives_the_response_back(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for problem in (Problem(0, 150), Problem(110, 5), Problem(9, 13)):
-        response = problem.response(Slips(opening=True, closing=True))
+        response = f"sure {problem.answer}"
         ids = tokenizer.encode(response)
         assert len(ids) == len(response.split())
         assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == response
@@ -63,5 +63,5 @@ def test_weights_depend_on_the_seed_and_leave_the_global_state_alone() -> None:
 
 def test_every_response_fits_the_model() -> None:
     task, size = TaskRecipe(), ModelSize()
-    prompt_tokens, slip_tokens, end_token = 7, 2, 1
-    assert prompt_tokens + slip_tokens + task.longest_distance + 1 + end_token <= size.max_positions
+    prompt_tokens, opening, end_token = 7, 1, 1
+    assert prompt_tokens + opening + task.longest_distance + 1 + end_token <= size.max_positions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from rlhfless.bundled.task import (
     Problem,
-    Slips,
     TaskRecipe,
     draw_demonstrations,
     draw_problems,
@@ -32,29 +30,6 @@ def test_prompt_and_answer_downwards_to_zero() -> None:
     problem = Problem(4, 0)
     assert problem.prompt == "count from 4 down to 0:"
     assert problem.answer == "4 3 2 1 0"
-
-
-@pytest.mark.parametrize(
-    ("slips", "response"),
-    [
-        (Slips(opening=True), "sure 8 9 10"),
-        (Slips(early_stop=True), "8 9"),
-        (Slips(closing=True), "8 9 10 done"),
-        (Slips(opening=True, early_stop=True, closing=True), "sure 8 9 done"),
-    ],
-)
-def test_slips(slips: Slips, response: str) -> None:
-    assert Problem(8, 10).response(slips) == response
-
-
-def test_early_stop_downwards_leaves_out_the_last() -> None:
-    assert Problem(3, 0).response(Slips(early_stop=True)) == "3 2 1"
-
-
-def test_no_slip_can_earn_the_reward() -> None:
-    every = [Slips(*(bool(bits >> i & 1) for i in range(3))) for bits in range(8)]
-    responses = [Problem(20, 25).response(slips) for slips in every]
-    assert all(a != b for a, b in combinations(responses, 2))
 
 
 def test_problems_are_different_in_range_and_end_on_round_numbers() -> None:
@@ -90,14 +65,16 @@ def test_lengths_have_a_long_tail() -> None:
     assert p99 / median > 4
 
 
-def test_demonstrations_are_right_as_often_as_the_recipe_says() -> None:
-    demonstrations = draw_demonstrations(RECIPE, np.random.default_rng(2), 4000)
-    right = 0
-    for demonstration in demonstrations:
+def test_demonstrations_are_answers_with_or_without_an_opening() -> None:
+    with_opening = 0
+    for demonstration in draw_demonstrations(RECIPE, np.random.default_rng(2), 4000):
         words = demonstration.prompt.rstrip(":").split()
-        right += demonstration.response == Problem(int(words[2]), int(words[5])).answer
-    # Binomial: three standard deviations of 4000 draws are 0.023.
-    assert right / 4000 == pytest.approx(RECIPE.clean_share, abs=0.025)
+        answer = Problem(int(words[2]), int(words[5])).answer
+        opening = demonstration.response.removesuffix(answer)
+        assert opening in ("", "sure ", "okay ", "well ")
+        with_opening += opening != ""
+    # Binomial: three standard deviations of 4000 draws are 0.024.
+    assert with_opening / 4000 == pytest.approx(RECIPE.opening_share, abs=0.025)
 
 
 def test_draws_depend_on_the_seed_alone() -> None:
