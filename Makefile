@@ -14,7 +14,7 @@ setup:
 
 demo: setup
 	@$(BIN)/rlhfless models tiny --out $(MODEL)
-	@RLHFLESS_MODEL=$(MODEL) $(BIN)/rlhfless run examples/demo.yaml \
+	@$(BIN)/rlhfless run examples/demo.yaml \
 	    --set model.path=$(MODEL)/model --set prompts.path=$(MODEL)/train.jsonl \
 	    --set prompts.held_out.path=$(MODEL)/heldout.jsonl
 
