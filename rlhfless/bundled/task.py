@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 OPENINGS = ("sure", "okay", "well")
-"""The bad habit. One decision, taken at the first token: a policy that is rewarded at random hardly moves away from
-where it started, so that a real reward can be told from a broken one. Habits that are spread over several tokens
-were tried too, and drift more."""
+"""The bad habit. One decision, taken at the first token: what random rewards do to it averages out, so that a
+real reward can be told from a broken one (benchmarks/controls.py). Habits that are spread over several tokens were
+tried too, and drifted more."""
 
 WORDS = ("count", "from", "up", "down", "to", ":", *OPENINGS)
 """All words of prompts and responses, beside the numbers."""
@@ -50,7 +50,7 @@ class TaskRecipe:
     median_distance: float = 11.0
     """Before truncation."""
     distance_sigma: float = 0.9
-    """Of the logarithm of the distance: the 99th percentile is about eight times the median."""
+    """Of the logarithm of the distance: the 99th percentile is about six times the median."""
     held_out_share: float = 0.25
     """Of all problems there are."""
     train_prompts: int = 640
