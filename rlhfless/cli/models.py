@@ -36,4 +36,4 @@ def tiny(
             bar.update(task, total=progress.steps, completed=progress.step, description=description)
 
         paths = bundled.build(out, seed=seed, on_progress=show)
-    typer.echo(paths)
+    typer.echo(f"{paths.folder} holds model/, {paths.train.name} and {paths.held_out.name}")
