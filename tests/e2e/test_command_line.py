@@ -31,7 +31,8 @@ def write_spec(assets: Path, folder: Path, **changes: object) -> Path:
 
 
 def start(spec: Path, log: Path) -> subprocess.Popen[bytes]:
-    """The command in a session of its own, as a terminal would start it."""
+    """The command in a session of its own, as a terminal would start it: with Ctrl-C not ignored, which a shell
+    does to what it starts in the background."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [*COMMAND, "run", str(spec)],
@@ -39,6 +40,7 @@ def start(spec: Path, log: Path) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
 
@@ -82,10 +84,13 @@ def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -
 def test_ctrl_c_stops_everything_and_keeps_the_trace(assets: Path, tmp_path: Path) -> None:
     log = tmp_path / "out.log"
     process = start(write_spec(assets, tmp_path, steps=1000), log)
-    wait_for("step    2/1000", log, process, timeout_s=300)
-    left = offspring(process)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=120) == 130, log.read_text()
+    try:
+        wait_for("step    2/1000", log, process, timeout_s=300)
+        left = offspring(process)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=120) == 130, log.read_text()
+    finally:
+        process.kill()
     _, alive = psutil.wait_procs(left, timeout=30)
     assert not alive
     assert "Traceback" not in log.read_text()

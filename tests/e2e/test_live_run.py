@@ -67,8 +67,8 @@ async def test_groups_are_scored_and_referred_while_the_longest_is_still_drawn(l
     trace = read_trace(live.folder / "trace")
     calls = [call for call in trace.invocations if call.step == 2]
     generated = max(call.end_s for call in calls if call.work is Work.GENERATE)
-    longest = max(row.response_tokens for row in trace.rollouts if row.step == 2)
-    assert longest == 400
+    lengths = sorted(row.response_tokens for row in trace.rollouts if row.step == 2)
+    assert lengths[-1] > 1.5 * lengths[len(lengths) // 2], "no long tail, so there is nothing to see"
     for work in (Work.SCORE, Work.LOGPROBS):
         early = [call for call in calls if call.work is work and call.end_s < generated]
         assert early, f"no {work} call ended before generation did"
