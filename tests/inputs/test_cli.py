@@ -108,12 +108,13 @@ def test_models_tiny_reports_progress_and_says_where_it_wrote(tmp_path, monkeypa
 
     def build(folder, *, seed, on_progress):
         on_progress(SimpleNamespace(step=1, steps=2, loss=0.5))
-        return f"{folder} {seed}"
+        assert seed == 3
+        return bundled.BundledPaths(folder)
 
     monkeypatch.setattr(bundled, "build", build, raising=False)
     result = invoke("models", "tiny", "--out", tmp_path, "--seed", 3)
     assert result.exit_code == 0, result.output
-    assert result.stdout.replace("\n", "") == f"{tmp_path} 3"
+    assert result.stdout.replace("\n", "") == f"{tmp_path} holds model/, train.jsonl and heldout.jsonl"
 
 
 def test_help_imports_nothing_heavy():
