@@ -40,7 +40,6 @@ class PlainTorch:
     """Forward, backward and AdamW on a padded batch, as one writes it first."""
 
     def __init__(self, model: str) -> None:
-        torch.set_num_threads(torch.get_num_threads())
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
 
