@@ -17,7 +17,7 @@ import torch
 
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
-from rlhfless.loop.driver import Driver
+from rlhfless.loop.opening import Opening, opened
 from rlhfless.loop.preflight import preflight
 from rlhfless.loop.run import Run
 from rlhfless.spec import RunSpec
@@ -76,8 +76,9 @@ def spec_of(folder: Path, **changes: Any) -> RunSpec:
 async def live_run(spec: RunSpec, folder: Path) -> AsyncIterator[Run]:
     """A run with its fleet up."""
     console = Console("off", "bench", spec.steps, stream=io.StringIO())
-    driver = Driver(spec, preflight(spec), "bench", folder / "run", console, MetricSinks([]))
-    async with driver.open_run() as run:
+    (folder / "run").mkdir(exist_ok=True)
+    opening = Opening(spec, preflight(spec), "bench", folder / "run", console, MetricSinks([]))
+    async with opened(opening) as (run, _):
         yield run
 
 

@@ -8,13 +8,17 @@ so a driver that was believed dead can do no harm.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from rlhfless.functions.lease import Lease, LeaseTerms
 
 T = TypeVar("T")
 
@@ -60,19 +64,44 @@ class ReplicaInfo:
     host: str
     pids: tuple[int, ...] = ()
     """Further processes that the replica owns, such as its engine or its ranks."""
+    settings_key: str = ""
+    """Of the settings it was started with: a replica may be taken over by a driver that would have used the same."""
+    step: int = 0
+    """Of a learner: the training step that its weights have taken last."""
+
+
+class FunctionBroken(RuntimeError):
+    """The replica answers, but can do its work no more, such as one whose engine died. Start another."""
 
 
 class StaleCall(Exception):
     """A call of another run, or of an older attempt, was refused."""
 
 
+class FunctionSettings(Protocol):
+    """What the settings of every function have."""
+
+    @property
+    def run_id(self) -> str: ...
+
+    @property
+    def lease(self) -> LeaseTerms: ...
+
+
+def settings_key(settings: FunctionSettings) -> str:
+    """Equal for equal settings, in any process."""
+    return hashlib.blake2b(repr(settings).encode(), digest_size=16).hexdigest()
+
+
 class Function:
     """Base of the deployments."""
 
-    def __init__(self, run_id: str) -> None:
-        self.run_id = run_id
+    def __init__(self, settings: FunctionSettings) -> None:
+        self.run_id = settings.run_id
         self.incarnation = uuid.uuid4().hex[:12]
+        self._settings_key = settings_key(settings)
         self._attempt = 0
+        self._lease = Lease(settings.lease, self._abandoned)
 
     def admit(self, call: Call) -> None:
         """Let a call in, or raise StaleCall."""
@@ -83,6 +112,12 @@ class Function:
                 f"call of attempt {call.attempt} of run {self.run_id}, but attempt {self._attempt} has taken over"
             )
         self._attempt = call.attempt
+        self._lease.renew()
+
+    async def renew(self, call: Call) -> Reply[None]:
+        """A sign of life from the driver, and of this replica to it."""
+        self.admit(call)
+        return self.reply(None, time.time())
 
     def reply(self, value: T, start_s: float, usage: Usage | None = None) -> Reply[T]:
         """Wrap a result; the body ends now."""
@@ -93,8 +128,22 @@ class Function:
         self.admit(call)
         return self.reply(None, time.time())
 
-    def info(self, pids: tuple[int, ...] = ()) -> ReplicaInfo:
-        return ReplicaInfo(self.incarnation, os.getpid(), os.uname().nodename, pids)
+    def info(self, pids: tuple[int, ...] = (), step: int = 0) -> ReplicaInfo:
+        return ReplicaInfo(self.incarnation, os.getpid(), os.uname().nodename, pids, self._settings_key, step)
+
+    def clean_up(self) -> None:
+        """Remove what the replica made outside its processes. Called when its driver is gone for good."""
+
+    def _abandoned(self) -> None:
+        """The lease ran out. Serve would start a process that merely ends again, so the application goes."""
+        with contextlib.suppress(Exception):  # nothing may keep the device from being given back
+            self.clean_up()
+        from ray import serve  # takes seconds to import, and a driver that only makes calls does not need it
+
+        try:
+            serve.delete(serve.get_replica_context().app_name, _blocking=False)
+        except Exception:  # Serve itself is gone
+            os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply, Usage
 from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, SampleKey
 from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.functions.generation.vllm.messages import EngineDead, EngineSettings, EngineTimeout
+from rlhfless.functions.lease import LeaseTerms
 from rlhfless.records import PublishedWeights
 from rlhfless.weights.check import check_moved, check_probe
+from rlhfless.weights.errors import WeightFileError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class GenerationSettings:
     """All that a generation replica needs to start."""
 
     run_id: str
+    lease: LeaseTerms
     engine: EngineSettings
     probe_tolerance: float
     """Largest difference between engine and learner in the logprob of a probe token."""
@@ -41,7 +45,7 @@ class GenerationFunction(Function):
 
     async def __init__(self, settings: GenerationSettings) -> None:  # type: ignore[misc]
         # Serve awaits the constructor; the replica is up when the engine is.
-        super().__init__(settings.run_id)
+        super().__init__(settings)
         settings.binding.bind()
         self._settings = settings
         self._engine = await Engine.start(settings.engine)
@@ -64,7 +68,8 @@ class GenerationFunction(Function):
         async with self._loading:
             if self._loaded is None or self._loaded.version != published.version:
                 self._loaded = None
-                await self._load_and_check(published)
+                with _engine_faults("a load"):
+                    await self._load_and_check(published)
                 self._loaded = published
         usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published.version.label, start_s, usage)
@@ -79,9 +84,10 @@ class GenerationFunction(Function):
         start_s = time.time()
         async with self._loading:
             self._loaded = None
-            before = await self._engine.logprobs(perturbed.probe.token_ids)
-            await self._engine.load(perturbed)
-            after = await self._engine.logprobs(perturbed.probe.token_ids)
+            with _engine_faults("the proof of loading"):
+                before = await self._engine.logprobs(perturbed.probe.token_ids)
+                await self._engine.load(perturbed)
+                after = await self._engine.logprobs(perturbed.probe.token_ids)
             tolerance = self._settings.probe_tolerance
             moved = check_moved(perturbed.version, perturbed.probe, before, after, tolerance)
         usage = Usage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
@@ -104,8 +110,9 @@ class GenerationFunction(Function):
         run = RequestRun(self._engine, request, self.incarnation)
         self._runs.append(run)
         try:
-            async for event in run.events():
-                yield event
+            with _engine_faults("generation"):
+                async for event in run.events():
+                    yield event
         finally:
             self._runs.remove(run)
             await run.cancel()
@@ -114,7 +121,8 @@ class GenerationFunction(Function):
         """Stop samples (all of them without `keys`); their streams yield the tokens so far. Idempotent."""
         self.admit(call)
         start_s = time.time()
-        aborted = sum([await run.abort(keys) for run in list(self._runs)])
+        with _engine_faults("an abort"):
+            aborted = sum([await run.abort(keys) for run in list(self._runs)])
         return self.reply(aborted, start_s)
 
     async def stop(self, call: Call) -> Reply[None]:
@@ -123,3 +131,15 @@ class GenerationFunction(Function):
         start_s = time.time()
         await self._engine.stop()
         return self.reply(None, start_s)
+
+
+@contextmanager
+def _engine_faults(doing: str) -> Iterator[None]:
+    """An engine that died, hangs, or stopped half-way through a damaged file does not recover; a new one may.
+
+    WeightCheckFailed goes through: another engine would not load the right weights either.
+    """
+    try:
+        yield
+    except (EngineDead, EngineTimeout, WeightFileError) as error:
+        raise FunctionBroken(f"the engine failed during {doing}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
@@ -97,6 +98,7 @@ class RequestRun:
                     stop=sampling.stop,
                     stop_token_ids=sampling.stop_token_ids,
                     cache_salt=self._request.version,
+                    drawn_tokens=len(drawn),
                 )
             )
         except Exception as error:
@@ -107,7 +109,7 @@ class RequestRun:
     def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:
         token_ids = np.asarray(sampled.token_ids, dtype=np.int64)
         logprobs = np.asarray(sampled.logprobs, dtype=np.float32)
-        spans, text = sampled.version_spans, sampled.text
+        spans, text, reason = sampled.version_spans, sampled.text, FinishReason(sampled.finish_reason)
         prior = item.prior
         if prior is not None:
             shift = len(prior.token_ids)
@@ -115,7 +117,10 @@ class RequestRun:
             logprobs = np.concatenate([prior.logprobs, logprobs])
             moved = (VersionSpan(s.version, s.start + shift, s.end + shift) for s in spans)
             spans = prior.version_spans + tuple(moved)
-            text = self._text(token_ids)
+            text, end = self._text_and_end(token_ids)
+            if end < len(token_ids):  # a stop text across the seam, which the second engine could not see
+                token_ids, logprobs, reason = token_ids[:end], logprobs[:end], FinishReason.STOP
+                spans = tuple(VersionSpan(s.version, s.start, min(s.end, end)) for s in spans if s.start < end)
         self._usage = Usage(
             input_tokens=self._usage.input_tokens + len(item.prompt_token_ids),
             output_tokens=self._usage.output_tokens + len(sampled.token_ids),
@@ -130,7 +135,7 @@ class RequestRun:
             token_ids=token_ids,
             logprobs=logprobs,
             text=text,
-            finish_reason=FinishReason(sampled.finish_reason),
+            finish_reason=reason,
             version_spans=spans,
             actor=self._request.actor,
             started_s=started_s if prior is None else prior.started_s,
@@ -138,12 +143,25 @@ class RequestRun:
             cached_tokens=sampled.cached_tokens,
         )
 
-    def _text(self, token_ids: IntArray) -> str:
-        """The text of a response that two actors drew: decoding the parts one by one could differ at the seam."""
-        settings = self._engine.settings
-        text = _tokenizer(settings.tokenizer, settings.trust_remote_code).decode(token_ids, skip_special_tokens=True)
-        ends = [text.find(stop) for stop in self._request.sampling.stop if stop in text]
-        return text[: min(ends)] if ends else text
+    def _text_and_end(self, token_ids: IntArray) -> tuple[str, int]:
+        """Text of a response that two actors drew, and after how many tokens it ends: what one actor would have made.
+
+        Decoding the parts one by one could differ at the seam.
+        """
+        settings, stops = self._engine.settings, self._request.sampling.stop
+        tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
+
+        def text_of(tokens: int) -> str:
+            return str(tokenizer.decode(token_ids[:tokens], skip_special_tokens=True))
+
+        def stopped(tokens: int) -> bool:
+            return any(stop in text_of(tokens) for stop in stops)
+
+        if not stops or not stopped(len(token_ids)):
+            return text_of(len(token_ids)), len(token_ids)
+        end = bisect_left(range(len(token_ids)), True, key=stopped)
+        text = text_of(end)
+        return text[: min(text.find(stop) for stop in stops if stop in text)], end
 
     def _add(self, rollout: Rollout) -> GroupFinished | None:
         """Count a rollout in; returns its group if it was the last one missing."""

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.settings import LearnerSettings
@@ -85,6 +86,10 @@ class RankActor:
         while len(self._published) > KEPT_STEPS:
             self._store.delete(self._published.pop(0))
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str, notes: Mapping[str, Any]) -> None:
         """See LearnerRank.save."""
-        self._rank.save(Path(folder))
+        self._rank.save(Path(folder), notes)
+
+    def restore(self, folder: str) -> None:
+        """See LearnerRank.restore."""
+        self._rank.restore(Path(folder))

@@ -5,26 +5,31 @@ A folder is written under a temporary name, synced and renamed: a checkpoint tha
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 
 from rlhfless.functions.learner.publishing import cast_to, substituted
+from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError
 from rlhfless.spec import ModelSpec
 
 STATE_FILE = "learner_state.pt"
 
 
-def save_checkpoint(folder: Path, model: PreTrainedModel, spec: ModelSpec, state: dict[str, Any]) -> None:
-    """Model in `spec.dtype`, tokenizer, and `state` in STATE_FILE. Replaces `folder` if it exists.
+def save_checkpoint(
+    folder: Path, model: PreTrainedModel, spec: ModelSpec, state: dict[str, Any], notes: Mapping[str, Any]
+) -> None:
+    """Model in `spec.dtype`, tokenizer, `state` in STATE_FILE, and `notes` as JSON. Replaces `folder` if it exists.
 
-    Raises OSError if it cannot be written; `folder` is untouched then.
+    Raises CheckpointError if it cannot be written; `folder` is untouched then.
     """
 
     def write(target: Path) -> None:
@@ -33,8 +38,16 @@ def save_checkpoint(folder: Path, model: PreTrainedModel, spec: ModelSpec, state
         tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.path, trust_remote_code=spec.trust_remote_code)
         tokenizer.save_pretrained(target)
         torch.save(state, target / STATE_FILE)
+        (target / NOTES_FILE).write_text(json.dumps(dict(notes), indent=2))
 
-    _replace_folder(folder, write)
+    try:
+        _replace_folder(folder, write)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+        free_mib = shutil.disk_usage(folder.parent).free // 2**20 if folder.parent.exists() else 0
+        raise CheckpointError(
+            f"the checkpoint {folder} could not be written ({error}); {free_mib} MiB are free there. "
+            "Earlier checkpoints are untouched: make room and resume the run"
+        ) from error
 
 
 def load_state(folder: Path, device: torch.device) -> dict[str, Any]:

@@ -3,20 +3,23 @@
 The front is the Serve replica; ranks are plain Ray actors that form a torch.distributed group. One rank takes the
 same path as many. Each call goes to all ranks with the whole batch; a rank works on its share of the sequences and
 sums gradients with the others. Rank 0 publishes. `learn` is idempotent by step: a repeated call gets the first
-call's answer, so a retry can never take a second optimiser step.
+call's answer, so a retry can never take a second optimiser step. A lost rank breaks the whole group: the fleet starts
+another, which goes on from a checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, Function, FunctionBroken, ReplicaInfo, Reply, Usage
 from rlhfless.functions.learner.settings import LearnerSettings
 from rlhfless.records import FloatArray, PublishedWeights
 
@@ -25,12 +28,14 @@ class LearnerFunction(Function):
     """The learner's front."""
 
     async def __init__(self, settings: LearnerSettings) -> None:  # type: ignore[misc]
-        super().__init__(settings.run_id)
+        super().__init__(settings)
         self._settings = settings
-        self._learned: tuple[Call, Mapping[str, float], Usage] | None = None
+        self._learning: tuple[Call, asyncio.Task[Reply[Mapping[str, float]]]] | None = None
+        self._step = 0
+        """The training step that the weights have taken last."""
         self._ranks = [self._rank_actor(rank) for rank in range(settings.learner.ranks)]
         # Rank 0 opens the rendezvous on its own node; the others need its address.
-        address = await self._ranks[0].rendezvous.remote()
+        address = (await self._answers("rendezvous", [self._ranks[0].rendezvous.remote()]))[0]
         await self._all("start", address)
 
     def _rank_actor(self, rank: int) -> Any:
@@ -41,15 +46,26 @@ class LearnerFunction(Function):
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         """One call to every rank, at the same time; large arguments are stored once."""
-        refs = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
-        return await asyncio.wait_for(asyncio.gather(*refs), self._settings.call_timeout_s)
+        return await self._answers(method, [getattr(rank, method).remote(*arguments) for rank in self._ranks])
+
+    async def _answers(self, method: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
+        """What ranks answer. A rank that died or hangs breaks the group: raises FunctionBroken."""
+        limit_s = self._settings.call_timeout_s
+        try:
+            return await asyncio.wait_for(asyncio.gather(*calls), limit_s)
+        except TimeoutError:
+            raise FunctionBroken(f"a learner rank did not finish `{method}` within {limit_s:.0f} s") from None
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayError as error:
+            raise FunctionBroken(f"a learner rank was lost during `{method}`: {_first_line(error)}") from error
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """Who this replica is; `pids` are those of the ranks."""
+        """Who this replica is; `pids` are those of the ranks. Raises FunctionBroken if one is lost."""
         self.admit(call)
         start_s = time.time()
         pids = await self._all("pid")
-        return self.reply(self.info(tuple(pids)), start_s)
+        return self.reply(self.info(tuple(pids), self._step), start_s)
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""
@@ -59,14 +75,28 @@ class LearnerFunction(Function):
         return self.reply(values, start_s, Usage(input_tokens=len(batch.tokens), sequences=batch.sequences))
 
     async def learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
-        """One training step: an optimiser step per mini-batch. Returns the metrics."""
+        """One training step: an optimiser step per mini-batch. Returns the metrics.
+
+        Idempotent by call: one that comes again, even while the first is under way, gets the first one's answer.
+        """
+        self.admit(call)
+        if self._learning is None or self._learning[0] != call:
+            self._learning = (call, asyncio.create_task(self._learn(call, batch, mini_batches)))
+        return await asyncio.shield(self._learning[1])
+
+    async def _learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
+        start_s = time.time()
+        metrics = (await self._all("learn", ray.put(batch), mini_batches))[0]
+        self._step = call.step
+        return self.reply(metrics, start_s, Usage(input_tokens=len(batch.tokens), sequences=batch.sequences))
+
+    async def restore(self, call: Call, folder: str) -> Reply[None]:
+        """Go on from a checkpoint, as if its step were the last that was learned. Idempotent."""
         self.admit(call)
         start_s = time.time()
-        if self._learned is None or self._learned[0] != call:
-            metrics = (await self._all("learn", ray.put(batch), mini_batches))[0]
-            usage = Usage(input_tokens=len(batch.tokens), sequences=batch.sequences)
-            self._learned = (call, metrics, usage)
-        return self.reply(self._learned[1], start_s, self._learned[2])
+        await self._all("restore", folder)
+        self._learning, self._step = None, call.step
+        return self.reply(None, start_s)
 
     async def publish(self, call: Call, *, perturbed: bool = False) -> Reply[PublishedWeights]:
         """Write the weights to the store as the version of `call`'s step, with a probe.
@@ -75,18 +105,16 @@ class LearnerFunction(Function):
         """
         self.admit(call)
         start_s = time.time()
-        published: PublishedWeights = await asyncio.wait_for(
-            self._ranks[0].publish.remote(call.run_id, call.attempt, call.step, perturbed),
-            self._settings.call_timeout_s,
-        )
+        writing = self._ranks[0].publish.remote(call.run_id, call.attempt, call.step, perturbed)
+        published: PublishedWeights = (await self._answers("publish", [writing]))[0]
         usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
 
-    async def checkpoint(self, call: Call, folder: str) -> Reply[str]:
-        """Save model and optimiser, in Hugging Face format, beside and renamed. Returns the folder."""
+    async def checkpoint(self, call: Call, folder: str, notes: Mapping[str, Any]) -> Reply[str]:
+        """Save model, optimiser and the run's `notes`, beside and renamed. Returns the folder."""
         self.admit(call)
         start_s = time.time()
-        await asyncio.wait_for(self._ranks[0].save.remote(folder), self._settings.call_timeout_s)
+        await self._answers("save", [self._ranks[0].save.remote(folder, notes)])
         return self.reply(folder, start_s)
 
     async def stop(self, call: Call) -> Reply[None]:
@@ -96,3 +124,11 @@ class LearnerFunction(Function):
         for rank in self._ranks:
             ray.kill(rank)
         return self.reply(None, start_s)
+
+    def clean_up(self) -> None:
+        """The store's files outlive processes; nobody will read them any more."""
+        shutil.rmtree(self._settings.store.folder, ignore_errors=True)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -17,10 +17,12 @@ Deliberately not here: sharded states (FSDP), and retries, which are the front's
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +44,7 @@ from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
 from rlhfless.weights.perturb import perturbed_by
 
+NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 NO_SEQUENCES = np.zeros(0, dtype=np.int64)
 
 
@@ -159,18 +162,19 @@ class LearnerRank:
         with substituted(self._model, perturbed_by(seed)):
             yield
 
-    def save(self, folder: str | Path) -> None:
-        """Write a checkpoint: model and tokenizer in Hugging Face format, and the state for `restore`.
+    def save(self, folder: str | Path, notes: Mapping[str, Any] = NO_NOTES) -> None:
+        """Write a checkpoint: model and tokenizer in Hugging Face format, the state for `restore`, and `notes`.
 
         All ranks hold the same state, so one of them saves.
         """
         state = {
             "updates": self._updates,
             "optimizer": self._optimizer.state_dict(),
+            "random_state": torch.get_rng_state(),
             # The model's own file may be in a coarser format than the master weights.
             "master_weights": {name: value.detach() for name, value in self._model.named_parameters()},
         }
-        save_checkpoint(Path(folder), self._model, self._spec, state)
+        save_checkpoint(Path(folder), self._model, self._spec, state, notes)
 
     def restore(self, folder: str | Path) -> None:
         """Go on from a checkpoint of `save`, bit for bit. Every rank restores."""
@@ -180,6 +184,7 @@ class LearnerRank:
                 parameter.copy_(state["master_weights"][name])
         self._optimizer.load_state_dict(state["optimizer"])
         self._updates = state["updates"]
+        torch.set_rng_state(state["random_state"].cpu())
 
     def _share(self, batch: PackedBatch) -> IntArray:
         """This rank's sequences `[share]`: dealt out by length, so that all ranks have equal work."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhfless.functions.base import DeviceBinding
+from rlhfless.functions.lease import LeaseTerms
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class LearnerSettings:
     """Settings of the learner function."""
 
     run_id: str
+    lease: LeaseTerms
     model: ModelSpec
     learner: LearnerSpec
     optimizer: AdamWSpec

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.lease import LeaseTerms
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
 
@@ -17,6 +18,7 @@ class ReferenceSettings:
     """All that a reference replica needs to start."""
 
     run_id: str
+    lease: LeaseTerms
     model: ModelSpec
     dtype: DType
     micro_batch_tokens: int
@@ -28,7 +30,7 @@ class ReferenceFunction(Function):
     """One replica with the frozen policy."""
 
     def __init__(self, settings: ReferenceSettings) -> None:
-        super().__init__(settings.run_id)
+        super().__init__(settings)
         settings.binding.bind()
         from rlhfless.functions.reference.model import ReferencePolicy
 

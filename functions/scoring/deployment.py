@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.scorer import Scorer
 from rlhfless.records import Group, Score
 from rlhfless.spec import RewardSpec
@@ -18,6 +19,7 @@ class ScoringSettings:
     """All that a scoring replica needs to start."""
 
     run_id: str
+    lease: LeaseTerms
     rewards: tuple[RewardSpec, ...]
     binding: DeviceBinding
     import_paths: tuple[str, ...] = ()
@@ -28,7 +30,7 @@ class ScoringFunction(Function):
     """One scoring replica."""
 
     def __init__(self, settings: ScoringSettings) -> None:
-        super().__init__(settings.run_id)
+        super().__init__(settings)
         settings.binding.bind()
         sys.path[:0] = [path for path in settings.import_paths if path not in sys.path]
         self._scorer = Scorer(settings.rewards)

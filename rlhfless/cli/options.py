@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+OptionalSpecFile = Annotated[
+    Path | None, typer.Argument(metavar="SPEC", help="Spec of the run: a YAML or JSON file.", show_default=False)
+]
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="Spec of the run: a YAML or JSON file.")]
 
 Overrides = Annotated[

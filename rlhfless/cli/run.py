@@ -7,17 +7,19 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhfless.cli.options import Overrides, SpecFile
+from rlhfless.cli.options import OptionalSpecFile, Overrides
 
 if TYPE_CHECKING:
-    from rlhfless.loop.driver import Outcome
     from rlhfless.loop.preflight import Prepared
     from rlhfless.spec import RunSpec
+
+SPEC_FILE = "spec.yaml"
 
 INTERRUPTED = 130
 """Exit code of a program ended by Ctrl-C: 128 + SIGINT."""
@@ -28,43 +30,93 @@ def register(app: typer.Typer) -> None:
     app.command()(run)
 
 
-def run(spec: SpecFile, overrides: Overrides = None) -> None:
-    """Run a spec: generate, score, learn, and write the trace, the metrics and a checkpoint."""
+def run(
+    spec: OptionalSpecFile = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="RUN", help="Folder of a run that was interrupted: go on where it was."),
+    ] = None,
+) -> None:
+    """Run a spec: generate, score, learn, and write the trace, the metrics and checkpoints."""
     from rlhfless.loop.preflight import preflight
     from rlhfless.spec.load import load_spec, resolved_yaml
 
     # The user's own rewards lie where the command is called.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    loaded = load_spec(spec, overrides or ())
+    if resume is not None:
+        loaded, folder = resumed(resume, spec, overrides or ())
+    elif spec is not None:
+        loaded = load_spec(spec, overrides or ())
+        folder = Path(loaded.output) / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    else:
+        raise typer.BadParameter("name a spec, or a run with --resume", param_hint="SPEC")
     prepared = preflight(loaded)
-    run_id = f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    folder = Path(loaded.output) / run_id
-    folder.mkdir(parents=True)
-    (folder / "spec.yaml").write_text(resolved_yaml(loaded))
-    _run(loaded, prepared, run_id, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SPEC_FILE).write_text(resolved_yaml(loaded))
+    _run(loaded, prepared, folder)
 
 
-def _run(spec: RunSpec, prepared: Prepared, run_id: str, folder: Path) -> None:
+def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tuple[RunSpec, Path]:
+    """Spec and folder of a run to go on with; the spec is the run's own unless another is given.
+
+    Raises InputError if there is nothing to resume, or the spec differs where it must not.
+    """
+    from rlhfless.loop.opening import CHECKPOINTS_FOLDER
+    from rlhfless.records.checkpoints import Checkpoints
+    from rlhfless.spec.compare import check_resumable
+    from rlhfless.spec.errors import InputError, Problem
+    from rlhfless.spec.load import load_spec
+
+    folder = run_folder.absolute()
+    if folder.parent.name == CHECKPOINTS_FOLDER:  # users name the checkpoint just as well
+        folder = folder.parent.parent
+    own = folder / SPEC_FILE
+    if not own.is_file():
+        what = f"{str(run_folder)!r} is no run: it has no {SPEC_FILE}"
+        raise InputError(
+            "--resume", [Problem("", what, "name a folder that `rlhfless run` made, such as runs/demo-...")]
+        )
+    loaded = load_spec(spec or own, overrides)
+    check_resumable(load_spec(own), loaded, str(spec or "--set"))
+    newest = Checkpoints(folder / CHECKPOINTS_FOLDER, loaded.checkpoint.keep_last).newest()
+    if newest is not None and newest.notes.step >= loaded.steps:
+        what = f"{loaded.steps}, and the run has done {newest.notes.step}: nothing is left to do"
+        raise InputError("--resume", [Problem("steps", what, "go further with, say, `--set steps=...`")])
+    return loaded, folder
+
+
+def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     from rlhfless.cli.report import final_report
     from rlhfless.loop.driver import Driver
+    from rlhfless.loop.opening import Opening
     from rlhfless.telemetry.console import Console
     from rlhfless.telemetry.logs import RunLog
     from rlhfless.telemetry.report import render_report
     from rlhfless.telemetry.sinks import open_sinks
 
+    run_id = folder.name
     log = RunLog(folder, run_id)
     console = Console(spec.logging.console, f"run {run_id}", spec.steps)
     sinks = open_sinks(spec.logging, folder, run_id, console)
     try:
         for warning in prepared.warnings:
             console.show(f"warning: {warning}")
-        outcome: Outcome = asyncio.run(Driver(spec, prepared, run_id, folder, console, sinks).execute())
-    except KeyboardInterrupt:
+        outcome = asyncio.run(Driver(Opening(spec, prepared, run_id, folder, console, sinks)).execute())
+    except BaseException as error:
         console.close()
-        typer.echo(f"interrupted; the trace so far is in {folder / 'trace'}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        word = "interrupted" if isinstance(error, KeyboardInterrupt) else "stopped"
+        typer.echo(f"{word}; what was drawn and learned is kept: rlhfless run --resume {shown(folder)}", err=True)
+        if isinstance(error, KeyboardInterrupt):
+            raise typer.Exit(INTERRUPTED) from None
+        raise
     finally:
         sinks.close()
         log.close()
     console.show(render_report(final_report(f"run {run_id} succeeded", outcome, folder)))
+
+
+def shown(path: Path) -> str:
+    """As short as it can be typed from here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -33,6 +33,9 @@ CONCURRENT_CALLS = 64
 (Serve's own default is 5)."""
 
 
+_FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY, ApplicationStatus.DEPLOYING)
+
+
 class FleetError(RuntimeError):
     """A replica did not start, answer or stop as asked; the text says which, what was waited for, how long."""
 
@@ -91,7 +94,16 @@ class Cluster:
         ).bind(*arguments)
         target = serve.RunTarget(target=app, name=name, route_prefix=None)
         await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
+        return self.handle(name)
+
+    def handle(self, name: str) -> DeploymentHandle:
+        """The address of a replica that was deployed, by whomever."""
         return serve.get_app_handle(name)
+
+    async def running(self, prefix: str) -> list[str]:
+        """Names of the running replicas that begin so, such as those that an earlier driver of a run has left."""
+        applications = (await asyncio.to_thread(serve.status)).applications
+        return [name for name, app in applications.items() if name.startswith(prefix) and app.status in _FOUND]
 
     async def wait_running(self, name: str, timeout_s: float) -> None:
         """Wait until a replica's constructor has returned.

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
 from rlhfless.fleet.tasks import together
-from rlhfless.functions.base import Call, StaleCall
+from rlhfless.functions.base import Call, ReplicaInfo, StaleCall, settings_key
 from rlhfless.records import FunctionName, PublishedWeights, ReplicaState, WeightVersion, Work
 from rlhfless.scaling.lifecycle import Membership
 from rlhfless.scaling.placement import Seat
 from rlhfless.spec import TimeoutsSpec
 
 log = logging.getLogger(__name__)
+
+PROBE_S = 10.0
+"""Longest wait for an answer that costs a replica nothing. Long, because all cores may be at work."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Pool:
         self._recorder = recorder
         self._replicas: dict[str, Replica] = {}
         self._launches = 0
+        self._buried: set[str] = set()
         self._readying = asyncio.Lock()
         self.membership = Membership()
         """Its epoch goes up at every change of the pool."""
@@ -90,10 +94,60 @@ class Pool:
         replica.is_up(handle, reply.value)
         return replica
 
-    async def ensure(self, count: int) -> None:
-        """Start replicas until there are `count`, all at the same time."""
+    async def ensure(self, count: int) -> list[Replica]:
+        """Start replicas until there are `count`, all at the same time; returns those that were started."""
         missing = count - len(self.replicas())
-        await together(*(self.add() for _ in range(missing)))
+        if missing > 0:
+            await self.bury()
+        return await together(*(self.add() for _ in range(missing)))
+
+    async def adopt(self, names: Sequence[str], call: Call) -> None:
+        """Take over replicas that an earlier driver of the run has left; those that do not fit are stopped."""
+        prefix = self._name("")
+        mine = [name for name in names if name.startswith(prefix)]
+        self._launches = max([int(name.removeprefix(prefix)) + 1 for name in mine], default=self._launches)
+        await together(*(self._adopt(name, call) for name in mine))
+
+    async def _adopt(self, name: str, call: Call) -> None:
+        handle = self._cluster.handle(name)
+        try:
+            reply = await asyncio.wait_for(handle.describe.remote(call), PROBE_S)
+        except Exception as error:  # whatever ails it, it can be replaced
+            log.warning("%s of an earlier attempt does not answer and is stopped: %r", name, error)
+            await self._cluster.delete([name])
+            return
+        info: ReplicaInfo = reply.value
+        taken = {id(replica.seat) for replica in self.replicas()}
+        for seat in self._blueprint.seats:
+            if id(seat) not in taken and settings_key(self._blueprint.settings(seat)) == info.settings_key:
+                replica = self._replicas[name] = Replica(name, self.function, seat, self._recorder, self._changed)
+                replica.is_adopted(handle, info)
+                log.info("%s of an earlier attempt was taken over", name)
+                return
+        log.info("%s of an earlier attempt has other settings and is stopped", name)
+        await self._cluster.delete([name])
+
+    async def weed(self, call: Call) -> None:
+        """Ask all replicas for a sign of life, and give up those that have none."""
+        await together(*(self._weed(replica, call) for replica in self.replicas() if replica.info))
+
+    async def _weed(self, replica: Replica, call: Call) -> None:
+        try:
+            replica.info = await replica.call("describe", call, timeout_s=PROBE_S, waiting_for="a sign of life")
+        except ReplicaLost:
+            pass  # given up already
+        except CallTimeout as silence:
+            replica.give_up(str(silence))
+
+    async def bury(self) -> None:
+        """Remove what is left of lost replicas, so that Serve does not revive them and their seats are free."""
+        dead = [name for name, replica in self._replicas.items() if replica.state == ReplicaState.DEAD]
+        remains = [name for name in dead if name not in self._buried]
+        self._buried.update(remains)
+        await self._cluster.delete(remains)
+
+    def _name(self, number: object) -> str:
+        return f"{self._call.run_id}-{self.function}-{number}"
 
     def _launch(self) -> Replica:
         taken = {id(replica.seat) for replica in self.replicas()}
@@ -104,7 +158,7 @@ class Pool:
                 f"{len(self._blueprint.seats)} are running"
             )
         # Names are never used twice, so that a late answer cannot be taken for another replica's.
-        name = f"{self._call.run_id}-{self.function}-{self._launches}"
+        name = self._name(self._launches)
         self._launches += 1
         replica = Replica(name, self.function, free[0], self._recorder, self._changed)
         self._replicas[name] = replica
@@ -157,6 +211,7 @@ class Pool:
 
         A replica that a newer attempt of the run has taken over is left to it.
         """
+        await self.bury()
         running = [replica for replica in replicas if replica.state.holds_device]
         for replica in running:
             replica.drain()

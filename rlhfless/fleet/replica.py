@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from rlhfless.functions.base import Call, ReplicaInfo, Reply
+from rlhfless.functions.base import Call, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.records import (
     FunctionName,
     Holding,
@@ -65,6 +66,7 @@ class Replica:
         self._launched_s = clock()
         self._handle: DeploymentHandle | None = None
         self._life: Lifecycle | None = None
+        self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
     def state(self) -> ReplicaState:
@@ -73,6 +75,11 @@ class Replica:
     @property
     def incarnation(self) -> str:
         return "" if self._life is None else self._life.identity.incarnation
+
+    @property
+    def learned_step(self) -> int:
+        """Of a learner, as it said when it was last asked."""
+        return 0 if self.info is None else self.info.step
 
     @property
     def open_device_s(self) -> dict[str, float]:
@@ -91,6 +98,12 @@ class Replica:
         self._handle, self.info = handle, info
         self._life = Lifecycle(self._identity(info.incarnation), self._launched_s)
         self._record(self._life.started(self._clock()))
+
+    def is_adopted(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
+        """A replica that an earlier driver started: it joins as STALE, and is billed from here on."""
+        self._handle, self.info = handle, info
+        self._life = Lifecycle(self._identity(info.incarnation), self._clock(), ReplicaState.STALE)
+        self._record(())
 
     def ask(self, version: WeightVersion) -> None:
         """A version is wanted: STALE unless it is loaded."""
@@ -115,6 +128,12 @@ class Replica:
         elif self.state.holds_device:
             self._record(self._life.suspect(now_s))
             self._record(self._life.died(now_s))
+
+    def give_up(self, reason: str) -> None:
+        """Write the replica off: calls that wait for it raise ReplicaLost. Idempotent."""
+        if not self._given_up.done():
+            self._given_up.set_result(f"{self.name} (incarnation {self.incarnation}) was given up: {reason}")
+        self.gone()
 
     def cut(self) -> None:
         """Write the holding so far, so that a driver that dies loses little of the ledger."""
@@ -151,17 +170,12 @@ class Replica:
 
         Raises CallTimeout, ReplicaLost, or what the method raised.
         """
-        if self._handle is None:
-            raise RuntimeError(f"{self.name} is not up yet")
-        response = getattr(self._handle, method).remote(call, *arguments, **keywords)
-        try:
-            reply: Reply[Any] = await asyncio.wait_for(response, timeout_s)
-        except TimeoutError:
-            raise CallTimeout(f"waited {timeout_s:.0f} s for {waiting_for} on {self.name}") from None
-        except (RayActorError, DeploymentUnavailableError) as error:
-            raise self._lost(waiting_for) from error
-        except RayTaskError as error:
-            raise _cause(error) from error
+        response = getattr(self._up, method).remote(call, *arguments, **keywords)
+        with self._faults(waiting_for):
+            try:
+                reply: Reply[Any] = await self._answer(response, timeout_s)
+            except TimeoutError:
+                raise CallTimeout(f"waited {timeout_s:.0f} s for {waiting_for} on {self.name}") from None
         self._accept(reply, call, work)
         return reply.value
 
@@ -170,28 +184,58 @@ class Replica:
     ) -> AsyncIterator[Any]:
         """Call a streaming method; yields its events up to the last, a StreamEnd, which goes into the ledger.
 
-        Raises CallTimeout if nothing comes for `timeout_s`, ReplicaLost, or what the method raised.
+        Raises ReplicaLost, also if nothing comes for `timeout_s`: it beats while it works; or what the method raised.
         """
-        if self._handle is None:
-            raise RuntimeError(f"{self.name} is not up yet")
-        events = getattr(self._handle.options(stream=True), method).remote(call, *arguments)
-        try:
+        events = getattr(self._up.options(stream=True), method).remote(call, *arguments)
+        with self._faults(method):
             while True:
-                event = await asyncio.wait_for(anext(events), timeout_s)
+                try:
+                    event = await self._answer(anext(events), timeout_s)
+                except TimeoutError:
+                    self.give_up(f"no beat came from {method} for {timeout_s:.0f} s")
+                    raise ReplicaLost(self._given_up.result()) from None
+                except StopAsyncIteration:
+                    raise self._lost(f"{method}: its stream broke off") from None
                 reply = getattr(event, "reply", None)
                 if reply is not None:
                     self._accept(reply, call, work)
                     return
                 self._check_incarnation(event.incarnation)
                 yield event
-        except TimeoutError:
-            raise CallTimeout(f"nothing came from {method} on {self.name} for {timeout_s:.0f} s") from None
-        except StopAsyncIteration:
-            raise self._lost(method) from None
-        except (RayActorError, DeploymentUnavailableError) as error:
-            raise self._lost(method) from error
+
+    @property
+    def _up(self) -> DeploymentHandle:
+        if self._handle is None:
+            raise RuntimeError(f"{self.name} is not up yet")
+        return self._handle
+
+    async def _answer(self, response: Awaitable[T], timeout_s: float) -> T:
+        """The response. Raises TimeoutError, or ReplicaLost as soon as the replica is given up."""
+        task = asyncio.ensure_future(response)
+        try:
+            either: list[asyncio.Future[Any]] = [task, self._given_up]
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if self._given_up.done():
+                raise ReplicaLost(self._given_up.result())
+            raise TimeoutError
+        finally:
+            task.cancel()
+
+    @contextmanager
+    def _faults(self, doing: str) -> Iterator[None]:
+        """Ray's errors as ours: the replica is lost, or its method raised something."""
+        try:
+            yield
         except RayTaskError as error:
-            raise _cause(error) from error
+            cause: BaseException = error.cause
+            if isinstance(cause, FunctionBroken):
+                raise self._lost(f"{doing}: {cause}") from error
+            # Ray's own text is the remote traceback, which stays as the cause.
+            raise cause from error
+        except (RayError, RayServeException) as error:
+            raise self._lost(doing) from error
 
     def _accept(self, reply: Reply[Any], call: Call, work: Work | None) -> None:
         self._check_incarnation(reply.incarnation)
@@ -225,11 +269,6 @@ class Replica:
             )
 
     def _lost(self, doing: str) -> ReplicaLost:
-        self.gone()
-        return ReplicaLost(f"{self.name} (incarnation {self.incarnation}) died during {doing}")
-
-
-def _cause(error: RayTaskError) -> BaseException:
-    """What the method raised; Ray's own text is the remote traceback, which stays as the cause."""
-    cause: BaseException = error.cause
-    return cause
+        lost = ReplicaLost(f"{self.name} (incarnation {self.incarnation}) was lost during {doing}")
+        self.give_up(str(lost))
+        return lost

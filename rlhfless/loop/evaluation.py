@@ -19,7 +19,7 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
     """
     if not run.held_out:
         return {}
-    await run.generation.sync(run.published, run.call(step))
+    await run.sync(run.call(step))
     # Both at once: more sequences per iteration of the engine.
     sampled, greedy = await together(
         _means(run, run.plan_held_out(step, greedy=False)), _means(run, run.plan_held_out(step, greedy=True))

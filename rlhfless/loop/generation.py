@@ -3,7 +3,7 @@
 Samples of a prompt go to one actor, where they share the prompt's KV. Work moves in one way only: samples are aborted
 where they run, come back with the tokens so far, and go on elsewhere from there. Draining an actor, giving a new one
 something to do, and losing one are all that same move; nothing that was drawn is drawn again, except what a dead actor
-had not delivered.
+had not delivered. Finished samples go into the journal before they count, and what the journal has is not drawn.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rlhfless.functions.generation.messages import (
     StreamEnd,
 )
 from rlhfless.records import FinishReason, Group, Prompt, Rollout, Work, sample_seed
+from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -80,10 +81,11 @@ def assign(prompts: Sequence[Prompt], actors: Sequence[str]) -> dict[str, tuple[
 class GenerationStage:
     """One stage's generation over the actors of a pool."""
 
-    def __init__(self, pool: Pool, draw: Draw, spec: RunSpec) -> None:
+    def __init__(self, pool: Pool, draw: Draw, spec: RunSpec, journal: Journal | None = None) -> None:
         self._pool = pool
         self._draw = draw
         self._spec = spec
+        self._journal = journal
         self._prompts = {prompt.prompt_id: prompt for prompt in draw.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
         self._where: dict[SampleKey, tuple[str, SampleItem]] = {}
@@ -93,11 +95,16 @@ class GenerationStage:
         """Tokens so far of the samples that are running, by the last beats."""
 
     async def groups(self) -> AsyncIterator[Group]:
-        """Groups as they are complete. Raises what an actor raised, or ReplicaLost if no actor is left."""
+        """Groups as they are complete. Raises what an actor raised, JournalError, or ReplicaLost if none is left."""
         try:
-            plan = assign(self._draw.prompts, [actor.name for actor in self._pool.serving()])
-            for name, prompts in plan.items():
-                self._submit(name, [item for prompt in prompts for item in self._draw.items(prompt)])
+            for group in self._recall():
+                yield group
+            unfinished = self._unfinished()
+            actors = [actor.name for actor in self._pool.serving()]
+            if unfinished and not actors:
+                raise ReplicaLost(f"no generation actor is there for {len(unfinished)} prompts")
+            for name, prompts in assign(unfinished, actors).items():
+                self._submit(name, [item for prompt in prompts for item in self._missing(prompt)])
             while self._finished:
                 for group in self._handle(await self._events.get()):
                     yield group
@@ -105,6 +112,25 @@ class GenerationStage:
             await asyncio.gather(*self._streams)
         finally:
             await self._stop_streams()
+
+    def _recall(self) -> Iterable[Group]:
+        """Take what the journal has of this draw; yields the groups that are complete with it."""
+        if self._journal is None:
+            return
+        seeds = {item.key: item.seed for prompt in self._draw.prompts for item in self._draw.items(prompt)}
+        for rollout in self._journal.rollouts(self._draw.call.step):
+            # Another seed means another draw, such as one of a data set that has been edited since.
+            if seeds.get(rollout.key) == rollout.seed:
+                self._finished[rollout.prompt_id].append(rollout)
+        for prompt in self._draw.prompts:
+            yield from self._completed(prompt.prompt_id)
+
+    def _unfinished(self) -> list[Prompt]:
+        return [prompt for prompt in self._draw.prompts if prompt.prompt_id in self._finished]
+
+    def _missing(self, prompt: Prompt) -> list[SampleItem]:
+        there = {rollout.sample_index for rollout in self._finished[prompt.prompt_id]}
+        return [item for item in self._draw.items(prompt) if item.sample_index not in there]
 
     async def drain(self, actor: Replica) -> None:
         """Take an actor out of the stage: its samples go on elsewhere. It gets no new ones from here on."""
@@ -148,7 +174,9 @@ class GenerationStage:
 
     async def _stream(self, actor: Replica, request: GenerateRequest) -> None:
         try:
-            events = actor.stream(self._draw.work, "generate", self._draw.call, request, timeout_s=request.timeout_s)
+            events = actor.stream(
+                self._draw.work, "generate", self._draw.call, request, timeout_s=self._spec.recovery.beat_s
+            )
             async for event in events:
                 self._events.put_nowait(event)
         except ReplicaLost as lost:
@@ -169,6 +197,9 @@ class GenerationStage:
 
     def _take(self, rollouts: Sequence[Rollout]) -> Iterable[Group]:
         """Keep what has ended, and let go on elsewhere what was aborted; yields the group if it is complete."""
+        ended = [rollout for rollout in rollouts if rollout.finish_reason != FinishReason.ABORT]
+        if self._journal is not None and ended:
+            self._journal.add(self._draw.call.step, ended)
         unfinished = []
         for rollout in rollouts:
             _, item = self._where.pop(rollout.key)
@@ -178,7 +209,10 @@ class GenerationStage:
             else:
                 self._finished[rollout.prompt_id].append(rollout)
         self._continue(unfinished)
-        prompt_id = rollouts[0].prompt_id
+        yield from self._completed(rollouts[0].prompt_id)
+
+    def _completed(self, prompt_id: str) -> Iterable[Group]:
+        """The prompt's group, once, when all of its samples are there."""
         if len(self._finished[prompt_id]) == self._draw.samples_per_prompt:
             complete = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
             yield Group(self._prompts[prompt_id], tuple(complete))

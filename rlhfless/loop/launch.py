@@ -16,6 +16,7 @@ from rlhfless.functions.generation.deployment import GenerationFunction, Generat
 from rlhfless.functions.generation.vllm.messages import EngineSettings
 from rlhfless.functions.learner.deployment import LearnerFunction
 from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
+from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.reference.deployment import ReferenceFunction, ReferenceSettings
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.loop.preflight import Prepared
@@ -63,6 +64,11 @@ class Launcher:
     def _pool(self, blueprint: Blueprint) -> Pool:
         return Pool(self.cluster, blueprint, self.call, self.spec.timeouts, self.recorder)
 
+    @property
+    def _lease(self) -> LeaseTerms:
+        lease_s = self.spec.recovery.lease_s
+        return LeaseTerms(first_s=self.spec.timeouts.start_s + lease_s, renewed_s=lease_s)
+
     def _placement(self) -> Placement:
         spec = self.spec
         functions = [FunctionName.SCORING] + ([FunctionName.REFERENCE] if spec.algorithm.kl.on else [])
@@ -81,6 +87,7 @@ class Launcher:
         def settings(seat: Seat) -> GenerationSettings:
             return GenerationSettings(
                 run_id=self.call.run_id,
+                lease=self._lease,
                 engine=EngineSettings.of(
                     spec,
                     "cpu" if seat.slots[0].kind == CPU_KIND else "cuda",
@@ -99,6 +106,7 @@ class Launcher:
         def settings(seat: Seat) -> ScoringSettings:
             return ScoringSettings(
                 run_id=self.call.run_id,
+                lease=self._lease,
                 rewards=self.spec.rewards,
                 binding=binding(seat, exclusive=False),
                 import_paths=tuple(path for path in sys.path if path),
@@ -112,6 +120,7 @@ class Launcher:
         def settings(seat: Seat) -> ReferenceSettings:
             return ReferenceSettings(
                 run_id=self.call.run_id,
+                lease=self._lease,
                 model=spec.model,
                 dtype=spec.learner.dtype,
                 micro_batch_tokens=spec.learner.micro_batch_tokens,
@@ -129,6 +138,7 @@ class Launcher:
             ranks = [_rank_seat(seat, rank, spec.learner.ranks) for rank in range(spec.learner.ranks)]
             return LearnerSettings(
                 run_id=self.call.run_id,
+                lease=self._lease,
                 model=spec.model,
                 learner=spec.learner,
                 optimizer=spec.optimizer,

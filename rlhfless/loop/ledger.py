@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
 from rlhfless.fleet.pool import Pool
 from rlhfless.records import (
@@ -16,7 +18,7 @@ from rlhfless.records import (
     Score,
     StepRecord,
 )
-from rlhfless.records.traces import TraceWriter
+from rlhfless.records.traces import TraceWriter, holding_of, read_tables
 from rlhfless.scaling.accounting import StepTimes, step_times
 from rlhfless.scaling.holding import HoldFigures, hold_figures
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
@@ -25,13 +27,37 @@ RECENT_CALLS = 512
 """Calls per function from which gaps are estimated: some tens of steps, so that the estimate follows the run."""
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What earlier attempts of a run have left in its trace."""
+
+    cost_usd: float = 0.0
+    rollouts_of: frozenset[int] = frozenset()
+    """Steps whose rollouts are there."""
+    steps: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, trace: Path, prices: PriceBook) -> Earlier:
+        """Raises TraceError."""
+        tables = read_tables(trace)
+        holdings = [holding_of(row) for row in tables["holdings"].to_pylist()]
+        return cls(
+            cost_usd=prices.cost_usd(holdings),
+            rollouts_of=frozenset(tables["rollouts"]["step"].unique().to_pylist()),
+            steps=frozenset(tables["steps"]["step"].to_pylist()),
+        )
+
+
 class Ledger:
     """Takes records as they come; `flush` writes them, once per step and at the end."""
 
-    def __init__(self, writer: TraceWriter, prices: PriceBook) -> None:
+    def __init__(self, writer: TraceWriter, prices: PriceBook, earlier: Earlier | None = None) -> None:
+        earlier = earlier or Earlier()
         self._writer = writer
         self._prices = prices
-        self._closed_usd = 0.0
+        self._closed_usd = earlier.cost_usd
+        self._rollouts_of = set(earlier.rollouts_of)
+        self._steps = set(earlier.steps)
         self._of_step: list[Invocation] = []
         self._starts: list[Holding] = []
         self._recent: dict[FunctionName, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
@@ -49,8 +75,17 @@ class Ledger:
         self._of_step.append(invocation)
         self._recent[invocation.function].append(invocation)
 
+    def has_rollouts_of(self, step: int) -> bool:
+        """The step's rollouts are in the trace: it was interrupted after that, and is done again."""
+        return step in self._rollouts_of
+
+    def has_step(self, step: int) -> bool:
+        """The step is in the trace."""
+        return step in self._steps
+
     def add_group(self, step: int, group: Group, scores: Iterable[Score]) -> None:
         """The rollouts of a group with their scores."""
+        self._rollouts_of.add(step)
         for rollout, score in zip(group.rollouts, scores, strict=True):
             self._writer.add_rollout(step, rollout, score, len(group.prompt.token_ids))
 
@@ -60,6 +95,7 @@ class Ledger:
 
     def add_step(self, record: StepRecord) -> None:
         """A finished step. Its invocations are not needed any more for `step_times`."""
+        self._steps.add(record.step)
         self._writer.add_step(record)
         self._of_step.clear()
 

@@ -16,6 +16,7 @@ from rlhfless.spec.explain import nearest
 T = TypeVar("T")
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ANSWER_S = 10.0
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 # What Git leaves in place of a large file that was not fetched (https://git-lfs.com).
 _LFS_POINTER = b"version https://git-lfs"
@@ -68,10 +69,36 @@ def _check_folder(path: str, field: str) -> None:
         _check_files(folder, field)
     elif folder.exists():
         raise _error(field, f"{path!r} is a file", "name the folder that holds config.json")
-    elif not _HUB_NAME.fullmatch(path):
+    else:
         siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
         mend = f"{nearest(folder.name, siblings)}Relative paths in a spec count from the spec's folder"
-        raise _error(field, f"{path!r}: no such folder, and not a hub name such as `Qwen/Qwen3-0.6B`", mend)
+        if not _HUB_NAME.fullmatch(path):
+            raise _error(field, f"{path!r}: no such folder, and not a hub name such as `Qwen/Qwen3-0.6B`", mend)
+        missing = _missing_on_hub(path)
+        if missing:
+            raise _error(field, f"{path!r}: no such folder, and {missing}", f"{mend}; a hub name needs the network")
+
+
+def _missing_on_hub(name: str) -> str:
+    """Why the hub cannot give a model; empty if it may. Asked once: transformers would retry for half a minute."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return ""
+    if constants.HF_HUB_OFFLINE:
+        return "the local hub cache does not have it (HF_HUB_OFFLINE is set)"
+    try:
+        HfApi().model_info(name, timeout=_HUB_ANSWER_S)
+    except GatedRepoError:
+        return ""  # transformers says what to do about it
+    except RepositoryNotFoundError:
+        return f"{constants.ENDPOINT} has no model of that name that you may read"
+    except HfHubHTTPError:
+        return ""  # a mirror without this call may still have the files
+    except Exception as error:  # of whichever HTTP library is beneath: no connection, no answer
+        return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}), nor is it in the local hub cache"
+    return ""
 
 
 def _check_files(folder: Path, field: str) -> None:

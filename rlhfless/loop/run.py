@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica
+from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
 from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoreGroups
 from rlhfless.loop.generation import Draw, GenerationStage, sampling_of
@@ -25,7 +27,10 @@ from rlhfless.records import (
     StepRecord,
     Work,
 )
+from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
+from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
+from rlhfless.telemetry.sinks import MetricSinks
 
 HELD_OUT_SEED_STEP = -1
 """All evaluations draw with the same seeds, so that they differ by the weights alone."""
@@ -45,8 +50,16 @@ class Run:
     reference: Keeper | None
     learner: Pool
     ledger: Ledger
-    published: PublishedWeights
-    perturbed: PublishedWeights
+    sinks: MetricSinks
+    journal: Journal
+    checkpoints: Checkpoints
+    before: Mapping[str, float] = field(default_factory=dict)
+    """Held-out figures before the first step."""
+    latest: dict[str, float] = field(default_factory=dict)
+    """The metrics that were measured last, by name."""
+    published: PublishedWeights = field(init=False)
+    """What the next step draws with; set by `open_weights`."""
+    perturbed: PublishedWeights = field(init=False)
     """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
     stage: GenerationStage | None = None
     """The generation that is under way."""
@@ -60,6 +73,21 @@ class Run:
     def call(self, step: int) -> Call:
         """The identity that all calls of a step carry."""
         return Call(self.run_id, self.attempt, step)
+
+    # -- weights
+
+    async def open_weights(self, step: int) -> None:
+        """Publish the weights of `step`, and let every engine prove that a load reaches all of its tensors."""
+        call = self.call(step)
+        self.perturbed = await self.publish(call, perturbed=True)
+        self.published = await self.publish(call)
+        await together(*(self.prove_loading(actor, call) for actor in self.generation.replicas()))
+
+    async def sync(self, call: Call) -> None:
+        """Bring all generation actors to the published weights; those that were lost are replaced first."""
+        for actor in await self.generation.ensure(self.spec.scaling.generation.min_actors):
+            await self.prove_loading(actor, call)
+        await self.generation.sync(self.published, call)
 
     # -- generation
 
@@ -93,7 +121,7 @@ class Run:
 
     def generate(self, draw: Draw) -> AsyncIterator[Group]:
         """Groups as they are complete."""
-        self.stage = GenerationStage(self.generation, draw, self.spec)
+        self.stage = GenerationStage(self.generation, draw, self.spec, self.journal)
         return self.stage.groups()
 
     async def add_actor(self, call: Call) -> Replica:
@@ -164,19 +192,48 @@ class Run:
         replica = await self.learner.ready()
         return await self._work(replica, Work.LEARN, "learn", call, batch, self.spec.mini_batches)
 
-    async def publish(self, call: Call) -> PublishedWeights:
-        """Write the learner's weights to the store, as those of `call`'s step."""
-        return await self._work(await self.learner.ready(), Work.PUBLISH, "publish", call)
+    async def publish(self, call: Call, *, perturbed: bool = False) -> PublishedWeights:
+        """Write the learner's weights, or a perturbed version of them, to the store, as those of `call`'s step."""
+        return await self._work(await self.learner.ready(), Work.PUBLISH, "publish", call, perturbed=perturbed)
 
-    async def checkpoint(self, call: Call, folder: str) -> str:
-        """Save the model in Hugging Face format."""
-        return await self._work(await self.learner.ready(), Work.CHECKPOINT, "checkpoint", call, folder)
+    async def checkpoint(self, step: int) -> Path:
+        """Save the weights that `step` resulted in, with all that a resumed run needs. Raises CheckpointError."""
+        notes = CheckpointNotes(
+            run_id=self.run_id,
+            attempt=self.attempt,
+            step=step,
+            digest=self.published.version.digest,
+            score=self.latest.get(self.spec.checkpoint.best_by),
+            before=self.before,
+        )
+        folder = self.checkpoints.path(step).absolute()
+        replica = await self.learner.ready()
+        await self._work(replica, Work.CHECKPOINT, "checkpoint", self.call(step), str(folder), notes.as_json())
+        self.checkpoints.prune()
+        self.journal.forget(step)
+        return folder
 
-    async def _work(self, replica: Replica, work: Work, method: str, call: Call, *arguments: object):  # type: ignore[no-untyped-def]
+    async def restore(self) -> int:
+        """Bring the learner to the newest checkpoint, and to the model itself if there is none; returns its step."""
+        newest = self.checkpoints.newest()
+        if newest is None:
+            await self.learner.stop(*(replica for replica in self.learner.replicas() if replica.learned_step))
+            await self.learner.ready()
+            return 0
+        step = newest.notes.step
+        replica = await self.learner.ready()
+        await self._work(replica, Work.RESTORE, "restore", self.call(step), str(newest.folder.absolute()))
+        self.before = newest.notes.before
+        return step
+
+    async def _work(  # type: ignore[no-untyped-def]
+        self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: object
+    ):
         return await replica.call(
             method,
             call,
             *arguments,
+            **keywords,
             timeout_s=self.spec.timeouts.call_s,
             waiting_for=f"{work} of step {call.step}",
             work=work,
@@ -185,13 +242,18 @@ class Run:
     # -- ledger
 
     async def close_step(self, record: StepRecord, experience: Experience) -> None:
-        """Write the step to the ledger."""
-        for group, scores in zip(experience.groups, experience.scores, strict=True):
-            self.ledger.add_group(record.step, group, scores)
+        """Write the step to the ledger, and show its figures. A step that is done again counts once."""
+        if not self.ledger.has_rollouts_of(record.step):
+            for group, scores in zip(experience.groups, experience.scores, strict=True):
+                self.ledger.add_group(record.step, group, scores)
         for pool in self.pools:
             for replica in pool.replicas():
                 replica.cut()
-        self.ledger.add_step(record)
+        self.latest.update(record.metrics)
+        if not self.ledger.has_step(record.step):
+            self.ledger.add_step(record)
+            lengths = [len(rollout.token_ids) for group in experience.groups for rollout in group.rollouts]
+            self.sinks.emit(record.step, record.metrics, {"response_tokens": lengths})
         self.ledger.flush(record.step)
 
 

@@ -21,7 +21,7 @@ async def train_step(run: Run, step: int) -> StepRecord:
     """
     start_s, call = time.time(), run.call(step)
     draw = run.plan(step)
-    await run.generation.sync(run.published, call)
+    await run.sync(call)
     groups = run.generate(draw)
     experience = await collect(groups, run.scoring_of(call), run.reference_of(call))
     run.release_idle(step)

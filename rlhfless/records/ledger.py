@@ -75,6 +75,8 @@ class Work(StrEnum):
     LEARN = "learn"
     PUBLISH = "publish"
     CHECKPOINT = "checkpoint"
+    RESTORE = "restore"
+    """Going on from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,7 @@ def read_trace(folder: str | os.PathLike[str]) -> Trace:
     rows = {name: table.to_pylist(maps_as_pydicts="strict") for name, table in read_tables(folder).items()}
     return Trace(
         meta=meta,
-        holdings=tuple(_holding(row) for row in rows["holdings"]),
+        holdings=tuple(holding_of(row) for row in rows["holdings"]),
         invocations=tuple(_invocation(row) for row in rows["invocations"]),
         rollouts=tuple(_rollout(row) for row in rows["rollouts"]),
         steps=tuple(StepRecord(**row) for row in rows["steps"]),
@@ -259,7 +259,8 @@ def _read_table(folder: Path, name: str) -> pa.Table:
     return pa.concat_tables(parts) if parts else schema.empty_table()
 
 
-def _holding(row: dict[str, Any]) -> Holding:
+def holding_of(row: dict[str, Any]) -> Holding:
+    """The record of a row of the table `holdings`."""
     typed = {"function": FunctionName(row["function"]), "state": ReplicaState(row["state"])}
     return Holding(**(row | typed))
 

@@ -59,6 +59,7 @@ PHASES: Mapping[Work, Phase] = MappingProxyType(
         Work.PUBLISH: Phase.SYNC,
         Work.LOAD_WEIGHTS: Phase.SYNC,
         Work.CHECKPOINT: Phase.CHECKPOINT,
+        Work.RESTORE: Phase.CHECKPOINT,
     }
 )
 

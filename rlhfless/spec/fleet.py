@@ -81,3 +81,17 @@ class TimeoutsSpec(SpecModel):
     """One actor's weight load with its checks."""
     drain_s: Annotated[float, Field(gt=0)] = 30.0
     """A replica's orderly stop; after that it is killed."""
+
+
+class RecoverySpec(SpecModel):
+    """What dies is noticed and replaced, and nothing that was drawn is lost (docs/faults.md)."""
+
+    lease_s: Annotated[float, Field(gt=0)] = 60.0
+    """A replica that hears nothing from the run for so long gives its device back; one that the run hears nothing
+    from for so long is replaced."""
+
+    beat_s: Annotated[float, Field(gt=0)] = 30.0
+    """A generation actor that is at work and silent for so long is replaced."""
+
+    per_step: Annotated[int, Field(ge=0)] = 3
+    """So many recoveries of one step; with the next fault the run stops. It can be resumed then."""

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.data import ModelSpec, PromptsSpec
-from rlhfless.spec.fleet import PlacementSpec, ScalingSpec, TimeoutsSpec, WeightsSpec
+from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
 from rlhfless.spec.generation import GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec
 from rlhfless.spec.rewards import RewardSpec
@@ -26,10 +26,17 @@ class EvaluationSpec(SpecModel):
 
 
 class CheckpointSpec(SpecModel):
-    """Model and tokenizer in Hugging Face format, under the output folder."""
+    """Model and tokenizer in Hugging Face format, with all that a resumed run needs, under the output folder."""
 
-    every_steps: Annotated[int, Field(ge=1)] | None = None
-    """Also after every so many steps; always at the end."""
+    every_steps: Annotated[int, Field(ge=1)] | None = 20
+    """After every so many steps, and always at the end. A resumed run learns at most so many steps again, from its
+    journal; without a number, all of them."""
+
+    keep_last: Annotated[int, Field(ge=1)] = 2
+    """So many newest ones are kept, and the best one."""
+
+    best_by: str = "reward_mean"
+    """Metric of a step by which the best is known, such as `eval/exact_match`, which then has its last value."""
 
 
 class LoggingSpec(SpecModel):
@@ -81,6 +88,7 @@ class RunSpec(SpecModel):
     scaling: ScalingSpec = ScalingSpec()
     weights: WeightsSpec = WeightsSpec()
     timeouts: TimeoutsSpec = TimeoutsSpec()
+    recovery: RecoverySpec = RecoverySpec()
     logging: LoggingSpec = LoggingSpec()
 
     seed: int = 0

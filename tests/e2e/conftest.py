@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
-from rlhfless.loop.driver import Driver
+from rlhfless.loop.opening import Opening, opened
 from rlhfless.loop.preflight import preflight
 from rlhfless.loop.run import Run
 from rlhfless.spec import RunSpec
@@ -74,6 +74,6 @@ async def live(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     spec = RunSpec.model_validate(spec_values(assets))
     folder = tmp_path_factory.mktemp("live")
     console = Console("lines", "live", spec.steps, stream=io.StringIO())
-    driver = Driver(spec, preflight(spec), "live-1", folder, console, MetricSinks([]))
-    async with driver.open_run() as run:
+    opening = Opening(spec, preflight(spec), "live-1", folder, console, MetricSinks([]))
+    async with opened(opening) as (run, _):
         yield Live(run, folder)

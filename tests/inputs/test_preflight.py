@@ -3,7 +3,9 @@
 import json
 import socket
 
+import httpx
 import pytest
+from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save_file
 from transformers import AutoConfig
 
@@ -73,14 +75,42 @@ def test_a_folder_that_is_not_there_names_the_nearest(fault, model_folder):
     assert "did you mean `model`?" in message
 
 
-def test_a_hub_name_that_cannot_be_resolved_says_why(fault, monkeypatch):
-    def unreachable(path, **_):
-        raise OSError(f"We couldn't connect to 'https://huggingface.co' for {path}.\nCheck your connection.")
+def hub_answers(monkeypatch, answer):
+    """Let the hub raise `answer` when it is asked for a model."""
 
-    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    def model_info(*_, **__):
+        raise answer
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(fault, monkeypatch):
+    hub_answers(monkeypatch, OSError("no route"))
     message = fault(model={"path": "Qwen/Qwen9-0.6B"})
-    assert "cannot read the configuration of 'Qwen/Qwen9-0.6B': OSError: We couldn't connect" in message
-    assert "network and your login" in message
+    assert "'Qwen/Qwen9-0.6B': no such folder, and https://huggingface.co cannot be reached (OSError)" in message
+    assert "a hub name needs the network" in message
+
+
+def test_a_mistyped_folder_that_could_be_a_hub_name(fault, model_folder, monkeypatch):
+    hub_answers(monkeypatch, OSError("no route"))
+    monkeypatch.chdir(model_folder.parent)
+    message = fault(model={"path": "modle"})
+    assert "'modle': no such folder" in message
+    assert "did you mean `model`?" in message
+
+
+def test_a_hub_name_whose_files_cannot_be_read_says_why(fault, monkeypatch):
+    def unreadable(path, **_):
+        raise OSError(f"{path} has no file named config.json.\nCheck the repository.")
+
+    hub_answers(
+        monkeypatch,
+        GatedRepoError("ask its owner", response=httpx.Response(403, request=httpx.Request("GET", "https://hub"))),
+    )
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreadable)
+    message = fault(model={"path": "Qwen/Qwen9-0.6B"})
+    assert "cannot read the configuration of 'Qwen/Qwen9-0.6B': OSError: Qwen/Qwen9-0.6B has no file" in message
+    assert "your login" in message
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from rlhfless.algorithms.batch import mini_batches, select
 from rlhfless.functions.learner.rank import default_threads
+from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.spec import AdamWSpec, GRPOSpec, KLSpec
 
 PROBE = (1, 7, 3, 22, 9)
@@ -254,7 +255,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(learner, tmp_path, monkeypatch)
             raise OSError("no space left on device")
 
         monkeypatch.setattr(torch, "save", full_disk)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(CheckpointError, match="no space left"):
             rank.save(folder)
         with pytest.raises(FileNotFoundError, match="no learner wrote it"):
             rank.restore(tmp_path)

@@ -69,6 +69,21 @@ def _request(name: str, **changes: object) -> SampleRequest:
     return replace(request, **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("drawn_tokens", [1, 9, 23])
+async def test_a_continued_response_is_the_one_drawn_in_one_go(case: Case, drawn_tokens: int) -> None:
+    whole = _request("whole", temperature=1.3)
+    expected = (await case.engine.sample(whole)).token_ids
+    assert len(expected) > drawn_tokens
+    rest = _request(
+        "rest",
+        temperature=1.3,
+        token_ids=whole.token_ids + expected[:drawn_tokens],
+        max_tokens=whole.max_tokens - drawn_tokens,
+        drawn_tokens=drawn_tokens,
+    )
+    assert (await case.engine.sample(rest)).token_ids == expected[drawn_tokens:]
+
+
 async def test_greedy_tokens_and_logprobs_are_those_of_hugging_face(case: Case) -> None:
     sampled = await case.engine.sample(_request("greedy", temperature=0.0, seed=None))
     prompt = _request("greedy").token_ids

@@ -22,6 +22,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rlhfless.functions.generation.vllm.arguments import engine_arguments
+from rlhfless.functions.generation.vllm.generators import DRAWN
 from rlhfless.functions.generation.vllm.messages import (
     EngineBusy,
     EngineDead,
@@ -45,6 +46,7 @@ class Core:
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._engine.engine_core.collective_rpc("init_weight_transfer_engine", args=({"address": settings.store},))
         self.seconds = {"configure": configured - started, "build": time.monotonic() - configured}
+        self._vocabulary_tokens = config.model_config.get_vocab_size()
         self._internal_ids: dict[str, str] = {}
         self._usable = True
 
@@ -69,6 +71,7 @@ class Core:
             # Only stop texts need the text while sampling; without them it is decoded once, at the end.
             detokenize=bool(request.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={DRAWN: (request.drawn_tokens, self._vocabulary_tokens)} if request.drawn_tokens else None,
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
         self._internal_ids[request.request_id] = self._engine.add_request(request.request_id, prompt, parameters)

@@ -90,6 +90,8 @@ class SampleRequest:
     """Beside the tokenizer's end-of-sequence token."""
     cache_salt: str | None = None
     """Only requests with the same salt share KV blocks."""
+    drawn_tokens: int = 0
+    """The last so many of `token_ids` were drawn with this seed, by whatever engine: the rest goes on from there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from rlhfless.functions.generation.vllm import generators
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest
@@ -113,4 +114,6 @@ class StoreWorkerExtension:
         return consumed.hexdigest(), consumed.tensors, consumed.size_bytes
 
 
+# vLLM imports this module in every worker, which is what both of these need.
+generators.install()
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, StoreWeightTransferEngine)

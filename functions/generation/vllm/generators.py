@@ -1,0 +1,53 @@
+"""Random generators of requests that go on where another engine stopped.
+
+A request's generator starts at its seed. One that carries response tokens in its prompt must go on as if it had drawn
+them itself, or the rest would be drawn with the numbers of the first tokens again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+DRAWN = "rlhfless_drawn"
+"""Key in `SamplingParams.extra_args`: (how many tokens at the prompt's end were drawn with the request's seed, size of
+the vocabulary)."""
+
+
+def advance(generator: torch.Generator, drawn_tokens: int, vocabulary_tokens: int) -> None:
+    """Take from the generator what vLLM's sampler takes for so many tokens.
+
+    On CPU that is one integer per token, the seed of the token's noise; elsewhere one exponential per entry of the
+    vocabulary (vllm/v1/sample/ops/topk_topp_sampler.py), call by call, because a CUDA generator moves by calls.
+    """
+    if current_platform.is_cpu():
+        torch.randint(0, 2**31, (drawn_tokens,), generator=generator, dtype=torch.long)
+        return
+    noise = torch.empty(vocabulary_tokens, dtype=torch.float32, device=generator.device)
+    for _ in range(drawn_tokens):
+        noise.exponential_(generator=generator)
+
+
+@dataclass
+class ContinuedRequestState(CachedRequestState):
+    """vLLM's state of a request in a worker, made when the request is scheduled first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        extra = (self.sampling_params.extra_args if self.sampling_params else None) or {}
+        if self.generator is not None and DRAWN in extra:
+            advance(self.generator, *extra[DRAWN])
+
+
+def install() -> None:
+    """Let the model runner of this worker make its request states so. Idempotent.
+
+    vLLM's newer runner for GPUs (vllm/v1/worker/gpu) needs nothing: its noise follows from seed and position.
+    """
+    runner: Any = gpu_model_runner
+    runner.CachedRequestState = ContinuedRequestState

@@ -1,0 +1,50 @@
+"""A replica's lease: without a sign of life from its driver for so long, it gives its device back.
+
+The clock runs in a thread of its own, so that a replica which computes, or whose event loop is stuck, is watched too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """How long a replica lives without hearing from its driver."""
+
+    first_s: float
+    """Until the first call: the start itself takes this long at most."""
+    renewed_s: float
+    """After each call."""
+
+
+class Lease:
+    """Calls `expired` once, from its own thread, when no `renew` came in time."""
+
+    def __init__(self, terms: LeaseTerms, expired: Callable[[], None]) -> None:
+        self._terms = terms
+        self._expired = expired
+        self._ends_s = time.monotonic() + terms.first_s
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="lease", daemon=True).start()
+
+    def renew(self) -> None:
+        """The driver is alive."""
+        self._ends_s = time.monotonic() + self._terms.renewed_s
+
+    def end(self) -> None:
+        """The replica stops anyway."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while (left_s := self._ends_s - time.monotonic()) > 0:
+            if self._ended.wait(left_s):
+                return
+        log.warning("no call came for %.0f s: the driver is gone, and so is this replica", self._terms.renewed_s)
+        self._expired()

@@ -1,0 +1,55 @@
+"""The driver's sign of life to all replicas, and theirs to it.
+
+A replica whose lease is not renewed gives its device back, so a driver that was killed leaves nothing behind. One that
+does not answer for as long, though its port may be open, is given up, and whoever waits for it hears so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.functions.base import Call, StaleCall
+
+BEATS_PER_LEASE = 4
+"""So that a lost beat or two do no harm."""
+
+
+class Heartbeat:
+    """Beats until it is cancelled, or until a newer attempt of the run has taken the replicas over."""
+
+    def __init__(self, pools: Sequence[Pool], call: Call, lease_s: float) -> None:
+        self._pools = pools
+        self._call = call
+        self._lease_s = lease_s
+        self._heard_s: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Renew all leases, again and again."""
+        period_s = self._lease_s / BEATS_PER_LEASE
+        while True:
+            began_s = time.monotonic()
+            replicas = [replica for pool in self._pools for replica in pool.replicas() if replica.info]
+            results = await asyncio.gather(*(self._beat(replica, period_s) for replica in replicas))
+            if not all(results):
+                return  # the driver's next call says why it must stop
+            await asyncio.sleep(max(0.0, period_s - (time.monotonic() - began_s)))
+
+    async def _beat(self, replica: Replica, period_s: float) -> bool:
+        """Returns False if the replica belongs to a newer attempt."""
+        heard_s = self._heard_s.setdefault(replica.incarnation, time.monotonic())
+        try:
+            await replica.call("renew", self._call, timeout_s=period_s, waiting_for="a sign of life")
+            self._heard_s[replica.incarnation] = time.monotonic()
+        except CallTimeout:
+            silent_s = time.monotonic() - heard_s
+            if silent_s >= self._lease_s:
+                replica.give_up(f"no sign of life for {silent_s:.0f} s (recovery.lease_s)")
+        except ReplicaLost:
+            pass  # given up already
+        except StaleCall:
+            return False
+        return True

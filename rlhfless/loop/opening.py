@@ -1,0 +1,139 @@
+"""From a checked spec to a run that is under way, and everything closed again at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.heartbeat import Heartbeat
+from rlhfless.fleet.tasks import together
+from rlhfless.functions.base import Call
+from rlhfless.loop.holds import Keeper
+from rlhfless.loop.janitor import Janitor
+from rlhfless.loop.launch import Launcher
+from rlhfless.loop.ledger import Earlier, Ledger
+from rlhfless.loop.preflight import Prepared
+from rlhfless.loop.prompts import PromptOrder
+from rlhfless.loop.run import Run
+from rlhfless.records.checkpoints import CheckpointError, Checkpoints
+from rlhfless.records.journal import Journal
+from rlhfless.records.traces import TraceMeta, TraceWriter, describe_machine
+from rlhfless.scaling.prices import load_price_book
+from rlhfless.spec import RunSpec
+from rlhfless.telemetry.console import Console
+from rlhfless.telemetry.sinks import MetricSinks
+
+JOURNAL_FILE = "journal.sqlite"
+CHECKPOINTS_FOLDER = "checkpoints"
+TRACE_FOLDER = "trace"
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """All that a driver starts from. The folder is the run's own; if it holds earlier attempts, they are resumed."""
+
+    spec: RunSpec
+    prepared: Prepared
+    run_id: str
+    folder: Path
+    console: Console
+    sinks: MetricSinks
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.folder / CHECKPOINTS_FOLDER, self.spec.checkpoint.keep_last)
+
+
+@asynccontextmanager
+async def opened(opening: Opening) -> AsyncIterator[tuple[Run, int]]:
+    """The run with its fleet up and its weights served, and the step to begin with (0: the evaluation before all)."""
+    with contextlib.closing(Journal(opening.folder / JOURNAL_FILE)) as journal:
+        attempt = journal.begin_attempt()
+        with contextlib.closing(_ledger(opening, attempt)) as ledger:
+            with opening.console.waiting("starting Ray"):
+                cluster = await Cluster.start(opening.spec.placement)
+            try:
+                async with _fleet(opening, cluster, ledger, journal) as under_way:
+                    yield under_way
+            finally:
+                await asyncio.shield(cluster.stop())
+
+
+def _ledger(opening: Opening, attempt: int) -> Ledger:
+    spec, folder = opening.spec, opening.folder / TRACE_FOLDER
+    prices = load_price_book(spec.scaling.prices)
+    earlier = Earlier.of(folder, prices) if attempt > 1 and folder.exists() else None
+    spec_values: dict[str, Any] = spec.model_dump(mode="json")
+    meta = TraceMeta(opening.run_id, attempt, prices.snapshot(), spec_values, describe_machine())
+    return Ledger(TraceWriter(folder, meta, spec.logging.record_tokens), prices, earlier)
+
+
+@asynccontextmanager
+async def _fleet(
+    opening: Opening, cluster: Cluster, ledger: Ledger, journal: Journal
+) -> AsyncIterator[tuple[Run, int]]:
+    spec = opening.spec
+    call = Call(opening.run_id, journal.attempt, 0)
+    launcher = Launcher.of(spec, opening.prepared, call, cluster, ledger)
+    generation, scoring, reference, learner = launcher.pools()
+    pools = [pool for pool in (generation, scoring, reference, learner) if pool]
+    keepers = [Keeper(scoring, spec.scaling.hold_scoring, ledger, lambda: pools)]
+    if reference is not None:
+        keepers.append(Keeper(reference, spec.scaling.hold_reference, ledger, lambda: pools))
+    heartbeat = asyncio.create_task(Heartbeat(pools, call, spec.recovery.lease_s).run())
+    store_folders = (launcher.store_folder, Path(f"{launcher.store_folder}-cache"))
+    run = Run(
+        run_id=opening.run_id,
+        attempt=journal.attempt,
+        spec=spec,
+        order=PromptOrder(opening.prepared.train, spec.seed, spec.prompts.shuffle),
+        held_out=opening.prepared.held_out,
+        generation=generation,
+        scoring=keepers[0],
+        reference=keepers[1] if reference else None,
+        learner=learner,
+        ledger=ledger,
+        sinks=opening.sinks,
+        journal=journal,
+        checkpoints=opening.checkpoints,
+    )
+    with Janitor(store_folders, wanted=not spec.placement.ray_address):
+        try:
+            yield run, await _begin(opening, run, cluster)
+        finally:
+            heartbeat.cancel()
+            with opening.console.waiting("stopping all functions"):
+                await together(*(keeper.close() for keeper in keepers))
+                await asyncio.shield(together(*(pool.stop(*pool.replicas()) for pool in pools)))
+                for folder in store_folders:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _begin(opening: Opening, run: Run, cluster: Cluster) -> int:
+    """Start or take over the fleet, and give it the weights to go on from; returns the first step."""
+    actors = opening.spec.scaling.generation.min_actors
+    with opening.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
+        left = await cluster.running(f"{run.run_id}-")
+        await together(*(pool.adopt(left, run.call(0)) for pool in run.pools))
+        others = [pool.ready() for pool in run.pools if pool is not run.generation]
+        await together(run.generation.ensure(actors), *others)
+    with opening.console.waiting("checking that weight loads reach every tensor"):
+        step = await run.restore()
+        await run.open_weights(step)
+        newest = run.checkpoints.newest()
+        if newest and newest.notes.digest != run.published.version.digest:
+            raise CheckpointError(
+                f"{newest.folder} was saved with weights {newest.notes.digest}, and gives "
+                f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
+            )
+        await run.sync(run.call(step))
+    if step:
+        opening.console.show(f"resumed after step {step}, attempt {run.attempt}")
+    return step + 1 if step else 0

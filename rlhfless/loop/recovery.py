@@ -1,0 +1,82 @@
+"""After a fault: find out who is lost, replace them, and say where the run goes on.
+
+A step that failed is done again. That costs little and changes nothing: its finished rollouts come from the journal,
+the learner answers a step that it has taken with the answer it gave, and the ledger counts a step once. A learner that
+was lost goes on from the newest checkpoint, and the steps since then are learned again from the journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.replica import CallTimeout, ReplicaLost
+from rlhfless.fleet.tasks import together
+from rlhfless.loop.run import Run
+from rlhfless.records import Decision
+
+log = logging.getLogger(__name__)
+
+RECOVERABLE = (ReplicaLost, CallTimeout, FleetError)
+"""Faults of a machine or a process. Wrong weights, bad rewards and full disks are not mended by trying again."""
+
+
+class Recovery:
+    """Mends a run's fleet, a bounded number of times per step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._step = 0
+        self._count = 0
+        self.total = 0
+        """Recoveries of the run so far."""
+
+    async def after(self, step: int, fault: Exception) -> int:
+        """Replace what was lost; returns the step to go on with.
+
+        Raises the fault itself after `recovery.per_step` recoveries without a new step, or what stopped the mending.
+        """
+        # A step that is learned again on the way to the one that failed is no progress.
+        self._count = self._count + 1 if step <= self._step else 1
+        self._step = max(self._step, step)
+        if self._count > self._run.spec.recovery.per_step:
+            raise fault
+        self.total += 1
+        log.warning("step %d failed and is done again (%d of %d): %s", step, self._count, self._limit, fault)
+        began_s = time.time()
+        try:
+            following = await self._mend(step)
+        except RECOVERABLE as another:
+            return await self.after(step, another)
+        inputs: dict[str, float | int | str | bool] = {
+            "fault": f"{type(fault).__name__}: {fault}",
+            "mended_in_s": time.time() - began_s,
+            "next_step": following,
+        }
+        self._run.ledger.add_decision(Decision(step, began_s, "recover", "redo the step", inputs))
+        return following
+
+    @property
+    def _limit(self) -> int:
+        return self._run.spec.recovery.per_step
+
+    async def _mend(self, step: int) -> int:
+        run = self._run
+        call = run.call(step)
+        await together(*(pool.weed(call) for pool in run.pools))
+        await together(*(pool.bury() for pool in run.pools))
+        if run.learner.replicas():
+            await self._publish_again(step)
+            return step
+        restored = await run.restore()
+        await run.open_weights(restored)
+        # Step 0 is the evaluation before the first step; it has been made if anything was learned or is known of it.
+        return restored + 1 if restored or run.before else 0
+
+    async def _publish_again(self, step: int) -> None:
+        """The files in the store may be what failed: the learner writes those again that are damaged or gone."""
+        run = self._run
+        version = run.published.version
+        if run.learner.replicas()[0].learned_step == version.step and version.step < step:
+            run.published = await run.publish(run.call(version.step))

@@ -1,0 +1,181 @@
+"""The journal of a run: every finished rollout is on disk before it counts.
+
+One SQLite file. A step that was interrupted is done again from its rows, and only what is missing is drawn. Rows go
+when a checkpoint has made them needless.
+
+Durability: a transaction outlives the process that wrote it, whatever kills it. A power failure may take the last
+transactions, never a part of one; those samples are drawn again, with their seeds. Waiting for the disk at every
+group would cost more than that is worth.
+
+The journal also hands out attempt numbers and is the fence of the run's folder: once a newer attempt has begun, an
+older driver can write nothing any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless.records.rollouts import FinishReason, Rollout, VersionSpan
+from rlhfless.spec.errors import UserError
+
+JOURNAL_VERSION = 1
+
+LOCK_S = 30.0
+"""Longest wait for another process that has the file locked; a transaction takes milliseconds."""
+
+_SCHEMA = """
+CREATE TABLE attempts (
+    attempt INTEGER PRIMARY KEY, started_s REAL NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL
+);
+CREATE TABLE rollouts (
+    step INTEGER NOT NULL, prompt_id TEXT NOT NULL, sample_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    seed INTEGER NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, text TEXT NOT NULL,
+    finish_reason TEXT NOT NULL, version_spans TEXT NOT NULL, actor TEXT NOT NULL,
+    started_s REAL NOT NULL, finished_s REAL NOT NULL, cached_tokens INTEGER NOT NULL,
+    PRIMARY KEY (step, prompt_id, sample_index)
+) WITHOUT ROWID;
+"""
+
+_COLUMNS = (
+    "prompt_id, sample_index, seed, token_ids, logprobs, text, finish_reason, version_spans, actor, started_s, "
+    "finished_s, cached_tokens"
+)
+
+
+class JournalError(UserError):
+    """The journal cannot be read or written: disk full, say, or a file that is none. Names the file."""
+
+
+class StaleAttempt(UserError):
+    """A newer attempt of the run has begun; this driver must stop."""
+
+
+class Journal:
+    """The journal in one file, which is made if need be. Belongs to one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.attempt = 0
+        """This driver's attempt; 0 until `begin_attempt`, and nothing can be added before."""
+        with self._errors():
+            self._database = sqlite3.connect(path, timeout=LOCK_S, isolation_level=None)
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")
+            self._prepare()
+
+    def begin_attempt(self) -> int:
+        """Take the next attempt number: from here on, all older drivers of the run are shut out."""
+        with self._errors(), self._transaction():
+            (newest,) = self._database.execute("SELECT coalesce(max(attempt), 0) FROM attempts").fetchone()
+            self.attempt = int(newest) + 1
+            row = (self.attempt, time.time(), platform.node(), os.getpid())
+            self._database.execute("INSERT INTO attempts VALUES (?, ?, ?, ?)", row)
+        return self.attempt
+
+    def add(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Write finished rollouts of a step; they are on disk when this returns. One that is there stays as it is.
+
+        Raises StaleAttempt, or JournalError when it cannot be written; nothing is written then.
+        """
+        rows = [(step, self.attempt, *_row(rollout)) for rollout in rollouts]
+        with self._errors(), self._transaction():
+            self._require_newest()
+            self._database.executemany(
+                f"INSERT OR IGNORE INTO rollouts (step, attempt, {_COLUMNS}) VALUES ({', '.join('?' * 14)})", rows
+            )
+
+    def rollouts(self, step: int) -> list[Rollout]:
+        """The finished rollouts of a step, by prompt id and sample index."""
+        query = f"SELECT {_COLUMNS} FROM rollouts WHERE step = ? ORDER BY prompt_id, sample_index"
+        with self._errors():
+            return [_rollout(row) for row in self._database.execute(query, (step,))]
+
+    def forget(self, up_to_step: int) -> None:
+        """Drop the rollouts of all steps up to this one: a checkpoint holds what was learned from them."""
+        with self._errors(), self._transaction():
+            self._require_newest()
+            self._database.execute("DELETE FROM rollouts WHERE step <= ?", (up_to_step,))
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _prepare(self) -> None:
+        (version,) = self._database.execute("PRAGMA user_version").fetchone()
+        if version == JOURNAL_VERSION:
+            return
+        if version:
+            raise JournalError(f"{self._path} is of version {version}, and this rlhfless knows {JOURNAL_VERSION}")
+        with self._transaction():
+            for statement in _SCHEMA.split(";"):
+                self._database.execute(statement)
+            self._database.execute(f"PRAGMA user_version={JOURNAL_VERSION}")
+
+    def _require_newest(self) -> None:
+        (newest,) = self._database.execute("SELECT coalesce(max(attempt), 0) FROM attempts").fetchone()
+        if newest != self.attempt:
+            raise StaleAttempt(
+                f"attempt {newest} of this run has begun, so attempt {self.attempt} (this process) may not go on; "
+                f"the journal is {self._path}"
+            )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise JournalError(f"the journal {self._path}: {error}") from error
+
+
+def _row(rollout: Rollout) -> tuple[object, ...]:
+    """In the order of `_COLUMNS`."""
+    spans = json.dumps([(span.version, span.start, span.end) for span in rollout.version_spans])
+    return (
+        rollout.prompt_id,
+        rollout.sample_index,
+        rollout.seed,
+        rollout.token_ids.astype("<i8").tobytes(),
+        rollout.logprobs.astype("<f4").tobytes(),
+        rollout.text,
+        str(rollout.finish_reason),
+        spans,
+        rollout.actor,
+        rollout.started_s,
+        rollout.finished_s,
+        rollout.cached_tokens,
+    )
+
+
+def _rollout(row: tuple[Any, ...]) -> Rollout:
+    prompt_id, index, seed, tokens, logprobs, text, reason, spans, *rest = row
+    return Rollout(
+        prompt_id,
+        index,
+        seed,
+        np.frombuffer(tokens, dtype="<i8"),
+        np.frombuffer(logprobs, dtype="<f4"),
+        text,
+        FinishReason(reason),
+        tuple(VersionSpan(*span) for span in json.loads(spans)),
+        *rest,
+    )

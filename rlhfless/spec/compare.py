@@ -1,0 +1,68 @@
+"""What a resumed run may change in its spec.
+
+A change that would make the run another one is refused by name: its journal, its checkpoints and its figures would
+not belong together any more. Everything else (how long, on how many actors, at which prices, how it is watched) may
+change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.run import RunSpec
+
+MAY_DIFFER = (
+    "steps",
+    "checkpoint",
+    "evaluation",
+    "generation.engine",
+    "generation.progress_interval_s",
+    "learner.ranks",
+    "learner.micro_batch_tokens",
+    "learner.threads",
+    "learner.gradient_checkpointing",
+    "logging",
+    "output",
+    "placement",
+    "recovery",
+    "scaling",
+    "timeouts",
+    "weights",
+)
+"""Fields, with all below them, that a resumed run may change. The learner's change the weights by rounding only."""
+
+
+def check_resumable(before: RunSpec, now: RunSpec, source: str) -> None:
+    """Raises InputError, naming every field that must not differ and does. `source` says which spec is refused."""
+    problems = [
+        Problem(name, f"{new!r}, but the run began with {old!r}", "set it back, or start a run of its own")
+        for name, old, new in differences(before, now)
+        if not _may_differ(name)
+    ]
+    if problems:
+        raise InputError(f"{source} cannot resume this run", problems)
+
+
+def differences(before: RunSpec, now: RunSpec) -> list[tuple[str, Any, Any]]:
+    """(field, value before, value now) of every field that differs; None stands for a field that is not there."""
+    old, new = dict(_leaves(before.model_dump(mode="json"))), dict(_leaves(now.model_dump(mode="json")))
+    names = dict.fromkeys((*old, *new))
+    return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
+
+
+def _may_differ(name: str) -> bool:
+    return any(name == field or name.startswith(f"{field}.") for field in MAY_DIFFER)
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    items: Mapping[Any, Any] = {}
+    if isinstance(value, Mapping):
+        items = value
+    elif isinstance(value, list):
+        items = dict(enumerate(value))
+    if not items:
+        yield name, value
+    for key, item in items.items():
+        yield from _leaves(item, f"{name}.{key}" if name else str(key))

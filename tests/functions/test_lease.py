@@ -1,0 +1,27 @@
+"""A lease ends once, when nobody renews it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rlhfless.functions.lease import Lease, LeaseTerms
+
+
+def test_it_ends_when_no_sign_of_life_comes() -> None:
+    ended = threading.Event()
+    Lease(LeaseTerms(first_s=0.05, renewed_s=60), ended.set)
+    assert ended.wait(10)
+
+
+def test_renewing_keeps_it_and_ending_it_is_silent() -> None:
+    calls: list[float] = []
+    lease = Lease(LeaseTerms(first_s=0.2, renewed_s=0.2), lambda: calls.append(time.monotonic()))
+    end = time.monotonic() + 0.6
+    while time.monotonic() < end:
+        lease.renew()
+        time.sleep(0.01)
+    assert calls == []
+    lease.end()
+    time.sleep(0.4)
+    assert calls == []

@@ -1,0 +1,61 @@
+"""Which checkpoints there are, and which are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, CheckpointNotes, Checkpoints, kept
+
+
+def notes(step: int, score: float | None = 0.0) -> CheckpointNotes:
+    return CheckpointNotes("run", 1, step, "ab", score, {"exact_match": 0.5})
+
+
+def write(folder: Path, step: int, score: float | None = 0.0) -> None:
+    path = Checkpoints(folder, 1).path(step)
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"weights")
+    (path / NOTES_FILE).write_text(json.dumps(notes(step, score).as_json()))
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step, score in ((10, 0.2), (20, 0.9), (30, 0.4), (40, 0.3), (50, 0.1)):
+        write(tmp_path, step, score)
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    assert [folder.name for folder in checkpoints.prune()] == ["step-000010", "step-000030"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020", "step-000040", "step-000050"]
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.notes == notes(50, 0.1)
+
+
+def test_of_equals_the_later_is_the_best_and_an_unmeasured_one_is_the_worst() -> None:
+    assert kept([notes(1, 0.5), notes(2, 0.5), notes(3, None)], 1) == {2, 3}
+    assert kept([notes(1, None), notes(2, None)], 1) == {2}
+    assert kept([], 3) == set()
+
+
+@given(st.dictionaries(st.integers(1, 99), st.none() | st.floats(-1, 1)), st.integers(1, 5))
+def test_as_many_as_asked_for_and_at_most_one_more(scores: dict[int, float | None], keep_last: int) -> None:
+    keep = kept([notes(step, score) for step, score in scores.items()], keep_last)
+    last = set(sorted(scores)[-keep_last:])
+    assert last <= keep <= set(scores)
+    assert len(keep - last) <= 1
+
+
+def test_half_a_checkpoint_and_one_of_another_version_are_no_checkpoints(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / ".step-000002.abc.partial").mkdir()
+    assert [found.notes.step for found in Checkpoints(tmp_path, 1).all()] == [1]
+    file = tmp_path / "step-000001" / NOTES_FILE
+    file.write_text(json.dumps({"version": 7}))
+    with pytest.raises(CheckpointError, match="has version 7, and this rlhfless knows 1"):
+        Checkpoints(tmp_path, 1).newest()
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"step-000001 is no checkpoint of a run: run\.json"):
+        Checkpoints(tmp_path, 1).newest()

@@ -1,0 +1,124 @@
+"""What is journalled is there, once, whoever wrote it; and an older attempt writes nothing any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhfless.records import FinishReason, Rollout, VersionSpan
+from rlhfless.records.journal import Journal, JournalError, StaleAttempt
+
+
+def rollout(prompt_id: str = "p", sample: int = 0, tokens: int = 3) -> Rollout:
+    return Rollout(
+        prompt_id,
+        sample,
+        2**62 + 5,
+        np.arange(tokens, dtype=np.int64),
+        np.linspace(-1, 0, tokens, dtype=np.float32),
+        "täxt\n",
+        FinishReason.STOP,
+        (VersionSpan("run/1/0/ab", 0, 2), VersionSpan("run/1/0/cd", 2, tokens)),
+        "actor-0",
+        1.5,
+        2.5,
+        16,
+    )
+
+
+def same(a: Rollout, b: Rollout) -> bool:
+    arrays = np.array_equal(a.token_ids, b.token_ids) and a.logprobs.tobytes() == b.logprobs.tobytes()
+    return arrays and replace(a, token_ids=b.token_ids, logprobs=b.logprobs) == b
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.begin_attempt()
+    return journal
+
+
+def test_rollouts_come_back_as_they_were_and_in_order(journal: Journal, tmp_path: Path) -> None:
+    journal.add(3, [rollout("q", 1), rollout("q", 0, tokens=9)])
+    journal.add(3, [rollout("p", 0, tokens=0)])
+    journal.add(4, [rollout("p", 0)])
+    journal.close()
+    again = Journal(tmp_path / "journal.sqlite").rollouts(3)
+    assert [(r.key, len(r.token_ids)) for r in again] == [(("p", 0), 0), (("q", 0), 9), (("q", 1), 3)]
+    assert same(again[2], rollout("q", 1))
+
+
+def test_the_first_of_a_sample_stays(journal: Journal) -> None:
+    journal.add(1, [rollout(tokens=3)])
+    journal.add(1, [rollout(tokens=7)])
+    assert [len(r.token_ids) for r in journal.rollouts(1)] == [3]
+
+
+def test_a_checkpoint_makes_older_steps_needless(journal: Journal) -> None:
+    for step in (1, 2, 3):
+        journal.add(step, [rollout()])
+    journal.forget(2)
+    assert [len(journal.rollouts(step)) for step in (1, 2, 3)] == [0, 0, 1]
+
+
+def test_an_older_attempt_is_shut_out(journal: Journal, tmp_path: Path) -> None:
+    newer = Journal(tmp_path / "journal.sqlite")
+    assert newer.begin_attempt() == 2
+    with pytest.raises(StaleAttempt, match="attempt 2 of this run has begun, so attempt 1"):
+        journal.add(1, [rollout()])
+    with pytest.raises(StaleAttempt):
+        journal.forget(1)
+    newer.add(1, [rollout()])
+    assert len(journal.rollouts(1)) == 1
+
+
+def test_what_was_added_outlives_a_kill(tmp_path: Path) -> None:
+    """The writer is killed between two additions, with the second transaction open."""
+    program = f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_journal import Journal, Path, rollout
+        journal = Journal(Path({str(tmp_path / "journal.sqlite")!r}))
+        journal.begin_attempt()
+        journal.add(1, [rollout("p", 0), rollout("p", 1)])
+        journal._database.execute("BEGIN IMMEDIATE")
+        journal._database.execute("DELETE FROM rollouts")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=os.environ, timeout=120)
+    assert result.returncode == -signal.SIGKILL
+    journal = Journal(tmp_path / "journal.sqlite")
+    assert [r.key for r in journal.rollouts(1)] == [("p", 0), ("p", 1)]
+    assert journal.begin_attempt() == 2
+
+
+def test_a_full_disk_is_named_and_takes_nothing_away(journal: Journal) -> None:
+    journal.add(1, [rollout()])
+    (pages,) = journal._database.execute("PRAGMA page_count").fetchone()
+    journal._database.execute(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(JournalError, match=r"journal\.sqlite: database or disk is full"):
+        journal.add(1, [rollout(sample=1, tokens=100_000)])
+    assert [r.key for r in journal.rollouts(1)] == [("p", 0)]
+    journal._database.execute(f"PRAGMA max_page_count={pages + 1000}")
+    journal.add(1, [rollout(sample=1, tokens=100_000)])
+    assert len(journal.rollouts(1)) == 2
+
+
+def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("not a database, and long enough to be looked at" * 40)
+    with pytest.raises(JournalError, match=r"/a: file is not a database"):
+        Journal(tmp_path / "a")
+    database = sqlite3.connect(tmp_path / "b")
+    database.execute("PRAGMA user_version=99")
+    database.close()
+    with pytest.raises(JournalError, match="version 99, and this rlhfless knows 1"):
+        Journal(tmp_path / "b")
