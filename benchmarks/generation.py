@@ -37,7 +37,7 @@ def items_of(run: Run, number: int) -> tuple[SampleItem, ...]:
 
 async def draw(run: Run, actor: Replica, items: tuple[SampleItem, ...]) -> int:
     """Tokens drawn by one actor."""
-    request = GenerateRequest(items, sampling_of(run.spec), run.published.version.label, actor.name, 0.5, 600)
+    request = GenerateRequest(items, sampling_of(run.spec), run.published.version.label, actor.name, 0.5, 60, 600)
     tokens = 0
     async for event in actor.stream(Work.GENERATE, "generate", run.call(1), request, timeout_s=600):
         if not isinstance(event, StreamEnd):

@@ -68,7 +68,7 @@ class GenerationFunction(Function):
         async with self._loading:
             if self._loaded is None or self._loaded.version != published.version:
                 self._loaded = None
-                with _engine_faults("a load"):
+                with self._engine_faults("a load"):
                     await self._load_and_check(published)
                 self._loaded = published
         usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
@@ -84,7 +84,7 @@ class GenerationFunction(Function):
         start_s = time.time()
         async with self._loading:
             self._loaded = None
-            with _engine_faults("the proof of loading"):
+            with self._engine_faults("the proof of loading"):
                 before = await self._engine.logprobs(perturbed.probe.token_ids)
                 await self._engine.load(perturbed)
                 after = await self._engine.logprobs(perturbed.probe.token_ids)
@@ -110,7 +110,7 @@ class GenerationFunction(Function):
         run = RequestRun(self._engine, request, self.incarnation)
         self._runs.append(run)
         try:
-            with _engine_faults("generation"):
+            with self._engine_faults("generation"):
                 async for event in run.events():
                     yield event
         finally:
@@ -121,7 +121,7 @@ class GenerationFunction(Function):
         """Stop samples (all of them without `keys`); their streams yield the tokens so far. Idempotent."""
         self.admit(call)
         start_s = time.time()
-        with _engine_faults("an abort"):
+        with self._engine_faults("an abort"):
             aborted = sum([await run.abort(keys) for run in list(self._runs)])
         return self.reply(aborted, start_s)
 
@@ -132,14 +132,14 @@ class GenerationFunction(Function):
         await self._engine.stop()
         return self.reply(None, start_s)
 
+    @contextmanager
+    def _engine_faults(self, doing: str) -> Iterator[None]:
+        """An engine that died, hangs, or stopped half-way through a damaged file does not recover; a new one may.
 
-@contextmanager
-def _engine_faults(doing: str) -> Iterator[None]:
-    """An engine that died, hangs, or stopped half-way through a damaged file does not recover; a new one may.
-
-    WeightCheckFailed goes through: another engine would not load the right weights either.
-    """
-    try:
-        yield
-    except (EngineDead, EngineTimeout, WeightFileError) as error:
-        raise FunctionBroken(f"the engine failed during {doing}: {error}") from error
+        WeightCheckFailed goes through: another engine would not load the right weights either.
+        """
+        try:
+            yield
+        except (EngineDead, EngineTimeout, WeightFileError) as error:
+            self._engine.kill()
+            raise FunctionBroken(f"the engine failed during {doing}: {error}") from error

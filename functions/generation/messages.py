@@ -50,6 +50,8 @@ class GenerateRequest:
     """Label of the weight version that must be loaded: no traffic without it."""
     actor: str
     progress_interval_s: float
+    beat_s: float
+    """An engine that is silent for so long hangs."""
     timeout_s: float
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -23,7 +24,7 @@ from rlhfless.functions.generation.messages import (
     StreamEnd,
 )
 from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import Sampled, SampleRequest
+from rlhfless.functions.generation.vllm.messages import EngineError, Sampled, SampleRequest
 from rlhfless.records import FinishReason, IntArray, Rollout, VersionSpan
 
 
@@ -55,6 +56,7 @@ class RequestRun:
             except TimeoutError:
                 if time.time() > deadline:
                     raise TimeoutError(self._overdue()) from None
+                self._engine.require_beat(self._request.beat_s)
                 beat_s = time.time() + self._request.progress_interval_s
                 yield self._progress()
                 continue
@@ -76,7 +78,8 @@ class RequestRun:
         """Drop what is still running; used when nobody reads the events any more."""
         running = [task for task in self._tasks if not task.done()]
         if running:
-            await self._engine.abort(list(self._ids.values()))
+            with contextlib.suppress(EngineError):  # what it says now must not hide why it is being dropped
+                await self._engine.abort(list(self._ids.values()))
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)

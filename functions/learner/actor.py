@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.settings import LearnerSettings
 from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
@@ -34,6 +36,10 @@ class RankActor:
 
     def pid(self) -> int:
         return os.getpid()
+
+    @ray.method(concurrency_group="signs_of_life")
+    def alive(self) -> None:
+        """Answers also while the rank computes."""
 
     def rendezvous(self) -> str:
         """An address on this node at which the ranks can meet."""

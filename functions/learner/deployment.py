@@ -41,8 +41,15 @@ class LearnerFunction(Function):
     def _rank_actor(self, rank: int) -> Any:
         from rlhfless.functions.learner.actor import RankActor
 
-        options = {"num_cpus": 0, "resources": self._settings.rank_resources[rank], "max_restarts": 0}
-        return ray.remote(RankActor).options(**options).remote(self._settings, rank)
+        options = {
+            "num_cpus": 0,
+            "resources": self._settings.rank_resources[rank],
+            "max_restarts": 0,
+            # A thread of its own, so that a rank which computes still answers whether it is alive.
+            "concurrency_groups": {"signs_of_life": 1},
+        }
+        make: Any = ray.remote(**options)  # type: ignore[call-overload]  # Ray's types do not know every option
+        return make(RankActor).remote(self._settings, rank)
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         """One call to every rank, at the same time; large arguments are stored once."""
@@ -66,6 +73,13 @@ class LearnerFunction(Function):
         start_s = time.time()
         pids = await self._all("pid")
         return self.reply(self.info(tuple(pids), self._step), start_s)
+
+    async def renew(self, call: Call) -> Reply[None]:
+        """See Function.renew; silent while a rank is."""
+        self.admit(call)
+        start_s = time.time()
+        await self._all("alive")
+        return self.reply(None, start_s)
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""

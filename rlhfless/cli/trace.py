@@ -12,12 +12,14 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     trace = typer.Typer(help="Look into the trace of a run.", no_args_is_help=True)
     trace.command()(summary)
+    trace.command()(compare)
     app.add_typer(trace, name="trace")
 
 
-def summary(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, or the `trace` in it.")],
-) -> None:
+TraceFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, or the `trace` in it.")]
+
+
+def summary(folder: TraceFolder) -> None:
     """Print the bill of a run, where its steps' time went, and how long its responses were."""
     from rich.console import Console
 
@@ -26,7 +28,25 @@ def summary(
     from rlhfless.scaling.accounting import summarise
     from rlhfless.scaling.prices import PriceBook
 
-    inner = folder / "trace"
-    trace = read_trace(inner if inner.is_dir() else folder)
+    trace = read_trace(_inner(folder))
     summary = summarise(trace, PriceBook.model_validate(trace.meta.prices))
     Console(highlight=False).print(trace_report(trace.meta.run_id, summary))
+
+
+def compare(first: TraceFolder, second: TraceFolder) -> None:
+    """Print which share of the samples of two runs has the same tokens, such as a resumed run and an unbroken one."""
+    from rlhfless.records.compare import compare_samples
+    from rlhfless.records.traces import read_trace
+
+    result = compare_samples(read_trace(_inner(first)), read_trace(_inner(second)))
+    typer.echo(f"{result.identical:,} of {result.compared:,} samples are token-identical ({result.fraction:.4f})")
+    if result.first_difference is not None:
+        step, prompt_id, index = result.first_difference
+        typer.echo(f"the first that differs: step {step}, prompt {prompt_id}, sample {index}")
+    if result.only_in_first or result.only_in_second:
+        typer.echo(f"only in the first: {result.only_in_first:,}; only in the second: {result.only_in_second:,}")
+
+
+def _inner(folder: Path) -> Path:
+    inner = folder / "trace"
+    return inner if inner.is_dir() else folder

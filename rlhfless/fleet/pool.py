@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class Pool:
         self._replicas: dict[str, Replica] = {}
         self._launches = 0
         self._buried: set[str] = set()
+        self._preparing: set[str] = set()
         self._readying = asyncio.Lock()
         self.membership = Membership()
         """Its epoch goes up at every change of the pool."""
@@ -70,11 +71,17 @@ class Pool:
         """Those that may get traffic."""
         return tuple(r for r in self._replicas.values() if r.state == ReplicaState.SERVING)
 
-    async def add(self) -> Replica:
-        """Start one more replica in the first free seat; returns when it is up (STALE).
+    def up(self) -> tuple[Replica, ...]:
+        """Those that can be given weights: up, and done with what they had to do first."""
+        alive = (ReplicaState.STALE, ReplicaState.SERVING)
+        return tuple(r for r in self._replicas.values() if r.state in alive and r.name not in self._preparing)
 
-        Raises FleetError if all seats are taken or the start fails.
+    async def add(self, prepare: Callable[[Replica], Awaitable[object]] | None = None) -> Replica:
+        """Start one more replica in the first free seat; returns when it is up (STALE), and prepared.
+
+        Raises FleetError if all seats are taken or the start fails, or what `prepare` raises.
         """
+        await self.bury()
         replica = self._launch()
         name, seat = replica.name, replica.seat
         try:
@@ -87,18 +94,21 @@ class Pool:
             )
             await self._cluster.wait_running(name, self._timeouts.start_s)
             reply = await asyncio.wait_for(handle.describe.remote(self._call), self._timeouts.call_s)
+            self._preparing.add(name)
+            replica.is_up(handle, reply.value)
+            if prepare is not None:
+                await prepare(replica)
         except BaseException:
             replica.gone()
             await asyncio.shield(self._cluster.delete([name]))
             raise
-        replica.is_up(handle, reply.value)
+        finally:
+            self._preparing.discard(name)
         return replica
 
     async def ensure(self, count: int) -> list[Replica]:
         """Start replicas until there are `count`, all at the same time; returns those that were started."""
         missing = count - len(self.replicas())
-        if missing > 0:
-            await self.bury()
         return await together(*(self.add() for _ in range(missing)))
 
     async def adopt(self, names: Sequence[str], call: Call) -> None:
@@ -183,13 +193,7 @@ class Pool:
 
         Raises WeightCheckFailed, CallTimeout, or ReplicaLost when no replica is left.
         """
-        await together(
-            *(
-                self.sync_one(replica, published, call)
-                for replica in self.replicas()
-                if replica.state in (ReplicaState.STALE, ReplicaState.SERVING)
-            )
-        )
+        await together(*(self.sync_one(replica, published, call) for replica in self.up()))
 
     async def sync_one(self, replica: Replica, published: PublishedWeights, call: Call) -> None:
         """Load a version into one replica. Does nothing if it serves it already."""

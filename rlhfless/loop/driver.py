@@ -45,20 +45,25 @@ class Driver:
         Raises what stopped it, such as WeightCheckFailed, RewardError, JournalError, CheckpointError, StaleCall; or
         the last of too many faults of one step (ReplicaLost, CallTimeout, FleetError).
         """
-        began_s, spec = time.time(), self.opening.spec
+        began_s = time.time()
         async with opened(self.opening) as (run, first):
-            recovery = Recovery(run)
-            step = first
-            while step <= spec.steps:
-                try:
-                    await self._advance(run, step)
-                    step += 1
-                except RECOVERABLE as fault:
-                    with self.opening.console.waiting(f"recovering: {fault}"):
-                        step = await recovery.after(step, fault)
+            recoveries = await self.drive(run, first)
+        steps = self.opening.spec.steps
         after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
-        checkpoint = run.checkpoints.path(spec.steps)
-        return Outcome(run.before, after, spec.steps, time.time() - began_s, checkpoint, recovery.total)
+        return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.path(steps), recoveries)
+
+    async def drive(self, run: Run, first: int) -> int:
+        """All steps from `first` on; returns how many faults were mended on the way. Raises as `execute` does."""
+        recovery = Recovery(run)
+        step = first
+        while step <= self.opening.spec.steps:
+            try:
+                await self._advance(run, step)
+                step += 1
+            except RECOVERABLE as fault:
+                with self.opening.console.waiting(f"recovering: {fault}"):
+                    step = await recovery.after(step, fault)
+        return recovery.total
 
     async def _advance(self, run: Run, step: int) -> None:
         """One step with the evaluation and checkpoint that the spec wants after it. Step 0 is only evaluated."""

@@ -94,6 +94,10 @@ class GenerationStage:
         self.progress: dict[SampleKey, int] = {}
         """Tokens so far of the samples that are running, by the last beats."""
 
+    @property
+    def step(self) -> int:
+        return self._draw.call.step
+
     async def groups(self) -> AsyncIterator[Group]:
         """Groups as they are complete. Raises what an actor raised, JournalError, or ReplicaLost if none is left."""
         try:
@@ -166,6 +170,7 @@ class GenerationStage:
             version=self._draw.version,
             actor=name,
             progress_interval_s=self._spec.generation.progress_interval_s,
+            beat_s=self._spec.recovery.beat_s,
             timeout_s=self._spec.timeouts.generate_s,
         )
         task = asyncio.create_task(self._stream(self._pool[name], request))

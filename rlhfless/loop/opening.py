@@ -110,7 +110,7 @@ async def _fleet(
         finally:
             heartbeat.cancel()
             with opening.console.waiting("stopping all functions"):
-                await together(*(keeper.close() for keeper in keepers))
+                await together(run.close(), *(keeper.close() for keeper in keepers))
                 await asyncio.shield(together(*(pool.stop(*pool.replicas()) for pool in pools)))
                 for folder in store_folders:
                     shutil.rmtree(folder, ignore_errors=True)
@@ -133,6 +133,7 @@ async def _begin(opening: Opening, run: Run, cluster: Cluster) -> int:
                 f"{newest.folder} was saved with weights {newest.notes.digest}, and gives "
                 f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
             )
+        await together(*(run.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
         await run.sync(run.call(step))
     if step:
         opening.console.show(f"resumed after step {step}, attempt {run.attempt}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import Pool
-from rlhfless.fleet.replica import Replica
+from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
 from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoreGroups
@@ -31,6 +34,8 @@ from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
+
+log = logging.getLogger(__name__)
 
 HELD_OUT_SEED_STEP = -1
 """All evaluations draw with the same seeds, so that they differ by the weights alone."""
@@ -63,6 +68,7 @@ class Run:
     """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
     stage: GenerationStage | None = None
     """The generation that is under way."""
+    _replacing: asyncio.Task[None] | None = None
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -77,17 +83,35 @@ class Run:
     # -- weights
 
     async def open_weights(self, step: int) -> None:
-        """Publish the weights of `step`, and let every engine prove that a load reaches all of its tensors."""
-        call = self.call(step)
-        self.perturbed = await self.publish(call, perturbed=True)
-        self.published = await self.publish(call)
-        await together(*(self.prove_loading(actor, call) for actor in self.generation.replicas()))
+        """Publish the learner's weights as those of `step`, and a perturbed version of them."""
+        self.perturbed = await self.publish(self.call(step), perturbed=True)
+        self.published = await self.publish(self.call(step))
 
     async def sync(self, call: Call) -> None:
-        """Bring all generation actors to the published weights; those that were lost are replaced first."""
-        for actor in await self.generation.ensure(self.spec.scaling.generation.min_actors):
-            await self.prove_loading(actor, call)
+        """Bring all generation actors to the published weights.
+
+        Those that were lost are replaced beside the work of the others, and waited for only if there are none.
+        """
+        missing = self.spec.scaling.generation.min_actors - len(self.generation.replicas())
+        if missing > 0 and (self._replacing is None or self._replacing.done()):
+            self._replacing = asyncio.create_task(self._replace(missing, call))
+        if self._replacing is not None and not self.generation.up():
+            await self._replacing
         await self.generation.sync(self.published, call)
+
+    async def _replace(self, count: int, call: Call) -> None:
+        try:
+            await together(*(self.add_actor(call) for _ in range(count)))
+        except (ReplicaLost, CallTimeout, FleetError) as error:
+            log.warning("a lost generation actor could not be replaced; the next step tries again: %s", error)
+            if not self.generation.up():
+                raise
+
+    async def close(self) -> None:
+        """Call off what goes on beside the steps."""
+        if self._replacing is not None:
+            self._replacing.cancel()
+            await asyncio.gather(self._replacing, return_exceptions=True)
 
     # -- generation
 
@@ -126,8 +150,7 @@ class Run:
 
     async def add_actor(self, call: Call) -> Replica:
         """Start one more generation actor and give it the current weights; during a step it takes work over."""
-        actor = await self.generation.add()
-        await self.prove_loading(actor, call)
+        actor = await self.generation.add(lambda new: self.prove_loading(new, call))
         await self.generation.sync_one(actor, self.published, call)
         if self.stage is not None:
             await self.stage.rebalance()

@@ -90,8 +90,8 @@ class RecoverySpec(SpecModel):
     """A replica that hears nothing from the run for so long gives its device back; one that the run hears nothing
     from for so long is replaced."""
 
-    beat_s: Annotated[float, Field(gt=0)] = 30.0
-    """A generation actor that is at work and silent for so long is replaced."""
+    beat_s: Annotated[float, Field(gt=0)] = 60.0
+    """A generation engine that is at work and silent for so long is replaced. One iteration must take less."""
 
     per_step: Annotated[int, Field(ge=0)] = 3
     """So many recoveries of one step; with the next fault the run stops. It can be resumed then."""

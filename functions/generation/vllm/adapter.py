@@ -16,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -65,6 +66,7 @@ class Engine:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._started: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
         self._failure: EngineError | None = None
+        self._heard_s = time.monotonic()
         self._writer: asyncio.StreamWriter
         self._reading: asyncio.Task[None]
 
@@ -116,6 +118,8 @@ class Engine:
         future = self._expect()
         # The caller may use an id again before the engine's last word on it arrives; a serial number is used once.
         serial = str(next(self._numbers))
+        if not self._samples:  # idle until now, so silence counts from here
+            self._heard_s = time.monotonic()
         self._serials[request.request_id] = serial
         self._samples[serial] = future
         self._send(Submit(replace(request, request_id=serial)))
@@ -128,6 +132,18 @@ class Engine:
             del self._serials[request.request_id], self._samples[serial]
             if future.cancelled() and self.usable:
                 self._send(Call(next(self._numbers), "abort", ((serial,),)))
+
+    def require_beat(self, limit_s: float) -> None:
+        """Raises EngineDead if the process has work and has not said anything for `limit_s`: it hangs."""
+        silent_s = time.monotonic() - self._heard_s
+        if self._samples and silent_s > limit_s:
+            self._fail(EngineDead(f"the engine has been silent for {silent_s:.0f} s, with work to do"))
+            raise EngineDead(str(self._failure))
+
+    def kill(self) -> None:
+        """End a process that cannot be talked to any more. Idempotent."""
+        self._fail(EngineDead("the engine was killed"))
+        self._process.kill()
 
     def progress(self) -> dict[str, int]:
         """Tokens drawn so far of each unfinished request; up to a fraction of a second old."""
@@ -225,6 +241,7 @@ class Engine:
             self._fail(EngineDead(f"the engine's process ended with exit code {code}"))
 
     def _receive(self, message: Answer) -> None:
+        self._heard_s = time.monotonic()
         match message:
             case Finished():
                 _resolve(self._samples.get(message.sampled.request_id), message.sampled)

@@ -7,6 +7,8 @@ It lives as long as the channel: when the adapter's process is gone, it ends.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from rlhfless.functions.generation.vllm.core import Core
 
 PROGRESS_INTERVAL_S = 0.2  # fresher than any caller asks for, and too rare to cost anything
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def serve(channel: socket.socket, core: Core) -> None:
@@ -91,6 +95,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 def main() -> None:
     """Start the engine, say so, and serve."""
+    _die_with_parent()
     # Ctrl-C goes to all processes of a terminal; this one ends when its adapter does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=int(sys.argv[1]))
@@ -107,6 +112,12 @@ def main() -> None:
         raise
     # The interpreter's own farewell walks a million objects (2 s); nothing of this process is worth keeping.
     os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """A process that is stopped, or hangs in native code, would not see that its channel has closed."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere the channel has to do
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:

@@ -1,0 +1,76 @@
+"""Breaks a live run on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+
+from rlhfless.fleet.replica import Replica
+from rlhfless.loop.run import Run
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+    assert condition(), what
+
+
+async def generating(run: Run, step: int) -> None:
+    """Wait until the step's generation has drawn something and is not done."""
+    await until(
+        lambda: run.stage is not None and run.stage.step == step and bool(run.stage.progress), f"step {step} generates"
+    )
+
+
+def pid(replica: Replica) -> int:
+    assert replica.info is not None
+    return replica.info.pid
+
+
+def engine(replica: Replica) -> psutil.Process:
+    """The vLLM process of a generation actor."""
+    (found,) = [child for child in psutil.Process(pid(replica)).children() if "vllm.loop" in " ".join(child.cmdline())]
+    return found
+
+
+async def kill_actor(run: Run) -> None:
+    os.kill(pid(run.generation.serving()[0]), signal.SIGKILL)
+
+
+async def stop_engine(run: Run) -> None:
+    """A wedged engine: alive, its replica answers probes, and nothing comes."""
+    engine(run.generation.serving()[0]).suspend()
+
+
+async def stop_actor(run: Run) -> None:
+    """A wedged replica that still holds its port."""
+    os.kill(pid(run.generation.serving()[-1]), signal.SIGSTOP)
+
+
+async def kill_learner(run: Run) -> None:
+    os.kill(pid(run.learner.replicas()[0]), signal.SIGKILL)
+
+
+async def kill_rank(run: Run) -> None:
+    info = run.learner.replicas()[0].info
+    assert info is not None
+    os.kill(info.pids[0], signal.SIGKILL)
+
+
+async def kill_scoring(run: Run) -> None:
+    for replica in run.scoring.pool.replicas():
+        os.kill(pid(replica), signal.SIGKILL)
+
+
+async def cut_store_file(run: Run) -> None:
+    path = Path(run.published.location)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+Sabotage = Callable[[Run], Awaitable[None]]

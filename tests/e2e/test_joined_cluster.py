@@ -1,0 +1,93 @@
+"""On a cluster that outlives the driver: a killed driver leaves nothing behind, and a resumed one takes over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from test_command_line import COMMAND, start, wait_for, write_spec
+
+from rlhfless.records.checkpoints import Checkpoints
+from rlhfless.records.traces import read_trace
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+LEASE_S = 12.0
+ADDRESS = "127.0.0.1:26379"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Ray of its own with two device slots; its address."""
+    ray = [str(Path(sys.executable).with_name("ray"))]
+    slots = '{"rlhfless-slot:cpu-core:cpu-0": 1, "rlhfless-slot:cpu-core:cpu-1": 1}'
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    # Away from the ports and the folder of a private Ray that other tests may have running.
+    host, port = ADDRESS.split(":")
+    command = [*ray, "start", "--head", f"--node-ip-address={host}", f"--port={port}", f"--resources={slots}"]
+    folder = f"/tmp/rlhfless-ray-{os.getpid()}"
+    subprocess.run(
+        [*command, "--include-dashboard=false", "--num-cpus=4", f"--temp-dir={folder}"],
+        env=environment,
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    yield ADDRESS
+    for process in psutil.process_iter(["cmdline"]):
+        if folder in " ".join(process.info["cmdline"] or ()):
+            process.kill()
+
+
+def replicas(run_id: str) -> dict[str, psutil.Process]:
+    """The run's replica processes, by name."""
+    names = {process: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
+    found = {name.split(":")[3]: process for process, name in names.items() if name.startswith("ray::ServeReplica:")}
+    return {name.split(".")[0]: process for name, process in found.items() if name.startswith(run_id)}
+
+
+def killed_after(text: str, spec: Path, log: Path) -> Path:
+    """Start the run, kill its driver when it has printed `text`; returns the run's folder."""
+    process = start(spec, log)
+    try:
+        wait_for(text, log, process, timeout_s=400)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+    return next((spec.parent / "runs").iterdir())
+
+
+def test_a_resumed_run_takes_over_what_its_killed_driver_left(cluster: str, assets: Path, tmp_path: Path) -> None:
+    changes = {"steps": 6, "placement": {"ray_address": cluster}, "recovery": {"lease_s": 120}}
+    spec = write_spec(assets, tmp_path, checkpoint={"every_steps": 1}, **changes)
+    folder = killed_after("step 2/6", spec, tmp_path / "log")
+    left = {name: process.pid for name, process in replicas(folder.name).items()}
+    assert {name.rsplit("-", 2)[-2] for name in left} == {"generation", "scoring", "learner"}
+    result = subprocess.run(
+        [*COMMAND, "run", "--resume", str(folder)], capture_output=True, text=True, timeout=400, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    trace = read_trace(folder / "trace")
+    assert [step.step for step in trace.steps] == [1, 2, 3, 4, 5, 6]
+    assert {holding.replica for holding in trace.holdings} == set(left), "a replica was started although one was there"
+    newest = Checkpoints(folder / "checkpoints", 2).newest()
+    assert newest is not None
+    assert (newest.notes.step, newest.notes.attempt) == (6, 2)
+    assert replicas(folder.name) == {}
+
+
+def test_a_killed_driver_leaves_nothing_behind_after_the_lease(cluster: str, assets: Path, tmp_path: Path) -> None:
+    changes = {"placement": {"ray_address": cluster}, "recovery": {"lease_s": LEASE_S}, "timeouts": {"drain_s": 3}}
+    folder = killed_after("step  1/50", write_spec(assets, tmp_path, steps=50, **changes), tmp_path / "log")
+    assert replicas(folder.name)
+    end = time.monotonic() + LEASE_S + 90
+    while replicas(folder.name) or list(Path("/dev/shm").glob(f"rlhfless-{folder.name}*")):
+        assert time.monotonic() < end, f"still there: {sorted(replicas(folder.name))}"
+        time.sleep(0.5)
