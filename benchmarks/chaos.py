@@ -1,11 +1,12 @@
 """Random kills in one run, with real vLLM, against the same run in which nothing dies.
 
-    python benchmarks/chaos.py MODEL_FOLDER [--kills 30] [--seed 0]
+    python benchmarks/chaos.py MODEL_FOLDER [--kills 30] [--seed 0] [--victims driver ...]
 
 MODEL_FOLDER is what `rlhfless models tiny` wrote; the run is examples/demo.yaml. Kills are SIGKILLs of a generation
 actor, a vLLM engine, scoring, the learner's front or its rank, or the whole driver (which is then resumed), at random
 moments, about equally many of each, spread over the run. Both runs end with the exact match on held-out prompts, which
-must be the same, as must every sampled token; the overhead is the difference in wall time.
+must be the same, as must every sampled token; the overhead is the difference in wall time. With `--kills 1 --victims
+driver` it is the price of a resume, beside the time of a start and of a step.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import argparse
 import json
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +49,14 @@ class Ended:
     """A run that has ended."""
 
     wall_s: float
+    start_s: float
+    """From the command to the first step's begin: Ray, engines, learner, the evaluation before training."""
     evaluation: dict[str, float]
     trace: Trace
     kills: list[str]
 
 
-def command(model: Path, output: Path, seed: int) -> list[str]:
+def command(model: Path, output: Path, seed: int, steps: int) -> list[str]:
     program = str(Path(sys.executable).with_name("rlhfless"))
     settings = {
         "model.path": model / "model",
@@ -62,6 +67,7 @@ def command(model: Path, output: Path, seed: int) -> list[str]:
         "logging.console": "off",
         "logging.record_tokens": "true",
         "checkpoint.every_steps": 5,
+        "steps": steps,
         "recovery": '{"lease_s": 20, "beat_s": 10, "per_step": 10}',
         "timeouts.drain_s": 5,
     }
@@ -92,17 +98,17 @@ def strike(process: subprocess.Popen[bytes], victim: str, chance: random.Random)
     return True
 
 
-def run(model: Path, output: Path, seed: int, kills: int, steps: int) -> Ended:
-    """One run; with kills, they fall at random moments of random steps, not before the first."""
+def run(model: Path, output: Path, seed: int, victims: Sequence[str], steps: int) -> Ended:
+    """One run; each victim falls at a random moment of a random step, not before the first."""
     chance = random.Random(seed)
-    plan = sorted((chance.randrange(1, steps - 1), VICTIMS[i % len(VICTIMS)]) for i in range(kills))
-    began, done = time.monotonic(), []
-    process = subprocess.Popen(command(model, output, seed))
+    plan = sorted((chance.randrange(1, steps - 1), victim) for victim in victims)
+    began, began_at_s, done = time.monotonic(), time.time(), []
+    process = subprocess.Popen(command(model, output, seed, steps))
     while process.poll() != 0:
         if process.returncode is not None:
             assert done[-1:] == ["driver"], f"the run ended with {process.returncode}, and nobody killed it"
             folder = next(output.iterdir())
-            process = subprocess.Popen([*command(model, output, seed)[:1], "run", "--resume", str(folder)])
+            process = subprocess.Popen([*command(model, output, seed, steps)[:1], "run", "--resume", str(folder)])
         if plan and steps_done(output) >= plan[0][0]:
             time.sleep(chance.uniform(0, 2))
             if process.poll() is None and strike(process, plan[0][1], chance):
@@ -114,7 +120,8 @@ def run(model: Path, output: Path, seed: int, kills: int, steps: int) -> Ended:
     folder = next(output.iterdir())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if "eval/exact_match" in row]
-    return Ended(time.monotonic() - began, evaluations[-1], read_trace(folder / "trace"), done)
+    trace = read_trace(folder / "trace")
+    return Ended(time.monotonic() - began, trace.steps[0].start_s - began_at_s, evaluations[-1], trace, done)
 
 
 def main() -> None:
@@ -123,12 +130,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=70, help="steps of the demo")
+    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
     arguments = parser.parse_args()
+    victims = [arguments.victims[i % len(arguments.victims)] for i in range(arguments.kills)]
     print(machine())
     with tempfile.TemporaryDirectory() as name:
-        quiet = run(arguments.model, Path(name) / "quiet", arguments.seed, 0, arguments.steps)
-        print(f"without kills: {quiet.wall_s:.0f} s")
-        chaos = run(arguments.model, Path(name) / "chaos", arguments.seed, arguments.kills, arguments.steps)
+        quiet = run(arguments.model, Path(name) / "quiet", arguments.seed, (), arguments.steps)
+        step_s = statistics.median(step.end_s - step.start_s for step in quiet.trace.steps)
+        print(f"without kills: {quiet.wall_s:.0f} s, of which the start {quiet.start_s:.0f} s; a step {step_s:.2f} s")
+        chaos = run(arguments.model, Path(name) / "chaos", arguments.seed, victims, arguments.steps)
     check_holdings(chaos.trace.holdings)
     same = compare_samples(quiet.trace, chaos.trace)
     for metric in ("eval/exact_match", "eval/exact_match_greedy"):

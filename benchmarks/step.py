@@ -20,6 +20,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,10 +31,29 @@ from transformers import AutoModelForCausalLM
 from rlhfless.loop.generation import Draw
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import train_step
+from rlhfless.records import Rollout
+from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TracedRollout, read_trace
 
 MAX_MODEL_LEN = 128
 LEARNING_RATE = 1e-4
+
+
+OUTSIDE = ("outside", "outside share", "journal", "journal share")
+
+
+class Stopwatch:
+    """Adds up the time that a run's journal takes of its driver."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.spent_s = 0.0
+        self._add = journal.add
+        journal.add = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        began = time.perf_counter()
+        self._add(step, rollouts)
+        self.spent_s += time.perf_counter() - began
 
 
 class PlainTorch:
@@ -88,12 +108,14 @@ async def measure(folder: Path, rounds: int) -> list[float]:
     for engine in (*engines, default):
         engine.wait_until_up()
     plain = PlainTorch(model)
-    names = ("our step", "bare", "bare default", "vllm x2", "vllm default", "torch", "outside", "outside share")
+    names = ("our step", "bare", "bare default", "vllm x2", "vllm default", "torch", *OUTSIDE)
     figures: dict[str, list[float]] = {name: [] for name in names}
     spec = spec_of(folder, logging={"console": "off", "record_tokens": True}, optimizer={"learning_rate": 1e-4})
     async with live_run(spec, folder) as run:
+        journal = Stopwatch(run.journal)
         for step in range(1, rounds + 3):
             draw = run.plan(step)
+            journal.spent_s = 0.0
             record = await train_step(run, step)
             learned_s = plain.step(drawn_in(run, folder, step))
             two_s, _ = together(engines, batches_of(draw, 2))
@@ -107,6 +129,8 @@ async def measure(folder: Path, rounds: int) -> list[float]:
                 "torch": learned_s,
                 "outside": record.metrics["outside_s"],
                 "outside share": record.metrics["outside_s"] / record.metrics["step_s"],
+                "journal": journal.spent_s,
+                "journal share": journal.spent_s / record.metrics["step_s"],
             }
             if step > 2:  # two rounds warm all sides up
                 for name, value in row.items():

@@ -54,8 +54,10 @@ class GenerationFunction(Function):
         self._runs: list[RequestRun] = []
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """Who this replica is."""
+        """Who this replica is. Raises FunctionBroken if its engine can serve no more."""
         self.admit(call)
+        if not self._engine.usable:
+            raise FunctionBroken("the engine is dead")
         return self.reply(self.info(), time.time())
 
     async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:

@@ -263,10 +263,9 @@ class Replica:
     def _check_incarnation(self, incarnation: str) -> None:
         """Serve revives a dead replica under the same name; its answers are not those of the one we knew."""
         if self._life is not None and incarnation != self.incarnation:
-            raise ReplicaLost(
-                f"{self.name} answers as incarnation {incarnation}, but {self.incarnation} was called: it was "
-                "restarted and has lost its state"
-            )
+            reason = f"it answers as incarnation {incarnation}: it was restarted and has lost its state"
+            self.give_up(reason)
+            raise ReplicaLost(self._given_up.result())
 
     def _lost(self, doing: str) -> ReplicaLost:
         lost = ReplicaLost(f"{self.name} (incarnation {self.incarnation}) was lost during {doing}")

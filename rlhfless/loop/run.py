@@ -206,18 +206,25 @@ class Run:
 
     # -- learner
 
+    @property
+    def _the_learner(self) -> Replica:
+        """Raises ReplicaLost if it is gone: a new one would have the first weights, until it is restored."""
+        found = self.learner.replicas()
+        if not found:
+            raise ReplicaLost("the learner was lost; another goes on from the newest checkpoint")
+        return found[0]
+
     async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""
-        return await self._work(await self.learner.ready(), Work.EVALUATE, "evaluate", call, batch)
+        return await self._work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
 
     async def learn(self, call: Call, batch: PackedBatch) -> Mapping[str, float]:
         """The optimiser steps of one training step."""
-        replica = await self.learner.ready()
-        return await self._work(replica, Work.LEARN, "learn", call, batch, self.spec.mini_batches)
+        return await self._work(self._the_learner, Work.LEARN, "learn", call, batch, self.spec.mini_batches)
 
     async def publish(self, call: Call, *, perturbed: bool = False) -> PublishedWeights:
         """Write the learner's weights, or a perturbed version of them, to the store, as those of `call`'s step."""
-        return await self._work(await self.learner.ready(), Work.PUBLISH, "publish", call, perturbed=perturbed)
+        return await self._work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed)
 
     async def checkpoint(self, step: int) -> Path:
         """Save the weights that `step` resulted in, with all that a resumed run needs. Raises CheckpointError."""
@@ -230,8 +237,8 @@ class Run:
             before=self.before,
         )
         folder = self.checkpoints.path(step).absolute()
-        replica = await self.learner.ready()
-        await self._work(replica, Work.CHECKPOINT, "checkpoint", self.call(step), str(folder), notes.as_json())
+        notes_json = notes.as_json()
+        await self._work(self._the_learner, Work.CHECKPOINT, "checkpoint", self.call(step), str(folder), notes_json)
         self.checkpoints.prune()
         self.journal.forget(step)
         return folder

@@ -22,6 +22,7 @@ import torch
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights.digest import digest_of
+from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import SUFFIX, TEMPORARY_PREFIX, file_name, read_file, version_of, write_file
 
 
@@ -52,7 +53,10 @@ class WeightStore(Protocol):
     """The side of a store that the learner sees."""
 
     def put(self, run_id: str, attempt: int, step: int, tensors: Mapping[str, torch.Tensor]) -> StoredWeights:
-        """Publishes `tensors`; the digest is computed here. The same weights again are a no-op."""
+        """Publishes `tensors`; the digest is computed here.
+
+        The same weights again are a no-op, unless what is there was damaged: then they are written again.
+        """
         ...
 
     def versions(self) -> tuple[WeightVersion, ...]:
@@ -85,7 +89,7 @@ class FolderStore:
             raise ValueError(f"nothing to publish for run {run_id!r}, step {step}: the set of tensors is empty")
         version = WeightVersion(run_id, attempt, step, digest_of(tensors.items()))
         path = self.path(version)
-        if not path.exists():
+        if not _is_whole(path, version.digest):
             write_file(path, tensors, version.label)
         return StoredWeights(version, str(path), path.stat().st_size, len(tensors))
 
@@ -109,3 +113,13 @@ class FolderStore:
         for version in self.versions():
             if version not in keep:
                 self.delete(version)
+
+
+def _is_whole(path: Path, digest: str) -> bool:
+    """The version is there, every byte of it."""
+    if not path.exists():
+        return False
+    try:
+        return digest_of(read_file(path, digest)) == digest
+    except WeightFileError:
+        return False

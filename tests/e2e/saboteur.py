@@ -14,18 +14,15 @@ from rlhfless.fleet.replica import Replica
 from rlhfless.loop.run import Run
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.02)
-    assert condition(), what
 
 
 async def generating(run: Run, step: int) -> None:
     """Wait until the step's generation has drawn something and is not done."""
-    await until(
-        lambda: run.stage is not None and run.stage.step == step and bool(run.stage.progress), f"step {step} generates"
-    )
+    await until(lambda: run.stage is not None and run.stage.step == step and bool(run.stage.progress))
 
 
 def pid(replica: Replica) -> int:

@@ -16,6 +16,7 @@ import yaml
 from conftest import spec_values
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhfless.records import FunctionName
 from rlhfless.records.traces import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -25,7 +26,7 @@ COMMAND = [str(Path(sys.executable).with_name("rlhfless"))]
 
 def write_spec(assets: Path, folder: Path, **changes: object) -> Path:
     path = folder / "spec.yaml"
-    values = spec_values(assets, algorithm={}, weights={}, output=str(folder / "runs"), **changes)
+    values = spec_values(assets, **{"algorithm": {}, "weights": {}, "output": str(folder / "runs")} | changes)
     path.write_text(yaml.safe_dump(values))
     return path
 
@@ -59,7 +60,9 @@ def offspring(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("def longer(response_tokens):\n    return response_tokens / 400\n")
     rewards = [{"type": "python", "target": "my_rewards:longer", "name": "length"}]
-    spec = write_spec(assets, tmp_path, rewards=rewards)
+    scaling = {"hold_reference": "never"}
+    kl = {"kl": {"coefficient": 0.01}}
+    spec = write_spec(assets, tmp_path, rewards=rewards, algorithm=kl, scaling=scaling)
     log = tmp_path / "out.log"
     process = start(spec, log)
     assert process.wait(timeout=400) == 0, log.read_text()
@@ -73,6 +76,11 @@ def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "step_s" in line] == [1, 2]
     assert 0 < lines[-2]["reward/length"] <= 1
+    assert lines[-2]["reference_kl"] > 0
+    trace = read_trace(folder / "trace")
+    held = [holding for holding in trace.holdings if holding.function is FunctionName.REFERENCE]
+    assert len({holding.replica for holding in held}) == 2, "the reference was not released between the steps"
+    assert sum(decision.choice == "release" for decision in trace.decisions) >= 2
     assert not list(Path("/dev/shm").glob(f"rlhfless-{folder.name}*"))
     summary = subprocess.run(
         [*COMMAND, "trace", "summary", str(folder)], capture_output=True, text=True, check=True, timeout=60

@@ -43,6 +43,8 @@ def opening(assets: Path, folder: Path, **changes: Any) -> Opening:
         assets,
         algorithm={},
         weights={},
+        # Lengths differ, so every step moves the weights.
+        rewards=[{"type": "length_penalty", "free_tokens": 0, "max_tokens": 400}],
         steps=STEPS,
         prompts_per_step=4,
         # So that the policy, whose end token is rare, draws long enough to be hit.
@@ -86,7 +88,8 @@ async def drive(start: Opening, *, break_things: bool) -> tuple[int, str]:
             saboteurs = asyncio.create_task(sabotage(run))
         mended = await Driver(start).drive(run, first)
         if saboteurs is not None:
-            await saboteurs
+            assert saboteurs.done(), "a step ended before it was broken"
+            saboteurs.result()
         return mended, run.published.version.digest
 
 

@@ -276,3 +276,17 @@ def _assert_same(first, second) -> None:
         assert second[0][name] == pytest.approx(value, abs=1e-6, rel=1e-5), name
     for name, value in first[1].items():
         torch.testing.assert_close(second[1][name], value, atol=1e-6, rtol=0, msg=name)
+
+
+def test_kl_holds_the_policy_near_its_reference(learner, batch):
+    distance = {}
+    for coefficient in (1e-6, 1.0):
+        algorithm = GRPOSpec(kl=KLSpec(coefficient=coefficient))
+        with learner(algorithm=algorithm, optimizer=AdamWSpec(learning_rate=3e-3)) as rank:
+            reference = rank.evaluate(batch)  # the policy that the run begins with
+            for _ in range(12):
+                given = batch.with_old_logprobs(rank.evaluate(batch)).with_reference_logprobs(reference)
+                metrics = rank.learn(given, 1)
+        distance[coefficient] = metrics["reference_kl"]
+    assert distance[1e-6] > 0.1, "without a pull the policy must drift"
+    assert distance[1.0] < 0.3 * distance[1e-6]

@@ -98,6 +98,20 @@ def test_the_same_weights_twice_are_one_version(pair: Pair) -> None:
     assert pair.store.versions() == (first.version,)
 
 
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
+def test_a_damaged_version_is_written_again(pair: Pair, damage: str) -> None:
+    stored = pair.store.put("run", 1, 5, _tensors())
+    path = pair.folder / file_name(stored.version)
+    if damage == "cut":
+        os.truncate(path, stored.size_bytes // 2)
+    elif damage == "changed":
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    else:
+        path.unlink()
+    assert pair.store.put("run", 1, 5, _tensors()) == stored
+    assert digest_of(pair.reader().read(stored.location)) == stored.version.digest
+
+
 def test_versions_are_in_order(pair: Pair) -> None:
     put = [pair.store.put("run", attempt, step, _tensors(step)) for attempt, step in ((1, 9), (0, 11), (1, 10))]
     assert [(v.attempt, v.step) for v in pair.store.versions()] == [(0, 11), (1, 9), (1, 10)]
