@@ -25,7 +25,7 @@ from rlhfless.loop.preflight import Prepared
 from rlhfless.loop.prompts import PromptOrder
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import train_step
-from rlhfless.records import PublishedWeights, Work
+from rlhfless.records import FunctionName, PublishedWeights, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter, describe_machine
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
@@ -119,18 +119,19 @@ class Driver:
     async def _fleet(self, cluster: Cluster, ledger: Ledger) -> AsyncIterator[Run]:
         call = Call(self.run_id, self.attempt, 0)
         launcher = Launcher.of(self.spec, self.prepared, call, cluster, ledger)
-        generation, scoring, reference, learner = launcher.pools()
-        keepers: list[Keeper] = []
-        pools = [pool for pool in (generation, scoring, reference, learner) if pool]
+        generation, scoring, reward_model, reference, learner = launcher.pools()
+        keepers: dict[FunctionName, Keeper] = {}
+        pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
         try:
             actors = self.spec.scaling.generation.min_actors
             with self.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
                 others = [pool.ready() for pool in pools if pool is not generation]
                 await together(generation.ensure(actors), *others)
             scaling = self.spec.scaling
-            keepers = [Keeper(scoring, scaling.hold_scoring, ledger, lambda: pools)]
-            if reference is not None:
-                keepers.append(Keeper(reference, scaling.hold_reference, ledger, lambda: pools))
+            holds = ((scoring, scaling.hold_scoring), (reward_model, scaling.hold_scoring))
+            for pool, hold in (*holds, (reference, scaling.hold_reference)):
+                if pool is not None:
+                    keepers[pool.function] = Keeper(pool, hold, ledger, lambda: pools)
             run = Run(
                 run_id=self.run_id,
                 attempt=self.attempt,
@@ -138,8 +139,9 @@ class Driver:
                 order=PromptOrder(self.prepared.train, self.spec.seed, self.spec.prompts.shuffle),
                 held_out=self.prepared.held_out,
                 generation=generation,
-                scoring=keepers[0],
-                reference=keepers[1] if reference else None,
+                scoring=keepers[FunctionName.SCORING],
+                reward_model=keepers.get(FunctionName.REWARD_MODEL),
+                reference=keepers.get(FunctionName.REFERENCE),
                 learner=learner,
                 ledger=ledger,
                 perturbed=await self._publish(learner, call, perturbed=True),
@@ -151,7 +153,7 @@ class Driver:
             yield run
         finally:
             with self.console.waiting("stopping all functions"):
-                await together(*(keeper.close() for keeper in keepers))
+                await together(*(keeper.close() for keeper in keepers.values()))
                 await asyncio.shield(together(*(pool.stop(*pool.replicas()) for pool in pools)))
                 for folder in (launcher.store_folder, Path(f"{launcher.store_folder}-cache")):
                     shutil.rmtree(folder, ignore_errors=True)

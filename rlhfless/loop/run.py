@@ -10,8 +10,10 @@ import numpy as np
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica
+from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
-from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoreGroups
+from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoredGroups, ScoreGroups
+from rlhfless.loop.failures import added_up
 from rlhfless.loop.generation import Draw, GenerationStage, sampling_of
 from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger
@@ -21,7 +23,6 @@ from rlhfless.records import (
     Group,
     Prompt,
     PublishedWeights,
-    Score,
     StepRecord,
     Work,
 )
@@ -42,6 +43,7 @@ class Run:
     held_out: Sequence[Prompt]
     generation: Pool
     scoring: Keeper
+    reward_model: Keeper | None
     reference: Keeper | None
     learner: Pool
     ledger: Ledger
@@ -54,7 +56,7 @@ class Run:
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The pools of all functions of this run."""
-        keepers = [keeper.pool for keeper in (self.scoring, self.reference) if keeper]
+        keepers = [keeper.pool for keeper in (self.scoring, self.reward_model, self.reference) if keeper]
         return (self.generation, *keepers, self.learner)
 
     def call(self, step: int) -> Call:
@@ -127,9 +129,13 @@ class Run:
     def scoring_of(self, call: Call) -> ScoreGroups:
         """The scoring stage of a step. A replica that was released is started again, at a recorded price."""
 
-        async def score(groups: Sequence[Group]) -> Sequence[Sequence[Score]]:
-            replica = await self.scoring.ready()
-            return await self._work(replica, Work.SCORE, "score", call, groups)
+        async def parts(keeper: Keeper, groups: Sequence[Group]) -> ScoredGroups:
+            return await self._work(await keeper.ready(), Work.SCORE, "score", call, groups)
+
+        async def score(groups: Sequence[Group]) -> ScoredGroups:
+            keepers = [keeper for keeper in (self.scoring, self.reward_model) if keeper]
+            scored = await together(*(parts(keeper, groups) for keeper in keepers))
+            return added_up(groups, scored, self.spec.scoring)
 
         return score
 
@@ -149,7 +155,7 @@ class Run:
 
     def release_idle(self, step: int) -> None:
         """Scoring and reference have done their work of this step: keep them warm or release them."""
-        for keeper in (self.scoring, self.reference):
+        for keeper in (self.scoring, self.reward_model, self.reference):
             if keeper is not None:
                 keeper.idle(step)
 
@@ -162,7 +168,9 @@ class Run:
     async def learn(self, call: Call, batch: PackedBatch) -> Mapping[str, float]:
         """The optimiser steps of one training step."""
         replica = await self.learner.ready()
-        return await self._work(replica, Work.LEARN, "learn", call, batch, self.spec.mini_batches)
+        # Fewer where dropped samples leave fewer groups.
+        mini_batches = min(self.spec.mini_batches, batch.denominators.groups)
+        return await self._work(replica, Work.LEARN, "learn", call, batch, mini_batches)
 
     async def publish(self, call: Call) -> PublishedWeights:
         """Write the learner's weights to the store, as those of `call`'s step."""
