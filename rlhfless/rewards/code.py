@@ -154,10 +154,10 @@ def passes(code: str, test: Test, spec: CodeSpec) -> bool:
     """Run the code with one test, in a confined process."""
     token = secrets.token_hex()
     result, output = _confined({"code": code, "tests": test.code, "token": token}, test.input, spec)
-    if test.output is None:
-        return result == token
+    if output is None:
+        return False
     # An early exit is a proper end of a program that is judged by its output.
-    return output is not None and _lines(output) == _lines(test.output)
+    return result == token if test.output is None else _lines(output) == _lines(test.output)
 
 
 @lru_cache(maxsize=1)

@@ -131,7 +131,7 @@ class _Worker:
         self._specs = tuple(specs)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
+        self._writer: asyncio.StreamWriter | None = None
         self.whole: tuple[bool, ...] = ()
         """Per reward, whether it wants all samples in one task."""
 
@@ -155,6 +155,9 @@ class _Worker:
         except (EOFError, OSError) as error:
             what = f"its worker process died at its start: {self._end()}"
             raise RewardError(self._specs[0].label, what) from error
+        except asyncio.CancelledError:
+            self.kill()
+            raise
         if isinstance(answer, Broken):
             self.kill()
             raise RewardError(answer.reward, answer.what)
@@ -167,7 +170,7 @@ class _Worker:
         begun: tuple[int, ...] = ()
         limit_s = FIRST_WORD_S
         try:
-            self._writer.write(frame(Task(reward, tuple(samples[index] for index in indices))))
+            self._send(Task(reward, tuple(samples[index] for index in indices)))
             while True:
                 async with asyncio.timeout(limit_s):
                     event = await self._receive()
@@ -187,9 +190,11 @@ class _Worker:
     def kill(self) -> None:
         """End the process and all that it started in its own session. Idempotent."""
         process, self._process = self._process, None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
         if process is None:
             return
-        self._writer.close()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(REAP_S)
@@ -197,7 +202,7 @@ class _Worker:
     async def _launch(self) -> None:
         connection = self._spawn()
         self._reader, self._writer = await asyncio.open_connection(sock=connection)
-        self._writer.write(frame(self._specs))
+        self._send(self._specs)
 
     def _spawn(self) -> socket.socket:
         """Start the process; returns our end of its connection. Takes milliseconds."""
@@ -213,6 +218,10 @@ class _Worker:
                 start_new_session=True,
             )
         return ours
+
+    def _send(self, message: Any) -> None:
+        assert self._writer is not None
+        self._writer.write(frame(message))
 
     async def _receive(self) -> Any:
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
