@@ -1,7 +1,8 @@
 """Answers compared as mathematics, by math-verify: `1/2`, `0.5` and `\\frac{1}{2}` are the same.
 
-Its time limits work with SIGALRM, which needs the main thread: that of a worker is where verifiers run. An answer
-that stops even those (one huge power holds the interpreter) costs the worker, and so only its own sample.
+Its own time limits are of wall time, so that a busy machine would make right answers wrong. Ours are of CPU time, by
+a signal, which needs the main thread: that of a worker is where verifiers run. An answer that stops even those (one
+huge power holds the interpreter) costs the worker, and so only its own sample.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +36,8 @@ _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 _GSM8K_MARK = "####"
 # Of a response in the form of DeepSeek-R1; math-verify does not see a number that a tag follows.
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# Wall time per CPU time after which a worker is stuck rather than on a busy machine.
+_WALL_PER_CPU = 6
 # Distinct expected answers that a worker remembers: those of some tens of steps.
 _GOLD_CACHE = 4096
 
@@ -55,14 +60,13 @@ class MathReward:
         importlib.import_module("math_verify")
 
     def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
-        # math-verify parses the expected answer (twice at most) and the response, and compares: each has its limit.
-        limit_s = 4 * self._spec.timeout_s + 1
+        limit_s = _WALL_PER_CPU * self._spec.cpu_s
         for index, sample in enumerate(samples):
             yield Begin((index,), limit_s)
             yield Done(index, attempt(self._value, sample))
 
     def _value(self, sample: Sample) -> float:
-        from math_verify import LatexExtractionConfig, parse, verify
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
         gold = self._gold(answer_of(sample, self._spec.answer_field))
         boxed_only = self._spec.extraction == "boxed"
@@ -71,9 +75,13 @@ class MathReward:
         if boxed_only and "\\boxed" not in response:
             return 0.0
         boxed_first: Any = LatexExtractionConfig(boxed_match_priority=0)
-        targets = [boxed_first] if boxed_only else [boxed_first, _expressions()]
-        answer = parse(response, targets, parsing_timeout=self._spec.timeout_s)
-        return float(verify(gold, answer, timeout_seconds=self._spec.timeout_s))
+        targets = [boxed_first] if boxed_only else [boxed_first, ExprExtractionConfig()]
+        try:
+            with _cpu_limit(self._spec.cpu_s):
+                answer = parse(response, targets, parsing_timeout=0)
+                return float(verify(gold, answer, timeout_seconds=0))
+        except _OutOfTime:
+            return 0.0
 
     def _parse_gold(self, text: str) -> list[Any]:
         from math_verify import parse
@@ -81,13 +89,29 @@ class MathReward:
         written = text.rpartition(_GSM8K_MARK)[2].strip()
         bare = not any(mark in written for mark in _DELIMITERS)
         # LaTeX is only found between delimiters; a bare `\frac{1}{2}` gets some.
-        for candidate in (f"${written}$", written) if bare else (written,):
-            if gold := parse(candidate, parsing_timeout=self._spec.timeout_s):
-                return list(gold)
+        candidates = (f"${written}$", written) if bare else (written,)
+        with suppress(_OutOfTime), _cpu_limit(self._spec.cpu_s):
+            for candidate in candidates:
+                if gold := parse(candidate, parsing_timeout=0):
+                    return list(gold)
         raise Unscorable(f"math-verify finds no mathematics in the expected answer {quote(text)}")
 
 
-def _expressions() -> Any:
-    from math_verify import ExprExtractionConfig
+class _OutOfTime(BaseException):
+    """No Exception, because math-verify goes on after those."""
 
-    return ExprExtractionConfig()
+
+@contextmanager
+def _cpu_limit(limit_s: float) -> Iterator[None]:
+    """Raise _OutOfTime within, once this process has used `limit_s` of CPU time."""
+
+    def stop(*_: object) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -21,8 +21,9 @@ class MathSpec(RewardPart):
     extraction: Literal["any", "boxed"] = "any"
     """Where the response's answer may stand. `any`: a boxed one if there is one, else the last LaTeX expression
     or plain number. `boxed`: only in `\\boxed{...}`. Within `<answer>...</answer>` alone where there are such tags."""
-    timeout_s: Annotated[int, Field(ge=1)] = 5
-    """Longest time to parse one answer, and to compare it. A response that takes longer is wrong."""
+    cpu_s: Annotated[float, Field(gt=0)] = 5.0
+    """CPU time to parse and compare one answer; a response that takes longer is wrong. CPU time, because on a busy
+    machine wall time would make right answers wrong."""
 
 
 class CodeSpec(RewardPart):

@@ -1,5 +1,7 @@
 """Answers compared as mathematics."""
 
+import time
+
 import pytest
 from reward_samples import samples_of
 
@@ -45,3 +47,17 @@ def test_only_a_boxed_answer_counts_if_asked_for():
 @pytest.mark.parametrize("answer", [None, ["7"], ""])
 def test_an_answer_that_is_none_marks_the_sample(answer):
     assert isinstance(value("7", answer), Failed)
+
+
+@pytest.mark.parametrize("cpu_s", [0.02, 5.0])
+def test_an_answer_that_takes_too_much_cpu_time_is_wrong(monkeypatch, cpu_s):
+    import math_verify
+
+    def slow(*_, **__):
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+        return True
+
+    monkeypatch.setattr(math_verify, "verify", slow)
+    assert value("it is 7", 7, cpu_s=cpu_s) == float(cpu_s == 5.0)
