@@ -246,4 +246,5 @@ def _bounded_output(process: subprocess.Popen[bytes], most_bytes: int, deadline:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(CLEAN_UP_S)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(CLEAN_UP_S)

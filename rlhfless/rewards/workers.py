@@ -197,7 +197,8 @@ class _Worker:
             return
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(REAP_S)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_S)
 
     async def _launch(self) -> None:
         connection = self._spawn()

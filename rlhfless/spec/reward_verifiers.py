@@ -36,10 +36,11 @@ class CodeSpec(RewardPart):
     """`all`: 1 if every test passes, else 0, and the first that fails ends it. `fraction`: share of tests passed."""
     max_tests: Annotated[int, Field(ge=1)] | None = None
     """Only the first so many tests; all when left out."""
-    timeout_s: Annotated[float, Field(gt=0)] = 6.0
-    """Longest wall time of one test, with the start of Python."""
     cpu_s: Annotated[int, Field(ge=1)] = 5
     """CPU time of one test."""
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Wall time of one test, for code that waits. Much longer than `cpu_s`, because on a busy machine code that is
+    right takes longer."""
     memory_mib: Annotated[int, Field(ge=64)] = 512
     """Address space of one test; Python itself takes some 30 MiB."""
     file_mib: Annotated[int, Field(ge=0)] = 16
