@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,8 @@ class MathReward:
 
     def prepare(self) -> None:
         importlib.import_module("math_verify")
+        # It warns that its own time limits are off, and of answers that it cannot parse: here a wrong answer like any.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
         limit_s = _WALL_PER_CPU * self._spec.cpu_s
