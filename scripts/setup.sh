@@ -41,7 +41,8 @@ if [ ! -e "$venv/.complete" ]; then
         say "$python cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"
         exit 1
     fi
-    pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+    # Compiling all of PyTorch and vLLM to byte code takes a minute; Python compiles what is imported, once.
+    pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
     # With the CPU index pip prefers the small `+cpu` build, as it does with one found by find-links. It is asked
     # for only where it answers: pip itself would retry for minutes.
     extra=()
@@ -53,9 +54,9 @@ PY
     fi
     say "1/3 $torch"
     "${pip[@]}" "${extra[@]}" "$torch"
-    say "2/3 $vllm"
+    say "2/3 $vllm ($((SECONDS - started)) s so far)"
     "${pip[@]}" --no-deps "$vllm"
-    say "3/3 the pinned lists"
+    say "3/3 the pinned lists ($((SECONDS - started)) s so far)"
     "${pip[@]}" --no-deps -r requirements/cpu.txt -r requirements/test.txt
     touch "$venv/.complete"
     say "done in $((SECONDS - started)) s"

@@ -11,7 +11,7 @@ from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, 
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.scorer import Scorer
 from rlhfless.records import Group, Score
-from rlhfless.spec import RewardSpec
+from rlhfless.spec import RewardSpec, ScoringSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class ScoringSettings:
     run_id: str
     lease: LeaseTerms
     rewards: tuple[RewardSpec, ...]
+    scoring: ScoringSpec
     binding: DeviceBinding
     import_paths: tuple[str, ...] = ()
     """Folders to import the user's rewards from, as the driver's own `sys.path` has them."""
@@ -33,15 +34,24 @@ class ScoringFunction(Function):
         super().__init__(settings)
         settings.binding.bind()
         sys.path[:0] = [path for path in settings.import_paths if path not in sys.path]
-        self._scorer = Scorer(settings.rewards)
+        self._scorer = Scorer(settings.rewards, settings.scoring)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """Who this replica is."""
+        """Who this replica is. The first call starts its workers; raises RewardError if a reward cannot be made."""
         self.admit(call)
-        return self.reply(self.info(), time.time())
+        start_s = time.time()
+        await self._scorer.start()
+        return self.reply(self.info(self._scorer.pids), start_s)
+
+    async def stop(self, call: Call) -> Reply[None]:
+        """End the workers."""
+        self.admit(call)
+        start_s = time.time()
+        self._scorer.close()
+        return self.reply(None, start_s)
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
-        """The score of every rollout of every group, in their order. Raises RewardError."""
+        """The score of every rollout of every group, in their order. A reward that fails marks its sample."""
         self.admit(call)
         start_s = time.time()
         scores = await self._scorer.score(groups)

@@ -1,7 +1,6 @@
-"""The scoring function on CPU: groups in, scores out. A plain class; the fleet gives it a process.
+"""Groups in, scores out. A plain class; the fleet gives it a process.
 
-All groups of one call are scored together, so a batch reward sees them in one list. A reward model fits the
-same protocol (`rlhfless.rewards.Reward`).
+All groups of one call are scored together, so a batch reward sees them in one list.
 """
 
 from __future__ import annotations
@@ -9,21 +8,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfless.records import Group, Prompt, Rollout, Score
-from rlhfless.rewards import Sample, build
-from rlhfless.spec import RewardSpec
+from rlhfless.rewards import Rewards, Sample
+from rlhfless.spec import RewardSpec, ScoringSpec
 
 
 class Scorer:
-    """Scores finished groups. Raises RewardError if a reward cannot be made."""
+    """Scores finished groups with the rewards that need no network. `close` ends its worker processes."""
 
-    def __init__(self, rewards: Sequence[RewardSpec]) -> None:
-        self._rewards = build(rewards)
+    def __init__(self, rewards: Sequence[RewardSpec], scoring: ScoringSpec) -> None:
+        self._rewards = Rewards(rewards, scoring)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Its worker processes."""
+        return self._rewards.pids
+
+    async def start(self) -> None:
+        """Start the worker processes. Raises RewardError if a reward cannot be made."""
+        await self._rewards.start()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._rewards.close()
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        """Scores per group, in the order of its rollouts. Raises RewardError."""
-        samples = [_sample(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-        scores = iter(await self._rewards.score(samples))
-        return [[next(scores) for _ in group.rollouts] for group in groups]
+        """Scores per group, in the order of its rollouts. A reward that fails marks its sample."""
+        return by_group(await self._rewards.score(samples_of(groups)), groups)
+
+
+def samples_of(groups: Sequence[Group]) -> list[Sample]:
+    """All rollouts, group by group, as rewards see them."""
+    return [_sample(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+
+
+def by_group(scores: Sequence[Score], groups: Sequence[Group]) -> list[list[Score]]:
+    """The scores of `samples_of(groups)`, per group."""
+    left = iter(scores)
+    return [[next(left) for _ in group.rollouts] for group in groups]
 
 
 def _sample(prompt: Prompt, rollout: Rollout) -> Sample:

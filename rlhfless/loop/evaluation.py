@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from rlhfless.fleet.tasks import together
 from rlhfless.loop.experience import collect
+from rlhfless.loop.failures import log_failures
 from rlhfless.loop.generation import Draw, GenerationStage
 from rlhfless.loop.run import Run
-from rlhfless.loop.summary import mean_part
+from rlhfless.loop.summary import mean_parts
 
 
 async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
@@ -31,4 +32,5 @@ async def _means(run: Run, draw: Draw) -> dict[str, float]:
     stage = GenerationStage(run.generation, draw, run.spec)
     experience = await collect(stage.groups(), run.scoring_of(draw.call), None)
     scores = [score for group in experience.scores for score in group]
-    return {part: mean_part(scores, part) for part in scores[0].parts}
+    log_failures(experience, draw.call.step)
+    return mean_parts(scores)

@@ -18,10 +18,11 @@ from rlhfless.functions.learner.deployment import LearnerFunction
 from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.reference.deployment import ReferenceFunction, ReferenceSettings
+from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.loop.preflight import Prepared
 from rlhfless.records import FunctionName
-from rlhfless.scaling.placement import CPU_KIND, Placement, Seat, place
+from rlhfless.scaling.placement import CPU_KIND, Placement, Seat, helpers, place
 from rlhfless.spec import RunSpec
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.check import PROBE_TOLERANCE
@@ -50,14 +51,17 @@ class Launcher:
         token = secrets.token_urlsafe(32) if spec.weights.store == "http" else ""
         return cls(spec, prepared, call, cluster, recorder, store_folder(spec, call.run_id), token)
 
-    def pools(self) -> tuple[Pool, Pool, Pool | None, Pool]:
-        """Generation, scoring, reference (None when KL is off) and learner. Nothing is started yet."""
+    def pools(self) -> tuple[Pool, Pool, Pool | None, Pool | None, Pool]:
+        """Generation, scoring, reward model (if a reward is one), reference (None when KL is off) and learner.
+
+        Nothing is started yet.
+        """
         placement = self._placement()
-        reference = self._reference(placement) if self.spec.algorithm.kl.on else None
         return (
             self._pool(self._generation(placement)),
             self._pool(self._scoring(placement)),
-            None if reference is None else self._pool(reference),
+            self._pool(self._reward_model(placement)) if self.spec.reward_models else None,
+            self._pool(self._reference(placement)) if self.spec.algorithm.kl.on else None,
             self._pool(self._learner(placement)),
         )
 
@@ -71,14 +75,13 @@ class Launcher:
 
     def _placement(self) -> Placement:
         spec = self.spec
-        functions = [FunctionName.SCORING] + ([FunctionName.REFERENCE] if spec.algorithm.kl.on else [])
         return place(
             spec.placement,
             self.cluster.slots,
             generation_actors=spec.scaling.generation.max_actors,
             slots_per_actor=spec.generation.engine.tensor_parallel_size,
             learner_ranks=spec.learner.ranks,
-            functions=functions,
+            functions=helpers(spec),
         )
 
     def _generation(self, placement: Placement) -> Blueprint:
@@ -108,11 +111,27 @@ class Launcher:
                 run_id=self.call.run_id,
                 lease=self._lease,
                 rewards=self.spec.rewards,
+                scoring=self.spec.scoring,
                 binding=binding(seat, exclusive=False),
                 import_paths=tuple(path for path in sys.path if path),
             )
 
         return Blueprint(FunctionName.SCORING, ScoringFunction, settings, placement.seats[FunctionName.SCORING])
+
+    def _reward_model(self, placement: Placement) -> Blueprint:
+        spec = self.spec
+
+        def settings(seat: Seat) -> RewardModelSettings:
+            return RewardModelSettings(
+                run_id=self.call.run_id,
+                lease=self._lease,
+                rewards=spec.reward_models,
+                on_failure=spec.scoring.on_failure,
+                binding=binding(seat, exclusive=False),
+            )
+
+        seats = placement.seats[FunctionName.REWARD_MODEL]
+        return Blueprint(FunctionName.REWARD_MODEL, RewardModelFunction, settings, seats)
 
     def _reference(self, placement: Placement) -> Blueprint:
         spec = self.spec

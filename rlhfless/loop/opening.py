@@ -22,6 +22,7 @@ from rlhfless.loop.ledger import Earlier, Ledger
 from rlhfless.loop.preflight import Prepared
 from rlhfless.loop.prompts import PromptOrder
 from rlhfless.loop.run import Run
+from rlhfless.records import FunctionName
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TraceMeta, TraceWriter, describe_machine
@@ -82,11 +83,14 @@ async def _fleet(
     spec = opening.spec
     call = Call(opening.run_id, journal.attempt, 0)
     launcher = Launcher.of(spec, opening.prepared, call, cluster, ledger)
-    generation, scoring, reference, learner = launcher.pools()
-    pools = [pool for pool in (generation, scoring, reference, learner) if pool]
-    keepers = [Keeper(scoring, spec.scaling.hold_scoring, ledger, lambda: pools)]
-    if reference is not None:
-        keepers.append(Keeper(reference, spec.scaling.hold_reference, ledger, lambda: pools))
+    generation, scoring, reward_model, reference, learner = launcher.pools()
+    pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
+    holds = ((scoring, spec.scaling.hold_scoring), (reward_model, spec.scaling.hold_scoring))
+    keepers = {
+        pool.function: Keeper(pool, hold, ledger, lambda: pools)
+        for pool, hold in (*holds, (reference, spec.scaling.hold_reference))
+        if pool is not None
+    }
     heartbeat = asyncio.create_task(Heartbeat(pools, call, spec.recovery.lease_s).run())
     store_folders = (launcher.store_folder, Path(f"{launcher.store_folder}-cache"))
     run = Run(
@@ -96,8 +100,9 @@ async def _fleet(
         order=PromptOrder(opening.prepared.train, spec.seed, spec.prompts.shuffle),
         held_out=opening.prepared.held_out,
         generation=generation,
-        scoring=keepers[0],
-        reference=keepers[1] if reference else None,
+        scoring=keepers[FunctionName.SCORING],
+        reward_model=keepers.get(FunctionName.REWARD_MODEL),
+        reference=keepers.get(FunctionName.REFERENCE),
         learner=learner,
         ledger=ledger,
         sinks=opening.sinks,
@@ -110,7 +115,7 @@ async def _fleet(
         finally:
             heartbeat.cancel()
             with opening.console.waiting("stopping all functions"):
-                await together(run.close(), *(keeper.close() for keeper in keepers))
+                await together(run.close(), *(keeper.close() for keeper in keepers.values()))
                 await asyncio.shield(together(*(pool.stop(*pool.replicas()) for pool in pools)))
                 for folder in store_folders:
                     shutil.rmtree(folder, ignore_errors=True)

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 from rlhfless.loop.policy import Policy, TokenizerInfo, load_policy
 from rlhfless.loop.prompts import PromptSets, load_prompts
+from rlhfless.loop.reward_checks import reward_problems, reward_warnings
 from rlhfless.loop.rows import read_rows
-from rlhfless.records import FunctionName, Prompt
-from rlhfless.rewards import RewardError, make
+from rlhfless.records import Prompt
 from rlhfless.scaling.prices import load_price_book
-from rlhfless.spec import LengthPenaltySpec, RunSpec
+from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def preflight(spec: RunSpec) -> Prepared:
         prompts = None
         _try(lambda: read_rows("prompts.path", spec.prompts.path, spec.prompts.split), problems)
     everything = [*prompts.train, *prompts.held_out] if prompts else []
-    problems += _reward_problems(spec, everything)
+    problems += reward_problems(spec, everything)
     problems += _price_problems(spec)
     problems += _device_problems(spec)
     problems += _port_problems(spec)
@@ -80,18 +80,6 @@ def _prompts(spec: RunSpec, policy: Policy) -> PromptSets:
     return load_prompts(spec.prompts, policy.tokenizer, max_context_tokens=policy.context_tokens, seed=spec.seed)
 
 
-def _reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
-    problems = []
-    for index, reward in enumerate(spec.rewards):
-        field = f"rewards.{index}"
-        try:
-            found = make(reward).reward.problems(prompts)
-        except RewardError as error:
-            found = [error.what]
-        problems += [Problem(field, f"reward {reward.label!r}: {what}") for what in found]
-    return problems
-
-
 def _price_problems(spec: RunSpec) -> list[Problem]:
     try:
         load_price_book(spec.scaling.prices)
@@ -105,9 +93,8 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
         return []
     # Lazily: Ray takes a second to import, and a fault found earlier should not wait for it.
     from rlhfless.fleet.cluster import local_slots
-    from rlhfless.scaling.placement import PlacementError, place
+    from rlhfless.scaling.placement import PlacementError, helpers, place
 
-    functions = [FunctionName.SCORING] + ([FunctionName.REFERENCE] if spec.algorithm.kl.on else [])
     try:
         place(
             spec.placement,
@@ -115,7 +102,7 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
             generation_actors=spec.scaling.generation.max_actors,
             slots_per_actor=spec.generation.engine.tensor_parallel_size,
             learner_ranks=spec.learner.ranks,
-            functions=functions,
+            functions=helpers(spec),
         )
     except PlacementError as error:
         return [Problem("placement", str(error))]
@@ -205,9 +192,4 @@ def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> l
             f"learner.micro_batch_tokens: {spec.learner.micro_batch_tokens} is below the longest sequence of "
             f"{max_model_len} tokens; such a sequence gets a pass of its own, and more memory"
         )
-    warnings += [
-        f"rewards.{index}: no response is longer than free_tokens ({reward.free_tokens}), so it is always 0"
-        for index, reward in enumerate(spec.rewards)
-        if isinstance(reward, LengthPenaltySpec) and reward.free_tokens >= generation.max_tokens
-    ]
-    return warnings
+    return [*warnings, *reward_warnings(spec)]

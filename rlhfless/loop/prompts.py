@@ -226,7 +226,8 @@ def _check_length(row: Row, tokens: int, max_context_tokens: int | None, faults:
 
 
 def _other_columns(row: Row, spec: PromptsSpec) -> dict[str, Any]:
-    return {name: value for name, value in row.values.items() if name != spec.prompt_field}
+    """A prompt that a chat template renders stays among them as it was written: rewards may want it so."""
+    return {name: value for name, value in row.values.items() if name != spec.prompt_field or spec.chat_template}
 
 
 def _split(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:

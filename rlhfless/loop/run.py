@@ -16,7 +16,8 @@ from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
-from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoreGroups
+from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoredGroups, ScoreGroups
+from rlhfless.loop.failures import added_up
 from rlhfless.loop.generation import Draw, GenerationStage, sampling_of
 from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger
@@ -26,7 +27,6 @@ from rlhfless.records import (
     Group,
     Prompt,
     PublishedWeights,
-    Score,
     StepRecord,
     Work,
 )
@@ -52,6 +52,7 @@ class Run:
     held_out: Sequence[Prompt]
     generation: Pool
     scoring: Keeper
+    reward_model: Keeper | None
     reference: Keeper | None
     learner: Pool
     ledger: Ledger
@@ -73,7 +74,7 @@ class Run:
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The pools of all functions of this run."""
-        keepers = [keeper.pool for keeper in (self.scoring, self.reference) if keeper]
+        keepers = [keeper.pool for keeper in (self.scoring, self.reward_model, self.reference) if keeper]
         return (self.generation, *keepers, self.learner)
 
     def call(self, step: int) -> Call:
@@ -178,9 +179,13 @@ class Run:
     def scoring_of(self, call: Call) -> ScoreGroups:
         """The scoring stage of a step. A replica that was released is started again, at a recorded price."""
 
-        async def score(groups: Sequence[Group]) -> Sequence[Sequence[Score]]:
-            replica = await self.scoring.ready()
-            return await self._work(replica, Work.SCORE, "score", call, groups)
+        async def parts(keeper: Keeper, groups: Sequence[Group]) -> ScoredGroups:
+            return await self._work(await keeper.ready(), Work.SCORE, "score", call, groups)
+
+        async def score(groups: Sequence[Group]) -> ScoredGroups:
+            keepers = [keeper for keeper in (self.scoring, self.reward_model) if keeper]
+            scored = await together(*(parts(keeper, groups) for keeper in keepers))
+            return added_up(groups, scored, self.spec.scoring)
 
         return score
 
@@ -200,7 +205,7 @@ class Run:
 
     def release_idle(self, step: int) -> None:
         """Scoring and reference have done their work of this step: keep them warm or release them."""
-        for keeper in (self.scoring, self.reference):
+        for keeper in (self.scoring, self.reward_model, self.reference):
             if keeper is not None:
                 keeper.idle(step)
 
@@ -220,7 +225,9 @@ class Run:
 
     async def learn(self, call: Call, batch: PackedBatch) -> Mapping[str, float]:
         """The optimiser steps of one training step."""
-        return await self._work(self._the_learner, Work.LEARN, "learn", call, batch, self.spec.mini_batches)
+        # Fewer where dropped samples leave fewer groups.
+        mini_batches = min(self.spec.mini_batches, batch.denominators.groups)
+        return await self._work(self._the_learner, Work.LEARN, "learn", call, batch, mini_batches)
 
     async def publish(self, call: Call, *, perturbed: bool = False) -> PublishedWeights:
         """Write the learner's weights, or a perturbed version of them, to the store, as those of `call`'s step."""

@@ -9,6 +9,7 @@ import numpy as np
 from rlhfless.algorithms.advantages import with_grpo_advantages
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.loop.experience import Experience, collect
+from rlhfless.loop.failures import without_failures
 from rlhfless.loop.run import Run
 from rlhfless.loop.summary import step_metrics
 from rlhfless.records import StepRecord
@@ -25,14 +26,15 @@ async def train_step(run: Run, step: int) -> StepRecord:
     groups = run.generate(draw)
     experience = await collect(groups, run.scoring_of(call), run.reference_of(call))
     run.release_idle(step)
-    batch = assemble(experience)
+    kept = without_failures(experience, run.spec.scoring, step)
+    batch = assemble(kept)
     if run.spec.mini_batches > 1:
         # With one mini-batch the old policy is the current one, and the learner knows its logprobs already.
         batch = batch.with_old_logprobs(await run.evaluate(call, batch))
-    batch = with_grpo_advantages(batch, rewards_of(experience), run.spec.algorithm)
+    batch = with_grpo_advantages(batch, rewards_of(kept), run.spec.algorithm)
     learned = await run.learn(call, batch)
     run.published = await run.publish(call)
-    record = StepRecord(step, start_s, time.time(), step_metrics(run, step, experience, learned, start_s))
+    record = StepRecord(step, start_s, time.time(), step_metrics(run, step, experience, kept, learned, start_s))
     await run.close_step(record, experience)
     return record
 

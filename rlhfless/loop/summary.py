@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
 
 def step_metrics(
-    run: Run, step: int, experience: Experience, learned: Mapping[str, float], start_s: float
+    run: Run, step: int, experience: Experience, kept: Experience, learned: Mapping[str, float], start_s: float
 ) -> dict[str, float]:
-    """All metrics of a step that ends now."""
+    """All metrics of a step that ends now. `kept` is what of the experience was trained on."""
     times = run.ledger.step_times(step, start_s, time.time())
     seconds = times.phases_s
     generation_s = seconds[Phase.GENERATION]
     rollouts = [rollout for group in experience.groups for rollout in group.rollouts]
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     prompt_tokens = np.array([len(g.prompt.token_ids) for g in experience.groups for _ in g.rollouts])
-    same = [len({score.total for score in group}) == 1 for group in experience.scores]
+    signal = sum(len({score.total for score in group}) > 1 for group in kept.scores)
     return {
-        **reward_metrics([score for group in experience.scores for score in group]),
-        "groups_without_signal": float(np.mean(same)),
+        **reward_metrics([score for group in kept.scores for score in group]),
+        "failed_rewards": float(sum(bool(score.failures) for group in experience.scores for score in group)),
+        "groups_without_signal": 1 - signal / len(experience.groups),
         "prompt_tokens_mean": float(prompt_tokens.mean()),
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": float(lengths.max()),
@@ -55,10 +56,14 @@ def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
     return {
         "reward_mean": float(totals.mean()),
         "reward_std": float(totals.std()),
-        **{f"reward/{part}": mean_part(scores, part) for part in scores[0].parts},
+        **{f"reward/{part}": value for part, value in mean_parts(scores).items()},
     }
 
 
-def mean_part(scores: Sequence[Score], part: str) -> float:
-    """Mean of one part of the reward."""
-    return float(np.mean([score.parts[part] for score in scores]))
+def mean_parts(scores: Sequence[Score]) -> dict[str, float]:
+    """Mean of each part of the reward, over the samples that have it; a part that none has is left out."""
+    values: dict[str, list[float]] = {}
+    for score in scores:
+        for part, value in score.parts.items():
+            values.setdefault(part, []).append(value)
+    return {part: float(np.mean(those)) for part, those in values.items()}

@@ -11,6 +11,8 @@ class FunctionName(StrEnum):
 
     GENERATION = "generation"
     SCORING = "scoring"
+    REWARD_MODEL = "reward_model"
+    """The part of scoring that runs a network."""
     REFERENCE = "reference"
     LEARNER = "learner"
 

@@ -78,6 +78,13 @@ class Score:
 
     total: float
     parts: Mapping[str, float]
+    """By name, before their weights. Those that failed are missing, or 0 if the spec says so."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Why parts failed, by their names."""
+
+    def plus(self, other: Score) -> Score:
+        """The score of both: other parts of the same rollout."""
+        return Score(self.total + other.total, {**self.parts, **other.parts}, {**self.failures, **other.failures})
 
 
 @dataclass(frozen=True, slots=True)

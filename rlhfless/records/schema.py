@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from rlhfless.spec.errors import UserError
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 
 NAME_KEY = b"rlhfless.table"
 """Parquet metadata: the name of the table."""
@@ -83,6 +83,7 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
                 "cached_tokens": pa.int32(),
                 "reward": pa.float64(),
                 "reward_parts": pa.map_(pa.string(), pa.float64()),
+                "reward_failures": pa.map_(pa.string(), pa.string()),
                 "finish_reason": pa.string(),
                 "version_spans": pa.list_(_VERSION_SPAN),
                 "actor": pa.string(),

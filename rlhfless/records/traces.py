@@ -75,6 +75,7 @@ class TracedRollout:
     cached_tokens: int
     reward: float
     reward_parts: Mapping[str, float]
+    reward_failures: Mapping[str, str]  # part to cause; empty as a rule
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     actor: str
@@ -148,6 +149,7 @@ class TraceWriter:
                 rollout.cached_tokens,
                 score.total,
                 list(score.parts.items()),
+                list(score.failures.items()),
                 rollout.finish_reason,
                 [(span.version, span.start, span.end) for span in rollout.version_spans],
                 rollout.actor,

@@ -1,6 +1,4 @@
-"""Rewards: the built-in ones, your own Python callables, and their weighted sum."""
+from rlhfless.rewards.combine import Rewards, checker, combined
+from rlhfless.rewards.protocol import Failed, Outcome, RewardError, Sample
 
-from rlhfless.rewards.combine import Part, Rewards, build, make
-from rlhfless.rewards.protocol import Reward, RewardError, Sample
-
-__all__ = ["Part", "Reward", "RewardError", "Rewards", "Sample", "build", "make"]
+__all__ = ["Failed", "Outcome", "RewardError", "Rewards", "Sample", "checker", "combined"]

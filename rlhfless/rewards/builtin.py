@@ -1,36 +1,38 @@
-"""The built-in rewards. Pure functions of the response and its row; nothing here waits.
-
-Deliberately left out: a time limit on regular expressions. `re` holds the interpreter while it matches, so a
-pattern that backtracks without end stalls the scoring function until its own call times out.
-"""
+"""Rewards that are pure functions of the response and its row. They run in the scoring function's own process."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import regex
 
 from rlhfless.records import Prompt
-from rlhfless.rewards.protocol import RewardError, Sample, column_problems, quote
-from rlhfless.spec import ExactMatchSpec, LengthPenaltySpec, RegexSpec
+from rlhfless.rewards.protocol import (
+    LocalReward,
+    RewardError,
+    Sample,
+    Unscorable,
+    answer_of,
+    column_problems,
+    is_answer,
+)
+from rlhfless.spec import ExactMatchSpec, FormatSpec, LengthPenaltySpec, RegexSpec
 
 
 @dataclass(frozen=True)
-class ExactMatch:
+class ExactMatch(LocalReward):
     """1 if the response equals the answer column, else 0."""
 
     spec: ExactMatchSpec
 
-    async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        return [float(self._matches(sample)) for sample in samples]
+    def value(self, sample: Sample) -> float:
+        expected = answer_of(sample, self.spec.answer_field)
+        return float(self._normal(sample.response) == self._normal(expected))
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        return column_problems(self.spec.answer_field, prompts, _is_answer)
-
-    def _matches(self, sample: Sample) -> bool:
-        expected = _answer(self.spec.label, self.spec.answer_field, sample)
-        return self._normal(sample.response) == self._normal(expected)
+        return column_problems(self.spec.answer_field, prompts, is_answer)
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self.spec.strip else text
@@ -38,57 +40,68 @@ class ExactMatch:
 
 
 @dataclass(frozen=True)
-class Regex:
+class Regex(LocalReward):
     """1 if the pattern is found and, if asked for, its first group equals the answer column, else 0.
 
-    Group and answer are compared without white space at their ends.
+    Group and answer are compared without white space at their ends. The package `regex` matches as `re` does, and
+    can be given a time limit. Raises RewardError for the rare pattern that it reads otherwise than `re`.
     """
 
     spec: RegexSpec
 
-    async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        return [float(self._matches(sample)) for sample in samples]
+    def __post_init__(self) -> None:
+        try:
+            regex.compile(self.spec.pattern)
+        except regex.error as error:
+            raise RewardError(self.spec.label, f"not a pattern of the package `regex`: {error}") from error
+
+    def value(self, sample: Sample) -> float:
+        look = regex.fullmatch if self.spec.full_match else regex.search
+        try:
+            match = look(self.spec.pattern, sample.response, timeout=self.spec.timeout_s)
+        except TimeoutError:
+            raise Unscorable(f"the match took longer than timeout_s ({self.spec.timeout_s:g} s)") from None
+        if match is None or self.spec.answer_field is None:
+            return float(match is not None)
+        expected = answer_of(sample, self.spec.answer_field)
+        return float(match[1] is not None and match[1].strip() == expected.strip())
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         field = self.spec.answer_field
-        return [] if field is None else column_problems(field, prompts, _is_answer)
-
-    def _matches(self, sample: Sample) -> bool:
-        look = re.fullmatch if self.spec.full_match else re.search
-        match = look(self.spec.pattern, sample.response)
-        if match is None or self.spec.answer_field is None:
-            return match is not None
-        expected = _answer(self.spec.label, self.spec.answer_field, sample)
-        return match[1] is not None and match[1].strip() == expected.strip()
+        return [] if field is None else column_problems(field, prompts, is_answer)
 
 
 @dataclass(frozen=True)
-class LengthPenalty:
-    """The soft overlong penalty of DAPO (arXiv 2503.14476, eq. 13)."""
+class Format(LocalReward):
+    """1 if the tags stand in the response, each once and in order, with text in each; else 0."""
 
-    spec: LengthPenaltySpec
+    spec: FormatSpec
 
-    async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        return [self._penalty(sample.response_tokens) for sample in samples]
+    def value(self, sample: Sample) -> float:
+        tags = self.spec.tags
+        text = f"<{tags[0]}>{sample.response}" if self.spec.opened else sample.response
+        # With the tags as a group, `split` gives text, tag, text, tag, ..., text.
+        parts = re.split(f"(</?(?:{'|'.join(map(re.escape, tags))})>)", text)
+        found, between = parts[1::2], parts[0::2]
+        wanted = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+        inside, outside = between[1::2], between[0::2]
+        tidy = not self.spec.only or not "".join(outside).strip()
+        return float(found == wanted and tidy and all(part.strip() for part in inside))
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002 (needs no column)
         return []
 
-    def _penalty(self, response_tokens: int) -> float:
+
+@dataclass(frozen=True)
+class LengthPenalty(LocalReward):
+    """The soft overlong penalty of DAPO (arXiv 2503.14476, eq. 13)."""
+
+    spec: LengthPenaltySpec
+
+    def value(self, sample: Sample) -> float:
         """0 up to `free_tokens`, then falling linearly to -1 at `max_tokens`."""
         free, most = self.spec.free_tokens, self.spec.max_tokens
-        return 0.0 - min(1.0, max(0, response_tokens - free) / (most - free))
+        return 0.0 - min(1.0, max(0, sample.response_tokens - free) / (most - free))
 
-
-def _is_answer(value: Any) -> bool:
-    """Texts and numbers can be compared with a response; lists, mappings and null cannot."""
-    return isinstance(value, str | int | float)
-
-
-def _answer(reward: str, field: str, sample: Sample) -> str:
-    value = sample.columns.get(field)
-    if not _is_answer(value):
-        raise RewardError(
-            reward, f"the column `{field}` must be a text or a number, got {quote(str(value))}, for {sample}"
-        )
-    return str(value)
+    def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002 (needs no column)
+        return []

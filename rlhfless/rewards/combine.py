@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhfless.records import Prompt, Score
-from rlhfless.rewards.builtin import ExactMatch, LengthPenalty, Regex
-from rlhfless.rewards.protocol import Reward, RewardError, Sample
-from rlhfless.rewards.python import PythonReward, all_of
-from rlhfless.spec import ExactMatchSpec, LengthPenaltySpec, RegexSpec, RewardSpec
+from rlhfless.records import Score
+from rlhfless.rewards.builtin import ExactMatch, Format, LengthPenalty, Regex
+from rlhfless.rewards.http import HttpReward
+from rlhfless.rewards.protocol import Checked, Failed, Outcome, Report, Reward, Sample
+from rlhfless.rewards.tasks import all_of
+from rlhfless.rewards.verifiers import VerifierSpec, verifier
+from rlhfless.rewards.workers import Workers
+from rlhfless.spec import (
+    ExactMatchSpec,
+    FormatSpec,
+    HttpSpec,
+    LengthPenaltySpec,
+    OnFailure,
+    RegexSpec,
+    RewardModelSpec,
+    RewardSpec,
+    ScoringSpec,
+)
+
+LocalSpec = ExactMatchSpec | RegexSpec | FormatSpec | LengthPenaltySpec | HttpSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,52 +37,99 @@ class Part:
     reward: Reward
 
 
-@dataclass(frozen=True, slots=True)
 class Rewards:
-    """The weighted sum of the parts."""
+    """The weighted sum of the parts that need no network of their own.
 
-    parts: tuple[Part, ...]
+    Use `start` before the first samples and `close` after the last, for the worker processes.
+    """
+
+    def __init__(self, specs: Sequence[RewardSpec], scoring: ScoringSpec) -> None:
+        """Parts of type reward_model are left out: they have a replica of their own."""
+        own = [spec for spec in specs if not isinstance(spec, RewardModelSpec)]
+        isolated = [spec for spec in own if isinstance(spec, VerifierSpec)]
+        self._scoring = scoring
+        self._workers = Workers(isolated, scoring.workers) if isolated else None
+        self._parts = tuple(Part(spec.label, spec.weight, self._reward(spec, isolated)) for spec in own)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The worker processes."""
+        return self._workers.pids if self._workers else ()
+
+    async def start(self) -> None:
+        """Start the workers. Raises RewardError if a reward cannot be made."""
+        if self._workers:
+            await self._workers.start()
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._workers:
+            self._workers.close()
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """One Score per sample, in their order; its parts are not weighted. Raises RewardError."""
-        columns = await all_of([_values(part, samples) for part in self.parts])
-        names = [part.name for part in self.parts]
-        weights = [part.weight for part in self.parts]
-        return [
-            Score(
-                total=sum(weight * value for weight, value in zip(weights, values, strict=True)),
-                parts=dict(zip(names, values, strict=True)),
-            )
-            for values in zip(*columns, strict=True)
-        ]
+        """One Score per sample, in their order, within `scoring.timeout_s`."""
+        columns = await all_of([self._column(part.reward, samples) for part in self._parts])
+        weights = {part.name: part.weight for part in self._parts}
+        return combined(weights, columns, len(samples), self._scoring.on_failure)
 
-    def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Why samples of these prompts could not be scored. Nothing is called."""
-        return [f"reward {part.name!r}: {problem}" for part in self.parts for problem in part.reward.problems(prompts)]
+    async def _column(self, reward: Reward, samples: Sequence[Sample]) -> list[Outcome]:
+        found: dict[int, Outcome] = {}
+        limit_s = self._scoring.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await reward(samples, found.__setitem__)
+        except TimeoutError:
+            late = Failed(f"not scored within scoring.timeout_s ({limit_s:g} s)")
+            return [found.get(index, late) for index in range(len(samples))]
+        return [found[index] for index in range(len(samples))]
 
-
-def make(spec: RewardSpec) -> Part:
-    """One reward of a spec. Raises RewardError, such as for a target that cannot be imported."""
-    return Part(spec.label, spec.weight, _reward(spec))
-
-
-def build(specs: Sequence[RewardSpec]) -> Rewards:
-    """All rewards of a spec. Raises RewardError."""
-    return Rewards(tuple(make(spec) for spec in specs))
+    def _reward(self, spec: LocalSpec | VerifierSpec, isolated: Sequence[VerifierSpec]) -> Reward:
+        if not isinstance(spec, VerifierSpec):
+            return _local(spec)
+        assert self._workers is not None
+        return _InWorkers(self._workers, isolated.index(spec))
 
 
-def _reward(spec: RewardSpec) -> Reward:
+@dataclass(frozen=True, slots=True)
+class _InWorkers:
+    """A verifier, as the scoring function calls it."""
+
+    workers: Workers
+    number: int
+
+    async def __call__(self, samples: Sequence[Sample], report: Report) -> None:
+        if samples:
+            await self.workers.score(self.number, samples, report)
+
+
+def combined(
+    weights: Mapping[str, float], columns: Sequence[Sequence[Outcome]], samples: int, on_failure: OnFailure
+) -> list[Score]:
+    """One Score per sample from a column of outcomes per part, in the order of `weights` (part to weight)."""
+    scores = []
+    for index in range(samples):
+        outcomes = dict(zip(weights, (column[index] for column in columns), strict=True))
+        failures = {name: outcome.cause for name, outcome in outcomes.items() if isinstance(outcome, Failed)}
+        parts = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, Failed)}
+        total = sum(weights[name] * value for name, value in parts.items())
+        if on_failure == "zero":
+            parts |= dict.fromkeys(failures, 0.0)
+        scores.append(Score(total, parts, failures))
+    return scores
+
+
+def checker(spec: LocalSpec | VerifierSpec) -> Checked:
+    """What can be asked for problems before a run. Raises RewardError if the reward cannot be made."""
+    return verifier(spec) if isinstance(spec, VerifierSpec) else _local(spec)
+
+
+def _local(spec: LocalSpec) -> ExactMatch | Regex | Format | LengthPenalty | HttpReward:
     if isinstance(spec, ExactMatchSpec):
         return ExactMatch(spec)
     if isinstance(spec, RegexSpec):
         return Regex(spec)
+    if isinstance(spec, FormatSpec):
+        return Format(spec)
     if isinstance(spec, LengthPenaltySpec):
         return LengthPenalty(spec)
-    return PythonReward(spec)
-
-
-async def _values(part: Part, samples: Sequence[Sample]) -> list[float]:
-    values = await part.reward(samples)
-    if len(values) != len(samples):
-        raise RewardError(part.name, f"gave {len(values)} numbers for {len(samples)} samples")
-    return values
+    return HttpReward(spec)

@@ -1,8 +1,13 @@
-"""What a reward is: samples in, one number each out."""
+"""What a reward is: samples in, one outcome each out, a finite number or the reason why there is none.
+
+There are two kinds. A `Reward` is called by the scoring function in its own process; it never blocks for long. A
+`Verifier` runs code that may block, hang or crash: it lives in worker processes (rlhfless.rewards.workers), and says
+what it is about to do before it does it, so that its parent knows whom to blame for its death.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,20 +35,84 @@ class Sample:
         return f"sample {self.sample_index} of prompt {self.prompt_id!r} (response {quote(self.response)})"
 
 
-class Reward(Protocol):
-    """Scores samples. Stateless between calls; several calls may be under way at once."""
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A sample that a reward gave no number for, and why."""
 
-    async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """One finite number per sample, in their order. Raises RewardError."""
-        ...
+    cause: str
+
+
+Outcome = float | Failed
+Report = Callable[[int, Outcome], None]
+"""Called with the index of a sample and its outcome, once per sample, in any order."""
+
+
+class Checked(Protocol):
+    """What both kinds can be asked before anything is scored."""
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         """Why samples of these prompts could not be scored, as far as it shows without calling anything."""
         ...
 
 
+class Reward(Protocol):
+    """Scores samples in the scoring function's own process. Several calls may be under way at once."""
+
+    async def __call__(self, samples: Sequence[Sample], report: Report) -> None:
+        """Report the outcome of every sample. May be cancelled: what is not reported then has failed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A verifier starts on samples, and its next event comes within `limit_s` seconds, or it hangs."""
+
+    indices: tuple[int, ...]
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The outcome of one sample."""
+
+    index: int
+    outcome: Outcome
+
+
+class Verifier(Checked, Protocol):
+    """Scores samples in a worker process, in its main thread, one call at a time."""
+
+    @property
+    def whole(self) -> bool:
+        """It wants all samples that are scored together in one call; else it gets a few at a time."""
+        ...
+
+    def prepare(self) -> None:
+        """Import what is heavy. Called once in each worker."""
+
+    def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
+        """One Done per sample, each after a Begin that names it."""
+        ...
+
+
+class LocalReward:
+    """Base of rewards that are quick and pure: one function of a sample."""
+
+    async def __call__(self, samples: Sequence[Sample], report: Report) -> None:
+        for index, sample in enumerate(samples):
+            report(index, attempt(self.value, sample))
+
+    def value(self, sample: Sample) -> float:
+        """The sample's number. Raises Unscorable."""
+        raise NotImplementedError
+
+
+class Unscorable(Exception):
+    """A sample that a reward can give no number for. The text is the cause."""
+
+
 class RewardError(UserError):
-    """A reward cannot be made, or gave no usable number. Names the reward, the sample and the cause."""
+    """A reward cannot be made, or its failures stop the run. Names the reward and the cause."""
 
     def __init__(self, reward: str, what: str) -> None:
         super().__init__(reward, what)
@@ -54,9 +123,41 @@ class RewardError(UserError):
         return f"reward {self.reward!r}: {self.what}"
 
 
+def attempt(function: Callable[[Sample], float], sample: Sample) -> Outcome:
+    """What a function gives for a sample; Failed if it says that the sample cannot be scored."""
+    try:
+        return function(sample)
+    except Unscorable as error:
+        return Failed(str(error))
+
+
+def pieces(samples: Sequence[Sample], indices: Iterable[int]) -> list[tuple[int, ...]]:
+    """Smaller calls with the samples of one that failed as a whole: one per prompt; with one prompt, one per sample.
+
+    By prompt first, because a reward may compare the samples of a prompt with each other.
+    """
+    groups: dict[str, list[int]] = {}
+    for index in indices:
+        groups.setdefault(samples[index].prompt_id, []).append(index)
+    return [tuple(group) for group in groups.values()] if len(groups) > 1 else [(index,) for index in indices]
+
+
 def quote(text: str) -> str:
     """The text in quotes, cut to what a message can hold."""
     return repr(text if len(text) <= _QUOTED_CHARS else text[: _QUOTED_CHARS - 1] + "…")
+
+
+def is_answer(value: Any) -> bool:
+    """Texts and numbers can be compared with a response; lists, mappings and null cannot."""
+    return isinstance(value, str | int | float)
+
+
+def answer_of(sample: Sample, column: str) -> str:
+    """The expected answer as it is written. Raises Unscorable."""
+    value = sample.columns.get(column)
+    if not is_answer(value):
+        raise Unscorable(f"the column `{column}` must be a text or a number, got {quote(str(value))}")
+    return str(value)
 
 
 def column_problems(column: str, prompts: Sequence[Prompt], usable: Callable[[Any], bool]) -> list[str]:

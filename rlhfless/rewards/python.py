@@ -1,24 +1,32 @@
-"""A user's own callable as a reward.
+"""A user's own callable as a reward, in a worker process.
 
-It is called by keyword with what its signature asks for (docs/rewards.md): per sample, or once with lists.
-Async functions are called for all samples at once. Sync ones run in a thread, one call at a time per reward,
-so that they need not be thread-safe and the loop is never blocked. Each call has a time limit; a thread that
-exceeds it cannot be stopped, but it is a daemon and keeps nothing from ending.
+It is called by keyword with what its signature asks for (docs/rewards.md): per sample, or once with lists. Async
+functions are called for all samples at once. A batch that fails as a whole is called again in smaller pieces, so that
+the samples at fault are found. A sync call that exceeds its time limit takes its worker with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import math
 import numbers
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from rlhfless.records import Prompt
-from rlhfless.rewards.protocol import RewardError, Sample, quote
+from rlhfless.rewards.protocol import (
+    Begin,
+    Done,
+    Failed,
+    Outcome,
+    RewardError,
+    Sample,
+    Unscorable,
+    attempt,
+    pieces,
+    quote,
+)
 from rlhfless.rewards.target import ARGUMENTS, cause, load, signature
 from rlhfless.spec import PythonRewardSpec
 from rlhfless.spec.explain import nearest
@@ -27,6 +35,9 @@ T = TypeVar("T")
 
 # Enough to keep a remote judge busy, few enough not to exhaust sockets.
 _MAX_ASYNC_CALLS = 64
+
+# An async call is given up by its own loop; only one that blocks the loop is left to the parent, after this.
+_GRACE_S = 5.0
 
 
 class PythonReward:
@@ -37,15 +48,29 @@ class PythonReward:
         self._function = load(spec.label, spec.target)
         self._signature = signature(spec.label, spec.target, self._function)
         self._is_async = _is_async(self._function)
-        self._limit = asyncio.Semaphore(_MAX_ASYNC_CALLS if self._is_async else 1)
+        self._runner: asyncio.Runner | None = None
         self._check_kwargs()
 
-    async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        if not samples:
-            return []
+    @property
+    def whole(self) -> bool:
+        return self._spec.batch or self._is_async
+
+    def prepare(self) -> None:
+        """The constructor has imported the function already."""
+
+    def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
+        everything = tuple(range(len(samples)))
         if self._spec.batch:
-            return await self._score_batch(samples)
-        return await all_of([self._score_one(sample) for sample in samples])
+            yield from self._run_batch(samples, everything)
+        elif self._is_async:
+            waves = math.ceil(len(samples) / _MAX_ASYNC_CALLS)
+            yield Begin(everything, waves * self._spec.timeout_s + _GRACE_S)
+            for index, outcome in enumerate(self._await(self._score_together(samples))):
+                yield Done(index, outcome)
+        else:
+            for index, sample in enumerate(samples):
+                yield Begin((index,), self._spec.timeout_s)
+                yield Done(index, attempt(self._score_one, sample))
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         """Required parameters that neither a sample, nor some prompt's columns, nor `kwargs` fill."""
@@ -70,27 +95,52 @@ class PythonReward:
             if not self._signature.takes(name):
                 self._fail(f"`kwargs` has `{name}`, which {self._spec.target!r} does not take")
 
-    async def _score_one(self, sample: Sample) -> float:
-        result = await self._call(self._arguments([sample], lambda values: values[0]), str(sample))
-        if (value := _number(result)) is None:
-            mend = "; for a function that returns a list, set `batch: true`" if _items(result) is not None else ""
-            self._fail(f"returned {quote(repr(result))}, not a finite number, for {sample}{mend}")
-        return value
+    def _score_one(self, sample: Sample) -> float:
+        return self._number_of(self._call(self._arguments([sample], lambda values: values[0])))
 
-    async def _score_batch(self, samples: Sequence[Sample]) -> list[float]:
-        where = f"a batch of {len(samples)} samples, the first of prompt {samples[0].prompt_id!r}"
-        result = await self._call(self._arguments(samples, list), where)
+    async def _score_together(self, samples: Sequence[Sample]) -> list[Outcome]:
+        limit = asyncio.Semaphore(_MAX_ASYNC_CALLS)
+
+        async def score(sample: Sample) -> Outcome:
+            async with limit:
+                try:
+                    result = await self._call_async(self._arguments([sample], lambda values: values[0]))
+                    return self._number_of(result)
+                except Unscorable as error:
+                    return Failed(str(error))
+
+        return await asyncio.gather(*(score(sample) for sample in samples))
+
+    def _run_batch(self, samples: Sequence[Sample], indices: tuple[int, ...]) -> Iterator[Begin | Done]:
+        """One call; if it fails as a whole, one for each of its pieces, down to single samples."""
+        yield Begin(indices, self._spec.timeout_s + (_GRACE_S if self._is_async else 0))
+        try:
+            outcomes = self._score_batch([samples[index] for index in indices])
+        except Unscorable as error:
+            if len(indices) == 1:
+                yield Done(indices[0], Failed(str(error)))
+                return
+            for piece in pieces(samples, indices):
+                yield from self._run_batch(samples, piece)
+        else:
+            for index, outcome in zip(indices, outcomes, strict=True):
+                yield Done(index, outcome)
+
+    def _score_batch(self, samples: Sequence[Sample]) -> list[Outcome]:
+        arguments = self._arguments(samples, list)
+        result = self._await(self._call_async(arguments)) if self._is_async else self._call(arguments)
         items = _items(result)
         if items is None:
-            self._fail(f"returned {quote(repr(result))} for {where}; with `batch: true` it must return a list")
+            raise Unscorable(f"returned {quote(repr(result))}; with `batch: true` it must return a list")
         if len(items) != len(samples):
-            self._fail(f"returned {len(items)} numbers for {where}: one per sample is needed")
-        values = []
-        for item, sample in zip(items, samples, strict=True):
-            if (value := _number(item)) is None:
-                self._fail(f"returned {quote(repr(item))}, not a finite number, for {sample}")
-            values.append(value)
-        return values
+            raise Unscorable(f"returned {len(items)} numbers for {len(samples)} samples: one per sample is needed")
+        return [Failed(_no_number(item)) if (value := _number(item)) is None else value for item in items]
+
+    def _number_of(self, result: Any) -> float:
+        if (value := _number(result)) is None:
+            mend = "; for a function that returns a list, set `batch: true`" if _items(result) is not None else ""
+            raise Unscorable(f"{_no_number(result)}{mend}")
+        return value
 
     def _arguments(self, samples: Sequence[Sample], pack: Callable[[list[Any]], Any]) -> dict[str, Any]:
         """Keyword arguments: what the sample has, before `kwargs`, before the columns."""
@@ -101,70 +151,46 @@ class PythonReward:
             arguments[name] = pack([getattr(sample, name) for sample in samples])
         return {name: value for name, value in arguments.items() if self._signature.takes(name)}
 
-    async def _call(self, arguments: Mapping[str, Any], where: str) -> Any:
+    def _call(self, arguments: Mapping[str, Any]) -> Any:
+        try:
+            result = self._function(**arguments)
+        except (Exception, SystemExit) as error:  # whatever the user's function raises
+            raise self._raised(error) from error
+        return self._await(self._finish(result)) if inspect.isawaitable(result) else result
+
+    async def _call_async(self, arguments: Mapping[str, Any]) -> Any:
+        try:
+            result = self._function(**arguments)
+        except (Exception, SystemExit) as error:
+            raise self._raised(error) from error
+        return await self._finish(result)
+
+    async def _finish(self, result: Any) -> Any:
+        """Await what an async function gave, for at most timeout_s."""
         limit_s = self._spec.timeout_s
-        async with self._limit:
-            try:
-                async with asyncio.timeout(limit_s) as clock:
-                    if not self._is_async:
-                        result = await _in_thread(lambda: self._function(**arguments))
-                    else:
-                        result = self._function(**arguments)
-                    return await result if inspect.isawaitable(result) else result
-            except (Exception, SystemExit) as error:  # whatever the user's function raises
-                if isinstance(error, TimeoutError) and clock.expired():
-                    what = f"{self._spec.target!r} took longer than timeout_s ({limit_s:g} s) for {where}"
-                    raise RewardError(self._spec.label, what) from error
-                what = f"{self._spec.target!r} raised {cause(error)} for {where}"
-                raise RewardError(self._spec.label, what) from error
+        try:
+            async with asyncio.timeout(limit_s) as clock:
+                return await result
+        except (Exception, SystemExit) as error:
+            if isinstance(error, TimeoutError) and clock.expired():
+                raise Unscorable(f"{self._spec.target!r} took longer than timeout_s ({limit_s:g} s)") from error
+            raise self._raised(error) from error
+
+    def _raised(self, error: BaseException) -> Unscorable:
+        return Unscorable(f"{self._spec.target!r} raised {cause(error)}")
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the reward's one loop, so that what it keeps between calls (a session) stays usable."""
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(work)
 
     def _fail(self, what: str) -> NoReturn:
         raise RewardError(self._spec.label, what)
 
 
-async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all at once, in order. The first failure cancels the rest and is raised as itself."""
-    tasks: list[asyncio.Task[T]] = []
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks += [group.create_task(each) for each in work]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from failures.exceptions[0].__cause__
-    return [task.result() for task in tasks]
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    """Run a blocking function in a daemon thread of its own.
-
-    Not `asyncio.to_thread`: its threads are joined when the process ends, so one stuck call would keep the
-    process for ever.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Callable[[], T]] = loop.create_future()
-
-    def settle(outcome: Callable[[], T]) -> None:
-        if not done.done():  # cancelled by the time limit
-            done.set_result(outcome)
-
-    def work() -> None:
-        try:
-            result = function()
-        except BaseException as error:  # carried over to the caller, who raises it
-            outcome = _raiser(error)
-        else:
-            outcome = lambda: result  # noqa: E731
-        with contextlib.suppress(RuntimeError):  # the loop was closed after the time limit
-            loop.call_soon_threadsafe(settle, outcome)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return (await done)()
-
-
-def _raiser(error: BaseException) -> Callable[[], Any]:
-    def fail() -> Any:
-        raise error
-
-    return fail
+def _no_number(result: Any) -> str:
+    return f"returned {quote(repr(result))}, not a finite number"
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhfless.records import FunctionName
-from rlhfless.spec import PlacementSpec
+from rlhfless.spec import PlacementSpec, RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,16 @@ class PlacementError(ValueError):
     """The devices do not suffice; the text says what for and how many are there."""
 
 
+def helpers(spec: RunSpec) -> list[FunctionName]:
+    """The functions with one replica that a run has beside generation and learner."""
+    wanted = {
+        FunctionName.SCORING: True,
+        FunctionName.REWARD_MODEL: bool(spec.reward_models),
+        FunctionName.REFERENCE: spec.algorithm.kl.on,
+    }
+    return [function for function, needed in wanted.items() if needed]
+
+
 def place(
     spec: PlacementSpec,
     slots: Sequence[Slot],
@@ -83,8 +93,8 @@ def place(
         ],
         FunctionName.LEARNER: [tuple(learning)],
     }
-    helpers = [f for f in functions if f not in chosen]
-    for offset, function in enumerate(helpers):
+    others = [f for f in functions if f not in chosen]
+    for offset, function in enumerate(others):
         chosen[function] = [(learning[-1 - offset % len(learning)],)]
     if learner_ranks > len(learning) and learning[0].kind != CPU_KIND:
         raise PlacementError(f"learner.ranks is {learner_ranks}, but the learner has {len(learning)} device(s)")

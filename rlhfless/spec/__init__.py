@@ -13,41 +13,53 @@ from rlhfless.spec.fleet import (
 )
 from rlhfless.spec.generation import EngineSpec, GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec
+from rlhfless.spec.reward_services import HttpSpec, RewardModelSpec
+from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
 from rlhfless.spec.rewards import (
     ExactMatchSpec,
+    FormatSpec,
     LengthPenaltySpec,
     PythonRewardSpec,
     RegexSpec,
     RewardSpec,
 )
 from rlhfless.spec.run import CheckpointSpec, EvaluationSpec, LoggingSpec, RunSpec
+from rlhfless.spec.scoring import OnFailure, ScoringSpec
 
 __all__ = [
     "AdamWSpec",
     "AlgorithmSpec",
     "CheckpointSpec",
+    "CodeSpec",
     "DType",
     "EngineSpec",
     "EvaluationSpec",
     "ExactMatchSpec",
+    "FormatSpec",
     "GRPOSpec",
     "GenerationScalingSpec",
     "GenerationSpec",
     "HeldOutSpec",
     "Hold",
+    "HttpSpec",
+    "JsonSchemaSpec",
     "KLSpec",
     "LearnerSpec",
     "LengthPenaltySpec",
     "LoggingSpec",
+    "MathSpec",
     "ModelSpec",
+    "OnFailure",
     "PlacementSpec",
     "PromptsSpec",
     "PythonRewardSpec",
     "RecoverySpec",
     "RegexSpec",
+    "RewardModelSpec",
     "RewardSpec",
     "RunSpec",
     "ScalingSpec",
+    "ScoringSpec",
     "TimeoutsSpec",
     "WeightsSpec",
 ]

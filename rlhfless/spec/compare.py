@@ -28,6 +28,9 @@ MAY_DIFFER = (
     "placement",
     "recovery",
     "scaling",
+    "scoring.max_failed",
+    "scoring.timeout_s",
+    "scoring.workers",
     "timeouts",
     "weights",
 )

@@ -144,8 +144,15 @@ def _resolve_paths(data: dict[str, Any], base: Path) -> None:
         here: Any = data
         for section in sections:
             here = here.get(section) if isinstance(here, dict) else None
-        if isinstance(here, dict) and isinstance(here.get(key), str) and here[key]:
-            here[key] = _absolute(here[key], base)
+        _resolve_path(here, key, base)
+    rewards = data.get("rewards")
+    for part in rewards if isinstance(rewards, list) else []:
+        _resolve_path(part, "path", base)
+
+
+def _resolve_path(section: Any, key: str, base: Path) -> None:
+    if isinstance(section, dict) and isinstance(section.get(key), str) and section[key]:
+        section[key] = _absolute(section[key], base)
 
 
 def _absolute(value: str, base: Path) -> str:

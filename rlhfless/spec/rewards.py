@@ -7,21 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhfless.spec.base import SpecModel
-
-
-class RewardPart(SpecModel):
-    """What all rewards share."""
-
-    name: str | None = None
-    """Name in logs and traces; the type when left out. Names must differ."""
-
-    weight: float = 1.0
-    """Factor in the weighted sum that the algorithm sees."""
-
-    @property
-    def label(self) -> str:
-        return self.name or str(getattr(self, "type", "reward"))
+from rlhfless.spec.reward_services import HttpSpec, RewardModelSpec
+from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
+from rlhfless.spec.scoring import RewardPart
 
 
 class ExactMatchSpec(RewardPart):
@@ -46,6 +34,8 @@ class RegexSpec(RewardPart):
     """The whole response must match."""
     answer_field: str | None = None
     """If given, the first group of the match must equal this column."""
+    timeout_s: Annotated[float, Field(gt=0)] = 1.0
+    """Longest time one match may take: a pattern can backtrack for ever."""
 
     @field_validator("pattern")
     @classmethod
@@ -61,6 +51,28 @@ class RegexSpec(RewardPart):
         if self.answer_field is not None and re.compile(self.pattern).groups < 1:
             raise ValueError("`answer_field` needs a pattern with a group, such as `answer: (.*)`")
         return self
+
+
+class FormatSpec(RewardPart):
+    """1 if the response is made of the tags, each once and in this order, with text in each; else 0."""
+
+    type: Literal["format"]
+    tags: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")], ...], Field(min_length=1)] = (
+        "think",
+        "answer",
+    )
+    """`<think>...</think> <answer>...</answer>`, as in the recipes that follow DeepSeek-R1 (arXiv 2501.12948)."""
+    opened: bool = False
+    """The prompt already ends with the first opening tag, as many chat templates do: the response starts within."""
+    only: bool = True
+    """Nothing but white space may stand outside the tags."""
+
+    @field_validator("tags")
+    @classmethod
+    def _differ(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(tags)) < len(tags):
+            raise ValueError("a tag occurs twice; each may stand in the response once")
+        return tags
 
 
 class LengthPenaltySpec(RewardPart):
@@ -101,4 +113,17 @@ class PythonRewardSpec(RewardPart):
         return target
 
 
-RewardSpec = Annotated[ExactMatchSpec | RegexSpec | LengthPenaltySpec | PythonRewardSpec, Field(discriminator="type")]
+RewardSpec = Annotated[
+    ExactMatchSpec
+    | RegexSpec
+    | FormatSpec
+    | LengthPenaltySpec
+    | MathSpec
+    | CodeSpec
+    | JsonSchemaSpec
+    | HttpSpec
+    | RewardModelSpec
+    | PythonRewardSpec,
+    Field(discriminator="type"),
+]
+"""Rewards: the built-in ones, your own Python callables, and their weighted sum."""

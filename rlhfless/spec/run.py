@@ -12,7 +12,9 @@ from rlhfless.spec.data import ModelSpec, PromptsSpec
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
 from rlhfless.spec.generation import GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec
+from rlhfless.spec.reward_services import RewardModelSpec
 from rlhfless.spec.rewards import RewardSpec
+from rlhfless.spec.scoring import ScoringSpec
 
 
 class EvaluationSpec(SpecModel):
@@ -67,6 +69,7 @@ class RunSpec(SpecModel):
     model: ModelSpec
     prompts: PromptsSpec
     rewards: Annotated[tuple[RewardSpec, ...], Field(min_length=1)]
+    scoring: ScoringSpec = ScoringSpec()
     algorithm: AlgorithmSpec = GRPOSpec()
     generation: GenerationSpec = GenerationSpec()
 
@@ -103,6 +106,20 @@ class RunSpec(SpecModel):
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}, but the baseline of {self.algorithm.type} "
                 "is the mean of the group, so every advantage would be 0; set it to 2 or more"
+            )
+        return self
+
+    @property
+    def reward_models(self) -> tuple[RewardModelSpec, ...]:
+        """The rewards that have a replica of their own."""
+        return tuple(part for part in self.rewards if isinstance(part, RewardModelSpec))
+
+    @model_validator(mode="after")
+    def _scoring_ends_before_its_call(self) -> RunSpec:
+        if self.scoring.timeout_s >= self.timeouts.call_s:
+            raise ValueError(
+                f"scoring.timeout_s ({self.scoring.timeout_s:g}) must be below timeouts.call_s "
+                f"({self.timeouts.call_s:g}): a slow reward would stop the run instead of losing its samples"
             )
         return self
 

@@ -83,6 +83,7 @@ METRICS = _table(
         Metric("reward_mean", Unit.NONE, "Mean reward of the step's rollouts"),
         Metric("reward_std", Unit.NONE, "Standard deviation of the reward over the step's rollouts"),
         Metric("reward", Unit.NONE, "Mean of one part of the reward, before its weight", label="part"),
+        Metric("failed_rewards", Unit.NONE, "Samples of the step with a reward that failed"),
         Metric("eval", Unit.NONE, "A figure of the evaluation on held-out prompts", label="name"),
         Metric("groups_without_signal", _RATIO, "Groups whose rewards are all equal: their advantage is 0"),
         Metric("prompt_tokens_mean", _TOKENS, "Mean prompt length"),

@@ -9,7 +9,9 @@ from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save_file
 from transformers import AutoConfig
 
+from rlhfless.loop import reward_checks
 from rlhfless.loop.preflight import preflight
+from rlhfless.rewards.code import Protection
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 
@@ -274,3 +276,25 @@ def test_a_price_book_that_cannot_be_read(fault, tmp_path):
     message = fault(scaling={"prices": str(tmp_path / "prices.yaml")})
     assert "scaling.prices: " in message
     assert "should be a list, got 3" in message
+
+
+def test_a_reward_model_that_cannot_be_read_or_is_none(fault, model_folder, tmp_path):
+    reward = {"type": "reward_model", "name": "judge"}
+    message = fault(rewards=[{**reward, "path": str(tmp_path / "none")}])
+    assert "rewards.0: reward 'judge': cannot read the configuration of" in message
+    message = fault(rewards=[{**reward, "path": str(model_folder)}])
+    assert (
+        f"rewards.0: reward 'judge': {str(model_folder)!r} has 2 labels; a reward model has one, its score" in message
+    )
+
+
+def test_code_that_the_kernel_cannot_hold_is_warned_of(check, write_rows, monkeypatch):
+    write_rows([{"prompt": f"w{i}", "tests": "assert f(1)"} for i in range(8)])
+    monkeypatch.setattr(reward_checks, "protection", lambda: Protection(network=False, processes=True))
+    (warning,) = check(rewards=[{"type": "code"}]).warnings
+    assert warning.startswith("rewards.0: code that the policy writes can reach the network here")
+
+
+def test_scoring_that_outlasts_its_own_call_is_refused(check):
+    with pytest.raises(ValueError, match=r"scoring\.timeout_s \(300\) must be below timeouts\.call_s \(100\)"):
+        check(timeouts={"call_s": 100})

@@ -93,6 +93,7 @@ def test_chat_messages_and_plain_texts_are_rendered(load, write_rows, chat_token
     many, one = load(write_rows(given), tokenizer=chat_tokenizer, chat_template=True).train
     assert many.text == "<user> w1 <user> w2 <bot>"
     assert (one.text, one.token_ids) == ("<user> w3 <bot>", (3, 8, 4))
+    assert [many.columns, one.columns] == given, "rewards may want the prompt as it was written"
 
 
 # -- what is refused

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fake_fleet import group
 
+from rlhfless.loop import experience
 from rlhfless.loop.experience import collect
 from rlhfless.records import FloatArray, Group, Score
 
@@ -31,25 +32,46 @@ async def test_a_group_is_scored_and_referred_before_the_last_one_is_drawn() -> 
             first_is_through.set()
         return [[np.full(2, -1.0, np.float32) for _ in g.rollouts] for g in batch]
 
-    experience = await collect(groups(), score, reference)
+    collected = await collect(groups(), score, reference)
     assert scored == ["b", "a"]
-    assert [g.prompt.prompt_id for g in experience.groups] == ["a", "b"]
-    assert experience.reference_logprobs is not None
-    assert len(experience.reference_logprobs) == 2
+    assert [g.prompt.prompt_id for g in collected.groups] == ["a", "b"]
+    assert collected.reference_logprobs is not None
+    assert len(collected.reference_logprobs) == 2
+
+
+async def test_groups_that_come_one_after_the_other_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experience, "WINDOW_S", 60.0)
+    sizes: list[int] = []
+
+    async def groups() -> AsyncIterator[Group]:
+        for name in "abc":
+            yield group(name)
+            await asyncio.sleep(0.01)
+
+    async def score(batch: Sequence[Group]) -> list[list[Score]]:
+        sizes.append(len(batch))
+        return [[Score(0.0, {})] for _ in batch]
+
+    # Much sooner than the window: once generation has ended nothing waits.
+    await asyncio.wait_for(collect(groups(), score, None), 30)
+    assert sizes == [3]
 
 
 async def test_what_has_piled_up_is_one_call() -> None:
     sizes: list[int] = []
+    scoring, piled_up = asyncio.Event(), asyncio.Event()
 
     async def groups() -> AsyncIterator[Group]:
         yield group("a")
-        await asyncio.sleep(0.01)
+        await asyncio.wait_for(scoring.wait(), 10)
         for name in "bcd":
             yield group(name)
+        piled_up.set()
 
     async def slow_score(batch: Sequence[Group]) -> list[list[Score]]:
         sizes.append(len(batch))
-        await asyncio.sleep(0.1)
+        scoring.set()
+        await asyncio.wait_for(piled_up.wait(), 10)
         return [[Score(0.0, {})] for _ in batch]
 
     await collect(groups(), slow_score, None)

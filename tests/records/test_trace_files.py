@@ -67,7 +67,7 @@ ROLLOUT = Rollout(
     finished_s=18.5,
     cached_tokens=16,
 )
-SCORE = Score(total=0.75, parts={"exact_match": 1.0, "length_penalty": -0.25})
+SCORE = Score(0.75, {"exact_match": 1.0, "length_penalty": -0.25}, {"judge": "no answer in 30 s"})
 STEP = StepRecord(1, 10.0, 21.0, {"reward_mean": 0.75, "step_s": 11.0})
 DECISION = Decision(1, 10.5, "plan", "2 actors", {"tokens": 10, "gap_s": 0.5, "warm": True, "hold": "auto"})
 
@@ -94,6 +94,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert (row.step, row.prompt_id, row.sample_index, row.seed) == (1, "p1", 3, 2**62 + 1)
     assert (row.prompt_tokens, row.response_tokens, row.cached_tokens) == (30, 3, 16)
     assert (row.reward, row.reward_parts) == (0.75, {"exact_match": 1.0, "length_penalty": -0.25})
+    assert row.reward_failures == {"judge": "no answer in 30 s"}
     assert row.finish_reason is FinishReason.STOP
     assert row.version_spans == ROLLOUT.version_spans
     assert (row.actor, row.started_s, row.finished_s) == ("generation-0", 11.5, 18.5)
@@ -191,9 +192,9 @@ def rewrite(tmp_path: Path, table: str, change: object) -> Path:
 
 def test_unknown_version_of_a_part_is_refused(tmp_path: Path) -> None:
     write_one_of_each(tmp_path)
-    metadata = {NAME_KEY: b"steps", VERSION_KEY: b"2"}
+    metadata = {NAME_KEY: b"steps", VERSION_KEY: str(TRACE_VERSION + 1).encode()}
     path = rewrite(tmp_path, "steps", lambda table: table.replace_schema_metadata(metadata))
-    with pytest.raises(TraceError, match=f"{path.name} has trace version 2"):
+    with pytest.raises(TraceError, match=f"{path.name} has trace version {TRACE_VERSION + 1}"):
         read_trace(tmp_path)
 
 

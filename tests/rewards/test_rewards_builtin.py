@@ -3,8 +3,8 @@
 import pytest
 
 from rlhfless.records import FinishReason, Prompt
-from rlhfless.rewards import RewardError, Sample, build
-from rlhfless.spec import ExactMatchSpec, LengthPenaltySpec, RegexSpec
+from rlhfless.rewards import RewardError, Rewards, Sample, checker
+from rlhfless.spec import ExactMatchSpec, FormatSpec, LengthPenaltySpec, RegexSpec, ScoringSpec
 
 
 def sample(response, answer="42", tokens=1, **columns):
@@ -15,8 +15,12 @@ def prompt(text="what is 6 x 7?", **columns):
     return Prompt("p", (1, 2), text, columns)
 
 
+async def scores(specs, *samples):
+    return await Rewards(specs, ScoringSpec()).score(samples)
+
+
 async def totals(spec, *samples):
-    return [score.total for score in await build([spec]).score(samples)]
+    return [score.total for score in await scores([spec], *samples)]
 
 
 @pytest.mark.parametrize(
@@ -60,14 +64,12 @@ async def test_length_penalty_falls_linearly_between_its_two_lengths():
 
 
 async def test_the_total_is_the_weighted_sum_and_the_parts_are_not_weighted():
-    rewards = build(
-        [
-            ExactMatchSpec(type="exact_match", weight=2),
-            RegexSpec(type="regex", name="digits", pattern=r"\d", weight=-0.5),
-            LengthPenaltySpec(type="length_penalty", free_tokens=0, max_tokens=10),
-        ]
-    )
-    right, wrong = await rewards.score([sample("42", tokens=5), sample("no", tokens=10)])
+    specs = [
+        ExactMatchSpec(type="exact_match", weight=2),
+        RegexSpec(type="regex", name="digits", pattern=r"\d", weight=-0.5),
+        LengthPenaltySpec(type="length_penalty", free_tokens=0, max_tokens=10),
+    ]
+    right, wrong = await scores(specs, sample("42", tokens=5), sample("no", tokens=10))
     assert right.parts == {"exact_match": 1.0, "digits": 1.0, "length_penalty": -0.5}
     assert right.total == 2 * 1.0 - 0.5 * 1.0 - 0.5
     assert wrong.parts == {"exact_match": 0.0, "digits": 0.0, "length_penalty": -1.0}
@@ -75,28 +77,67 @@ async def test_the_total_is_the_weighted_sum_and_the_parts_are_not_weighted():
 
 
 async def test_no_samples_give_no_scores():
-    assert await build([ExactMatchSpec(type="exact_match")]).score([]) == []
+    assert await scores([ExactMatchSpec(type="exact_match")]) == []
 
 
 def test_a_missing_answer_column_is_found_before_the_run():
-    rewards = build([ExactMatchSpec(type="exact_match", answer_field="anwser")])
-    (problem,) = rewards.problems([prompt(answer="1"), prompt(answer="2", level=3)])
-    assert "reward 'exact_match'" in problem
+    reward = checker(ExactMatchSpec(type="exact_match", answer_field="anwser"))
+    (problem,) = reward.problems([prompt(answer="1"), prompt(answer="2", level=3)])
     assert "the column `anwser` is missing (columns there: answer)" in problem
     assert "in 2 of 2 prompts" in problem
 
 
 def test_an_answer_that_is_null_in_one_row_is_found_before_the_run():
-    rewards = build([RegexSpec(type="regex", pattern="(.*)", answer_field="answer")])
-    (problem,) = rewards.problems([prompt(answer="1"), prompt("the second", answer=None)])
+    reward = checker(RegexSpec(type="regex", pattern="(.*)", answer_field="answer"))
+    (problem,) = reward.problems([prompt(answer="1"), prompt("the second", answer=None)])
     assert "holds 'None', which cannot be used in 1 of 2 prompts; the first is 'the second'" in problem
 
 
 def test_answers_that_can_be_compared_are_no_problem():
-    rewards = build([ExactMatchSpec(type="exact_match"), RegexSpec(type="regex", pattern="x")])
-    assert rewards.problems([prompt(answer="1"), prompt(answer=2), prompt(answer=2.5)]) == []
+    prompts = [prompt(answer="1"), prompt(answer=2), prompt(answer=2.5)]
+    for spec in (ExactMatchSpec(type="exact_match"), RegexSpec(type="regex", pattern="x")):
+        assert checker(spec).problems(prompts) == []
 
 
-async def test_an_unusable_answer_at_run_time_names_reward_column_and_sample():
-    with pytest.raises(RewardError, match=r"reward 'exact_match': the column `answer` .* got .*of prompt ''"):
-        await totals(ExactMatchSpec(type="exact_match"), sample("42", answer=["42"]))
+async def test_an_unusable_answer_at_run_time_marks_its_sample():
+    bad, good = await scores([ExactMatchSpec(type="exact_match")], sample("42", answer=["42"]), sample("42"))
+    assert bad.failures == {"exact_match": "the column `answer` must be a text or a number, got \"['42']\""}
+    assert (good.total, good.failures) == (1.0, {})
+
+
+async def test_a_pattern_that_backtracks_for_ever_marks_its_sample():
+    spec = RegexSpec(type="regex", pattern=r"(a|aa)+$", timeout_s=0.1)
+    bad, good = await scores([spec], sample("a" * 60 + "b"), sample("aa"))
+    assert bad.failures == {"regex": "the match took longer than timeout_s (0.1 s)"}
+    assert good.total == 1.0
+
+
+def test_a_pattern_that_the_matcher_reads_otherwise_is_refused():
+    with pytest.raises(RewardError, match="reward 'regex': not a pattern of the package `regex`"):
+        checker(RegexSpec(type="regex", pattern="[[:alpha:]"))
+
+
+R1 = "<think>\n6 x 7 is 42\n</think>\n<answer>42</answer>"
+
+
+@pytest.mark.parametrize(
+    ("options", "response", "expected"),
+    [
+        ({}, R1, 1.0),
+        ({}, f"\n {R1}\n", 1.0),
+        ({}, f"So: {R1}", 0.0),
+        ({"only": False}, f"So: {R1}", 1.0),
+        ({}, R1.replace("\n6 x 7 is 42\n", " "), 0.0),  # empty
+        ({}, R1.replace("</think>", ""), 0.0),
+        ({}, R1 + "<answer>43</answer>", 0.0),  # twice
+        ({}, "<answer>42</answer><think>why</think>", 0.0),
+        ({}, "<think><answer>42</answer></think>", 0.0),
+        ({}, "42", 0.0),
+        ({"opened": True}, R1.removeprefix("<think>"), 1.0),
+        ({"opened": True}, R1, 0.0),
+        ({"tags": ("plan", "think", "answer")}, "<plan>a</plan>" + R1, 1.0),
+        ({"tags": ("answer",), "only": False}, R1, 1.0),
+    ],
+)
+async def test_format(options, response, expected):
+    assert await totals(FormatSpec(type="format", **options), sample(response)) == [expected]

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rlhfless.records import FinishReason
-from rlhfless.rewards import Sample, build
+from rlhfless.rewards import Sample
 from rlhfless.spec import PythonRewardSpec
 
 
@@ -32,18 +32,16 @@ def judge_url():
     server.server_close()
 
 
-async def test_one_of_each_kind(judge_url, request, monkeypatch):
+async def test_one_of_each_kind(judge_url, request, monkeypatch, scored):
     monkeypatch.chdir(request.config.rootpath)
-    rewards = build(
-        [
-            PythonRewardSpec(type="python", name="closeness", target="examples.rewards:closeness"),
-            PythonRewardSpec(type="python", name="variety", target="examples.rewards:variety", batch=True),
-            PythonRewardSpec(type="python", name="judge", target="examples.rewards:judge", kwargs={"url": judge_url}),
-        ]
-    )
+    specs = [
+        PythonRewardSpec(type="python", name="closeness", target="examples.rewards:closeness"),
+        PythonRewardSpec(type="python", name="variety", target="examples.rewards:variety", batch=True),
+        PythonRewardSpec(type="python", name="judge", target="examples.rewards:judge", kwargs={"url": judge_url}),
+    ]
     responses = ["it is 42", "it is 43", "it is 42", "no idea"]
     samples = [Sample("p", text, 3, FinishReason.STOP, {"answer": "42"}, "p", i) for i, text in enumerate(responses)]
-    scores = await rewards.score(samples)
+    scores = await scored(specs, samples)
     assert [score.parts["closeness"] for score in scores] == [1.0, 0.5, 1.0, 0.0]
     assert [score.parts["variety"] for score in scores] == [1 - 1 / 3, 1.0, 1 - 1 / 3, 1.0]
     assert [score.parts["judge"] for score in scores] == [8.0, 8.0, 8.0, 7.0]

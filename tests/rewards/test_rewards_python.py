@@ -1,29 +1,18 @@
-"""A user's own callables: how they are called, and what is said when they are wrong."""
+"""A user's own callables: how they are called, and what is said when they are wrong. In this process; what happens to
+workers is in test_rewards_workers.py."""
 
-import asyncio
 import pickle
-import threading
 
 import numpy as np
 import pytest
 import torch
+from reward_samples import samples_of
 
 from rlhfless.records import FinishReason, Prompt
-from rlhfless.rewards import RewardError, Sample, build
+from rlhfless.rewards import Failed, RewardError, Sample
+from rlhfless.rewards.protocol import Begin, Done
+from rlhfless.rewards.python import PythonReward
 from rlhfless.spec import PythonRewardSpec
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch, request):
-    """Writes a module of the user's, under a name of its own, and gives that name."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def write(source):
-        name = f"user_module_{abs(hash(request.node.nodeid))}"
-        (tmp_path / f"{name}.py").write_text(source)
-        return name
-
-    return write
 
 
 @pytest.fixture
@@ -31,40 +20,42 @@ def reward(module):
     """A reward from the source of a function `score`."""
 
     def make(source, **options):
-        return build([PythonRewardSpec(type="python", name="mine", target=f"{module(source)}:score", **options)])
+        return of(f"{module(source)}:score", **options)
 
     return make
 
 
-def samples(*responses, **columns):
-    return [
-        Sample("the prompt", text, len(text), FinishReason.LENGTH, columns, "p-1", index)
-        for index, text in enumerate(responses)
-    ]
+def of(target, **options):
+    return PythonReward(PythonRewardSpec(type="python", name="mine", target=target, **options))
 
 
-async def values(rewards, given):
-    return [score.parts["mine"] for score in await rewards.score(given)]
+def outcomes(reward, given):
+    found = {event.index: event.outcome for event in reward.run(given) if isinstance(event, Done)}
+    return [found[index] for index in range(len(given))]
 
 
-async def fault(rewards, given):
-    with pytest.raises(RewardError) as caught:
-        await rewards.score(given)
-    return str(caught.value)
+def calls(reward, given):
+    """Which samples each call had."""
+    return [event.indices for event in reward.run(given) if isinstance(event, Begin)]
+
+
+def fault(reward, given):
+    """The cause of the first failure."""
+    return next(outcome.cause for outcome in outcomes(reward, given) if isinstance(outcome, Failed))
 
 
 # -- how it is called
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
-async def test_it_is_called_with_what_its_signature_asks_for(reward, prefix):
+def test_it_is_called_with_what_its_signature_asks_for(reward, prefix):
     signature = "response, *, answer, scale, level=7"
     source = f"{prefix}def score({signature}): return len(response) * scale + answer + level"
     rewards = reward(source, kwargs={"scale": 10})
-    assert await values(rewards, samples("a", "bb", answer=0.5)) == [17.5, 27.5]
+    assert outcomes(rewards, samples_of("a", "bb", answer=0.5)) == [17.5, 27.5]
 
 
-async def test_every_built_in_argument_and_all_columns_by_name(reward):
+def test_every_built_in_argument_and_all_columns_by_name(reward):
     source = """
 def score(prompt, response, response_tokens, finish_reason, prompt_id, sample_index, columns, **rest):
     assert (prompt, response, response_tokens, prompt_id) == ("the prompt", "abc", 3, "p-1")
@@ -72,40 +63,35 @@ def score(prompt, response, response_tokens, finish_reason, prompt_id, sample_in
     assert columns == {"answer": "x", "extra": 1} and rest == {"answer": "x", "extra": 1, "k": 2}
     return 1
 """
-    assert await values(reward(source, kwargs={"k": 2}), samples("abc", answer="x", extra=1)) == [1.0]
+    assert outcomes(reward(source, kwargs={"k": 2}), samples_of("abc", answer="x", extra=1)) == [1.0]
 
 
-async def test_a_column_called_like_a_built_in_argument_is_reached_through_columns(reward):
+def test_a_column_called_like_a_built_in_argument_is_reached_through_columns(reward):
     source = "def score(response, columns): return float(response == 'a' and columns['response'] == 'column')"
     given = [Sample("p", "a", 1, FinishReason.STOP, {"response": "column"})]
-    assert await values(reward(source), given) == [1.0]
+    assert outcomes(reward(source), given) == [1.0]
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
-async def test_a_batch_gets_lists_under_the_same_names(reward, prefix):
+def test_a_batch_gets_lists_under_the_same_names(reward, prefix):
     source = f"""
 {prefix}def score(prompt, response, answer, scale):
     assert prompt == ["the prompt"] * 3 and answer == ["x"] * 3
     return [scale * len(each) for each in response]
 """
     rewards = reward(source, batch=True, kwargs={"scale": 2})
-    assert await values(rewards, samples("a", "bb", "ccc", answer="x")) == [2.0, 4.0, 6.0]
+    assert outcomes(rewards, samples_of("a", "bb", "ccc", answer="x")) == [2.0, 4.0, 6.0]
 
 
-async def test_a_batch_fills_columns_that_some_rows_lack_with_none(reward):
-    given = [*samples("a", level=1), *samples("b")]
-    assert await values(reward("def score(level): return [x or -1 for x in level]", batch=True), given) == [
+def test_a_batch_fills_columns_that_some_rows_lack_with_none(reward):
+    given = [*samples_of("a", level=1), *samples_of("b")]
+    assert outcomes(reward("def score(level): return [x or -1 for x in level]", batch=True), given) == [
         1,
         -1,
     ]
 
 
-@pytest.mark.parametrize("batch", [False, True])
-async def test_no_samples_call_nothing(reward, batch):
-    assert await reward("def score(): raise RuntimeError", batch=batch).score([]) == []
-
-
-async def test_a_callable_object_and_a_dotted_target_work(module):
+def test_a_callable_object_and_a_dotted_target_work(module):
     source = """
 class Judge:
     async def __call__(self, response): return len(response)
@@ -115,54 +101,15 @@ judge = Judge()
 """
     name = module(source)
     for target, expected in ((f"{name}:judge", 3.0), (f"{name}:Judge.half", 1.5)):
-        rewards = build([PythonRewardSpec(type="python", name="mine", target=target)])
-        assert await values(rewards, samples("abc")) == [expected]
+        rewards = of(target)
+        assert outcomes(rewards, samples_of("abc")) == [expected]
 
 
-async def test_a_file_in_the_current_folder_is_found(tmp_path, monkeypatch):
+def test_a_file_in_the_current_folder_is_found(tmp_path, monkeypatch):
     (tmp_path / "in_the_current_folder.py").write_text("def score(): return 3")
     monkeypatch.chdir(tmp_path)
-    rewards = build([PythonRewardSpec(type="python", name="mine", target="in_the_current_folder:score")])
-    assert await values(rewards, samples("x")) == [3.0]
-
-
-async def test_sync_calls_run_one_at_a_time_outside_the_loop_and_async_ones_together(module):
-    source = """
-import asyncio, threading, time
-running, most = 0, {"sync": 0, "async": 0}
-def begin(kind):
-    global running
-    running += 1
-    most[kind] = max(most[kind], running)
-def end():
-    global running
-    running -= 1
-def sync(response):
-    assert threading.current_thread() is not threading.main_thread()
-    begin("sync"); time.sleep(0.01); end()
-    return 0
-async def together(response):
-    assert threading.current_thread() is threading.main_thread()
-    begin("async"); await asyncio.sleep(0.05); end()
-    return 0
-"""
-    name = module(source)
-    for function in ("sync", "together"):
-        rewards = build([PythonRewardSpec(type="python", name="mine", target=f"{name}:{function}")])
-        await rewards.score(samples(*"abcde"))
-    most = __import__(name).most
-    assert most == {"sync": 1, "async": 5}
-
-
-async def test_parts_are_evaluated_together(module):
-    """Each waits for the other: one after the other, they would wait for ever."""
-    name = module(
-        "import threading\nmeet = threading.Barrier(2)\n"
-        "def one(): meet.wait(10); return 1\ndef two(): meet.wait(10); return 2\n"
-    )
-    specs = [PythonRewardSpec(type="python", name=each, target=f"{name}:{each}") for each in ("one", "two")]
-    (score,) = await build(specs).score(samples("x"))
-    assert (score.total, score.parts) == (3.0, {"one": 1.0, "two": 2.0})
+    rewards = of("in_the_current_folder:score")
+    assert outcomes(rewards, samples_of("x")) == [3.0]
 
 
 # -- numbers
@@ -171,30 +118,30 @@ async def test_parts_are_evaluated_together(module):
 @pytest.mark.parametrize(
     "given", [1, 1.0, True, np.float32(1), np.array(1.0), np.array([1]), torch.tensor(1.0), torch.ones(1)]
 )
-async def test_whatever_is_one_number_is_taken(module, given):
+def test_whatever_is_one_number_is_taken(module, given):
     name = module("value = None\ndef score(): return value")
-    rewards = build([PythonRewardSpec(type="python", name="mine", target=f"{name}:score")])
+    rewards = of(f"{name}:score")
     __import__(name).value = given
-    assert await values(rewards, samples("x")) == [1.0]
+    assert outcomes(rewards, samples_of("x")) == [1.0]
 
 
 @pytest.mark.parametrize("made", ["np.array([1.0, 2.0])", "(1, 2)", "torch.tensor([1.0, 2.0])", "[True, 2]"])
-async def test_whatever_is_a_list_of_numbers_is_taken(reward, made):
+def test_whatever_is_a_list_of_numbers_is_taken(reward, made):
     rewards = reward(f"import numpy as np, torch\ndef score(): return {made}", batch=True)
-    assert await values(rewards, samples("x", "y")) == [1.0, 2.0]
+    assert outcomes(rewards, samples_of("x", "y")) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
     "value", ["None", "'1'", "float('nan')", "float('inf')", "10 ** 400", "{}", "1j", "np.ones(2)"]
 )
-async def test_anything_else_is_refused_with_the_sample(reward, value):
-    message = await fault(reward(f"import numpy as np\ndef score(): return {value}"), samples("abc"))
-    assert "reward 'mine': returned" in message
-    assert "not a finite number, for sample 0 of prompt 'p-1' (response 'abc')" in message
+def test_anything_else_is_refused(reward, value):
+    message = fault(reward(f"import numpy as np\ndef score(): return {value}"), samples_of("abc"))
+    assert message.startswith("returned ")
+    assert ", not a finite number" in message
 
 
-async def test_a_list_from_a_function_called_per_sample_suggests_batch(reward):
-    message = await fault(reward("def score(response): return [1.0]"), samples("a"))
+def test_a_list_from_a_function_called_per_sample_suggests_batch(reward):
+    message = fault(reward("def score(response): return [1.0]"), samples_of("a"))
     assert "returned '[1.0]'" in message
     assert "set `batch: true`" in message
 
@@ -203,82 +150,81 @@ async def test_a_list_from_a_function_called_per_sample_suggests_batch(reward):
     ("value", "part"),
     [
         ("1.0", "with `batch: true` it must return a list"),
-        ("None", "returned 'None' for a batch of 2 samples"),
-        ("[1.0]", "returned 1 numbers for a batch of 2 samples, the first of prompt 'p-1': one per sample"),
-        ("[1.0, None]", "returned 'None', not a finite number, for sample 1 of prompt 'p-1'"),
-        ("[1.0, float('nan')]", "returned 'nan', not a finite number, for sample 1"),
+        ("None", "returned 'None'; with `batch: true` it must return a list"),
+        ("[1.0] * 3", "returned 3 numbers for 1 samples: one per sample is needed"),
     ],
 )
-async def test_a_wrong_batch_result_is_refused(reward, value, part):
-    assert part in await fault(reward(f"def score(response): return {value}", batch=True), samples("a", "b"))
+def test_a_wrong_batch_result_is_refused(reward, value, part):
+    assert part in fault(reward(f"def score(response): return {value}", batch=True), samples_of("a", "b"))
 
 
 # -- exceptions and time limits
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
-async def test_an_exception_names_reward_target_sample_and_line(reward, prefix):
+def test_an_exception_names_reward_target_sample_and_line(reward, prefix):
     source = f"import json\n{prefix}def score(response):\n    return json.loads(response)['score']\n"
-    message = await fault(reward(source), samples("not json"))
-    assert "reward 'mine': 'user_module_" in message
+    message = fault(reward(source), samples_of("not json"))
+    assert message.startswith("'user_module_")
     assert ":score' raised json.decoder.JSONDecodeError: Expecting value" in message
-    assert ".py:3) for sample 0 of prompt 'p-1' (response 'not json')" in message
+    assert message.endswith(".py:3)")
 
 
 @pytest.mark.parametrize("error", ["SystemExit(3)", "StopIteration()", "TimeoutError('server')"])
 @pytest.mark.parametrize("prefix", ["", "async "])
-async def test_odd_exceptions_are_reported_like_any_other(reward, prefix, error):
-    message = await fault(reward(f"{prefix}def score(): raise {error}"), samples("x"))
+def test_odd_exceptions_are_reported_like_any_other(reward, prefix, error):
+    message = fault(reward(f"{prefix}def score(): raise {error}"), samples_of("x"))
     assert " raised " in message
     assert "longer than" not in message
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import time\ndef score(): time.sleep(60)",
-        "import asyncio\nasync def score(): await asyncio.sleep(60)",
-    ],
-)
-async def test_a_call_that_takes_too_long_is_given_up(reward, source):
-    message = await fault(reward(source, timeout_s=0.05), samples("abc"))
-    assert "took longer than timeout_s (0.05 s) for sample 0 of prompt 'p-1'" in message
+def test_an_async_call_that_takes_too_long_is_given_up(reward):
+    source = "import asyncio\nasync def score(response): await asyncio.sleep(60 if response == 'slow' else 0); return 1"
+    quick, slow = outcomes(reward(source, timeout_s=0.05), samples_of("quick", "slow"))
+    assert quick == 1.0
+    assert "took longer than timeout_s (0.05 s)" in slow.cause
 
 
-async def test_a_blocking_call_does_not_block_the_loop(module):
-    """The call waits for something that only the loop does."""
-    name = module("import threading\ngo = threading.Event()\ndef score(): return float(go.wait(10))")
-    rewards = build([PythonRewardSpec(type="python", name="mine", target=f"{name}:score")])
-    asyncio.get_running_loop().call_later(0.01, __import__(name).go.set)
-    assert await values(rewards, samples("x")) == [1.0]
-
-
-async def test_one_failure_cancels_the_other_calls(module):
+def test_async_calls_are_made_together(module):
     source = """
 import asyncio
-cancelled = []
-async def score(response):
-    if response == "bad": raise ValueError("bad")
-    try: await asyncio.sleep(60)
-    except asyncio.CancelledError: cancelled.append(response); raise
+running = most = 0
+async def score():
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.05)
+    running -= 1
+    return 0
 """
     name = module(source)
-    rewards = build([PythonRewardSpec(type="python", name="mine", target=f"{name}:score")])
-    assert "raised ValueError: bad" in await fault(rewards, samples("a", "bad", "c"))
-    assert __import__(name).cancelled == ["a", "c"]
+    assert calls(of(f"{name}:score"), samples_of(*"abcde")) == [(0, 1, 2, 3, 4)]
+    assert __import__(name).most == 5
 
 
-def test_a_stuck_thread_does_not_keep_the_process(reward):
-    async def give_up():
-        await fault(reward("import time\ndef score(): time.sleep(60)", timeout_s=0.01), samples("x"))
-
-    asyncio.run(give_up())
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward")
+def test_sync_calls_are_announced_one_by_one(reward):
+    assert calls(reward("def score(): return 1"), samples_of(*"abc")) == [(0,), (1,), (2,)]
 
 
-async def test_a_reward_error_survives_pickling(reward):
+def test_a_batch_that_fails_is_tried_by_prompt_and_then_by_sample(reward):
+    source = "def score(response):\n    assert 'bad' not in response\n    return [len(response)] * len(response)"
+    given = [*samples_of("a", "b", prompt_id="p"), *samples_of("c", "bad", prompt_id="q")]
+    rewards = reward(source, batch=True)
+    assert calls(rewards, given) == [(0, 1, 2, 3), (0, 1), (2, 3), (2,), (3,)]
+    first, second, third, bad = outcomes(rewards, given)
+    assert (first, second, third) == (2.0, 2.0, 1.0)
+    assert "raised AssertionError" in bad.cause
+
+
+def test_one_value_of_a_batch_that_is_no_number_marks_its_sample_alone(reward):
+    rewards = reward("def score(response): return [None if r == 'bad' else 1 for r in response]", batch=True)
+    assert calls(rewards, samples_of("a", "bad")) == [(0, 1)]
+    assert outcomes(rewards, samples_of("a", "bad")) == [1.0, Failed("returned 'None', not a finite number")]
+
+
+def test_a_reward_error_survives_pickling(reward):
     with pytest.raises(RewardError) as caught:
-        await reward("def score(): return None").score(samples("x"))
+        of("no_such_module:score")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -298,7 +244,7 @@ async def test_a_reward_error_survives_pickling(reward):
 )
 def test_a_target_that_cannot_be_had_is_explained(target, parts):
     with pytest.raises(RewardError) as caught:
-        build([PythonRewardSpec(type="python", name="mine", target=target)])
+        of(target)
     assert all(part in str(caught.value) for part in ["reward 'mine'", repr(target), *parts]), caught.value
 
 

@@ -6,7 +6,7 @@ import pytest
 from rlhfless.functions.scoring.scorer import Scorer
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.rewards import RewardError
-from rlhfless.spec import ExactMatchSpec, LengthPenaltySpec, PythonRewardSpec
+from rlhfless.spec import ExactMatchSpec, LengthPenaltySpec, PythonRewardSpec, ScoringSpec
 
 
 def group(prompt_id, answer, *responses):
@@ -35,7 +35,8 @@ async def test_scores_come_back_group_by_group_in_the_order_of_the_samples():
         [
             ExactMatchSpec(type="exact_match"),
             LengthPenaltySpec(type="length_penalty", free_tokens=0, max_tokens=4, weight=2),
-        ]
+        ],
+        ScoringSpec(),
     )
     first, second = await scorer.score([group("p", "ab", "ab", "abcd"), group("q", 7, "7")])
     assert [score.total for score in first] == [1 - 2 * 0.5, 0 - 2 * 1.0]
@@ -44,11 +45,13 @@ async def test_scores_come_back_group_by_group_in_the_order_of_the_samples():
 
 
 async def test_no_groups_and_groups_without_samples():
-    scorer = Scorer([ExactMatchSpec(type="exact_match")])
+    scorer = Scorer([ExactMatchSpec(type="exact_match")], ScoringSpec())
     assert await scorer.score([]) == []
     assert await scorer.score([group("p", "ab")]) == [[]]
 
 
-def test_a_reward_that_cannot_be_made_stops_the_function_at_its_start():
+async def test_a_reward_that_cannot_be_made_stops_the_function_at_its_start():
+    scorer = Scorer([PythonRewardSpec(type="python", target="nowhere:score")], ScoringSpec(workers=1))
     with pytest.raises(RewardError, match="no module 'nowhere'"):
-        Scorer([PythonRewardSpec(type="python", target="nowhere:score")])
+        await scorer.start()
+    assert scorer.pids == ()

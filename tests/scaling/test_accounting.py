@@ -73,7 +73,9 @@ def call(
 
 
 def rollout(step: int, tokens: int, reward: float) -> TracedRollout:
-    return TracedRollout(step, "p", 0, 1, 10, tokens, 0, reward, {}, FinishReason.STOP, (), "r-a", 0.0, 1.0, None, None)
+    return TracedRollout(
+        step, "p", 0, 1, 10, tokens, 0, reward, {}, {}, FinishReason.STOP, (), "r-a", 0.0, 1.0, None, None
+    )
 
 
 def test_a_run_worked_by_hand() -> None:

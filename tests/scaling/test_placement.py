@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName
-from rlhfless.scaling.placement import Placement, PlacementError, Slot, place
-from rlhfless.spec import PlacementSpec
+from rlhfless.scaling.placement import Placement, PlacementError, Slot, helpers, place
+from rlhfless.spec import PlacementSpec, RunSpec
 
 HELPERS = [FunctionName.SCORING, FunctionName.REFERENCE]
 
@@ -96,3 +96,12 @@ def test_no_slot_is_sold_twice(count: int, actors: int, per_actor: int, disaggre
             for slot in seat.slots:
                 sold[slot.name] += seat.share
     assert max(sold.values()) <= 1 + 1e-9
+
+
+def test_helpers_are_those_that_the_spec_needs() -> None:
+    needed = {"model": {"path": "m"}, "prompts": {"path": "p"}}
+    judge = {"type": "reward_model", "path": "judge"}
+    plain = RunSpec.model_validate({**needed, "rewards": [{"type": "exact_match"}]})
+    assert helpers(plain) == [FunctionName.SCORING]
+    full = RunSpec.model_validate({**needed, "rewards": [judge], "algorithm": {"kl": {"coefficient": 0.1}}})
+    assert helpers(full) == [FunctionName.SCORING, FunctionName.REWARD_MODEL, FunctionName.REFERENCE]

@@ -177,7 +177,7 @@ def test_a_wrong_override_is_explained(fault, override, parts):
             "- type: exactmatch",
             ["rewards.1.type (line 7)", "'exactmatch'", "did you mean `exact_match`?", "python, regex"],
         ),
-        ("- weight: 3", ["rewards.1.type", "missing", "Valid types: exact_match"]),
+        ("- weight: 3", ["rewards.1.type", "missing", "Valid types: code, exact_match"]),
         ("- exact_match", ["rewards.1 (line 7)", "'exact_match'", "start it with `type:`"]),
         ("- {type: regex, pattern: '('}", ["rewards.1.pattern", "'('", "not a regular expression"]),
         ("- {type: python, target: score}", ["rewards.1.target", "'score'", "package.module:function"]),

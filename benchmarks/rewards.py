@@ -1,0 +1,143 @@
+"""Math rewards per minute through a scoring replica, against math-verify called in a plain loop.
+
+    python benchmarks/rewards.py [--prompts N] [--rounds N] [--workers N]
+
+Ours is the whole path of a run: a Ray Serve replica with its worker processes, called with groups of 8 samples, 32
+groups a call; the time is that of the caller, transport included. The plain loop parses expected answer and response
+and compares them, one sample after the other in this process, as reward functions of trainers do. Both see the same
+samples in the same order, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from math_verify import parse, verify
+from setting import machine, median_ratio, spread
+
+from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.pool import Blueprint, Pool
+from rlhfless.fleet.replica import Replica
+from rlhfless.functions.base import Call
+from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
+from rlhfless.loop.launch import binding
+from rlhfless.records import FinishReason, FunctionName, Group, Holding, Invocation, Prompt, Rollout
+from rlhfless.scaling.placement import Seat
+from rlhfless.spec import MathSpec, PlacementSpec, ScoringSpec, TimeoutsSpec
+
+SAMPLES = 8
+GROUPS_PER_CALL = 32
+CALL = Call("bench", 1, 1)
+
+REASONING = (
+    "Let us write $x = {a}$ and $y = {b}$. Then $x + y = {c}$, and with $\\frac{{x}}{{y}}$ we get a ratio. "
+    "Squaring both sides gives $x^2 + 2xy + y^2 = {d}$. We check the case $y = 0$ too, which is not possible. "
+)
+
+
+class NoLedger:
+    """A benchmark keeps no books."""
+
+    def add_holding(self, holding: Holding) -> None: ...
+
+    def add_invocation(self, invocation: Invocation) -> None: ...
+
+
+def groups_of(prompts: int) -> list[Group]:
+    """Prompts with expected answers of four kinds, and responses of some 700 characters, half of them right."""
+    draw = random.Random(0)
+    return [_group(f"p{index:05d}", draw) for index in range(prompts)]
+
+
+def _group(name: str, draw: random.Random) -> Group:
+    a, b = draw.randint(2, 99), draw.randint(2, 99)
+    answer, wrong = draw.choice(
+        [
+            (str(a * b), str(a * b + 1)),
+            (f"\\frac{{{a}}}{{{b}}}", f"\\frac{{{a + 1}}}{{{b}}}"),
+            (f"{a}\\sqrt{{{b}}}", f"{b}\\sqrt{{{a}}} + 1"),
+            (f"x^2 + {a}x + {b}", f"x^2 + {a}x - {b}"),
+        ]
+    )
+    text = REASONING.format(a=a, b=b, c=a + b, d=(a + b) ** 2) * 3
+    responses = [f"{text}So the answer is $\\boxed{{{draw.choice([answer, wrong])}}}$." for _ in range(SAMPLES)]
+    prompt = Prompt(name, (1,), "What is it?", {"answer": answer})
+    return Group(prompt, tuple(_rollout(name, index, text) for index, text in enumerate(responses)))
+
+
+def _rollout(name: str, index: int, text: str) -> Rollout:
+    tokens = np.zeros(256, np.int64)
+    logprobs = np.zeros(256, np.float32)
+    return Rollout(name, index, 0, tokens, logprobs, text, FinishReason.STOP, (), "bench", 0.0, 1.0)
+
+
+def plain_loop(groups: Sequence[Group]) -> tuple[float, float]:
+    """Seconds, and the mean reward."""
+    began = time.perf_counter()
+    right = [
+        verify(parse(f"${group.prompt.columns['answer']}$"), parse(rollout.text))
+        for group in groups
+        for rollout in group.rollouts
+    ]
+    return time.perf_counter() - began, float(np.mean(right))
+
+
+async def ours(replica: Replica, groups: Sequence[Group]) -> tuple[float, float]:
+    """Seconds, and the mean reward."""
+    began = time.perf_counter()
+    totals: list[float] = []
+    for first in range(0, len(groups), GROUPS_PER_CALL):
+        batch = groups[first : first + GROUPS_PER_CALL]
+        scores = await replica.call("score", CALL, batch, timeout_s=300, waiting_for="scores")
+        totals += [score.total for of_group in scores for score in of_group]
+    return time.perf_counter() - began, float(np.mean(totals))
+
+
+async def measure(prompts: int, rounds: int, workers: int) -> None:
+    groups = groups_of(prompts)
+    samples = prompts * SAMPLES
+    cluster = await Cluster.start(PlacementSpec())
+    seat = Seat((cluster.slots[0],), 1.0)
+
+    def settings(seat: Seat) -> ScoringSettings:
+        rewards = (MathSpec(type="math"),)
+        return ScoringSettings("bench", rewards, ScoringSpec(workers=workers), binding(seat, exclusive=False))
+
+    blueprint = Blueprint(FunctionName.SCORING, ScoringFunction, settings, (seat,))
+    pool = Pool(cluster, blueprint, CALL, TimeoutsSpec(), NoLedger())
+    figures: dict[str, list[float]] = {"ours": [], "plain loop": []}
+    try:
+        replica = await pool.ready()
+        for number in range(rounds + 1):
+            plain_s, plain_mean = plain_loop(groups)
+            ours_s, ours_mean = await ours(replica, groups)
+            if abs(plain_mean - ours_mean) > 1e-9:
+                raise SystemExit(f"mean rewards differ: {ours_mean} here, {plain_mean} in the plain loop")
+            if number:  # the first round warms caches up
+                figures["ours"].append(60 * samples / ours_s)
+                figures["plain loop"].append(60 * samples / plain_s)
+    finally:
+        await pool.stop(*pool.replicas())
+        await cluster.stop()
+    for name, values in figures.items():
+        print(f"{name:12} rewards/min {spread(values)}")
+    print(f"ours / plain loop  {median_ratio(figures['ours'], figures['plain loop']):.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=ScoringSpec().workers)
+    arguments = parser.parse_args()
+    print(f"{machine()}; {arguments.prompts} prompts x {SAMPLES} samples, {arguments.workers} workers")
+    asyncio.run(measure(arguments.prompts, arguments.rounds, arguments.workers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What can be checked of the rewards before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhfless.records import Prompt
+from rlhfless.rewards import RewardError, checker
+from rlhfless.rewards.code import protection
+from rlhfless.spec import CodeSpec, LengthPenaltySpec, RewardModelSpec, RewardSpec, RunSpec
+from rlhfless.spec.errors import Problem
+
+
+def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
+    """Why the rewards could not score samples of these prompts."""
+    problems = []
+    for index, reward in enumerate(spec.rewards):
+        for what in _faults(reward, prompts):
+            problems.append(Problem(f"rewards.{index}", f"reward {reward.label!r}: {what}"))
+    return problems
+
+
+def reward_warnings(spec: RunSpec) -> list[str]:
+    """What is allowed, and worth knowing."""
+    warnings = []
+    for index, reward in enumerate(spec.rewards):
+        if isinstance(reward, LengthPenaltySpec) and reward.free_tokens >= spec.generation.max_tokens:
+            what = f"no response is longer than free_tokens ({reward.free_tokens}), so it is always 0"
+            warnings.append(f"rewards.{index}: {what}")
+        if isinstance(reward, CodeSpec):
+            warnings += [f"rewards.{index}: {what}" for what in protection().warnings()]
+    return warnings
+
+
+def _faults(reward: RewardSpec, prompts: Sequence[Prompt]) -> list[str]:
+    if isinstance(reward, RewardModelSpec):
+        return _model_faults(reward)
+    try:
+        return checker(reward).problems(prompts)
+    except RewardError as error:
+        return [error.what]
+
+
+def _model_faults(reward: RewardModelSpec) -> list[str]:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(reward.path, trust_remote_code=reward.trust_remote_code)
+    except Exception as error:  # transformers raises many kinds, down to those of the network
+        first = (str(error).strip().splitlines() or [""])[0]
+        return [f"cannot read the configuration of {reward.path!r}: {type(error).__name__}: {first}"]
+    if config.num_labels != 1:
+        return [f"{reward.path!r} has {config.num_labels} labels; a reward model has one, its score"]
+    return []

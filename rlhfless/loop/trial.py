@@ -1,0 +1,150 @@
+"""Rewards tried on responses from a file, before a run: what `rlhfless rewards test` shows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlhfless.loop.policy import load_policy
+from rlhfless.loop.prompts import load_prompts
+from rlhfless.loop.reward_checks import reward_problems
+from rlhfless.loop.rows import Row, read_rows
+from rlhfless.records import FinishReason, Prompt, Score
+from rlhfless.rewards import Rewards, Sample, combined
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import shown
+
+# Columns of a row that are no column of the data set.
+_OWN = ("prompt", "response", "response_tokens", "finish_reason", "prompt_id", "sample_index")
+_ENDS = (str(FinishReason.STOP), str(FinishReason.LENGTH))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Samples with their scores, in the order of the file."""
+
+    places: tuple[str, ...]
+    """`samples.jsonl:12`, per sample."""
+    samples: tuple[Sample, ...]
+    scores: tuple[Score, ...]
+    wall_s: float
+    """Of the scoring alone, without the start of workers and models."""
+
+
+def try_rewards(spec: RunSpec, path: Path) -> Trial:
+    """Score every row of a JSONL or Parquet file. Raises InputError for rows or rewards that cannot be used."""
+    if not path.is_file():
+        raise InputError("the samples cannot be read", [Problem("", f"no such file: {str(path)!r}")])
+    rows = read_rows("samples", str(path), "train")
+    reader = _Reader(spec)
+    samples = reader.samples(rows)
+    prompts = [Prompt(sample.prompt_id, (), sample.prompt, sample.columns) for sample in samples]
+    if problems := reader.problems or reward_problems(spec, prompts):
+        raise InputError("the samples cannot be scored", problems)
+    scores, wall_s = asyncio.run(_score(spec, samples))
+    return Trial(tuple(row.where for row in rows), tuple(samples), tuple(scores), wall_s)
+
+
+class _Reader:
+    """Rows to samples. Model and prompts are read only if a row needs them."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._ids: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+        self.problems: list[Problem] = []
+
+    def samples(self, rows: Sequence[Row]) -> list[Sample]:
+        """One per row; with a row that has faults, which are added to `problems`, nothing usable."""
+        return [sample for row in rows for sample in self._sample(row)]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_policy(self._spec.model).tokenizer
+
+    @cached_property
+    def _prompts(self) -> Mapping[str, Prompt]:
+        sets = load_prompts(self._spec.prompts, self._tokenizer, max_context_tokens=None, seed=self._spec.seed)
+        return {prompt.prompt_id: prompt for prompt in (*sets.train, *sets.held_out)}
+
+    def _sample(self, row: Row) -> Iterator[Sample]:
+        values = row.values
+        response = values.get("response")
+        if not isinstance(response, str):
+            self._fault(row, f"`response` must be a text, got {shown(response)}")
+            return
+        prompt = self._prompt(row)
+        if prompt is None:
+            return
+        reason = values.get("finish_reason", _ENDS[0])
+        if reason not in _ENDS:
+            self._fault(row, f"`finish_reason` must be `stop` or `length`, got {shown(reason)}")
+            return
+        tokens = values.get("response_tokens")
+        if tokens is None:
+            tokens = len(self._tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"])
+        elif not isinstance(tokens, int) or tokens < 0:
+            self._fault(row, f"`response_tokens` must be a number of tokens, got {shown(tokens)}")
+            return
+        index = self._counts[prompt.prompt_id]
+        self._counts[prompt.prompt_id] += 1
+        yield Sample(prompt.text, response, tokens, FinishReason(reason), prompt.columns, prompt.prompt_id, index)
+
+    def _prompt(self, row: Row) -> Prompt | None:
+        """The row's own prompt, or the one of its `prompt_id`; None, with a fault, if there is neither."""
+        text, name = row.values.get("prompt"), row.values.get("prompt_id")
+        columns = {key: value for key, value in row.values.items() if key not in _OWN}
+        if isinstance(text, str):
+            own = self._ids.setdefault(text, f"prompt-{len(self._ids) + 1}")
+            return Prompt(str(name) if name is not None else own, (), text, columns)
+        if text is not None:
+            self._fault(row, f"`prompt` must be the text that the policy sees, got {shown(text)}")
+            return None
+        if name is None:
+            self._fault(row, "there is neither `prompt` nor `prompt_id`")
+            return None
+        found = self._prompts.get(str(name))
+        if found is None:
+            self._fault(row, f"no prompt of the spec has the id {shown(name)}")
+            return None
+        return Prompt(found.prompt_id, (), found.text, {**found.columns, **columns})
+
+    def _fault(self, row: Row, what: str) -> None:
+        self.problems.append(Problem("", what, origin=row.where))
+
+
+async def _score(spec: RunSpec, samples: Sequence[Sample]) -> tuple[list[Score], float]:
+    """Scores, and the seconds that they took. As many samples at a time as a step of the run has."""
+    size = spec.prompts_per_step * spec.samples_per_prompt
+    batches = [samples[first : first + size] for first in range(0, len(samples), size)]
+    models = _models(spec)
+    weights = {part.label: part.weight for part in spec.reward_models}
+    rewards = Rewards(spec.rewards, spec.scoring)
+    scores: list[Score] = []
+    try:
+        await rewards.start()
+        began = time.perf_counter()
+        for batch in batches:
+            columns = [await asyncio.to_thread(model.score, batch) for model in models]
+            networks = combined(weights, columns, len(batch), spec.scoring.on_failure)
+            scores += [a.plus(b) for a, b in zip(await rewards.score(batch), networks, strict=True)]
+        return scores, time.perf_counter() - began
+    finally:
+        rewards.close()
+
+
+def _models(spec: RunSpec) -> list[Any]:
+    if not spec.reward_models:
+        return []
+    import torch
+
+    from rlhfless.functions.reward_model.model import RewardModel
+
+    return [RewardModel(part, threads=torch.get_num_threads()) for part in spec.reward_models]

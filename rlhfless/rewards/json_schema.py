@@ -1,0 +1,115 @@
+"""Whether a response holds JSON that follows a schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jsonschema
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
+
+from rlhfless.records import Prompt
+from rlhfless.rewards.protocol import (
+    Begin,
+    Done,
+    RewardError,
+    Sample,
+    Unscorable,
+    attempt,
+    column_problems,
+    quote,
+)
+from rlhfless.spec import JsonSchemaSpec
+
+_FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+# Distinct schemas that a worker remembers.
+_SCHEMA_CACHE = 1024
+# Openings of an object or list that are tried, from the first: each is one parse of the rest of the text.
+_OPENINGS = 64
+
+
+class JsonSchemaReward:
+    """1 if the JSON in the response is valid, else 0. Raises RewardError for a schema that is none."""
+
+    whole = False
+
+    def __init__(self, spec: JsonSchemaSpec) -> None:
+        self._spec = spec
+        if spec.json_schema is not None:
+            try:
+                _validator(json.dumps(spec.json_schema))
+            except Unscorable as error:
+                raise RewardError(spec.label, str(error)) from error
+
+    def problems(self, prompts: Sequence[Prompt]) -> list[str]:
+        field = self._spec.schema_field
+        return [] if field is None else column_problems(field, prompts, _is_schema)
+
+    def prepare(self) -> None:
+        """Nothing is heavy here."""
+
+    def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
+        for index, sample in enumerate(samples):
+            yield Begin((index,), self._spec.timeout_s)
+            yield Done(index, attempt(self._value, sample))
+
+    def _value(self, sample: Sample) -> float:
+        validator = self._validator_of(sample)
+        candidates = _candidates(sample.response) if self._spec.extraction == "any" else (sample.response,)
+        for text in candidates:
+            try:
+                found = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            return float(validator.is_valid(found))
+        return 0.0
+
+    def _validator_of(self, sample: Sample) -> Validator:
+        if self._spec.schema_field is None:
+            return _validator(json.dumps(self._spec.json_schema))
+        value = sample.columns.get(self._spec.schema_field)
+        if not _is_schema(value):
+            raise Unscorable(f"the column `{self._spec.schema_field}` holds no schema: {quote(str(value))}")
+        return _validator(value if isinstance(value, str) else json.dumps(value))
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, str | Mapping)
+
+
+@lru_cache(maxsize=_SCHEMA_CACHE)
+def _validator(text: str) -> Validator:
+    """Raises Unscorable if the text is no JSON schema."""
+    try:
+        schema = json.loads(text)
+        kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+        kind.check_schema(schema)
+    except (ValueError, jsonschema.SchemaError) as error:
+        raise Unscorable(f"{quote(text)} is no JSON schema: {str(error).splitlines()[0]}") from error
+    validator: Validator = kind(schema)
+    return validator
+
+
+def _candidates(response: str) -> Iterator[str]:
+    """Texts that may be the JSON, best first: the first that is JSON at all is the one."""
+    yield response
+    if fenced := _FENCED.findall(response):
+        yield fenced[-1]
+    last = None
+    decoder = json.JSONDecoder()
+    position = 0
+    for _ in range(_OPENINGS):
+        opening = re.compile(r"[{\[]").search(response, position)
+        if opening is None:
+            break
+        try:
+            _, position = decoder.raw_decode(response, opening.start())
+            last = response[opening.start() : position]
+        except (ValueError, RecursionError):
+            position = opening.end()
+    if last is not None:
+        yield last

@@ -1,0 +1,248 @@
+"""Worker processes for rewards that may block, hang or crash.
+
+Why not a process pool of a library: those of the standard library and of pebble start their workers with
+`multiprocessing`, which runs the parent's `__main__` again in each (Ray's own worker program, here), and they know of a
+dead worker only which task it had, not which sample. A worker says which samples it begins, so its death or silence
+marks those alone, and what it had not begun goes to another worker.
+
+Every wait is bounded: a worker's start, the time to its first word on a task, and then the limit that it named itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from rlhfless.rewards.frames import LENGTH, Broken, End, Ready, Task, frame
+from rlhfless.rewards.protocol import Begin, Done, Failed, Report, RewardError, Sample, pieces
+from rlhfless.rewards.tasks import all_of
+from rlhfless.rewards.verifiers import VerifierSpec
+
+START_S = 120.0
+"""A worker's start, with the imports of the user's rewards: torch takes ten seconds on a cold disk."""
+
+FIRST_WORD_S = 30.0
+"""From a task to the first Begin: nothing of the user's runs before it."""
+
+REAP_S = 5.0
+"""A killed process is gone within milliseconds, unless the kernel is busy with its memory."""
+
+CHUNK = 8
+"""Samples of one task. A message costs a tenth of a millisecond, so it does not matter where rewards take longer than
+that; and few enough that workers end at about the same time."""
+
+
+class WorkerLost(Exception):
+    """A worker died or hung. `begun` are the samples it was at; the text is the cause."""
+
+    def __init__(self, cause: str, begun: tuple[int, ...]) -> None:
+        super().__init__(cause)
+        self.begun = begun
+
+
+class Workers:
+    """`count` processes, each with all of the rewards. They are started by `start`, or as they are needed."""
+
+    def __init__(self, specs: Sequence[VerifierSpec], count: int) -> None:
+        self._all = [_Worker(specs) for _ in range(count)]
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        for worker in self._all:
+            self._idle.put_nowait(worker)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes that are running."""
+        return tuple(worker.pid for worker in self._all if worker.pid is not None)
+
+    async def start(self) -> None:
+        """Start all of them. Raises RewardError if a reward cannot be made."""
+        await all_of([worker.ensure() for worker in self._all])
+
+    def close(self) -> None:
+        """Kill all of them; returns when they are gone. A later call starts them again."""
+        for worker in self._all:
+            worker.kill()
+
+    async def score(self, reward: int, samples: Sequence[Sample], report: Report) -> None:
+        """Report the outcome of every sample, by reward number `reward`."""
+        async with self._worker() as worker:
+            whole = await _whole(worker, reward)
+        size = len(samples) if whole else CHUNK
+        parts = [tuple(range(len(samples)))[first : first + size] for first in range(0, len(samples), max(1, size))]
+        await all_of([self._score_part(reward, samples, part, report) for part in parts])
+
+    async def _score_part(
+        self, reward: int, samples: Sequence[Sample], indices: tuple[int, ...], report: Report
+    ) -> None:
+        """Score some samples; what a lost worker leaves goes on elsewhere, until every sample is reported."""
+        todo = deque([indices])
+        idle_deaths = 0
+        while todo:
+            part = todo.popleft()
+            left = dict.fromkeys(part)
+
+            def done(index: int, outcome: Any, left: dict[int, None] = left) -> None:
+                del left[index]
+                report(index, outcome)
+
+            try:
+                async with self._worker() as worker:
+                    await worker.run(reward, samples, part, done)
+            except RewardError as error:  # the worker that replaces a lost one does not start
+                for index in tuple(left):
+                    done(index, Failed(error.what))
+            except WorkerLost as lost:
+                idle_deaths += not lost.begun
+                blamed = left if idle_deaths > 1 else lost.begun
+                if len(blamed) == 1 or idle_deaths > 1:
+                    for index in tuple(blamed):
+                        done(index, Failed(str(lost)))
+                else:
+                    todo.extend(pieces(samples, blamed))
+                if rest := tuple(index for index in left if index not in blamed):
+                    todo.append(rest)
+
+    @asynccontextmanager
+    async def _worker(self) -> AsyncIterator[_Worker]:
+        """An idle worker. Not bounded here: who waits for it is bounded as a whole (`scoring.timeout_s`)."""
+        worker = await self._idle.get()
+        try:
+            yield worker
+        except BaseException:
+            worker.kill()  # it may be anywhere in its task
+            raise
+        finally:
+            self._idle.put_nowait(worker)
+
+
+class _Worker:
+    """One process at a time; a lost one is replaced when it is needed next."""
+
+    def __init__(self, specs: Sequence[VerifierSpec]) -> None:
+        self._specs = tuple(specs)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
+        self.whole: tuple[bool, ...] = ()
+        """Per reward, whether it wants all samples in one task."""
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def ensure(self) -> None:
+        """Start it if it is not running. Raises RewardError."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.kill()
+        try:
+            async with asyncio.timeout(START_S):
+                await self._launch()
+                answer = await self._receive()
+        except TimeoutError:
+            self.kill()
+            what = f"its worker process did not start within {START_S:g} s: an import hangs"
+            raise RewardError(self._specs[0].label, what) from None
+        except (EOFError, OSError) as error:
+            what = f"its worker process died at its start: {self._end()}"
+            raise RewardError(self._specs[0].label, what) from error
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        if isinstance(answer, Broken):
+            self.kill()
+            raise RewardError(answer.reward, answer.what)
+        assert isinstance(answer, Ready)
+        self.whole = answer.whole
+
+    async def run(self, reward: int, samples: Sequence[Sample], indices: tuple[int, ...], report: Report) -> None:
+        """Report samples as they are done. Raises WorkerLost, or RewardError if it cannot be started."""
+        await self.ensure()
+        begun: tuple[int, ...] = ()
+        limit_s = FIRST_WORD_S
+        try:
+            self._send(Task(reward, tuple(samples[index] for index in indices)))
+            while True:
+                async with asyncio.timeout(limit_s):
+                    event = await self._receive()
+                if isinstance(event, End):
+                    return
+                if isinstance(event, Begin):
+                    begun, limit_s = tuple(indices[i] for i in event.indices), event.limit_s
+                elif isinstance(event, Done):
+                    begun = tuple(index for index in begun if index != indices[event.index])
+                    report(indices[event.index], event.outcome)
+        except TimeoutError:
+            self.kill()
+            raise WorkerLost(f"it took longer than {limit_s:g} s, and its worker process was killed", begun) from None
+        except (EOFError, OSError) as error:
+            raise WorkerLost(f"its worker process died: {self._end()}", begun) from error
+
+    def kill(self) -> None:
+        """End the process and all that it started in its own session. Idempotent."""
+        process, self._process = self._process, None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_S)
+
+    async def _launch(self) -> None:
+        connection = self._spawn()
+        self._reader, self._writer = await asyncio.open_connection(sock=connection)
+        self._send(self._specs)
+
+    def _spawn(self) -> socket.socket:
+        """Start the process; returns our end of its connection. Takes milliseconds."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: the current folder must not hide installed packages; `sys.path` is handed on as it is instead.
+            command = [sys.executable, "-P", "-m", "rlhfless.rewards.worker", str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        return ours
+
+    def _send(self, message: Any) -> None:
+        assert self._writer is not None
+        self._writer.write(frame(message))
+
+    async def _receive(self) -> Any:
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        return pickle.loads(await self._reader.readexactly(length))
+
+    def _end(self) -> str:
+        """How the process ended, in words. Kills it if it has only hung up."""
+        process = self._process
+        assert process is not None
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_S)
+        code = process.returncode
+        self.kill()
+        if code is None:
+            return "it closed its connection"
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+async def _whole(worker: _Worker, reward: int) -> bool:
+    """Whether the reward wants all samples in one task; a worker that does not start is met again by the tasks."""
+    with suppress(RewardError):
+        await worker.ensure()
+    return bool(worker.whole) and worker.whole[reward]

@@ -1,0 +1,49 @@
+"""Rewards that ask another party: an HTTP endpoint, or a reward model on a replica of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhfless.spec.data import DType
+from rlhfless.spec.scoring import RewardPart
+
+
+class HttpSpec(RewardPart):
+    """Numbers from an HTTP endpoint. docs/rewards.md has the protocol."""
+
+    type: Literal["http"]
+    url: Annotated[str, Field(pattern=r"^https?://")]
+    """Samples are POSTed here as JSON."""
+    token_env: str | None = None
+    """Environment variable of the scoring replica whose value is sent as bearer token."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Samples per request."""
+    concurrency: Annotated[int, Field(ge=1)] = 8
+    """Requests in flight at a time."""
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Longest time one request may take."""
+    retries: Annotated[int, Field(ge=0)] = 3
+    """Further attempts after no connection, no answer in time, or status 408, 429 or 5xx; after 0.5, 1, 2, ... s."""
+
+
+class RewardModelSpec(RewardPart):
+    """The score of a sequence-classification model with one label, on a replica of its own."""
+
+    type: Literal["reward_model"]
+    path: str
+    """Folder or hub name, in Hugging Face format, with its tokenizer."""
+    dtype: DType = "bfloat16"
+    """Format of weights and products. bfloat16, as reward models are published; float32 is exact but slower."""
+    chat_template: bool = False
+    """Score the conversation as the reward model's own template renders it, rather than prompt + response."""
+    prompt_field: str | None = None
+    """Column with the prompt for this model, as text or chat messages. When left out it is the prompt as the
+    policy saw it; a policy with a chat template of its own keeps the raw prompt under `prompts.prompt_field`."""
+    max_tokens: Annotated[int, Field(ge=2)] = 4096
+    """Longer sequences lose tokens at their beginning, so that the end of the response is always scored."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    """Padded tokens per forward pass; bounds the memory."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the path."""

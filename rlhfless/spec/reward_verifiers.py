@@ -1,0 +1,72 @@
+"""Rewards that check a response by running something: a maths library, the response itself, a schema.
+
+They run in worker processes (`scoring`), so that one that hangs or dies takes nothing with it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless.spec.scoring import RewardPart
+
+
+class MathSpec(RewardPart):
+    """1 if the response's final answer equals the expected one as mathematics (math-verify), else 0."""
+
+    type: Literal["math"]
+    answer_field: str = "answer"
+    """Column with the expected answer: a number, LaTeX, or a solution that ends in `\\boxed{...}` or `#### ...`."""
+    extraction: Literal["any", "boxed"] = "any"
+    """Where the response's answer may stand. `any`: a boxed one if there is one, else the last LaTeX expression
+    or plain number. `boxed`: only in `\\boxed{...}`. Within `<answer>...</answer>` alone where there are such tags."""
+    cpu_s: Annotated[float, Field(gt=0)] = 5.0
+    """CPU time to parse and compare one answer; a response that takes longer is wrong. CPU time, because on a busy
+    machine wall time would make right answers wrong."""
+
+
+class CodeSpec(RewardPart):
+    """The response's Python code, run against tests. Limited, but no sandbox: see docs/rewards.md."""
+
+    type: Literal["code"]
+    tests_field: str = "tests"
+    """Column with the tests: pairs of `input` and `output`, test code with asserts, or a list of either."""
+    score: Literal["all", "fraction"] = "all"
+    """`all`: 1 if every test passes, else 0, and the first that fails ends it. `fraction`: share of tests passed."""
+    max_tests: Annotated[int, Field(ge=1)] | None = None
+    """Only the first so many tests; all when left out."""
+    cpu_s: Annotated[int, Field(ge=1)] = 5
+    """CPU time of one test."""
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Wall time of one test, for code that waits. Much longer than `cpu_s`, because on a busy machine code that is
+    right takes longer."""
+    memory_mib: Annotated[int, Field(ge=64)] = 512
+    """Address space of one test; Python itself takes some 30 MiB."""
+    file_mib: Annotated[int, Field(ge=0)] = 16
+    """Largest file a test may write."""
+    open_files: Annotated[int, Field(ge=16)] = 64
+    """Files a test may have open."""
+    output_kib: Annotated[int, Field(ge=1)] = 256
+    """A test whose output is longer than this has failed."""
+
+
+class JsonSchemaSpec(RewardPart):
+    """1 if the response holds JSON that follows a schema, else 0."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] | None = None
+    """The schema, in the draft that its `$schema` names (2020-12 without one)."""
+    schema_field: str | None = None
+    """Column with each row's own schema, as a mapping or as JSON text."""
+    extraction: Literal["any", "whole"] = "any"
+    """`any`: the whole response, else its last fenced block, else the last object or list in its text. `whole`:
+    nothing may stand around the JSON."""
+    timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    """Longest time for one response: patterns in a schema can backtrack for ever."""
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> JsonSchemaSpec:
+        if (self.json_schema is None) == (self.schema_field is None):
+            raise ValueError("give either `json_schema` or `schema_field`")
+        return self

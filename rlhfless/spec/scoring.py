@@ -1,0 +1,47 @@
+"""How rewards are computed: in how many worker processes, and what happens to a sample whose reward fails."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhfless.spec.base import SpecModel
+
+
+class RewardPart(SpecModel):
+    """What all rewards share."""
+
+    name: str | None = None
+    """Name in logs and traces; the type when left out. Names must differ."""
+
+    weight: float = 1.0
+    """Factor in the weighted sum that the algorithm sees."""
+
+    @property
+    def label(self) -> str:
+        return self.name or str(getattr(self, "type", "reward"))
+
+
+OnFailure = Literal["drop", "zero", "fail"]
+
+
+class ScoringSpec(SpecModel):
+    """The worker processes of rewards that run code, and what a failing reward means."""
+
+    workers: Annotated[int, Field(ge=1)] = 2
+    """Worker processes for rewards of type python, math, code and json_schema; none are started without such a
+    reward. Two, so that one slow sample does not hold up all others; more for slow rewards, up to a core each."""
+
+    on_failure: OnFailure = "drop"
+    """When a reward fails on a sample. `drop`: the sample is left out of its group's statistics and of the loss.
+    `zero`: the part counts 0. `fail`: the run stops. The default is `drop` because a zero says that the response
+    was bad, which a fault of the reward does not know."""
+
+    max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The run stops when more than this share of a step's samples has failed. At half of them the reward, and not
+    the responses, is likely to be the fault."""
+
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest time for one batch of finished groups; samples that are not scored by then have failed. Half of
+    `timeouts.call_s`, so that a reward that hangs on every sample costs samples and not the run."""

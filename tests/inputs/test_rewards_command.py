@@ -1,0 +1,99 @@
+"""`rlhfless rewards test`, typed as a user would."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhfless.cli import main
+
+
+@pytest.fixture
+def spec(model_folder, write_rows, tmp_path):
+    write_rows([{"prompt": f"w{i}", "answer": f"w{i}", "id": f"q{i}"} for i in range(4)])
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{path: {model_folder.name}}}\n"
+        "prompts: {path: train.jsonl, id_field: id}\n"
+        "rewards:\n- type: exact_match\n- {type: length_penalty, free_tokens: 1, max_tokens: 3, weight: 2}\n"
+        "prompts_per_step: 4\n"
+    )
+    return path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main.app, ["rewards", "test", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_every_part_of_every_row_as_json(spec, write_rows):
+    rows = [
+        {"prompt": "w9", "response": "w1 w2", "answer": "w1"},
+        {"prompt_id": "q2", "response": "w2"},
+        {"prompt": "w9", "response": "w1", "answer": ["w1"], "response_tokens": 3, "finish_reason": "length"},
+    ]
+    result = invoke(spec, write_rows(rows, "samples.jsonl"), "--json", "--set", "prompts_per_step=2")
+    assert result.exit_code == 2
+    assert "the column `answer` holds \"['w1']\", which cannot be used in 1 of 3 prompts" in result.stderr
+
+    rows[2]["answer"] = "w1"
+    result = invoke(spec, write_rows(rows, "samples.jsonl"), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["parts"] for row in found["samples"]] == [
+        {"exact_match": 0.0, "length_penalty": -0.5},
+        {"exact_match": 1.0, "length_penalty": 0.0},
+        {"exact_match": 1.0, "length_penalty": -1.0},
+    ]
+    assert [row["total"] for row in found["samples"]] == [-1.0, 1.0, -1.0]
+    assert [(row["prompt_id"], row["sample_index"]) for row in found["samples"]] == [
+        ("prompt-1", 0),
+        ("q2", 0),
+        ("prompt-1", 1),
+    ]
+    assert found["summary"]["samples"] == 3
+    assert found["summary"]["failed"] == 0
+    assert found["summary"]["parts"]["length_penalty"]["mean"] == pytest.approx(-0.5)
+    assert found["summary"]["parts"]["length_penalty"]["std"] == pytest.approx((1 / 6) ** 0.5)
+
+
+def test_a_table_with_failures(spec, write_rows):
+    rewards = "rewards=[{type: exact_match}, {type: regex, pattern: '(w|ww)+$', timeout_s: 0.05}]"
+    rows = [
+        {"prompt": "w9", "response": "w" * 60 + "x", "answer": "w1", "response_tokens": 1},
+        {"prompt": "w9", "response": "w1", "answer": "w1", "response_tokens": 1},
+    ]
+    result = invoke(spec, write_rows(rows, "samples.jsonl"), "--set", rewards)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    (bad,) = [line for line in lines if line.strip().startswith("samples.jsonl:1")]
+    assert "regex: the match took longer than timeout_s (0.05 s)" in bad
+    assert "-" in bad.split()
+    (good,) = [line for line in lines if line.strip().startswith("samples.jsonl:2")]
+    assert good.split()[1:] == ["w1", "1", "0", "1"]
+    assert lines[-1].startswith("2 samples, 1 failed, ")
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [
+        ({"prompt": "w1"}, "`response` must be a text, got None"),
+        ({"response": "w1"}, "there is neither `prompt` nor `prompt_id`"),
+        ({"response": "w1", "prompt": ["w1"]}, "`prompt` must be the text that the policy sees, got ['w1']"),
+        ({"response": "w1", "prompt_id": "q9"}, "no prompt of the spec has the id 'q9'"),
+        ({"response": "w1", "prompt": "w1", "finish_reason": "eos"}, "`finish_reason` must be `stop` or `length`"),
+        ({"response": "w1", "prompt": "w1", "response_tokens": "3"}, "`response_tokens` must be a number of tokens"),
+        ("{", "samples.jsonl:2: not JSON"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(spec, write_rows, row, part):
+    good = {"prompt": "w9", "response": "w1", "answer": "w1"}
+    result = invoke(spec, write_rows([good, row], "samples.jsonl"))
+    assert result.exit_code == 2
+    assert "samples.jsonl:2" in result.stderr
+    assert part in result.stderr
+
+
+def test_a_file_that_is_not_there_is_named(spec, tmp_path):
+    result = invoke(spec, tmp_path / "nowhere.jsonl")
+    assert result.exit_code == 2
+    assert "no such file" in result.stderr

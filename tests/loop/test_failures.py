@@ -1,0 +1,118 @@
+"""What failed rewards do to a step: which samples are trained on, and that statistics count those alone."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from fake_fleet import group
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfless.algorithms.advantages import STD_FLOOR, with_grpo_advantages
+from rlhfless.loop.experience import Experience
+from rlhfless.loop.failures import LOGGED_PER_STEP, added_up, without_failures
+from rlhfless.loop.step import assemble, rewards_of
+from rlhfless.loop.summary import reward_metrics
+from rlhfless.records import Score
+from rlhfless.rewards import RewardError
+from rlhfless.spec import GRPOSpec, ScoringSpec
+
+OK = Score(1.0, {"judge": 1.0})
+BAD = Score(0.0, {}, {"judge": "no answer"})
+DROP = ScoringSpec(max_failed=1.0)
+
+
+def experience(*scores: list[Score], reference: bool = False) -> Experience:
+    """One group per list; the reference logprobs of sample i of group g are all g + i / 10."""
+    groups = tuple(group(f"p{index}", len(of_group)) for index, of_group in enumerate(scores))
+    logprobs = tuple(
+        tuple(np.full(2, g + i / 10, np.float32) for i in range(len(of_group))) for g, of_group in enumerate(scores)
+    )
+    return Experience(groups, tuple(tuple(each) for each in scores), logprobs if reference else None)
+
+
+def test_dropped_samples_are_in_no_batch_and_no_denominator() -> None:
+    kept = without_failures(experience([OK, BAD, OK], [BAD, BAD], [OK, OK], reference=True), DROP, 1)
+    assert [[rollout.key for rollout in group.rollouts] for group in kept.groups] == [
+        [("p0", 0), ("p0", 2)],
+        [("p2", 0), ("p2", 1)],
+    ]
+    batch = assemble(kept)
+    assert (batch.denominators.sequences, batch.denominators.groups, batch.denominators.tokens) == (4, 2, 8)
+    assert batch.reference_logprobs is not None
+    logprobs = batch.reference_logprobs[batch.response_mask]
+    assert logprobs[::2].tolist() == pytest.approx([0.0, 0.2, 2.0, 2.1])
+
+
+@pytest.mark.parametrize("policy", ["zero", "fail"])
+def test_with_another_policy_nothing_is_dropped(policy: str) -> None:
+    given = experience([OK, BAD])
+    assert without_failures(given, ScoringSpec(on_failure=policy, max_failed=1.0), 1) is given
+
+
+SCORES = st.lists(
+    st.lists(st.one_of(st.none(), st.floats(-10, 10).map(lambda value: round(value, 3))), min_size=1, max_size=6),
+    min_size=1,
+    max_size=5,
+).filter(lambda groups: any(value is not None for values in groups for value in values))
+
+
+@settings(deadline=None)
+@given(SCORES)
+def test_advantages_are_those_of_the_kept_samples_of_each_group(values: list[list[float | None]]) -> None:
+    scores = [[BAD if value is None else Score(value, {"judge": value}) for value in of_group] for of_group in values]
+    kept = without_failures(experience(*scores), DROP, 1)
+    batch = with_grpo_advantages(assemble(kept), rewards_of(kept), GRPOSpec())
+    assert batch.advantages is not None
+    found = batch.advantages[batch.response_mask][::2]
+    expected = []
+    for of_group in values:
+        left = np.array([value for value in of_group if value is not None])
+        if len(set(left)) < 2:  # no signal, also with one sample left
+            expected += [0.0] * len(left)
+        else:
+            expected += list((left - left.mean()) / (left.std(ddof=1) + STD_FLOOR))
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_a_run_stops_when_too_many_samples_fail() -> None:
+    half = experience([OK, BAD], [OK, BAD])
+    assert len(without_failures(half, ScoringSpec(max_failed=0.5), 3).groups) == 2
+    with pytest.raises(RewardError) as caught:
+        without_failures(half, ScoringSpec(max_failed=0.4), 3)
+    assert str(caught.value) == (
+        "reward 'judge': 2 of 4 samples of step 3 failed (scoring.max_failed is 0.4); "
+        "the first: sample 1 of prompt 'p0': no answer"
+    )
+    with pytest.raises(RewardError, match="2 of 2 samples of step 1 failed"):
+        without_failures(experience([BAD, BAD]), DROP, 1)
+
+
+def test_with_fail_the_first_failure_stops_the_run_and_is_named() -> None:
+    given = experience([OK, BAD])
+    with pytest.raises(RewardError) as caught:
+        added_up(given.groups, [given.scores], ScoringSpec(on_failure="fail"))
+    assert str(caught.value) == "reward 'judge': sample 1 of prompt 'p0': no answer (scoring.on_failure is `fail`)"
+
+
+def test_scores_of_two_functions_add_up() -> None:
+    other = Score(2.0, {"model": 4.0}, {"third": "gone"})
+    given = experience([OK])
+    assert added_up(given.groups, [given.scores, [[other]]], ScoringSpec()) == [
+        [Score(3.0, {"judge": 1.0, "model": 4.0}, {"third": "gone"})]
+    ]
+
+
+def test_failures_are_logged_with_their_samples_up_to_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        without_failures(experience([BAD] * (LOGGED_PER_STEP + 3), [OK] * 2), DROP, 7)
+    assert len(caplog.messages) == LOGGED_PER_STEP + 1
+    assert caplog.messages[0] == "step 7: reward 'judge' failed on sample 0 of prompt 'p0': no answer"
+    assert caplog.messages[-1] == "step 7: rewards failed on 3 more samples"
+
+
+def test_metrics_are_over_the_samples_that_have_a_part() -> None:
+    scores = [Score(1.0, {"a": 1.0, "b": 3.0}), Score(3.0, {"a": 3.0}, {"b": "gone"})]
+    assert reward_metrics(scores) == {"reward_mean": 2.0, "reward_std": 1.0, "reward/a": 2.0, "reward/b": 3.0}

@@ -1,0 +1,158 @@
+"""Rewards that hang, crash and raise in their worker processes: each marks its own samples, and nothing is left."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from reward_samples import samples_of
+
+from rlhfless.rewards import RewardError, Rewards
+from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, ScoringSpec
+
+NAUGHTY = """
+import ctypes, os, signal, time
+def score(response):
+    if response == "exit": os._exit(3)
+    if response == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "hang": time.sleep(600)
+    if response == "raise": raise ValueError("bad response")
+    if response == "none": return None
+    if response == "nan": return float("nan")
+    return len(response)
+def batch(response):
+    return [score(each) for each in response]
+async def later(response):
+    return score(response)
+def pid(response):
+    return os.getpid()
+def children(response):
+    import subprocess
+    return subprocess.Popen(["sleep", "600"]).pid
+"""
+
+BAD = {
+    "exit": "its worker process died: exit code 3",
+    "segfault": "its worker process died: signal SIGSEGV",
+    "hang": "it took longer than 0.5 s, and its worker process was killed",
+    "raise": "raised ValueError: bad response",
+    "none": "returned 'None', not a finite number",
+    "nan": "returned 'nan', not a finite number",
+}
+
+
+def spec(name, function, **options):
+    return PythonRewardSpec(type="python", name="mine", target=f"{name}:{function}", timeout_s=0.5, **options)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def gone(pid):
+    async with asyncio.timeout(30):
+        while alive(pid) and "Z" not in _state(pid):
+            await asyncio.sleep(0.02)
+
+
+def _state(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+async def test_whatever_a_call_does_it_marks_its_own_sample_only(module, scored):
+    responses = [text for bad in BAD for text in (bad, "fine")]
+    scores = await scored([spec(module(NAUGHTY), "score")], samples_of(*responses), workers=2)
+    for response, score in zip(responses, scores, strict=True):
+        if response == "fine":
+            assert (score.parts, score.failures) == ({"mine": 4.0}, {})
+        else:
+            assert score.parts == {}
+            assert BAD[response] in score.failures["mine"]
+            assert score.total == 0
+
+
+@pytest.mark.parametrize(("bad", "cause"), [("exit", "exit code 3"), ("raise", "bad response")])
+async def test_the_guilty_one_of_a_batch_is_found(module, scored, bad, cause):
+    given = [*samples_of("a", "bb", prompt_id="p"), *samples_of("ccc", bad, prompt_id="q")]
+    scores = await scored([spec(module(NAUGHTY), "batch", batch=True)], given)
+    assert [score.parts.get("mine") for score in scores] == [1.0, 2.0, 3.0, None]
+    assert cause in scores[3].failures["mine"]
+
+
+async def test_the_guilty_one_of_async_calls_is_found(module, scored):
+    scores = await scored([spec(module(NAUGHTY), "later")], samples_of("a", "exit", "raise", "bb"))
+    assert [score.parts.get("mine") for score in scores] == [1.0, None, None, 2.0]
+
+
+async def test_what_is_not_scored_in_time_has_failed_and_the_rest_counts(module, scored):
+    source = "import time\ndef score(response):\n    time.sleep(600 if response == 'hang' else 0); return 1"
+    parts = [
+        PythonRewardSpec(type="python", name="mine", target=f"{module(source)}:score"),
+        ExactMatchSpec(type="exact_match"),
+    ]
+    first, second = await scored(parts, samples_of("fine", "hang", answer="hang"), timeout_s=8)
+    assert first.parts == {"mine": 1.0, "exact_match": 0.0}
+    assert second.parts == {"exact_match": 1.0}
+    assert second.failures == {"mine": "not scored within scoring.timeout_s (8 s)"}
+
+
+async def test_with_zero_a_failed_part_counts_zero(module, scored):
+    parts = [spec(module(NAUGHTY), "score", weight=3), ExactMatchSpec(type="exact_match", weight=2)]
+    (score,) = await scored(parts, samples_of("none", answer="none"), on_failure="zero")
+    assert (score.total, score.parts) == (2.0, {"mine": 0.0, "exact_match": 1.0})
+    assert set(score.failures) == {"mine"}
+
+
+async def test_a_reward_that_cannot_be_made_is_said_at_the_start(module):
+    rewards = Rewards([spec(module("raise SystemExit('no licence')"), "score")], ScoringSpec())
+    with pytest.raises(RewardError, match=r"reward 'mine': .* SystemExit: no licence"):
+        await rewards.start()
+    assert rewards.pids == ()
+
+
+async def test_without_isolated_rewards_there_is_no_process():
+    rewards = Rewards([ExactMatchSpec(type="exact_match")], ScoringSpec())
+    await rewards.start()
+    assert rewards.pids == ()
+
+
+async def test_close_leaves_no_worker_and_nothing_that_it_started(module):
+    rewards = Rewards([spec(module(NAUGHTY), "children")], ScoringSpec(workers=1))
+    (score,) = await rewards.score(samples_of("x"))
+    (worker,) = rewards.pids
+    assert alive(worker)
+    rewards.close()
+    assert not alive(worker)
+    await gone(int(score.parts["mine"]))
+
+
+async def test_a_parent_that_is_killed_takes_busy_workers_along(module, tmp_path):
+    name = module("import os, time\ndef score(path):\n    open(path, 'w').write(str(os.getpid())); time.sleep(600)")
+    program = (
+        "import asyncio\nfrom rlhfless.rewards import *\nfrom rlhfless.spec import *\n"
+        "from rlhfless.records import FinishReason\n"
+        f"spec = PythonRewardSpec(type='python', target='{name}:score', kwargs={{'path': {str(tmp_path / 'pid')!r}}})\n"
+        "sample = Sample('p', 'r', 1, FinishReason.STOP)\n"
+        "asyncio.run(Rewards([spec], ScoringSpec(workers=1)).score([sample]))"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    parent = subprocess.Popen([sys.executable, "-c", program], env=environment)  # noqa: ASYNC220
+    async with asyncio.timeout(60):
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.05)
+    worker = int((tmp_path / "pid").read_text())
+    assert alive(worker)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(10)
+    await gone(worker)
