@@ -1,0 +1,38 @@
+"""How long an engine takes: the one protocol behind every latency model, and the closed form for many iterations.
+
+Between two changes of its batch an engine decodes with a constant number of sequences B, and its total context C grows
+by B tokens an iteration. A model that is linear in the context can therefore be summed: k iterations take
+
+    k a(B) + g (k C + B k (k - 1) / 2)
+
+(the shared derivation is in docs/design.md, "Time in closed form"). Planner and simulator both rest on it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class EngineModel(Protocol):
+    """Seconds of one engine on one actor's devices."""
+
+    @property
+    def context_s(self) -> float:
+        """g: seconds per token of context that a decode iteration reads."""
+        ...
+
+    def iteration_s(self, sequences: int) -> float:
+        """a(B): seconds of one decode iteration of so many sequences, without what `context_s` counts."""
+        ...
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        """Seconds to prefill so many new tokens behind `context_tokens` that are cached already."""
+        ...
+
+
+def decode_s(model: EngineModel, sequences: int, context_tokens: float, iterations: float) -> float:
+    """Seconds of `iterations` decode iterations of a constant batch, from a total context of `context_tokens`."""
+    if sequences == 0:
+        return 0.0
+    grown = iterations * context_tokens + sequences * iterations * (iterations - 1) / 2
+    return iterations * model.iteration_s(sequences) + model.context_s * grown
