@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from rlhfless.functions.lease import Lease, LeaseTerms
+from rlhfless.spec.errors import UserError
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ class FunctionBroken(RuntimeError):
     """The replica answers, but can do its work no more, such as one whose engine died. Start another."""
 
 
-class StaleCall(Exception):
+class StaleCall(UserError):
     """A call of another run, or of an older attempt, was refused."""
 
 

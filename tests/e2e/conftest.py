@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 from collections.abc import AsyncIterator
@@ -14,9 +15,11 @@ import pytest_asyncio
 
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
+from rlhfless.loop.driver import Driver
 from rlhfless.loop.opening import Opening, opened
 from rlhfless.loop.preflight import preflight
 from rlhfless.loop.run import Run
+from rlhfless.records.traces import Trace, read_trace
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
@@ -77,3 +80,49 @@ async def live(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     opening = Opening(spec, preflight(spec), "live-1", folder, console, MetricSinks([]))
     async with opened(opening) as (run, _):
         yield Live(run, folder)
+
+
+FAULT_STEPS = 8
+
+
+def fault_values(assets: Path, actors: int, **changes: Any) -> dict[str, Any]:
+    """The spec of the runs that are broken; they all draw the same samples and learn the same."""
+    values = spec_values(
+        assets,
+        algorithm={},
+        weights={},
+        # Lengths differ, so every step moves the weights.
+        rewards=[{"type": "length_penalty", "free_tokens": 0, "max_tokens": 400}],
+        steps=FAULT_STEPS,
+        prompts_per_step=4,
+        optimizer={"learning_rate": 1e-3},
+        scaling={"generation": {"min_actors": actors, "max_actors": max(actors, 2)}},
+        checkpoint={"every_steps": 2},
+        timeouts={"drain_s": 3},
+    )
+    return values | changes
+
+
+def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Opening:
+    spec = RunSpec.model_validate(fault_values(assets, actors, **changes))
+    console = Console("lines", "faults", spec.steps, stream=io.StringIO())
+    return Opening(spec, preflight(spec), folder.name.replace("_", "-"), folder, console, MetricSinks([]))
+
+
+@dataclasses.dataclass
+class Whole:
+    """A run of FAULT_STEPS steps with one actor, in which nothing happens."""
+
+    trace: Trace
+    digest: str
+    """Of its last weights."""
+
+
+@pytest.fixture(scope="session")
+def whole(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    start = fault_opening(assets, folder, actors=1)
+    asyncio.run(Driver(start).execute())
+    newest = start.checkpoints.newest()
+    assert newest is not None
+    return Whole(read_trace(folder / "trace"), newest.notes.digest)

@@ -65,6 +65,11 @@ async def kill_scoring(run: Run) -> None:
         os.kill(pid(replica), signal.SIGKILL)
 
 
+async def drain_actor(run: Run) -> None:
+    """No fault, but the fleet changes under the step; the actor is replaced before the next one."""
+    await run.remove_actor(run.generation.serving()[0])
+
+
 async def cut_store_file(run: Run) -> None:
     path = Path(run.published.location)
     os.truncate(path, path.stat().st_size // 2)

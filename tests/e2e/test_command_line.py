@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -31,12 +33,12 @@ def write_spec(assets: Path, folder: Path, **changes: object) -> Path:
     return path
 
 
-def start(spec: Path, log: Path) -> subprocess.Popen[bytes]:
+def start(spec: Path, log: Path, *options: str) -> subprocess.Popen[bytes]:
     """The command in a session of its own, as a terminal would start it: with Ctrl-C not ignored, which a shell
     does to what it starts in the background."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            [*COMMAND, "run", str(spec)],
+            [*COMMAND, "run", str(spec), *options],
             cwd=spec.parent,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -80,7 +82,8 @@ def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -
     trace = read_trace(folder / "trace")
     held = [holding for holding in trace.holdings if holding.function is FunctionName.REFERENCE]
     assert len({holding.replica for holding in held}) == 2, "the reference was not released between the steps"
-    assert sum(decision.choice == "release" for decision in trace.decisions) >= 2
+    released = [decision for decision in trace.decisions if decision.kind == "release"]
+    assert sum(decision.choice == "reference" for decision in released) >= 2
     assert not list(Path("/dev/shm").glob(f"rlhfless-{folder.name}*"))
     summary = subprocess.run(
         [*COMMAND, "trace", "summary", str(folder)], capture_output=True, text=True, check=True, timeout=60
@@ -106,3 +109,43 @@ def test_ctrl_c_stops_everything_and_keeps_the_trace(assets: Path, tmp_path: Pat
     trace = read_trace(folder / "trace")
     assert len(trace.steps) >= 2
     assert {holding.state for holding in trace.holdings} >= {"starting", "serving", "draining"}
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size_mib: int) -> Iterator[None]:
+    """A file system of its own at `folder`."""
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(folder)]
+    if subprocess.run(["mount", *options], capture_output=True).returncode:
+        pytest.skip("this user may not mount a small file system to fill")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room_until_it_is_killed(
+    assets: Path, tmp_path: Path
+) -> None:
+    spec, log = write_spec(assets, tmp_path, steps=50, checkpoint={"every_steps": 2}), tmp_path / "out.log"
+    runs = tmp_path / "runs"
+    with small_disk(runs, size_mib=3):
+        process = start(spec, log)
+        assert process.wait(timeout=400) == 2, log.read_text()
+        assert "could not be written" in log.read_text() or "disk is full" in log.read_text()
+        assert "rlhfless run --resume runs/" in log.read_text()
+        assert "Traceback" not in log.read_text()
+        subprocess.run(["mount", "-o", "remount,size=200m", str(runs)], check=True)
+        folder = next(runs.iterdir())
+        done = len(read_trace(folder / "trace").steps)
+        again = tmp_path / "again.log"
+        process = start(spec, again, "--resume", str(folder))
+        wait_for(f"step {done + 2:>2}/50", again, process, timeout_s=300)
+        left = offspring(process)
+        process.kill()
+        process.wait(timeout=30)
+        _, alive = psutil.wait_procs(left, timeout=60)
+        assert not alive, "a killed driver left processes behind"
+        assert not list(Path("/dev/shm").glob(f"rlhfless-{folder.name}*")), "and its weights"
+        steps = [record.step for record in read_trace(folder / "trace").steps]
+        assert steps == list(range(1, len(steps) + 1))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
+from conftest import Whole, fault_values
 from test_command_line import COMMAND, start, wait_for, write_spec
 
 from rlhfless.records.checkpoints import Checkpoints
+from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -27,7 +32,8 @@ ADDRESS = "127.0.0.1:26379"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Ray of its own with two device slots; its address."""
     ray = [str(Path(sys.executable).with_name("ray"))]
-    slots = '{"rlhfless-slot:cpu-core:cpu-0": 1, "rlhfless-slot:cpu-core:cpu-1": 1}'
+    # More slots than cores: an actor in a slot without a core of its own is simply not pinned.
+    slots = json.dumps({f"rlhfless-slot:cpu-core:cpu-{core}": 1 for core in range(3)})
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     # Away from the ports and the folder of a private Ray that other tests may have running.
     host, port = ADDRESS.split(":")
@@ -64,22 +70,32 @@ def killed_after(text: str, spec: Path, log: Path) -> Path:
     return next((spec.parent / "runs").iterdir())
 
 
-def test_a_resumed_run_takes_over_what_its_killed_driver_left(cluster: str, assets: Path, tmp_path: Path) -> None:
-    changes = {"steps": 6, "placement": {"ray_address": cluster}, "recovery": {"lease_s": 120}}
-    spec = write_spec(assets, tmp_path, checkpoint={"every_steps": 1}, **changes)
-    folder = killed_after("step 2/6", spec, tmp_path / "log")
+def test_a_resumed_run_takes_over_what_its_killed_driver_left(
+    cluster: str, whole: Whole, assets: Path, tmp_path: Path
+) -> None:
+    """And with three actors it draws what one draws."""
+    joined = {"ray_address": cluster}
+    spec = tmp_path / "spec.yaml"
+    values = fault_values(
+        assets, 3, steps=4, placement=joined, recovery={"lease_s": 120}, checkpoint={"every_steps": 1}
+    )
+    values |= {"scaling": {"generation": {"min_actors": 3, "max_actors": 3}}, "output": str(tmp_path / "runs")}
+    spec.write_text(yaml.safe_dump(values))
+    folder = killed_after("step 2/4", spec, tmp_path / "log")
     left = {name: process.pid for name, process in replicas(folder.name).items()}
-    assert {name.rsplit("-", 2)[-2] for name in left} == {"generation", "scoring", "learner"}
+    assert Counter(name.rsplit("-", 2)[-2] for name in left) == {"generation": 3, "scoring": 1, "learner": 1}
     result = subprocess.run(
         [*COMMAND, "run", "--resume", str(folder)], capture_output=True, text=True, timeout=400, cwd=tmp_path
     )
     assert result.returncode == 0, result.stdout + result.stderr
     trace = read_trace(folder / "trace")
-    assert [step.step for step in trace.steps] == [1, 2, 3, 4, 5, 6]
+    assert [step.step for step in trace.steps] == [1, 2, 3, 4]
     assert {holding.replica for holding in trace.holdings} == set(left), "a replica was started although one was there"
+    same = compare_samples(trace, whole.trace)
+    assert (same.compared, same.fraction, same.only_in_first) == (len(trace.rollouts), 1.0, 0)
     newest = Checkpoints(folder / "checkpoints", 2).newest()
     assert newest is not None
-    assert (newest.notes.step, newest.notes.attempt) == (6, 2)
+    assert (newest.notes.step, newest.notes.attempt) == (4, 2)
     assert replicas(folder.name) == {}
 
 

@@ -126,3 +126,47 @@ def test_help_imports_nothing_heavy():
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def interrupted(spec, tmp_path):
+    """The folder of a run with a checkpoint of step 3."""
+    from rlhfless.records.checkpoints import NOTES_FILE, CheckpointNotes, Checkpoints
+    from rlhfless.spec.load import load_spec, resolved_yaml
+
+    folder = tmp_path / "runs" / "run-1"
+    checkpoint = Checkpoints(folder / "checkpoints", 1).path(3)
+    checkpoint.mkdir(parents=True)
+    notes = CheckpointNotes("run-1", 1, 3, "ab", None, {})
+    (checkpoint / NOTES_FILE).write_text(json.dumps(notes.as_json()))
+    (folder / "spec.yaml").write_text(resolved_yaml(load_spec(spec)))
+    return folder
+
+
+def test_a_folder_that_is_no_run_cannot_be_resumed(tmp_path):
+    result = invoke("run", "--resume", tmp_path)
+    assert result.exit_code == 2
+    assert "is no run: it has no spec.yaml" in result.stderr
+    assert "runs/demo-..." in result.stderr
+
+
+def test_neither_spec_nor_run_is_a_usage_error():
+    result = invoke("run")
+    assert result.exit_code == 2
+    assert "name a spec, or a run with --resume" in result.stderr
+
+
+def test_a_finished_run_has_nothing_to_resume(interrupted):
+    for name in (interrupted, interrupted / "checkpoints" / "step-000003"):
+        result = invoke("run", "--resume", name, "--set", "steps=3")
+        assert result.exit_code == 2
+        assert "- steps: 3, and the run has done 3: nothing is left to do" in result.stderr
+
+
+def test_another_spec_is_refused_by_name(interrupted):
+    before = (interrupted / "spec.yaml").read_text()
+    result = invoke("run", "--resume", interrupted, "--set", "seed=5", "--set", "generation.max_tokens=7")
+    assert result.exit_code == 2
+    assert "- seed: 5, but the run began with 0" in result.stderr
+    assert "- generation.max_tokens: 7, but the run began with 16" in result.stderr
+    assert (interrupted / "spec.yaml").read_text() == before

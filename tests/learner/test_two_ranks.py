@@ -54,7 +54,7 @@ def test_two_ranks_are_one(tiny_model, batch, tmp_path, sequences):
     ((_, old, metrics, weights),) = run(tiny_model, tmp_path, 1, given, count)
     both = run(tiny_model, tmp_path, 2, given, count)
     for _, their_old, their_metrics, their_weights in both:
-        np.testing.assert_allclose(their_old, old, atol=1e-6)
+        np.testing.assert_allclose(their_old, old, atol=1e-6, rtol=1e-6)
         assert their_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
         for name, value in weights.items():
             np.testing.assert_allclose(their_weights[name], value, atol=1e-6, err_msg=name)

@@ -16,7 +16,7 @@ META = TraceMeta("run", 1, {}, {}, {})
 
 def row(step: int, sample: int, *tokens: int) -> TracedRollout:
     reason = FinishReason.STOP
-    return TracedRollout(step, "p", sample, 1, 4, len(tokens), 0, 0.0, {}, reason, (), "a", 0.0, 1.0, tokens, None)
+    return TracedRollout(step, "p", sample, 1, 4, len(tokens), 0, 0.0, {}, {}, reason, (), "a", 0.0, 1.0, tokens, None)
 
 
 def trace(*rows: TracedRollout) -> Trace:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhfless.functions.base import Call, DeviceBinding
+from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
@@ -125,7 +126,8 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
 
 
 async def test_the_function_scores_groups(path: str) -> None:
-    settings = RewardModelSettings("run", (spec(path, weight=2),), "drop", DeviceBinding("cpu", (0,), exclusive=False))
+    binding = DeviceBinding("cpu", (0,), exclusive=False)
+    settings = RewardModelSettings("run", LeaseTerms(600, 600), (spec(path, weight=2),), "drop", binding)
     function = RewardModelFunction(settings)
     prompt = Prompt("p", (6,), "w1 ")
     rollouts = tuple(

@@ -27,7 +27,7 @@ def test_length_fleet_and_prices_may_change() -> None:
         steps=5,
         scaling={"generation": {"max_actors": 4}, "prices": "mine.yaml"},
         generation={"engine": {"max_sequences": 3}},
-        timeouts={"call_s": 1},
+        timeouts={"call_s": 400},
     )
     check_resumable(SPEC, now, "new.yaml")
     assert len(differences(SPEC, now)) == 5
