@@ -44,7 +44,8 @@ class Lease:
 
     def _watch(self) -> None:
         while (left_s := self._ends_s - time.monotonic()) > 0:
-            if self._ended.wait(left_s):
+            # The first call makes the wait shorter, so it is looked at again well before.
+            if self._ended.wait(min(left_s, self._terms.renewed_s)):
                 return
         log.warning("no call came for %.0f s: the driver is gone, and so is this replica", self._terms.renewed_s)
         self._expired()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,8 @@ SLOT_PREFIX = "rlhfless-slot:"
 """Ray resources with this prefix are device slots: `rlhfless-slot:<kind>:<name>`, one unit each."""
 
 POLL_S = 0.25
-"""How often a starting application's status is read: well under the seconds a start takes."""
+"""How often the status of starting applications is read, once for all of them: well under the seconds a start takes.
+A reading costs Serve's controller and the driver tens of milliseconds of the cores that the replicas start on."""
 
 CONCURRENT_CALLS = 64
 """Calls one replica may have in flight: a stream, beats, aborts and probes must never queue behind each other
@@ -45,6 +47,9 @@ class Cluster:
 
     def __init__(self) -> None:
         self.slots = _slots(ray.cluster_resources())
+        self._statuses: Mapping[str, Any] = {}
+        self._read_s = -math.inf
+        self._reading = asyncio.Lock()
 
     @classmethod
     async def start(cls, spec: PlacementSpec) -> Cluster:
@@ -102,7 +107,7 @@ class Cluster:
 
     async def running(self, prefix: str) -> list[str]:
         """Names of the running replicas that begin so, such as those that an earlier driver of a run has left."""
-        applications = (await asyncio.to_thread(serve.status)).applications
+        applications = await self._applications()
         return [name for name, app in applications.items() if name.startswith(prefix) and app.status in _FOUND]
 
     async def wait_running(self, name: str, timeout_s: float) -> None:
@@ -112,7 +117,7 @@ class Cluster:
         """
         began = time.monotonic()
         while True:
-            overview = (await asyncio.to_thread(serve.status)).applications.get(name)
+            overview = (await self._applications()).get(name)
             if overview is not None and overview.status == ApplicationStatus.RUNNING:
                 return
             if overview is not None and overview.status == ApplicationStatus.DEPLOY_FAILED:
@@ -122,6 +127,14 @@ class Cluster:
                 state = "unknown" if overview is None else str(overview.status)
                 raise FleetError(f"waited {waited_s:.0f} s for {name} to start; its state is {state}")
             await asyncio.sleep(POLL_S)
+
+    async def _applications(self) -> Mapping[str, Any]:
+        """The status of all applications, at most POLL_S old."""
+        async with self._reading:
+            if time.monotonic() - self._read_s > POLL_S:
+                self._statuses = (await asyncio.to_thread(serve.status)).applications
+                self._read_s = time.monotonic()
+        return self._statuses
 
     async def delete(self, names: Sequence[str]) -> None:
         """Stop replicas and return when they are gone. Unknown names are fine."""

@@ -14,6 +14,12 @@ def test_it_ends_when_no_sign_of_life_comes() -> None:
     assert ended.wait(10)
 
 
+def test_the_first_call_ends_the_long_wait_of_the_start() -> None:
+    ended = threading.Event()
+    Lease(LeaseTerms(first_s=600, renewed_s=0.05), ended.set).renew()
+    assert ended.wait(10)
+
+
 def test_renewing_keeps_it_and_ending_it_is_silent() -> None:
     calls: list[float] = []
     lease = Lease(LeaseTerms(first_s=0.2, renewed_s=0.2), lambda: calls.append(time.monotonic()))
