@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhfless.cli.options import OptionalSpecFile, Overrides
+from rlhfless.spec.errors import UserError
 
 if TYPE_CHECKING:
     from rlhfless.loop.preflight import Prepared
@@ -110,6 +112,9 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
         typer.echo(f"{word}; what was drawn and learned is kept: rlhfless run --resume {shown(folder)}", err=True)
         if isinstance(error, KeyboardInterrupt):
             raise typer.Exit(INTERRUPTED) from None
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = f"the disk is full: {error.filename or folder} could not be written. Make room and resume the run"
+            raise UserError(what) from error
         raise
     finally:
         sinks.close()

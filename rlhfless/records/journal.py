@@ -144,7 +144,7 @@ class Journal:
         try:
             yield
         except sqlite3.Error as error:
-            raise JournalError(f"the journal {self._path}: {error}") from error
+            raise JournalError(f"the journal {self._path} could not be read or written: {error}") from error
 
 
 def _row(rollout: Rollout) -> tuple[object, ...]:

@@ -132,7 +132,7 @@ def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room_until_it_is_
     with small_disk(runs, size_mib=3):
         process = start(spec, log)
         assert process.wait(timeout=400) == 2, log.read_text()
-        assert "could not be written" in log.read_text() or "disk is full" in log.read_text()
+        assert "could not be" in log.read_text()
         assert "rlhfless run --resume runs/" in log.read_text()
         assert "Traceback" not in log.read_text()
         subprocess.run(["mount", "-o", "remount,size=200m", str(runs)], check=True)

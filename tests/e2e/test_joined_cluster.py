@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,31 +27,34 @@ from rlhfless.records.traces import read_trace
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LEASE_S = 12.0
-ADDRESS = "127.0.0.1:26379"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Ray of its own with two device slots; its address."""
-    ray = [str(Path(sys.executable).with_name("ray"))]
+def cluster() -> Iterator[str]:
+    """A Ray of its own with three device slots; its address."""
     # More slots than cores: an actor in a slot without a core of its own is simply not pinned.
     slots = json.dumps({f"rlhfless-slot:cpu-core:cpu-{core}": 1 for core in range(3)})
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    # Away from the ports and the folder of a private Ray that other tests may have running.
-    host, port = ADDRESS.split(":")
-    command = [*ray, "start", "--head", f"--node-ip-address={host}", f"--port={port}", f"--resources={slots}"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Away from the folder of a private Ray that other tests may have running. Ray's sockets need a short path.
     folder = f"/tmp/rlhfless-ray-{os.getpid()}"
-    subprocess.run(
-        [*command, "--include-dashboard=false", "--num-cpus=4", f"--temp-dir={folder}"],
-        env=environment,
-        check=True,
-        timeout=120,
-        capture_output=True,
-    )
-    yield ADDRESS
-    for process in psutil.process_iter(["cmdline"]):
-        if folder in " ".join(process.info["cmdline"] or ()):
-            process.kill()
+    ray = str(Path(sys.executable).with_name("ray"))
+    command = [ray, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", f"--resources={slots}"]
+    try:
+        subprocess.run(
+            [*command, "--include-dashboard=false", "--num-cpus=4", f"--temp-dir={folder}"],
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
+            check=True,
+            timeout=240,
+            capture_output=True,
+        )
+        yield f"127.0.0.1:{port}"
+    finally:
+        for process in psutil.process_iter(["cmdline"]):
+            if folder in " ".join(process.info["cmdline"] or ()):
+                process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def replicas(run_id: str) -> dict[str, psutil.Process]:

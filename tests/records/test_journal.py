@@ -105,7 +105,7 @@ def test_a_full_disk_is_named_and_takes_nothing_away(journal: Journal) -> None:
     journal.add(1, [rollout()])
     (pages,) = journal._database.execute("PRAGMA page_count").fetchone()
     journal._database.execute(f"PRAGMA max_page_count={pages}")
-    with pytest.raises(JournalError, match=r"journal\.sqlite: database or disk is full"):
+    with pytest.raises(JournalError, match=r"journal\.sqlite could not be read or written: database or disk is full"):
         journal.add(1, [rollout(sample=1, tokens=100_000)])
     assert [r.key for r in journal.rollouts(1)] == [("p", 0)]
     journal._database.execute(f"PRAGMA max_page_count={pages + 1000}")
@@ -115,7 +115,7 @@ def test_a_full_disk_is_named_and_takes_nothing_away(journal: Journal) -> None:
 
 def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("not a database, and long enough to be looked at" * 40)
-    with pytest.raises(JournalError, match=r"/a: file is not a database"):
+    with pytest.raises(JournalError, match=r"/a could not be read or written: file is not a database"):
         Journal(tmp_path / "a")
     database = sqlite3.connect(tmp_path / "b")
     database.execute("PRAGMA user_version=99")
