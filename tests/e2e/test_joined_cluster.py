@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -32,6 +33,17 @@ LEASE_S = 12.0
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """A Ray of its own with three device slots; its address."""
+    with pytest.MonkeyPatch.context() as environment:
+        # The token in the user's home is replaced whenever another private Ray starts.
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("RAY_worker_niceness", "0")
+        with _started() as address:
+            yield address
+
+
+@contextlib.contextmanager
+def _started() -> Iterator[str]:
     # More slots than cores: an actor in a slot without a core of its own is simply not pinned.
     slots = json.dumps({f"rlhfless-slot:cpu-core:cpu-{core}": 1 for core in range(3)})
     with socket.socket() as probe:
@@ -44,7 +56,6 @@ def cluster() -> Iterator[str]:
     try:
         subprocess.run(
             [*command, "--include-dashboard=false", "--num-cpus=4", f"--temp-dir={folder}"],
-            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
             check=True,
             timeout=240,
             capture_output=True,
