@@ -7,6 +7,7 @@ request was scheduled and had its last token, on RTX PRO 6000 devices. Every mod
 the engine is replayed (first come first served, prefill before decode) and the time of each request compared.
 
     roofline     the data sheet
+    kernels      measured kernels of aiconfigurator-core, where that is installed
     fit, half    fitted to the first half of the run's requests, judged on the second
     other model  fitted to the other run, carried over by the ratio of both rooflines, term by term
 """
@@ -14,6 +15,7 @@ the engine is replayed (first come first served, prefill before decode) and the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import json
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ import numpy as np
 
 from rlhfless.scaling.engine_model import EngineModel, decode_s
 from rlhfless.scaling.latency import LatencyFit, LinearEngine, ModelShape, Roofline
+from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.timeline import Array, Requests
 
@@ -128,6 +131,11 @@ def fitted(run: Measured, learn: np.ndarray) -> LinearEngine:
     return fit.model()
 
 
+def measured_kernels(like: Roofline) -> MeasuredKernels:
+    """Kernel tables for the same model and devices. Raises NoTables."""
+    return MeasuredKernels(like.shape, like.device.kind, like.tensor_parallel, tables_folder())
+
+
 def carried(model: LinearEngine, source: Measured, target: Measured) -> LinearEngine:
     """A fit to one model, for another one, by the ratio of their rooflines.
 
@@ -160,6 +168,8 @@ def main() -> None:
         everything = np.ones(len(run.asked_s), dtype=bool)
         first = np.arange(len(everything)) < len(everything) // 2
         models = {"roofline": (run.roofline, everything), "fit, half": (fitted(run, first), ~first)}
+        with contextlib.suppress(NoTables):
+            models["kernels"] = (measured_kernels(run.roofline), everything)
         for other in runs:
             if other is not run:
                 whole = fitted(other, np.ones(len(other.asked_s), dtype=bool))
