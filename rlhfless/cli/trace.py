@@ -13,6 +13,7 @@ def register(app: typer.Typer) -> None:
     trace = typer.Typer(help="Look into the trace of a run.", no_args_is_help=True)
     trace.command()(summary)
     trace.command()(compare)
+    trace.command()(lengths)
     app.add_typer(trace, name="trace")
 
 
@@ -45,6 +46,18 @@ def compare(first: TraceFolder, second: TraceFolder) -> None:
         typer.echo(f"the first that differs: step {step}, prompt {prompt_id}, sample {index}")
     if result.only_in_first or result.only_in_second:
         typer.echo(f"only in the first: {result.only_in_first:,}; only in the second: {result.only_in_second:,}")
+
+
+def lengths(folder: TraceFolder) -> None:
+    """Print how well response lengths could be forecast: each step from those before it, beside two simple ways."""
+    from rich.console import Console
+
+    from rlhfless.cli.lengths import lengths_report
+    from rlhfless.records.traces import read_trace
+    from rlhfless.scaling.lengths.evaluate import evaluate
+
+    trace = read_trace(_inner(folder))
+    Console(highlight=False).print(lengths_report(trace.meta.run_id, evaluate(trace)))
 
 
 def _inner(folder: Path) -> Path:

@@ -1,9 +1,11 @@
 """The price book: what a device slot costs while it is held, working or not.
 
-A YAML file that the user edits; `prices.yaml` beside this module is the default. Every figure carries its
-source and date, because rental prices differ by a factor of three between sellers and change by the month.
-Time is billed by the second, without a minimum: the billing granularity of a cloud belongs to the machine
-under the slots, which outlives any one holding.
+A YAML file that the user edits; `prices.yaml` beside this module is the default, docs/prices.md the guide. Every
+figure carries its source and date, because rental prices differ by a factor of three between sellers and change by
+the month.
+
+The bill of a run (`cost_usd`) is time held x price, to the second. What a seller rounds up belongs to the machine under
+the slots, which outlives any one holding: `rlhfless.scaling.leases` adds it, for plans that rent and return machines.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from rlhfless.records import Holding
+from rlhfless.records import Holding, ReplicaState
 from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import InputError, Problem, UserError
@@ -31,20 +33,121 @@ class PriceError(UserError):
     """A device kind without a price. The message names it and the kinds there are."""
 
 
+Usd = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Source = Annotated[str, Field(min_length=1)]
+
+
+class SpotPrice(SpecModel):
+    """The same device, cheaper, and taken away at times."""
+
+    usd_per_hour: Usd
+    """US dollars per hour of one whole slot."""
+
+    interruptions_per_hour: Annotated[float, Field(ge=0)]
+    """How often one slot is taken away, on average."""
+
+    source: Source
+    """Where both figures were read; an assumption should say so."""
+
+    as_of: date
+    """When they were read."""
+
+
+class Billing(SpecModel):
+    """How the seller counts the time of a machine."""
+
+    granularity_s: Seconds = 0.0
+    """Time is rounded up to a multiple of this; 0 bills what was used."""
+
+    minimum_s: Seconds = 0.0
+    """Shortest time that is billed."""
+
+    source: Source
+    """Where the seller says so."""
+
+    as_of: date
+    """When it was read."""
+
+
+class Provisioning(SpecModel):
+    """Getting a machine that is not there yet."""
+
+    lag_s: Seconds
+    """From asking for a machine to a slot that a replica can start on."""
+
+    source: Source
+    """Where the figure was read or measured."""
+
+    as_of: date
+    """When."""
+
+
+class Residency(SpecModel):
+    """Keeping a replica asleep: it has given its device to others, and keeps its weights in host memory."""
+
+    usd_per_hour: Usd
+    """US dollars per hour of one sleeping replica's host memory."""
+
+    source: Source
+    """Where the figure was read, or how it follows from the price of memory."""
+
+    as_of: date
+    """When."""
+
+
+class Owned(SpecModel):
+    """Hardware that is paid for whether it is used or not; the device's `usd_per_hour` is what owning it costs."""
+
+    released_value: Annotated[float, Field(ge=0, le=1)]
+    """Share of the price that a released device is worth, because somebody else uses it; 0 if nobody does."""
+
+
 class DevicePrice(SpecModel):
     """The price of one kind of device slot."""
 
     kind: Annotated[str, Field(min_length=1)]
     """Name of the device kind, as holdings carry it."""
 
-    usd_per_hour: Annotated[float, Field(ge=0)]
-    """US dollars per hour of one whole slot."""
+    usd_per_hour: Usd
+    """US dollars per hour of one whole slot, on demand; for owned hardware, of owning it."""
 
-    source: Annotated[str, Field(min_length=1)]
+    source: Source
     """Who sells it at this price, and where the figure was read."""
 
     as_of: date
     """When it was read."""
+
+    spot: SpotPrice | None = None
+    """Where it can be had as spot capacity."""
+
+    billing: Billing | None = None
+    """How time is counted; to the second without it."""
+
+    provisioning: Provisioning | None = None
+    """How long a new machine takes; none without it: the machine is there."""
+
+    residency: Residency | None = None
+    """What a replica asleep off its device costs; the whole price of the device without it."""
+
+    owned: Owned | None = None
+    """That it is owned, not rented."""
+
+    @model_validator(mode="after")
+    def _owned_is_not_rented(self) -> DevicePrice:
+        if self.owned is not None and (self.spot is not None or self.billing is not None):
+            raise ValueError("hardware that is owned has no spot price and no billing; take `spot` and `billing` out")
+        return self
+
+    @property
+    def released_usd_per_hour(self) -> float:
+        """What still has to be paid for a slot after it was released: nothing, unless it is owned."""
+        return 0.0 if self.owned is None else self.usd_per_hour * (1 - self.owned.released_value)
+
+    @property
+    def saved_usd_per_hour(self) -> float:
+        """What releasing a slot saves."""
+        return self.usd_per_hour - self.released_usd_per_hour
 
 
 class PriceBook(SpecModel):
@@ -71,27 +174,42 @@ class PriceBook(SpecModel):
             raise ValueError(f"cpu_kind is {self.cpu_kind!r}, which has no price; add it under `devices`")
         return self
 
-    def price_usd_per_hour(self, kind: str) -> float:
-        """The price of one slot of this kind. Raises PriceError for a kind that has none."""
+    def device(self, kind: str) -> DevicePrice:
+        """All that the book says about a kind. Raises PriceError for a kind that it does not have."""
         for device in self.devices:
             if device.kind == kind:
-                return device.usd_per_hour
+                return device
         known = [device.kind for device in self.devices]
         raise PriceError(
             f"no price for device kind {kind!r}; {nearest(kind, known)}Add it under `devices` of the price "
             f"book, which has {', '.join(known)}"
         )
 
+    def price_usd_per_hour(self, kind: str) -> float:
+        """The price of one slot of this kind. Raises PriceError for a kind that has none."""
+        return self.device(kind).usd_per_hour
+
+    def occupies(self, holding: Holding) -> bool:
+        """Whether its slot is paid for: neither without a device, nor asleep where sleep has a price of its own."""
+        asleep = holding.state is ReplicaState.SLEEPING
+        return holding.state.holds_device and not (asleep and self.device(holding.device_kind).residency is not None)
+
     def cost_usd(self, holdings: Iterable[Holding]) -> float:
-        """What the holdings cost: device-seconds x price, in whatever state they were spent.
+        """What the holdings cost: device-seconds x price of their state.
 
         Raises PriceError for a device kind without a price.
         """
         return math.fsum(
-            holding.device_s * self.price_usd_per_hour(holding.device_kind) / SECONDS_PER_HOUR
+            holding.device_s * self._holding_usd_per_hour(holding) / SECONDS_PER_HOUR
             for holding in holdings
             if holding.state.holds_device
         )
+
+    def _holding_usd_per_hour(self, holding: Holding) -> float:
+        residency = self.device(holding.device_kind).residency
+        if residency is not None and not self.occupies(holding):
+            return residency.usd_per_hour
+        return self.price_usd_per_hour(holding.device_kind)
 
     def snapshot(self) -> dict[str, Any]:
         """The book as JSON values, for the trace; `PriceBook.model_validate` reads it back."""

@@ -1,0 +1,183 @@
+"""Fitted and roofline latency models against measured runs of vLLM: how far off is each request?
+
+    python benchmarks/latency.py FOLDER
+
+FOLDER holds one folder per run, with meta.json and requests.jsonl as LLMServingSim's `bench` writes them: when each
+request was scheduled and had its last token, on RTX PRO 6000 devices. Every model is given arrivals and lengths alone;
+the engine is replayed (first come first served, prefill before decode) and the time of each request compared.
+
+    roofline     the data sheet
+    kernels      measured kernels of aiconfigurator-core, where that is installed
+    fit, half    fitted to the first half of the run's requests, judged on the second
+    other model  fitted to the other run, carried over by the ratio of both rooflines, term by term
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import heapq
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless.scaling.engine_model import EngineModel, decode_s
+from rlhfless.scaling.latency import LatencyFit, LinearEngine, ModelShape, Roofline
+from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
+from rlhfless.scaling.latency.devices import device_of
+from rlhfless.scaling.latency.timeline import Array, Requests
+
+CONFIGS: dict[str, dict[str, Any]] = {  # of the models' own config.json
+    "meta-llama/Llama-3.1-8B": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
+    "Qwen/Qwen3-32B": {
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 25600,
+        "vocab_size": 151936,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measured run."""
+
+    name: str
+    roofline: Roofline
+    asked_s: Array
+    requests: Requests
+    max_sequences: int
+
+
+def load(folder: Path) -> Measured:
+    """Reads a run."""
+    meta = json.loads((folder / "meta.json").read_text())
+    rows = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    rows.sort(key=lambda row: (row["queued_ts"], row["scheduled_ts"]))
+
+    def column(name: str) -> Array:
+        return np.array([row[name] for row in rows], dtype=np.float64)
+
+    settings = meta["engine_kwargs"]
+    return Measured(
+        folder.name,
+        Roofline(
+            ModelShape.of_config(CONFIGS[meta["model"]]), device_of("rtx-pro-6000"), settings["tensor_parallel_size"]
+        ),
+        column("queued_ts"),
+        Requests(
+            column("input_toks"),
+            np.zeros(len(rows)),
+            column("output_toks"),
+            column("scheduled_ts"),
+            column("last_token_ts"),
+        ),
+        settings["max_num_seqs"],
+    )
+
+
+def replay(model: EngineModel, asked_s: Array, requests: Requests, max_sequences: int) -> Array:
+    """Seconds from being scheduled to the last token, for each request."""
+    prompt, length = requests.prompt_tokens.astype(int), requests.response_tokens.astype(int)
+    began, took = np.empty(len(asked_s)), np.empty(len(asked_s))
+    now, iteration, context, waiting = float(asked_s[0]), 0, 0, 0
+    running: list[tuple[int, int]] = []
+    while waiting < len(asked_s) or running:
+        while waiting < len(asked_s) and len(running) < max_sequences and asked_s[waiting] <= now:
+            began[waiting] = now
+            now += model.prefill_s(int(prompt[waiting]))
+            heapq.heappush(running, (iteration + int(length[waiting]), waiting))
+            context += int(prompt[waiting])
+            waiting += 1
+        if not running:
+            now = float(asked_s[waiting])
+            continue
+        steps = running[0][0] - iteration
+        if waiting < len(asked_s) and len(running) < max_sequences:
+            steps = min(steps, _until(model, len(running), context, float(asked_s[waiting]) - now))
+        now += decode_s(model, len(running), context, steps)
+        iteration += steps
+        context += steps * len(running)
+        while running and running[0][0] == iteration:
+            _, done = heapq.heappop(running)
+            took[done] = now - began[done]
+            context -= int(prompt[done] + length[done])
+    return took
+
+
+def _until(model: EngineModel, sequences: int, context: int, seconds: float) -> int:
+    """Iterations until so many seconds have passed, at least 1."""
+    each = model.iteration_s(sequences) + model.context_s * context
+    return max(int(np.ceil(seconds / each)), 1)
+
+
+def fitted(run: Measured, learn: np.ndarray) -> LinearEngine:
+    """Fitted to some requests of a run."""
+    fit = LatencyFit(run.roofline)
+    fit.observe(run.requests, learn)
+    return fit.model()
+
+
+def measured_kernels(like: Roofline) -> MeasuredKernels:
+    """Kernel tables for the same model and devices. Raises NoTables."""
+    return MeasuredKernels(like.shape, like.device.kind, like.tensor_parallel, tables_folder())
+
+
+def carried(model: LinearEngine, source: Measured, target: Measured) -> LinearEngine:
+    """A fit to one model, for another one, by the ratio of their rooflines.
+
+    What each sequence adds is kernels that the roofline does not count; it is carried over like the fixed part.
+    """
+    here, there = LinearEngine.of(source.roofline), LinearEngine.of(target.roofline)
+    fixed = there.fixed_s / here.fixed_s
+    return LinearEngine(
+        model.fixed_s * fixed,
+        model.sequence_s * fixed,
+        model.context_s * there.context_s / here.context_s,
+        model.prefill_token_s * there.prefill_token_s / here.prefill_token_s,
+        model.prefill_context_s * there.prefill_context_s / here.prefill_context_s,
+    )
+
+
+def error(model: EngineModel, run: Measured, judged: np.ndarray) -> tuple[float, float]:
+    """Median absolute error of the judged requests' times, and error of the sum of all requests' times: shares."""
+    took = replay(model, run.asked_s, run.requests, run.max_sequences)
+    real = run.requests.finished_s - run.requests.started_s
+    return float(np.median(np.abs(took / real - 1)[judged])), float(took.sum() / real.sum() - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    runs = [load(path.parent) for path in sorted(parser.parse_args().folder.glob("*/meta.json"))]
+    print(f"{'run':16} {'model':14} {'median error':>12} {'total':>8}")
+    for run in runs:
+        everything = np.ones(len(run.asked_s), dtype=bool)
+        first = np.arange(len(everything)) < len(everything) // 2
+        models = {"roofline": (run.roofline, everything), "fit, half": (fitted(run, first), ~first)}
+        with contextlib.suppress(NoTables):
+            models["kernels"] = (measured_kernels(run.roofline), everything)
+        for other in runs:
+            if other is not run:
+                whole = fitted(other, np.ones(len(other.asked_s), dtype=bool))
+                models["other model"] = (carried(whole, other, run), everything)
+        for name, (model, judged) in models.items():
+            off, total = error(model, run, judged)
+            print(f"{run.name:16} {name:14} {off:12.1%} {total:+8.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What devices can do: `devices.yaml`, with a source for every figure."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import Annotated
+
+import yaml
+from pydantic import Field
+
+from rlhfless.spec.base import SpecModel
+from rlhfless.spec.explain import nearest
+
+
+class Figure(SpecModel):
+    """A number, and where it comes from."""
+
+    value: Annotated[float, Field(gt=0)]
+    source: Annotated[str, Field(min_length=1)]
+
+
+class Share(SpecModel):
+    """A share of a peak, and where it comes from."""
+
+    value: Annotated[float, Field(gt=0, le=1)]
+    source: Annotated[str, Field(min_length=1)]
+
+
+class Device(SpecModel):
+    """One kind of device. All rates are per device and, for links, in one direction."""
+
+    kind: Annotated[str, Field(min_length=1)]
+    """As in the price book."""
+    flops_per_s: Figure
+    """Peak of dense matrix products in 16 bit (fp32 on a CPU)."""
+    memory_bytes_per_s: Figure
+    memory_bytes: Figure
+    link_bytes_per_s: Figure
+    """To the other devices of its machine."""
+    host_bytes_per_s: Figure
+    """To host memory."""
+    matmul_efficiency: Share
+    """Share of `flops_per_s` that large matrix products reach."""
+    weights_efficiency: Share
+    """Share of `memory_bytes_per_s` at which a small batch reads weights."""
+    attention_efficiency: Share
+    """Share of `memory_bytes_per_s` at which decode attention reads KV."""
+    all_reduce_s: Figure
+    """Seconds of an all-reduce of next to nothing."""
+
+
+class _DeviceTable(SpecModel):
+    devices: tuple[Device, ...]
+
+
+class UnknownDevice(ValueError):
+    """A device kind that the table does not have. Names it and the nearest."""
+
+
+@cache
+def load_devices() -> dict[str, Device]:
+    """The table, by kind."""
+    text = files(__package__).joinpath("devices.yaml").read_text("utf-8")
+    table = _DeviceTable.model_validate(yaml.safe_load(text))
+    return {device.kind: device for device in table.devices}
+
+
+def device_of(kind: str) -> Device:
+    """The device of a kind. Raises UnknownDevice."""
+    table = load_devices()
+    if kind not in table:
+        raise UnknownDevice(
+            f"nothing is known of device kind {kind!r}; {nearest(kind, table)}The table has {', '.join(table)}"
+        )
+    return table[kind]

@@ -1,0 +1,134 @@
+"""An engine model fitted to the run's own ledger, while it runs: least squares, none negative, with forgetting. Pure.
+
+    seconds of a span = c0 iterations + c1 sequences + g context + p prefill + q prefill x its context
+
+(`timeline` has the sums). A row is divided by its seconds, so that relative errors count. Only the sums of products are
+kept: 5 x 5 numbers, however long the run. A prior, a roofline say, stands in before there is data, and goes on to
+speak for terms that the data cannot tell apart: each coefficient is held to its prior, softly and relative to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from rlhfless.records import Invocation, Work
+from rlhfless.records.traces import TracedRollout
+from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.latency.timeline import WORK, Array, BoolArray, Requests, spans
+
+KEPT = 0.8
+"""Weight of all earlier steps at each new one: an engine's speed changes with its neighbours, seldom more."""
+
+PRIOR_WEIGHT = 0.1
+"""The prior weighs as much as a tenth of one row whose term is all of its time: it decides what rows cannot tell."""
+
+# Batches and prefills that a prior model is read off at, to make a linear one of it.
+_FEW, _MANY = 1, 128
+_CHUNK, _BEHIND = 2048, 8192
+
+# What a term may cost that the prior sees as free: as much as the fixed part, in a batch of 128 contexts of 1,024.
+_FREE = np.array([1, 1 / _MANY, 1 / (_MANY * 1024), 1 / _MANY, 1 / (_MANY * 1024)])
+
+
+@dataclass(frozen=True, slots=True)
+class LinearEngine:
+    """An `EngineModel` of five coefficients."""
+
+    fixed_s: float
+    """Of each decode iteration."""
+    sequence_s: float
+    """Of each sequence in it."""
+    context_s: float
+    prefill_token_s: float
+    prefill_context_s: float
+    """Of each pair of a prefilled token and a token that it attends to."""
+
+    @classmethod
+    def of(cls, model: EngineModel) -> LinearEngine:
+        """The line through another model: a batch of 1 and of 128; prefills of 2,048 tokens, fresh and behind 8,192."""
+        few, many = model.iteration_s(_FEW), model.iteration_s(_MANY)
+        sequence_s = max((many - few) / (_MANY - _FEW), 0.0)
+        fresh, behind = model.prefill_s(_CHUNK), model.prefill_s(_CHUNK, _BEHIND)
+        pair_s = max((behind - fresh) / (_CHUNK * _BEHIND), 0.0)
+        token_s = max(fresh / _CHUNK - pair_s * _CHUNK / 2, 0.0)
+        return cls(few - sequence_s, sequence_s, model.context_s, token_s, pair_s)
+
+    def iteration_s(self, sequences: int) -> float:
+        return self.fixed_s + self.sequence_s * sequences
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        return tokens * (self.prefill_token_s + self.prefill_context_s * (context_tokens + tokens / 2))
+
+    @property
+    def coefficients(self) -> Array:
+        """[WORK]: what each sum of a span is multiplied with."""
+        return np.array([self.fixed_s, self.sequence_s, self.context_s, self.prefill_token_s, self.prefill_context_s])
+
+
+class LatencyFit:
+    """Learns one kind of engine, from any number of actors."""
+
+    def __init__(self, prior: EngineModel) -> None:
+        self._prior = LinearEngine.of(prior)
+        self._products = np.zeros((len(WORK), len(WORK)))
+        self._targets = np.zeros(len(WORK))
+
+    def forget(self) -> None:
+        """A step has ended: what came before it counts less from now on."""
+        self._products *= KEPT
+        self._targets *= KEPT
+
+    def observe(self, requests: Requests, learn: BoolArray) -> None:
+        """All requests of one actor in some time. Those not in `learn` [requests] are load on the others only."""
+        work, seconds = spans(requests)
+        whole = learn & (seconds > 0) & (requests.response_tokens > 0)
+        rows = work[whole] / seconds[whole, None]
+        self._products += rows.T @ rows
+        self._targets += rows.sum(axis=0)
+
+    def observe_step(
+        self, invocations: Iterable[Invocation], rollouts: Iterable[TracedRollout], max_sequences: int
+    ) -> None:
+        """A step of the ledger: each actor's generate calls, and the rollouts that it finished in them.
+
+        Of a rollout that moved here from another actor the start lies before the call: it is load, and teaches nothing.
+        """
+        self.forget()
+        calls = [call for call in invocations if call.work is Work.GENERATE]
+        by_actor = sorted(rollouts, key=lambda rollout: (rollout.actor, rollout.started_s))
+        for actor, group in groupby(by_actor, key=lambda rollout: rollout.actor):
+            rows = tuple(group)
+            of_actor = [call for call in calls if call.replica == actor]
+            learn = np.array([any(_within(row, call) for call in of_actor) for row in rows])
+            self.observe(Requests.of_rollouts(rows, max_sequences), learn)
+
+    def model(self) -> LinearEngine:
+        """The best coefficients so far; the prior's before there is data."""
+        before = self._prior.coefficients
+        unit = np.where(before > 0, before, self._prior.fixed_s * _FREE)
+        # In such units coefficients are about 1, and the soft bound is a multiple of the unit matrix.
+        products = self._products * np.outer(unit, unit) + PRIOR_WEIGHT * np.eye(len(WORK))
+        targets = self._targets * unit + PRIOR_WEIGHT * before / unit
+        return LinearEngine(*(float(value) for value in unit * _non_negative(products, targets)))
+
+
+def _within(rollout: TracedRollout, call: Invocation) -> bool:
+    return call.start_s <= rollout.started_s and rollout.finished_s <= call.end_s
+
+
+def _non_negative(products: Array, targets: Array) -> Array:
+    """Least squares without negative coefficients: the best of all 31 sets of coefficients that may be positive."""
+    best, best_value = np.zeros(len(targets)), 0.0
+    for chosen in range(1, 2 ** len(targets)):
+        terms = [index for index in range(len(targets)) if chosen >> index & 1]
+        solution = np.linalg.solve(products[np.ix_(terms, terms)], targets[terms])
+        value = float(targets[terms] @ solution)  # by how much the squared error falls
+        if value > best_value and (solution >= 0).all():
+            best_value = value
+            best = np.zeros(len(targets))
+            best[terms] = solution
+    return best

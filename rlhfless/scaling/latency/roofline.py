@@ -1,0 +1,67 @@
+"""How long an engine takes by its devices' data sheets: the slower of computing and reading. Pure.
+
+    decode    max(weights read / bandwidth, 2 active B / peak) + kernel starts + all-reduces, KV / bandwidth per token
+    prefill   max(2 active T / peak, weights read / bandwidth) + attention + kernel starts + all-reduces
+
+with the shares of each peak that kernels were measured to reach. Tensor parallelism divides all but the last two, and
+adds two all-reduces a layer. A first guess, within some 30 %: a fit to the run's own ledger takes over (`fitted`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfless.scaling.latency.devices import Device
+from rlhfless.scaling.latency.shape import ModelShape
+
+KERNEL_S = 3e-6
+"""Start of a kernel: the constant that aiconfigurator adds to each memory operation."""
+
+KERNELS_PER_LAYER = 8
+"""Norm, QKV, rotation, attention, output, norm, two of the gated MLP: fused as vLLM does."""
+
+ALL_REDUCES_PER_LAYER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """An `EngineModel` from a data sheet."""
+
+    shape: ModelShape
+    device: Device
+    tensor_parallel: int = 1
+
+    @property
+    def context_s(self) -> float:
+        share = max(self.tensor_parallel, 1) if self.shape.kv_heads >= self.tensor_parallel else self.shape.kv_heads
+        rate = self.device.memory_bytes_per_s.value * self.device.attention_efficiency.value
+        return self.shape.kv_bytes / share / rate
+
+    def iteration_s(self, sequences: int) -> float:
+        return self._forward_s(sequences)
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        if tokens == 0:
+            return 0.0
+        pairs = tokens * (context_tokens + tokens / 2)
+        attention = 4 * self.shape.layers * self.shape.heads * self.shape.head_dim * pairs
+        return self._forward_s(tokens) + attention / self._flops_per_s
+
+    @property
+    def _flops_per_s(self) -> float:
+        return self.tensor_parallel * self.device.flops_per_s.value * self.device.matmul_efficiency.value
+
+    def _forward_s(self, tokens: int) -> float:
+        bandwidth = self.tensor_parallel * self.device.memory_bytes_per_s.value * self.device.weights_efficiency.value
+        reading_s = self.shape.read(tokens) * self.shape.weight_bytes / bandwidth
+        computing_s = 2 * self.shape.active * tokens / self._flops_per_s
+        starts_s = KERNEL_S * KERNELS_PER_LAYER * self.shape.layers
+        return max(reading_s, computing_s) + starts_s + self._all_reduces_s(tokens)
+
+    def _all_reduces_s(self, tokens: int) -> float:
+        others = self.tensor_parallel - 1
+        if others == 0:
+            return 0.0
+        size = tokens * self.shape.hidden * self.shape.weight_bytes
+        moved_s = 2 * others / self.tensor_parallel * size / self.device.link_bytes_per_s.value
+        return ALL_REDUCES_PER_LAYER * self.shape.layers * (self.device.all_reduce_s.value + moved_s)

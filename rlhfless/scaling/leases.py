@@ -1,0 +1,93 @@
+"""What machines cost when time is rounded up, and when released ones are still paid for. Pure.
+
+A *lease* is the time from which a slot is held until nobody holds it, whoever held it. The seller bills a lease in
+whole multiples of the granularity and no less than a minimum. Whoever comes back before that time is over finds it
+paid: the lease goes on. So rounding is a property of the sequence of holdings, not of any one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlhfless.records import Holding
+from rlhfless.scaling.intervals import Interval, union
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, Billing, PriceBook
+
+# A time that is a multiple of the granularity but for rounding is not rounded up to the next one.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A slot, from when it was taken until it was given back, and until when it is paid for."""
+
+    device: str
+    device_kind: str
+    start_s: float
+    end_s: float
+    paid_until_s: float
+    held_s: float
+    """Time in which somebody held it."""
+
+    @property
+    def unused_s(self) -> float:
+        """Time that is paid for, and in which nobody held it."""
+        return self.paid_until_s - self.start_s - self.held_s
+
+
+def billed_s(held_s: float, billing: Billing | None) -> float:
+    """What the seller bills for a machine that was kept for so long."""
+    if billing is None or held_s <= 0:
+        return max(held_s, 0.0)
+    at_least_s = max(held_s, billing.minimum_s)
+    if billing.granularity_s == 0:
+        return at_least_s
+    return max(math.ceil(at_least_s / billing.granularity_s - _ROUNDING) * billing.granularity_s, held_s)
+
+
+def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[Lease]:
+    """The leases under the holdings, by slot and time. Raises PriceError for a kind without a price."""
+    held: dict[tuple[str, str], list[Interval]] = defaultdict(list)
+    for holding in holdings:
+        if prices.occupies(holding):
+            held[holding.device_kind, holding.device].append((holding.start_s, holding.end_s))
+    return [
+        lease
+        for (kind, device), intervals in sorted(held.items())
+        for lease in _of_slot(device, kind, union(intervals), prices.device(kind).billing)
+    ]
+
+
+def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
+    """What the holdings cost with what sellers round up: `cost_usd`, and paid time in which nobody held the slot.
+
+    Equal to `cost_usd` where no kind has `billing`. Raises PriceError for a kind without a price.
+    """
+    known = list(holdings)
+    unused = (
+        lease.unused_s * prices.price_usd_per_hour(lease.device_kind) / SECONDS_PER_HOUR
+        for lease in leases(known, prices)
+    )
+    return prices.cost_usd(known) + math.fsum(unused)
+
+
+def released_usd(kind: str, device_s: float, prices: PriceBook) -> float:
+    """What `device_s` of slots cost that the run does not hold: nothing if they are rented, see `Owned` for others.
+
+    Raises PriceError for a kind without a price.
+    """
+    return prices.device(kind).released_usd_per_hour * device_s / SECONDS_PER_HOUR
+
+
+def _of_slot(device: str, kind: str, disjoint: list[Interval], billing: Billing | None) -> list[Lease]:
+    found: list[Lease] = []
+    for start_s, end_s in disjoint:
+        held_s = end_s - start_s
+        if found and start_s <= found[-1].paid_until_s:
+            before = found.pop()
+            start_s, held_s = before.start_s, before.held_s + held_s
+        found.append(Lease(device, kind, start_s, end_s, start_s + billed_s(end_s - start_s, billing), held_s))
+    return found

@@ -1,0 +1,6 @@
+"""How long responses will be: forecasts as distributions, from what the run has seen."""
+
+from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast
+from rlhfless.scaling.lengths.predictor import LengthPredictor
+
+__all__ = ["QUANTILE_LEVELS", "Forecast", "LengthPredictor"]

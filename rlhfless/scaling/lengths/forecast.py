@@ -1,0 +1,53 @@
+"""What a forecast looks like: remaining tokens at fixed quantile levels, for many samples at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhfless.scaling.lengths.hazard import Array, BoolArray
+
+QUANTILE_LEVELS: Array = np.array([0.01, 0.05, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.95, 0.99, 0.999])
+"""Q levels, the same in every forecast. The upper ones are there because the longest of a batch decides its end."""
+
+
+def mean_weights(levels: Array) -> Array:
+    """Weights [Q] that make a mean of quantiles: the trapezoid rule, with the outermost quantiles held to 0 and 1."""
+    middles = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
+    weights: Array = np.diff(middles)
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The unfinished samples of a step, by prompt and then by sample index."""
+
+    prompt_ids: tuple[str, ...]
+    """Of the step, in the order in which it began."""
+    prompt: npt.NDArray[np.intp]  # [samples]: index into prompt_ids
+    sample: npt.NDArray[np.intp]  # [samples]: sample index
+    tokens: Array  # [samples]: drawn so far
+    remaining_tokens: Array
+    """[samples, Q], ascending along Q: at least 1, and never beyond max_tokens."""
+    mean_tokens: Array  # [samples]: of what remains
+
+    @property
+    def total_tokens(self) -> Array:
+        """[samples, Q]: the whole response."""
+        return self.remaining_tokens + self.tokens[:, None]
+
+    def take(self, rows: BoolArray) -> Forecast:
+        """Only these samples; `rows` [samples]."""
+        return Forecast(
+            self.prompt_ids,
+            self.prompt[rows],
+            self.sample[rows],
+            self.tokens[rows],
+            self.remaining_tokens[rows],
+            self.mean_tokens[rows],
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)

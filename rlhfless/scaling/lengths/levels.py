@@ -1,0 +1,100 @@
+"""How long a prompt's responses are, from samples of which some are only "at least": an update in log space. Pure.
+
+Log lengths of one prompt are normal around its level m with spread s, and m itself is normal around what was believed
+before. A finished sample pulls m towards itself. A sample still running after t tokens, or cut off at t, says that its
+length is larger: with z = (log t - m) / s and the inverse Mills ratio k(z) = pdf(z) / P(Z > z), it pulls with k / s,
+and weighs k (k - z) in 0..1 of a finished one. Nothing for a sample that has hardly begun, nearly all for one far
+beyond its prompt's level. The log posterior is concave: Newton's method finds its peak, and the curvature there is
+taken as the posterior's precision.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfless.scaling.lengths.hazard import Array
+
+NEWTON_STEPS = 4
+"""From the prior mean. The peak is met to a hundredth of the spread by then."""
+
+_LARGEST_STEP = 2.0  # spreads; Newton's first step from far away would overshoot
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Samples of prompts, as evidence."""
+
+    log_tokens: Array  # [prompts, samples]: log of the length, or of the tokens so far
+    finished: Array  # [prompts, samples]: 1 where the length is known, 0 where it is at least that
+    present: Array  # [prompts, samples]: 1 where there is such a sample
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The normal distributions of levels: log tokens."""
+
+    mean: Array  # [...]
+    variance: Array  # [...]
+
+
+def mills(z: Array) -> Array:
+    """Inverse Mills ratio pdf(z) / P(Z > z) of the standard normal: by how much Z > z moves the mean of Z."""
+    place = np.clip((z - _LOWEST_Z) / _Z_CELL, 0.0, len(_MILLS) - 1.5)
+    cell = place.astype(np.intp)
+    low = _MILLS[cell]
+    result: Array = low + (place - cell) * (_MILLS[cell + 1] - low)
+    return result
+
+
+def update(prior: Levels, spread: Array, samples: Samples) -> Levels:
+    """The levels [prompts] after the samples; `spread` [prompts] is the sd of one sample around its level."""
+    mean = prior.mean.copy()
+    for _ in range(NEWTON_STEPS):
+        pull, weight = _evidence(mean, spread, samples)
+        precision = 1 / prior.variance + weight.sum(axis=1)
+        step = ((prior.mean - mean) / prior.variance + pull.sum(axis=1)) / precision
+        mean += np.clip(step, -_LARGEST_STEP * spread, _LARGEST_STEP * spread)
+    _, weight = _evidence(mean, spread, samples)
+    return Levels(mean, 1 / (1 / prior.variance + weight.sum(axis=1)))
+
+
+def without_each(levels: Levels, spread: Array, samples: Samples) -> Levels:
+    """For each sample the level [prompts, samples] that all *others* speak for, by one Newton step.
+
+    A forecast of a running sample is conditioned on its own tokens; those must not count twice.
+    """
+    pull, weight = _evidence(levels.mean, spread, samples)
+    precision = 1 / levels.variance[:, None] - weight
+    return Levels(levels.mean[:, None] - pull / precision, 1 / precision)
+
+
+def squared_residuals(mean: Array, spread: Array, samples: Samples) -> Array:
+    """Expected squared distance [prompts, samples] from the level; for a cut-off sample that of where it may end."""
+    away = samples.log_tokens - mean[:, None]
+    variance = spread[:, None] ** 2
+    z = away / spread[:, None]
+    expected = variance * (1 + z * mills(z))
+    return np.where(samples.finished > 0, away**2, expected) * samples.present
+
+
+def _evidence(mean: Array, spread: Array, samples: Samples) -> tuple[Array, Array]:
+    """First derivative, and minus the second, of each sample's log likelihood in its prompt's level."""
+    z = (samples.log_tokens - mean[:, None]) / spread[:, None]
+    ratio = mills(z)
+    known = samples.finished > 0
+    pull = np.where(known, z, ratio) / spread[:, None]
+    weight = np.where(known, 1.0, np.clip(ratio * (ratio - z), 0.0, 1.0)) / spread[:, None] ** 2
+    return pull * samples.present, weight * samples.present
+
+
+def _mills_of(z: float) -> float:
+    return math.exp(-z * z / 2) / math.sqrt(2 * math.pi) / (math.erfc(z / math.sqrt(2)) / 2)
+
+
+# A table, because numpy has no error function. Beyond its upper end, where the ratio is z itself to a thousandth, it
+# is held: no length is so many spreads above its prompt's level that it mattered.
+_LOWEST_Z, _HIGHEST_Z, _Z_CELL = -8.0, 30.0, 0.01
+_MILLS = np.array([_mills_of(z) for z in np.linspace(_LOWEST_Z, _HIGHEST_Z, 3801)])

@@ -1,0 +1,154 @@
+"""How long responses will be: a distribution per sample, from all that the run has seen so far. Pure.
+
+Log lengths, in four layers:
+
+    run       how long responses are at all: a hazard table in log tokens that forgets old steps. For prompts never seen
+    prompt    its level, from its own earlier visits (`history`)
+    siblings  samples of the same prompt in this step, finished or still running, move the level (`levels`)
+    sample    its own tokens so far: what it may still draw is the distribution beyond them (`hazard`)
+
+A forecast is level + scale x shape. The shape is learned as well: that of all lengths while little is known of a
+prompt, and later that of the errors which forecasts of known prompts turned out to have. A response cut off at
+max_tokens counts as "at least" everywhere. Within a step only prompts' own samples are evidence; the run's tables
+learn when the step has ended, because those that finish first are the short ones.
+
+Deterministic: the same events give the same forecasts, so a resumed run replays its trace (`of_trace`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast, mean_weights
+from rlhfless.scaling.lengths.hazard import Array, BoolArray, HazardTable
+from rlhfless.scaling.lengths.history import STEPS_KEPT, History
+from rlhfless.scaling.lengths.levels import Levels, update, without_each
+from rlhfless.scaling.lengths.replay import max_tokens_of, steps_of
+from rlhfless.scaling.lengths.step import OpenStep
+
+LONGEST_TOKENS = 2**22
+"""End of the run's table: longer than any context there is."""
+
+# Before the first step: a quarter of max_tokens, give or take a factor of e, believed like four samples.
+_FIRST_GUESS = 0.25
+_FIRST_SD = 1.0
+_FIRST_COUNT = 4.0
+
+# The shape of errors begins as a normal one, believed like 64 samples.
+_SHAPE_COUNT = 64.0
+
+# A prompt is known once its level's variance is below this share of that between prompts.
+_KNOWN = 0.5
+
+_MEAN_WEIGHTS = mean_weights(QUANTILE_LEVELS)
+_HAZARD_AT_LEVELS = -np.log1p(-QUANTILE_LEVELS)
+
+
+class LengthPredictor:
+    """Events in, forecasts out. Several steps may be open at once; each is known by its number."""
+
+    def __init__(self, max_tokens: int) -> None:
+        """`max_tokens`: the longest response that the engine draws."""
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}; a response has at least 1 token")
+        self._max_tokens = max_tokens
+        self._run = HazardTable(
+            np.linspace(0.0, np.log(LONGEST_TOKENS), 762),  # cells of 2 %
+            float(np.log(max(max_tokens * _FIRST_GUESS, 1.0))),
+            _FIRST_SD,
+            _FIRST_COUNT,
+        )
+        self._errors = HazardTable(np.linspace(-8.0, 8.0, 321), 0.0, 1.0, _SHAPE_COUNT)
+        self._history = History()
+        self._mean, self._sd = self._run.moments()
+        self._open: dict[int, OpenStep] = {}
+
+    @classmethod
+    def of_trace(cls, trace: Trace) -> LengthPredictor:
+        """The predictor of a run that is resumed: it has seen all rollouts of its trace.
+
+        Raises TraceError if the trace does not say what max_tokens was.
+        """
+        predictor = cls(max_tokens_of(trace))
+        for lengths in steps_of(trace):
+            lengths.begin(predictor)
+            lengths.tell(predictor)
+            predictor.step_ended(lengths.step)
+        return predictor
+
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens
+
+    def step_began(self, step: int, prompt_ids: Sequence[str], samples: int) -> None:
+        """The step will draw so many samples of each prompt. Raises ValueError if it has begun already."""
+        if step in self._open:
+            raise ValueError(f"step {step} has begun already; end it before it begins again")
+        between = self._history.between_variance(self._sd**2)
+        prior, spread, seen = self._history.recall(tuple(prompt_ids), self._mean, between)
+        self._open[step] = OpenStep(tuple(prompt_ids), samples, prior, spread, seen, between)
+
+    def progress(self, step: int, prompt_id: str, sample: int, tokens: int) -> None:
+        """A sample has drawn so many tokens and goes on. Raises KeyError for a sample that is not in the step."""
+        self._open[step].progress(prompt_id, sample, tokens)
+
+    def finished(self, step: int, prompt_id: str, sample: int, tokens: int, *, truncated: bool) -> None:
+        """A sample has ended after so many tokens, by itself or because it was `truncated`. Raises KeyError."""
+        self._open[step].finish(prompt_id, sample, tokens, truncated)
+
+    def step_ended(self, step: int) -> None:
+        """Learn from the step. A sample that never finished counts as at least as long as it was seen."""
+        ended = self._open.pop(step)
+        samples = ended.samples()
+        after = update(ended.prior, ended.spread, samples)
+        self._learn_errors(ended)
+        self._history.learn_scatter(ended.prior, after, ended.spread, ended.seen, samples)
+        known, cut_off = samples.finished > 0, (samples.present > 0) & (samples.finished == 0)
+        self._run.add(samples.log_tokens[known], samples.log_tokens[cut_off], STEPS_KEPT)
+        self._mean, self._sd = self._run.moments()
+        self._history.remember(ended.prompt_ids, self._mean, after, ended.spread, samples)
+
+    def forecast(self, step: int) -> Forecast:
+        """What the step's unfinished samples have still to draw. Raises KeyError for a step that is not open."""
+        now = self._open[step]
+        samples = now.samples()
+        levels = without_each(update(now.prior, now.spread, samples), now.spread, samples)
+        prompt, sample = np.nonzero(~now.ended)
+        tokens = now.tokens[prompt, sample]
+        variance = levels.variance[prompt, sample]
+        totals = self._totals(
+            Levels(levels.mean[prompt, sample], variance + now.spread[prompt] ** 2),
+            variance < _KNOWN * now.between,
+            tokens,
+        )
+        most = np.maximum(self._max_tokens - tokens, 1.0)
+        remaining = totals
+        remaining -= tokens[:, None]
+        np.clip(remaining, 1.0, most[:, None], out=remaining)
+        return Forecast(now.prompt_ids, prompt, sample, tokens, remaining, remaining @ _MEAN_WEIGHTS)
+
+    def _totals(self, levels: Levels, known: BoolArray, tokens: Array) -> Array:
+        """Quantiles [samples, Q] of the whole length, given that it is longer than `tokens`."""
+        scale = np.sqrt(levels.variance)
+        begun = tokens > 0
+        at = (np.log(np.maximum(tokens, 1.0)) - levels.mean) / scale
+        shape = np.empty((len(tokens), len(QUANTILE_LEVELS)))
+        new = ~known
+        # The run's table stands in log tokens: its own mean and sd make a shape of it.
+        behind = self._run.cumulative_hazard(self._mean + self._sd * at[new]) * begun[new]
+        shape[new] = (self._run.at_hazard(behind[:, None] + _HAZARD_AT_LEVELS) - self._mean) / self._sd
+        behind = self._errors.cumulative_hazard(at[known]) * begun[known]
+        shape[known] = self._errors.at_hazard(behind[:, None] + _HAZARD_AT_LEVELS)
+        totals: Array = np.exp(np.minimum(levels.mean[:, None] + scale[:, None] * shape, np.log(LONGEST_TOKENS)))
+        return totals
+
+    def _learn_errors(self, ended: OpenStep) -> None:
+        samples = ended.samples()
+        scale = np.sqrt(ended.prior.variance + ended.spread**2)
+        errors = (samples.log_tokens - ended.prior.mean[:, None]) / scale[:, None]
+        of_known = (samples.present > 0) & (ended.prior.variance < _KNOWN * ended.between)[:, None]
+        known = of_known & (samples.finished > 0)
+        self._errors.add(errors[known], errors[of_known & ~known], STEPS_KEPT)

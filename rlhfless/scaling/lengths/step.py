@@ -1,0 +1,59 @@
+"""The samples of one step while they are drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlhfless.scaling.lengths.hazard import Array, BoolArray
+from rlhfless.scaling.lengths.levels import Levels, Samples
+
+
+class OpenStep:
+    """What is known of each sample [prompts, samples], and what was believed of its prompt when the step began."""
+
+    def __init__(
+        self,
+        prompt_ids: tuple[str, ...],
+        samples: int,
+        prior: Levels,
+        spread: Array,
+        seen: BoolArray,
+        between: float,
+    ) -> None:
+        """`prior`, `spread` and `seen` [prompts] are History.recall's. Raises ValueError if a prompt comes twice."""
+        self.prompt_ids = prompt_ids
+        self.prior = prior
+        self.spread = spread
+        self.seen = seen
+        self.between = between
+        """Variance of levels between prompts."""
+        self._rows = {prompt_id: row for row, prompt_id in enumerate(prompt_ids)}
+        if len(self._rows) < len(prompt_ids):
+            twice = next(prompt_id for row, prompt_id in enumerate(prompt_ids) if self._rows[prompt_id] != row)
+            raise ValueError(f"prompt {twice!r} comes twice in one step; its samples could not be told apart")
+        self.tokens = np.zeros((len(prompt_ids), samples))
+        """Drawn so far."""
+        self.ended = np.zeros((len(prompt_ids), samples), dtype=bool)
+        self._truncated = np.zeros((len(prompt_ids), samples), dtype=bool)
+
+    def progress(self, prompt_id: str, sample: int, tokens: int) -> None:
+        """Never steps back: beats may come late, and a sample that moved keeps its tokens."""
+        row = self._rows[prompt_id]
+        if not self.ended[row, sample]:
+            self.tokens[row, sample] = max(self.tokens[row, sample], tokens)
+
+    def finish(self, prompt_id: str, sample: int, tokens: int, truncated: bool) -> None:
+        row = self._rows[prompt_id]
+        self.tokens[row, sample] = tokens
+        self.ended[row, sample] = True
+        self._truncated[row, sample] = truncated
+
+    def samples(self) -> Samples:
+        """As evidence. A sample without a token says nothing; one that goes on will have at least one more."""
+        running = ~self.ended
+        at_least = np.maximum(self.tokens + running, 1.0)
+        return Samples(
+            log_tokens=np.log(at_least),
+            finished=(self.ended & ~self._truncated).astype(np.float64),
+            present=(self.ended | (self.tokens > 0)).astype(np.float64),
+        )

@@ -1,0 +1,190 @@
+"""The fit: sums by hand, coefficients recovered from a replayed engine, and measured runs where they are at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfless.records import FinishReason, FunctionName, Invocation, Work
+from rlhfless.records.traces import TracedRollout
+from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.latency import LatencyFit, LinearEngine
+from rlhfless.scaling.latency.fitted import _non_negative
+from rlhfless.scaling.latency.timeline import WORK, Requests, admitted_s, spans
+
+REPOSITORY = Path(__file__).parents[2]
+MEASURED = os.environ.get("RLHFLESS_MEASURED_RUNS")
+"""Folder of measured vLLM runs, see benchmarks/latency.py."""
+
+TRUE = LinearEngine(5e-3, 5e-5, 1e-7, 3e-5, 2e-9)
+GUESS = LinearEngine(8e-3, 2e-5, 2e-7, 1e-5, 4e-9)
+
+
+def requests(rows: list[tuple[float, float, float, float]], cached: float = 0.0) -> Requests:
+    """Each row: prompt tokens, response tokens, start, end."""
+    prompt, response, start, end = np.array(rows, dtype=float).T
+    return Requests(prompt, np.full(len(rows), cached), response, start, end)
+
+
+def everyone(told: Requests) -> np.ndarray:
+    return np.ones(len(told.started_s), dtype=bool)
+
+
+def engine(model: LinearEngine, seed: int, sequences: int = 24) -> Requests:
+    """A step on one engine: all prompts are prefilled, and then all sequences decode until their end."""
+    draw = np.random.default_rng(seed)
+    prompt = draw.integers(20, 3000, sequences).astype(float)
+    length = np.sort(draw.integers(20, 800, sequences)).astype(float)
+    now = 100.0 + sum(model.prefill_s(int(tokens)) for tokens in prompt)
+    end, drawn, context = np.empty(sequences), 0.0, float(prompt.sum())
+    for index in range(sequences):
+        steps = length[index] - drawn
+        now += decode_s(model, sequences - index, context, steps)
+        context += steps * (sequences - index) - prompt[index] - length[index]
+        drawn, end[index] = length[index], now
+    return Requests(prompt, np.zeros(sequences), length, np.full(sequences, 100.0), end)
+
+
+def test_the_sums_of_a_span_by_hand() -> None:
+    # A draws 10 tokens in 0..10, B 8 tokens in 4..8: two a second.
+    work, seconds = spans(requests([(100, 10, 0, 10), (50, 8, 4, 8)]))
+    assert dict(zip(WORK, work[0], strict=True)) == pytest.approx(
+        {
+            "iterations": 10,
+            "sequences": 18,
+            "context": (100 * 10 + 10 * 10 / 2) + (50 * 8 + 8 * 8 / 2),
+            "prefill": 150,
+            "prefill_context": 100 * 50 + 50 * 25,
+        }
+    )
+    # While B ran, A drew its tokens 5 to 8, and read 104 to 108.
+    assert work[1] == pytest.approx([8, 12, (100 * 4 + (8**2 - 4**2) / 2) + 432, 50, 50 * 25])
+    assert seconds.tolist() == [10, 4]
+
+
+def test_cached_tokens_are_not_prefilled_but_read() -> None:
+    work, _ = spans(requests([(100, 10, 0, 10)], cached=60))
+    assert work[0, 3:] == pytest.approx([40, 40 * (60 + 20)])
+
+
+def test_requests_above_the_limit_have_waited() -> None:
+    # Two at a time: the third runs once the first is done, the fourth once the second is.
+    asked, finished = np.array([0.0, 0, 1, 2]), np.array([5.0, 9, 12, 14])
+    assert admitted_s(asked, finished, max_sequences=2).tolist() == [0, 0, 5, 9]
+    assert admitted_s(asked, finished, max_sequences=4).tolist() == [0, 0, 1, 2]
+
+
+def test_least_squares_without_negative_coefficients() -> None:
+    products, targets = np.diag([2.0, 4.0, 1.0]), np.array([4.0, -8.0, 3.0])
+    assert _non_negative(products, targets).tolist() == [2.0, 0.0, 3.0]
+
+
+def test_without_data_it_is_the_prior() -> None:
+    model = LatencyFit(TRUE).model()
+    assert model.coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)
+    assert LinearEngine.of(TRUE).coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)
+
+
+def test_a_line_is_fitted_through_what_a_known_engine_did() -> None:
+    fit = LatencyFit(GUESS)
+    for seed in range(8):
+        told = engine(TRUE, seed)
+        fit.forget()
+        fit.observe(told, everyone(told))
+    model, unseen = fit.model(), engine(TRUE, 99)
+    work, seconds = spans(unseen)
+    assert np.median(np.abs(work @ model.coefficients / seconds - 1)) < 0.02
+    assert model.iteration_s(16) == pytest.approx(TRUE.iteration_s(16), rel=0.2)
+
+
+def test_it_follows_an_engine_that_became_slower() -> None:
+    slower = LinearEngine(*(2 * TRUE.coefficients).tolist())
+    fit = LatencyFit(GUESS)
+    for seed in range(40):
+        told = engine(TRUE if seed < 20 else slower, seed)
+        fit.forget()
+        fit.observe(told, everyone(told))
+    work, seconds = spans(engine(slower, 99))
+    assert np.median(np.abs(work @ fit.model().coefficients / seconds - 1)) < 0.05
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4000), st.integers(1, 2000), st.floats(0, 50), st.floats(0.1, 50)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_no_coefficient_is_negative_whatever_is_seen(rows: list[tuple[int, int, float, float]]) -> None:
+    told = requests([(prompt, tokens, start, start + took) for prompt, tokens, start, took in rows])
+    work, seconds = spans(told)
+    assert (work >= -1e-6 * np.abs(work).max()).all()
+    assert (seconds > 0).all()
+    fit = LatencyFit(GUESS)
+    fit.observe(told, everyone(told))
+    assert (fit.model().coefficients >= 0).all()
+    assert np.isfinite(fit.model().coefficients).all()
+
+
+def test_a_step_of_the_ledger_teaches_each_actor_its_own() -> None:
+    told = engine(TRUE, 1)
+    rollouts = [
+        TracedRollout(
+            1,
+            f"p{index}",
+            0,
+            0,
+            int(prompt),
+            int(tokens),
+            0,
+            0.0,
+            {},
+            {},
+            FinishReason.STOP,
+            (),
+            actor,
+            start,
+            end,
+            None,
+            None,
+        )
+        for actor in ("a", "b")
+        for index, (prompt, tokens, start, end) in enumerate(
+            zip(told.prompt_tokens, told.response_tokens, told.started_s, told.finished_s, strict=True)
+        )
+    ]
+    end_s = float(told.finished_s.max())
+    calls = [Invocation(FunctionName.GENERATION, actor, actor, Work.GENERATE, 1, 100.0, end_s) for actor in ("a", "b")]
+    by_ledger, by_hand = LatencyFit(GUESS), LatencyFit(GUESS)
+    by_ledger.observe_step(calls, rollouts, max_sequences=64)
+    for _ in range(2):
+        by_hand.observe(told, everyone(told))
+    assert by_ledger.model().coefficients == pytest.approx(by_hand.model().coefficients)
+    # What came from another actor began before the call: it teaches nothing.
+    moved = LatencyFit(GUESS)
+    late = [dataclasses.replace(call, start_s=100.5) for call in calls]
+    moved.observe_step(late, rollouts, max_sequences=64)
+    assert moved.model().coefficients == pytest.approx(GUESS.coefficients)
+
+
+@pytest.mark.skipif(not MEASURED, reason="RLHFLESS_MEASURED_RUNS names no folder of measured runs")
+def test_measured_runs_are_predicted_within_a_tenth() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(REPOSITORY / "benchmarks/latency.py"), str(MEASURED)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    halves = [line.split() for line in ran.stdout.splitlines() if "fit, half" in line]
+    assert len(halves) == 2
+    assert all(float(row[3].rstrip("%")) <= 10 for row in halves)

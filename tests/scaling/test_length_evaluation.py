@@ -1,0 +1,127 @@
+"""How forecasts are judged: by hand, on a trace of known lengths, and on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from rlhfless.cli import main
+from rlhfless.records import FinishReason, Rollout, Score
+from rlhfless.records.schema import TraceError
+from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
+from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor
+from rlhfless.scaling.lengths.evaluate import evaluate, pinball, spearman
+
+MAX_TOKENS = 512
+META = TraceMeta("known", 1, {}, {"generation": {"max_tokens": MAX_TOKENS}}, {})
+
+
+def rollout(step: int, prompt_id: str, index: int, tokens: int) -> TracedRollout:
+    """Begins with its step, at 1000 s x step, and draws a token every 10 ms."""
+    reason = FinishReason.LENGTH if tokens >= MAX_TOKENS else FinishReason.STOP
+    start_s = 1000.0 * step
+    end_s = start_s + tokens / 100
+    return TracedRollout(
+        step, prompt_id, index, 0, 10, tokens, 0, 0.0, {}, {}, reason, (), "a", start_s, end_s, None, None
+    )
+
+
+def known_trace(steps: int = 12) -> Trace:
+    """Sixteen prompts whose median lengths go from 20 to 400, four samples each, seen in every step."""
+    draw = np.random.default_rng(0)
+    medians = np.geomspace(20, 400, 16)
+    return Trace(
+        META,
+        rollouts=tuple(
+            rollout(step, f"p{row}", index, int(np.clip(median * np.exp(0.3 * draw.standard_normal()), 1, MAX_TOKENS)))
+            for step in range(1, steps + 1)
+            for row, median in enumerate(medians)
+            for index in range(4)
+        ),
+    )
+
+
+def test_pinball_by_hand() -> None:
+    quantiles = np.full((1, len(QUANTILE_LEVELS)), 100.0)
+    # 10 too low costs level x 10, 10 too high costs (1 - level) x 10.
+    assert pinball(quantiles, np.array([110.0]))[0] == pytest.approx(10 * QUANTILE_LEVELS)
+    assert pinball(quantiles, np.array([90.0]))[0] == pytest.approx(10 * (1 - QUANTILE_LEVELS))
+
+
+def test_spearman_by_hand() -> None:
+    assert spearman(np.array([1.0, 2, 3]), np.array([10.0, 20, 900])) == pytest.approx(1.0)
+    assert spearman(np.array([1.0, 2, 3]), np.array([3.0, 2, 1])) == pytest.approx(-1.0)
+    # Ranks 1, 2.5, 2.5, 4 and 1, 2, 3, 4: covariance 4.5 / 4, variances 4.5 / 4 and 5 / 4.
+    assert spearman(np.array([1.0, 2, 2, 3]), np.array([1.0, 2, 3, 4])) == pytest.approx((4.5 / 5) ** 0.5)
+    assert spearman(np.array([1.0, 1, 1]), np.array([1.0, 2, 3])) is None
+
+
+def test_forecasts_beat_both_baselines_on_a_known_trace() -> None:
+    run_mean, last, ours, half = evaluate(known_trace())
+    assert [score.samples for score in (run_mean, last, ours)] == [11 * 64] * 3
+    assert run_mean.rank_correlation is None
+    assert run_mean.coverage is None
+    assert ours.pinball_tokens < last.pinball_tokens < run_mean.pinball_tokens
+    assert last.rank_correlation is not None
+    assert ours.rank_correlation is not None
+    assert ours.rank_correlation > 0.85
+    assert ours.coverage is not None
+    inner = (QUANTILE_LEVELS >= 0.1) & (QUANTILE_LEVELS <= 0.9)
+    assert ours.coverage[inner] == pytest.approx(QUANTILE_LEVELS[inner], abs=0.08)
+    assert 11 * 28 <= half.samples <= 11 * 32  # those that end just then have ended
+
+
+def test_a_resumed_predictor_has_seen_the_trace() -> None:
+    trace = known_trace()
+    predictor = LengthPredictor.of_trace(trace)
+    predictor.step_began(99, ("p0", "p15"), 1)
+    medians = predictor.forecast(99).remaining_tokens[:, QUANTILE_LEVELS.tolist().index(0.5)]
+    assert predictor.max_tokens == MAX_TOKENS
+    assert medians == pytest.approx([20, 400], rel=0.2)
+
+
+def test_a_sample_that_was_dropped_is_not_compared() -> None:
+    trace = known_trace(2)
+    fewer = Trace(META, rollouts=trace.rollouts[:-1])
+    assert [score.samples for score in evaluate(fewer)[:3]] == [63] * 3
+
+
+def test_a_trace_that_cannot_be_judged() -> None:
+    with pytest.raises(TraceError, match="rollouts of 1 steps; forecasts need 2"):
+        evaluate(known_trace(1))
+    with pytest.raises(TraceError, match=r"no generation\.max_tokens"):
+        LengthPredictor.of_trace(Trace(TraceMeta("old", 1, {}, {}, {})))
+
+
+def test_the_command_prints_the_table(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace", META, record_tokens=False) as writer:
+        for row in known_trace(3).rollouts:
+            tokens = np.arange(row.response_tokens)
+            writer.add_rollout(
+                row.step,
+                Rollout(
+                    row.prompt_id,
+                    row.sample_index,
+                    0,
+                    tokens,
+                    np.zeros(len(tokens), np.float32),
+                    "",
+                    row.finish_reason,
+                    (),
+                    "a",
+                    row.started_s,
+                    row.finished_s,
+                ),
+                Score(0.0, {}),
+                10,
+            )
+    result = CliRunner().invoke(main.app, ["trace", "lengths", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].strip() == "known"
+    assert lines[2].split() == ["response", "lengths", "samples", "rank", "corr", "pinball", "p10", "p50", "p90", "p99"]
+    assert lines[3].startswith("mean of the run            128          -")
+    assert [line[:22].strip() for line in lines[4:7]] == ["prompt's last visit", "forecast", "forecast at half time"]
