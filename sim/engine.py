@@ -151,7 +151,7 @@ class Engine:
         return self._periods + under_way
 
     def submit(self, samples: Ints, at_s: float) -> None:
-        """Puts samples at the end of the queue. `at_s` must not lie before an earlier one.
+        """Puts samples at the end of the queue, to arrive at `at_s`. Whoever is queued behind a later one waits for it.
 
         Raises ValueError if a sample could never fit, even alone.
         """
@@ -181,9 +181,7 @@ class Engine:
                 break
             else:
                 self._rest(self.now_s)
-        ended: Ints = state.finished[: self._count(kernel.FINISHED)].copy()
-        state.count[kernel.FINISHED] = 0
-        return ended
+        return self._ended()
 
     def abort(self, samples: Ints, at_s: float) -> tuple[float, Ints]:
         """Takes samples out at the first boundary at or after `at_s`; they keep their tokens.
@@ -192,8 +190,8 @@ class Engine:
         """
         ended = self.advance(at_s)
         if self._busy and self.now_s < at_s:
-            boundary_s = kernel.next_boundary_s(self._state, self._prices.costs, self._limits)
-            ended = np.concatenate([ended, self.advance(boundary_s)])
+            kernel.end_iteration(self._state, self.progress.table, self._prices.costs, self._limits)
+            ended = np.concatenate([ended, self._ended()])
         self._take_out(samples)
         if not self._busy:
             self._rest(self.now_s)
@@ -242,6 +240,12 @@ class Engine:
         if self._working_since_s is None:
             self._working_since_s = start_s
         return True
+
+    def _ended(self) -> Ints:
+        """What ended since this was asked last."""
+        ended: Ints = self._state.finished[: self._count(kernel.FINISHED)].copy()
+        self._state.count[kernel.FINISHED] = 0
+        return ended
 
     def _rest(self, at_s: float) -> None:
         if self._working_since_s is not None:

@@ -136,11 +136,15 @@ def run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float
 
 
 @compiled
-def next_boundary_s(state: State, costs: Costs, limits: Limits) -> float:
-    """When the iteration under way ends. Asked for after `run` has REACHED its end, when its prices are known."""
+def end_iteration(state: State, table: Table, costs: Costs, limits: Limits) -> None:
+    """Runs the iteration under way to its end, and nothing after it: its batch was chosen when `run` REACHED its end."""
     if state.count[FILLING] > 0:
-        return state.clock[NOW] + _filling_s(state, costs, limits)
-    return state.clock[NOW] + _decode_s(state, costs, 1)
+        state.clock[NOW] += _filling_s(state, costs, limits)
+        _fill(state, table, limits)
+    else:
+        state.clock[NOW] += _decode_s(state, costs, 1)
+        _decode(state, limits, 1)
+    _finish(state, table, limits)
 
 
 @compiled
