@@ -1,4 +1,4 @@
-"""The virtual clock: what will happen, in order of time; what is due at one instant happens in the order it was asked for."""
+"""The virtual clock: what will happen, in order of time. What is due at one instant keeps the order it came in."""
 
 from __future__ import annotations
 

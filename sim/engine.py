@@ -1,4 +1,4 @@
-"""One engine: continuous batching of one step's samples, in closed form (`sim.kernel`), with prices from an EngineModel.
+"""One engine: continuous batching of a step's samples in closed form (`sim.kernel`), priced by an EngineModel.
 
 An engine is always at a boundary between two iterations, at `now_s`; the iteration after it may be under way. What
 comes from outside takes effect when that one ends, as in a real engine: samples that arrive wait for it, and an abort
@@ -94,7 +94,7 @@ class Engine:
         samples, places = progress.batch.samples, shape.max_sequences
         self._state = State(
             clock=np.array([at_s, slowdown]),
-            count=np.zeros(kernel.COUNTS, dtype=np.int64),
+            counts=np.zeros(kernel.COUNTS, dtype=np.int64),
             heap=np.empty(places, dtype=np.int64),
             filling=np.empty(places, dtype=np.int64),
             left=np.empty(places, dtype=np.int64),
@@ -104,7 +104,7 @@ class Engine:
             residents=np.zeros(progress.batch.groups, dtype=np.int64),
             finished=np.empty(samples, dtype=np.int64),
         )
-        self._state.count[kernel.FREE] = shape.kv_blocks
+        self._state.counts[kernel.FREE] = shape.kv_blocks
 
     @property
     def now_s(self) -> float:
@@ -162,7 +162,7 @@ class Engine:
                 f"a sample of {longest} tokens needs {self.shape.blocks(longest)} KV blocks of "
                 f"{self.shape.block_tokens}, and the engine has {self.shape.kv_blocks}; raise kv_blocks or shorten it"
             )
-        count, queue = self._state.count, self._state.queue
+        count, queue = self._state.counts, self._state.queue
         places = (count[kernel.HEAD] + count[kernel.QUEUED] + np.arange(len(samples))) % len(queue)
         queue[places] = samples
         count[kernel.QUEUED] += len(samples)
@@ -175,7 +175,7 @@ class Engine:
         while self._awake(until_s):
             reason = kernel.run(state, table, costs, self._limits, until_s)
             if reason == kernel.UNPRICED:
-                wanted = state.count[kernel.WANTED_TOKENS], state.count[kernel.WANTED_CONTEXT]
+                wanted = state.counts[kernel.WANTED_TOKENS], state.counts[kernel.WANTED_CONTEXT]
                 self._prices.ask(int(wanted[0]), int(wanted[1]))
             elif reason == kernel.REACHED:
                 break
@@ -224,7 +224,7 @@ class Engine:
         return self._count(kernel.RUNNING) + self._count(kernel.FILLING) > 0
 
     def _count(self, place: int) -> int:
-        return int(self._state.count[place])
+        return int(self._state.counts[place])
 
     def _awake(self, until_s: float) -> bool:
         """Whether there is anything to do until then. An idle engine's clock goes on to the next arrival."""
@@ -244,7 +244,7 @@ class Engine:
     def _ended(self) -> Ints:
         """What ended since this was asked last."""
         ended: Ints = self._state.finished[: self._count(kernel.FINISHED)].copy()
-        self._state.count[kernel.FINISHED] = 0
+        self._state.counts[kernel.FINISHED] = 0
         return ended
 
     def _rest(self, at_s: float) -> None:

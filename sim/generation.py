@@ -138,7 +138,7 @@ class Generation:
 
     def _ended(self, place: int, ended: Ints) -> Ints:
         """Counts what is complete. Returns what has only ended its prefill."""
-        complete = self.progress.finished[ended]
+        complete = self.progress.table.tokens[ended] == self.progress.table.target[ended]
         self._unfinished -= int(np.count_nonzero(complete))
         self._home[ended] = NOBODY
         self.actor_of[ended] = place
@@ -196,9 +196,7 @@ class Generation:
 
     def _assign(self, place: int, samples: Ints, at_s: float) -> None:
         if np.any(self._home[samples] != NOBODY) or np.any(self.progress.finished[samples]):
-            raise SimulationError(
-                f"samples that were given to place {place} have ended, or belong to another; Move them"
-            )
+            raise SimulationError(f"samples given to place {place} have ended, or belong to another; Move them")
         self._home[samples] = place
         actor = self._fleet.actors.get(place)
         if actor is not None and actor.life.state is ReplicaState.SERVING:

@@ -54,7 +54,7 @@ NOW, SLOWDOWN = 0, 1
 
 ITERATION, CONTEXT, RUNNING, FILLING, HEAD, QUEUED, FREE, FINISHED = 0, 1, 2, 3, 4, 5, 6, 7
 ADMITTED, PREEMPTED, PREFILLED, CACHED, DECODED, WANTED_TOKENS, WANTED_CONTEXT, COUNTS = 8, 9, 10, 11, 12, 13, 14, 15
-"""Places in `State.count`. PREFILLED, CACHED and DECODED are tokens; WANTED_* is the prefill whose price is missing."""
+"""Places in `State.counts`. PREFILLED, CACHED and DECODED are tokens; WANTED_*: the prefill without a price."""
 
 
 class Limits(NamedTuple):
@@ -98,7 +98,7 @@ class State(NamedTuple):
     """One engine."""
 
     clock: Floats  # [2]
-    count: Ints  # [COUNTS]
+    counts: Ints  # [COUNTS]
     heap: Ints  # [max_sequences]
     filling: Ints  # [max_sequences]: samples that prefill, in order of admission
     left: Ints  # [max_sequences]: tokens they have yet to prefill
@@ -112,7 +112,7 @@ class State(NamedTuple):
 @compiled
 def run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float) -> int:
     """Runs all iterations that end at or before `until_s`. Returns why it stopped."""
-    n, clock = state.count, state.clock
+    n, clock = state.counts, state.clock
     while True:
         _make_room(state, table, limits)
         _admit(state, table, limits)
@@ -137,8 +137,8 @@ def run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float
 
 @compiled
 def end_iteration(state: State, table: Table, costs: Costs, limits: Limits) -> None:
-    """Runs the iteration under way to its end, and nothing after it: its batch was chosen when `run` REACHED its end."""
-    if state.count[FILLING] > 0:
+    """Runs the iteration under way, and nothing after it: its batch was chosen when `run` REACHED its end."""
+    if state.counts[FILLING] > 0:
         state.clock[NOW] += _filling_s(state, costs, limits)
         _fill(state, table, limits)
     else:
@@ -150,7 +150,7 @@ def end_iteration(state: State, table: Table, costs: Costs, limits: Limits) -> N
 @compiled
 def take_out(state: State, table: Table, limits: Limits, chosen: Flags) -> None:
     """Takes the chosen samples out, wherever they are, with their tokens so far. Blocks are freed, KV is lost."""
-    n = state.count
+    n = state.counts
     size, n[RUNNING] = n[RUNNING], 0
     keys = state.heap[:size].copy()
     for key in keys:
@@ -179,7 +179,7 @@ def take_out(state: State, table: Table, limits: Limits, chosen: Flags) -> None:
 @compiled
 def _make_room(state: State, table: Table, limits: Limits) -> None:
     """Preempts until the next decode iteration has its blocks."""
-    n = state.count
+    n = state.counts
     while state.phase[(1 - n[ITERATION]) % limits.block_tokens] > n[FREE]:
         if n[FILLING] > 0:  # prompts prefill in order of admission, so whoever still does came last
             n[FILLING] -= 1
@@ -203,7 +203,7 @@ def _make_room(state: State, table: Table, limits: Limits) -> None:
 
 @compiled
 def _admit(state: State, table: Table, limits: Limits) -> None:
-    n = state.count
+    n = state.counts
     while n[QUEUED] > 0 and n[RUNNING] + n[FILLING] < limits.max_sequences:
         sample = state.queue[n[HEAD]]
         group, context = table.group[sample], table.prompt[sample] + table.tokens[sample]
@@ -236,7 +236,7 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
 @compiled
 def _filling_s(state: State, costs: Costs, limits: Limits) -> float:
     """Seconds of the next iteration, in which someone prefills; negative if a price is missing."""
-    n = state.count
+    n = state.counts
     budget = limits.chunk_tokens - n[RUNNING]
     spent_s = 0.0
     if limits.chunk_tokens > 0 and n[RUNNING] > 0:
@@ -251,7 +251,8 @@ def _filling_s(state: State, costs: Costs, limits: Limits) -> float:
             return -1.0
         spent_s += costs.price_s[place]
         budget -= take
-    return spent_s * state.clock[SLOWDOWN]
+    stretched_s: float = spent_s * state.clock[SLOWDOWN]
+    return stretched_s
 
 
 @compiled
@@ -274,7 +275,7 @@ def price_key_of(tokens: int, context: int) -> int:
 @compiled
 def _fill(state: State, table: Table, limits: Limits) -> None:
     """One iteration in which someone prefills."""
-    n = state.count
+    n = state.counts
     budget = limits.chunk_tokens - n[RUNNING]
     if limits.chunk_tokens > 0 and n[RUNNING] > 0:
         _decode(state, limits, 1)
@@ -304,7 +305,7 @@ def _fill(state: State, table: Table, limits: Limits) -> None:
 @compiled
 def _jump(state: State, table: Table, costs: Costs, limits: Limits, until_s: float) -> int:
     """How many decode iterations pass until something else happens; 0 if the first ends after `until_s`."""
-    n = state.count
+    n = state.counts
     most = _iterations_with_blocks(state, limits, state.heap[0] // STRIDE - n[ITERATION])
     if n[QUEUED] > 0 and n[RUNNING] < limits.max_sequences:
         arrival_s = table.arrival_s[state.queue[n[HEAD]]]
@@ -319,9 +320,10 @@ def _jump(state: State, table: Table, costs: Costs, limits: Limits, until_s: flo
 @compiled
 def _iterations_with_blocks(state: State, limits: Limits, most: int) -> int:
     """The largest number of iterations, up to `most`, that the free blocks suffice for."""
-    n, block = state.count, limits.block_tokens
+    n, block = state.counts, limits.block_tokens
     turns = min(most // block, n[FREE] // n[RUNNING])
-    iterations, needed = turns * block, turns * n[RUNNING]
+    iterations: int = turns * block
+    needed = turns * n[RUNNING]
     while iterations < most:
         needed += state.phase[(1 - n[ITERATION] - iterations) % block]
         if needed > n[FREE]:
@@ -333,7 +335,7 @@ def _iterations_with_blocks(state: State, limits: Limits, most: int) -> int:
 @compiled
 def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> int:
     """The largest number of decode iterations, up to `most`, that end at or before `until_s`."""
-    n, now_s = state.count, state.clock[NOW]
+    n, now_s = state.counts, state.clock[NOW]
     if now_s + _decode_s(state, costs, most) <= until_s:
         return most
     growth_s = costs.context_s * n[RUNNING] * state.clock[SLOWDOWN]
@@ -352,15 +354,16 @@ def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> 
 @compiled
 def _decode_s(state: State, costs: Costs, iterations: int) -> float:
     """`rlhfless.scaling.engine_model.decode_s`, compiled."""
-    n = state.count
+    n = state.counts
     grown = iterations * n[CONTEXT] + n[RUNNING] * iterations * (iterations - 1) / 2
-    return (iterations * costs.iteration_s[n[RUNNING]] + costs.context_s * grown) * state.clock[SLOWDOWN]
+    spent_s: float = (iterations * costs.iteration_s[n[RUNNING]] + costs.context_s * grown) * state.clock[SLOWDOWN]
+    return spent_s
 
 
 @compiled
 def _decode(state: State, limits: Limits, iterations: int) -> None:
     """So many decode iterations of everyone who decodes."""
-    n, block = state.count, limits.block_tokens
+    n, block = state.counts, limits.block_tokens
     n[FREE] -= iterations // block * n[RUNNING]
     for i in range(iterations % block):
         n[FREE] -= state.phase[(1 - n[ITERATION] - i) % block]
@@ -371,7 +374,7 @@ def _decode(state: State, limits: Limits, iterations: int) -> None:
 
 @compiled
 def _finish(state: State, table: Table, limits: Limits) -> None:
-    n = state.count
+    n = state.counts
     while n[RUNNING] > 0 and state.heap[0] // STRIDE == n[ITERATION]:
         key = state.heap[0]
         _remove(state, 0)
@@ -382,7 +385,7 @@ def _finish(state: State, table: Table, limits: Limits) -> None:
 @compiled
 def _join(state: State, table: Table, limits: Limits, sample: int) -> None:
     """From the next iteration on it decodes."""
-    n = state.count
+    n = state.counts
     context = table.prompt[sample] + table.tokens[sample]
     n[CONTEXT] += context
     state.phase[(context - n[ITERATION]) % limits.block_tokens] += 1
@@ -392,7 +395,7 @@ def _join(state: State, table: Table, limits: Limits, sample: int) -> None:
 @compiled
 def _leave(state: State, table: Table, limits: Limits, key: int) -> None:
     """It no longer decodes; its tokens are written down."""
-    n, sample = state.count, key % STRIDE
+    n, sample = state.counts, key % STRIDE
     table.tokens[sample] = table.target[sample] - (key // STRIDE - n[ITERATION])
     context = table.prompt[sample] + table.tokens[sample]
     n[CONTEXT] -= context
@@ -409,7 +412,7 @@ def _stop(state: State, table: Table, limits: Limits, key: int) -> None:
 
 @compiled
 def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
-    n = state.count
+    n = state.counts
     _release(state, table, limits, sample, table.prompt[sample] + table.tokens[sample] - 1)
     table.finish_s[sample] = state.clock[NOW]
     state.finished[n[FINISHED]] = sample
@@ -421,12 +424,12 @@ def _release(state: State, table: Table, limits: Limits, sample: int, held_token
     """Frees the blocks of a sequence, and those of its prompt if no sibling is left."""
     group, shared = table.group[sample], (table.prompt[sample] - 1) // limits.block_tokens
     state.residents[group] -= 1
-    state.count[FREE] += -(-held_tokens // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)
+    state.counts[FREE] += -(-held_tokens // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)
 
 
 @compiled
 def _push(state: State, key: int) -> None:
-    n, heap = state.count, state.heap
+    n, heap = state.counts, state.heap
     heap[n[RUNNING]] = key
     n[RUNNING] += 1
     _rise(heap, n[RUNNING] - 1)
@@ -434,7 +437,7 @@ def _push(state: State, key: int) -> None:
 
 @compiled
 def _remove(state: State, place: int) -> None:
-    n, heap = state.count, state.heap
+    n, heap = state.counts, state.heap
     n[RUNNING] -= 1
     size = n[RUNNING]
     if place == size:

@@ -32,9 +32,7 @@ class RolloutBatch:
         if len(self.response_tokens) != len(self.group):
             raise ValueError(f"{len(self.group)} samples in group, but {len(self.response_tokens)} response_tokens")
         if not np.array_equal(np.unique(self.group), np.arange(len(self.prompt_ids))):
-            raise ValueError(
-                f"group must name each of 0 .. {len(self.prompt_ids) - 1}; leave prompts without samples out"
-            )
+            raise ValueError(f"group must name each of 0 .. {self.groups - 1}; leave out prompts without samples")
         if np.any(np.diff(self.group) < 0):
             raise ValueError("group must ascend; sort the samples by it")
         for name, lengths in (("prompt_tokens", self.prompt_tokens), ("response_tokens", self.response_tokens)):

@@ -71,9 +71,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         if self.schedule == "one_step_off" and self.shares(self.learner.seat):
-            raise ValueError(
-                "schedule one_step_off has generation and learning overlap; give them devices of their own"
-            )
+            raise ValueError("schedule one_step_off overlaps generation and learning; give them devices of their own")
 
     def shares(self, seat: Seat) -> bool:
         """Whether a generation actor may sit on one of these slots."""
@@ -142,7 +140,8 @@ class Simulation:
             earliest_s = max(shape.start_s, self._generated_s if self.setup.shares(shape.seat) else 0.0)
             order = np.argsort(complete_s, kind="stable")
             arrival_s = np.maximum(complete_s[order], earliest_s)
-            spans = first_come_first_served(arrival_s, (shape.group_s + shape.token_s * tokens)[order])
+            service_s = np.asarray(shape.group_s + shape.token_s * tokens, dtype=np.float64)[order]
+            spans = first_come_first_served(arrival_s, service_s)
             for start_s, end_s in spans:
                 replica.called(shape.work, batch.step, start_s, end_s)
             ends_s.append(spans[-1][1])

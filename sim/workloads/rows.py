@@ -59,7 +59,7 @@ def whole_number(path: Path, row: int, column: str, value: object, least: int) -
 def batches_of(
     requests: Sequence[Request], *, prompts_per_step: int, samples_per_prompt: int, seed: int
 ) -> list[RolloutBatch]:
-    """Requests as steps of `prompts_per_step` prompts in the order of the file; a last step that is not full is left out.
+    """Requests as steps of `prompts_per_step` prompts, in the order of the file, without a last step that is not full.
 
     A trace has one answer per prompt, and a group has several: the others are drawn from the answers of the prompts
     most like it in the step (those with the nearest prompt lengths), so that lengths keep their tie to the prompt.

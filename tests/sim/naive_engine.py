@@ -1,4 +1,4 @@
-"""The oracle: continuous batching with one loop turn per iteration and per sequence, as plainly as it can be written."""
+"""The oracle: continuous batching with one loop turn per iteration and sequence, as plainly as it can be written."""
 
 from __future__ import annotations
 

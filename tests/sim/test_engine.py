@@ -64,7 +64,7 @@ def test_two_siblings_by_hand() -> None:
 
 
 def test_preemption_by_hand() -> None:
-    """Blocks of 4, five of them. Both hold two after the prefill of 5; at 9 tokens each needs a third, and one is left."""
+    """Five blocks of 4. Both hold two after the prefill of 5; at 9 tokens each needs a third, and one is left."""
     batch = batch_of([(5, [8]), (5, [8])])
     shape = EngineShape(max_sequences=2, kv_blocks=5, block_tokens=4, chunk_tokens=None)
     engine = engine_of(batch, shape)
