@@ -27,6 +27,10 @@ NOBODY = -1
 """The place of a sample that has ended, or was lost."""
 
 
+IDLE_BEATS = 1000
+"""Beats without any work or start under way, after which a policy is not waited for any longer."""
+
+
 class SimulationError(RuntimeError):
     """A plan or policy that cannot work: it forgets samples, or leaves nobody to draw them. Names which."""
 
@@ -74,10 +78,12 @@ class Generation:
         self._check("the plan")
         for place in interrupted:
             self._ask(Lost(place, self._forsake(place)), at_s)
-        now_s = at_s
+        now_s, idle_beats = at_s, 0
         while True:
             due_s = self._fleet.agenda.next_s
-            if math.isinf(due_s) and not any(engine.running + engine.waiting for _, engine in self._engines()):
+            stuck = math.isinf(due_s) and not any(engine.running + engine.waiting for _, engine in self._engines())
+            idle_beats = idle_beats + 1 if stuck else 0
+            if idle_beats > IDLE_BEATS:
                 raise SimulationError(f"{self._unfinished} samples are left, and no actor serves or will; Start one")
             now_s = max(now_s, min(due_s, now_s + self._links.beat_s))
             self._advance(now_s)

@@ -160,7 +160,7 @@ class Restless:
     def decide(self, at_s: float, event: Event, places: Mapping[int, PlaceView]) -> Sequence[Action]:
         self.asked += 1
         if isinstance(event, Lost):
-            return (Start(event.place), Assign(int(self.random.integers(len(places))), event.samples))
+            return (Start(event.place), Assign(event.place, event.samples))
         source, target = self.random.integers(len(places), size=2).tolist()
         view = places[source]
         if view.state is None or view.state is ReplicaState.SLEEPING:
@@ -170,6 +170,8 @@ class Restless:
         if not len(view.samples):
             idle = view.state is ReplicaState.SERVING
             return (Release(source, [None, "host"][self.random.integers(2)]),) if idle else ()
+        if places[target].state in (None, ReplicaState.SLEEPING):
+            return (Start(target), Move(source, target, view.samples[:1]))
         return (Move(source, target, self.random.permutation(view.samples)[: 1 + len(view.samples) // 2]),)
 
 
