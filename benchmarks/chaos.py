@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from setting import machine
+from where import machine
 
 from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import Trace, read_trace

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from setting import machine
+from where import machine
 
 HERE = Path(__file__).parent
 FROZEN_STEPS = 5

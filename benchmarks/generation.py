@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from bare import BareEngine, Batch, together
-from setting import assets, live_run, machine, median_ratio, spec_of, spread
+from setting import assets, live_run, median_ratio, spec_of, spread
+from where import machine
 
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem, StreamEnd

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from math_verify import parse, verify
-from setting import machine, median_ratio, spread
+from setting import median_ratio, spread
+from where import machine
 
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.pool import Blueprint, Pool

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import platform
 import statistics
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -26,14 +24,6 @@ from rlhfless.telemetry.sinks import MetricSinks
 
 LOGIT_SCALE = 50.0
 """Random heads give nearly equal logits; scaled up they prefer some tokens, and the end token is not among them."""
-
-
-def machine() -> str:
-    """The machine that figures were measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    cpu = names[0] if names else platform.processor()
-    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.machine()}"
 
 
 @contextmanager

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 from bare import BareEngine, Batch, together
-from setting import assets, live_run, machine, median_ratio, spec_of, spread
+from setting import assets, live_run, median_ratio, spec_of, spread
 from transformers import AutoModelForCausalLM
+from where import machine
 
 from rlhfless.loop.generation import Draw
 from rlhfless.loop.run import Run

@@ -1,0 +1,32 @@
+"""The virtual clock: what will happen, in order of time. What is due at one instant keeps the order it came in."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
+
+E = TypeVar("E")
+
+
+@dataclass
+class Agenda(Generic[E]):
+    """Events to come. Deterministic: equal times keep their order."""
+
+    _heap: list[tuple[float, int, E]] = field(default_factory=list)
+    _number: count[int] = field(default_factory=count)
+
+    def add(self, at_s: float, event: E) -> None:
+        heapq.heappush(self._heap, (at_s, next(self._number), event))
+
+    @property
+    def next_s(self) -> float:
+        """When the next event is due; infinite if there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def pop(self) -> tuple[float, E]:
+        """The next event and its time. Raises IndexError if there is none."""
+        at_s, _, event = heapq.heappop(self._heap)
+        return at_s, event

@@ -1,0 +1,174 @@
+"""The oracle: continuous batching with one loop turn per iteration and sequence, as plainly as it can be written."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.sim.engine import EngineShape
+
+
+@dataclass(frozen=True)
+class LinearModel:
+    """A latency model with a figure per term."""
+
+    fixed_s: float = 0.00531
+    sequence_s: float = 0.000213
+    context_s: float = 1.7e-6
+    prefill_fixed_s: float = 0.00217
+    prefill_token_s: float = 0.000037
+
+    def iteration_s(self, sequences: int) -> float:
+        return self.fixed_s + self.sequence_s * sequences
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        return self.prefill_fixed_s + self.prefill_token_s * tokens + 1e-9 * tokens * context_tokens
+
+
+@dataclass
+class Sequence:
+    sample: int
+    group: int
+    prompt: int
+    target: int
+    tokens: int = 0
+    arrival_s: float = 0.0
+    has_kv: bool = False
+    blocks: int = 0
+    """Blocks of its own, beside those it shares."""
+    to_prefill: int = 0
+    prefilled: int = 0
+
+
+@dataclass
+class NaiveEngine:
+    shape: EngineShape
+    model: EngineModel
+    now_s: float = 0.0
+    slowdown: float = 1.0
+    queue: deque[Sequence] = field(default_factory=deque)
+    filling: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)  # in order of admission
+    finish_s: dict[int, float] = field(default_factory=dict)
+    preemptions: int = 0
+
+    def submit(self, sequence: Sequence, at_s: float) -> None:
+        sequence.arrival_s = at_s
+        self.queue.append(sequence)
+
+    def advance(self, until_s: float, one: bool = False) -> None:
+        """Whole iterations that end at or before `until_s`; with `one`, at most one."""
+        while True:
+            if not self.filling and not self.running and self.queue:
+                start_s = max(self.now_s, self.queue[0].arrival_s)
+                if start_s > until_s:
+                    return
+                self.now_s = start_s
+            self.make_room()
+            self.admit()
+            if not self.filling and not self.running:
+                return
+            chunks, decoding = self.composition()
+            spent_s = self.seconds(chunks, decoding) * self.slowdown
+            if self.now_s + spent_s > until_s:
+                return
+            self.now_s += spent_s
+            self.iterate(chunks, decoding)
+            if one:
+                return
+
+    def abort(self, samples: set[int], at_s: float) -> tuple[float, dict[int, int]]:
+        """As Engine.abort; returns the boundary, and the tokens of what was taken out."""
+        self.advance(at_s)
+        if self.now_s < at_s and (self.filling or self.running):
+            self.advance(math.inf, one=True)
+        return max(self.now_s, at_s), self.take_out(samples)
+
+    def take_out(self, samples: set[int]) -> dict[int, int]:
+        taken = [s for s in (*self.queue, *self.filling, *self.running) if s.sample in samples]
+        self.queue = deque(s for s in self.queue if s.sample not in samples)
+        self.filling = [s for s in self.filling if s.sample not in samples]
+        self.running = [s for s in self.running if s.sample not in samples]
+        return {s.sample: s.tokens for s in taken}
+
+    @property
+    def free(self) -> int:
+        residents = self.filling + self.running
+        shared = {s.group: self.shared_blocks(s) for s in residents}
+        return self.shape.kv_blocks - sum(shared.values()) - sum(s.blocks for s in residents)
+
+    def shared_blocks(self, sequence: Sequence) -> int:
+        return (sequence.prompt - 1) // self.shape.block_tokens
+
+    def needs_block(self, s: Sequence) -> bool:
+        """Its next decode iteration writes behind the last block that it has."""
+        return self.shape.blocks(s.prompt + s.tokens) > s.blocks + self.shared_blocks(s)
+
+    def needed(self) -> int:
+        return sum(self.needs_block(s) for s in self.running)
+
+    def make_room(self) -> None:
+        while self.needed() > self.free:
+            victim = (self.filling or self.running).pop()
+            victim.has_kv = False
+            self.queue.appendleft(victim)
+            self.preemptions += 1
+
+    def admit(self) -> None:
+        while self.queue and len(self.filling) + len(self.running) < self.shape.max_sequences:
+            head = self.queue[0]
+            held = head.prompt + head.tokens - (1 if head.has_kv else 0)
+            shared = self.shared_blocks(head)
+            sibling = any(s.group == head.group for s in self.filling + self.running)
+            cost = self.shape.blocks(held) - (shared if sibling else 0)
+            if head.arrival_s > self.now_s or cost + self.needed() > self.free:
+                return
+            self.queue.popleft()
+            head.blocks = self.shape.blocks(held) - shared
+            if head.has_kv:
+                self.running.append(head)
+            else:
+                head.prefilled = shared * self.shape.block_tokens if sibling else 0
+                head.to_prefill = held - head.prefilled
+                self.filling.append(head)
+
+    def composition(self) -> tuple[list[tuple[Sequence, int]], bool]:
+        """What the next iteration prefills, and whether it decodes."""
+        if self.shape.chunk_tokens is None:
+            return [(s, s.to_prefill) for s in self.filling], not self.filling
+        budget = self.shape.chunk_tokens - len(self.running)
+        chunks = []
+        for s in self.filling:
+            take = min(s.to_prefill, budget)
+            budget -= take
+            if take:
+                chunks.append((s, take))
+        return chunks, bool(self.running)
+
+    def seconds(self, chunks: list[tuple[Sequence, int]], decoding: bool) -> float:
+        spent_s = sum(self.model.prefill_s(take, s.prefilled) for s, take in chunks)
+        if decoding:
+            context = sum(s.prompt + s.tokens for s in self.running)
+            spent_s += self.model.iteration_s(len(self.running)) + self.model.context_s * context
+        return spent_s
+
+    def iterate(self, chunks: list[tuple[Sequence, int]], decoding: bool) -> None:
+        if decoding:
+            for s in self.running:
+                s.blocks += self.needs_block(s)
+                s.tokens += 1
+        for s, take in chunks:
+            s.to_prefill -= take
+            s.prefilled += take
+        ready = [s for s, _ in chunks if s.to_prefill == 0]
+        for s in ready:
+            s.tokens += 1
+        self.filling = [s for s in self.filling if s.to_prefill]
+        handed = ready if self.shape.prefill_only else []
+        self.running += [s for s in ready if s not in handed]
+        for s in [*handed, *self.running]:
+            if s in handed or s.tokens == s.target:
+                self.finish_s[s.sample] = self.now_s
+        self.running = [s for s in self.running if s.tokens < s.target]

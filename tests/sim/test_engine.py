@@ -1,0 +1,255 @@
+"""The engine in closed form: worked by hand, equal to the naive loop, and what it must conserve."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_engine import LinearModel, NaiveEngine, Sequence
+
+from rlhfless.scaling.engine_model import decode_s
+from rlhfless.sim.engine import Engine, EngineShape, PricedModel
+from rlhfless.sim.samples import Progress, RolloutBatch
+
+MODEL = LinearModel()
+PRICES = PricedModel(MODEL, 64)
+EXACT = 1e-9
+
+
+def batch_of(groups: list[tuple[int, list[int]]]) -> RolloutBatch:
+    """A batch from (prompt tokens, response lengths) per group."""
+    sizes = [len(lengths) for _, lengths in groups]
+    return RolloutBatch(
+        step=1,
+        prompt_ids=tuple(f"p{i}" for i in range(len(groups))),
+        prompt_tokens=np.array([prompt for prompt, _ in groups], dtype=np.int64),
+        group=np.repeat(np.arange(len(groups)), sizes),
+        response_tokens=np.array([length for _, lengths in groups for length in lengths], dtype=np.int64),
+    )
+
+
+def engine_of(batch: RolloutBatch, shape: EngineShape, at_s: float = 0.0, slowdown: float = 1.0) -> Engine:
+    return Engine(shape, PRICES, Progress(batch), at_s, slowdown)
+
+
+def everything(batch: RolloutBatch) -> np.ndarray:
+    return np.arange(batch.samples)
+
+
+def sequence_of(batch: RolloutBatch, sample: int) -> Sequence:
+    group = int(batch.group[sample])
+    return Sequence(sample, group, int(batch.prompt_tokens[group]), int(batch.response_tokens[sample]))
+
+
+ROOMY = EngineShape(max_sequences=64, kv_blocks=10_000, block_tokens=16, chunk_tokens=None)
+
+
+def test_two_siblings_by_hand() -> None:
+    """Prompt of 33 tokens: two whole blocks are shared, so the second sibling prefills one token."""
+    batch = batch_of([(33, [3, 5])])
+    engine = engine_of(batch, ROOMY)
+    engine.submit(everything(batch), 0.0)
+    assert engine.advance(math.inf).tolist() == [0, 1]
+    first_s = MODEL.prefill_s(33) + MODEL.prefill_s(1, 32)
+    third_s = first_s + decode_s(MODEL, 2, 2 * 34, 2)
+    fifth_s = third_s + decode_s(MODEL, 1, 36, 2)
+    assert engine.progress.table.finish_s == pytest.approx([third_s, fifth_s], rel=EXACT)
+    assert (engine.prefilled_tokens, engine.cached_tokens, engine.decoded_tokens) == (34, 32, 8)
+    assert engine.periods == [(0.0, engine.now_s)]
+    assert engine.free_blocks == ROOMY.kv_blocks
+
+
+def test_preemption_by_hand() -> None:
+    """Five blocks of 4. Both hold two after the prefill of 5; at 9 tokens each needs a third, and one is left."""
+    batch = batch_of([(5, [8]), (5, [8])])
+    shape = EngineShape(max_sequences=2, kv_blocks=5, block_tokens=4, chunk_tokens=None)
+    engine = engine_of(batch, shape)
+    engine.submit(everything(batch), 0.0)
+    engine.advance(math.inf)
+    # Four tokens each, then the later one leaves; the other draws its last four alone; then 9 tokens are prefilled.
+    apart_s = 2 * MODEL.prefill_s(5) + decode_s(MODEL, 2, 12, 3)
+    first_s = apart_s + decode_s(MODEL, 1, 9, 4)
+    second_s = first_s + MODEL.prefill_s(9) + decode_s(MODEL, 1, 10, 3)
+    assert engine.progress.table.finish_s == pytest.approx([first_s, second_s], rel=EXACT)
+    assert engine.preemptions == 1
+
+
+def test_chunked_prefill_by_hand() -> None:
+    """Ten tokens a turn: the first prompt takes 4, the second 6 of its 8, then 2 beside the first one's decoding."""
+    batch = batch_of([(4, [3]), (8, [1])])
+    shape = EngineShape(max_sequences=2, kv_blocks=100, block_tokens=4, chunk_tokens=10)
+    engine = engine_of(batch, shape)
+    engine.submit(everything(batch), 0.0)
+    assert engine.advance(math.inf).tolist() == [1, 0]
+    first_s = MODEL.prefill_s(4) + MODEL.prefill_s(6)
+    second_s = first_s + MODEL.prefill_s(2, 6) + decode_s(MODEL, 1, 5, 1)
+    third_s = second_s + decode_s(MODEL, 1, 6, 1)
+    assert engine.progress.table.finish_s == pytest.approx([third_s, second_s], rel=EXACT)
+
+
+def test_abort_waits_for_the_iteration_and_crash_does_not() -> None:
+    batch = batch_of([(10, [50])])
+    start_s = MODEL.prefill_s(10)
+    fifth_s = start_s + decode_s(MODEL, 1, 11, 5)
+    sixth_s = start_s + decode_s(MODEL, 1, 11, 6)
+    between_s = (fifth_s + sixth_s) / 2
+    engine = engine_of(batch, ROOMY)
+    engine.submit(everything(batch), 0.0)
+    boundary_s, ended = engine.abort(everything(batch), between_s)
+    assert boundary_s == pytest.approx(sixth_s, rel=EXACT)
+    assert (engine.progress.table.tokens.tolist(), ended.tolist()) == ([7], [])
+    assert engine.free_blocks == ROOMY.kv_blocks
+    crashed = engine_of(batch, ROOMY)
+    crashed.submit(everything(batch), 0.0)
+    ended, lost = crashed.crash(between_s)
+    assert (ended.tolist(), lost.tolist(), crashed.progress.table.tokens.tolist()) == ([], [0], [0])
+    assert crashed.periods == [(0.0, between_s)]
+
+
+def test_prefill_actor_hands_over_to_a_decode_actor() -> None:
+    batch = batch_of([(10, [4])])
+    progress = Progress(batch)
+    shape = EngineShape(4, 100, 16, None, prefill_only=True)
+    prefill = Engine(shape, PRICES, progress, 0.0)
+    prefill.submit(everything(batch), 0.0)
+    assert prefill.advance(math.inf).tolist() == [0]
+    assert progress.table.tokens.tolist() == [1]
+    progress.table.has_kv[:] = True
+    decode = Engine(ROOMY, PRICES, progress, 0.0)
+    decode.submit(everything(batch), 1.0)  # the KV arrives at 1 s
+    assert decode.advance(math.inf).tolist() == [0]
+    assert progress.table.finish_s == pytest.approx([1.0 + decode_s(MODEL, 1, 11, 3)], rel=EXACT)
+    assert decode.prefilled_tokens == 0
+
+
+def test_faults_of_the_caller_are_named() -> None:
+    with pytest.raises(ValueError, match=r"chunk_tokens \(8\) is below max_sequences \(16\)"):
+        EngineShape(16, 100, 16, 8)
+    with pytest.raises(ValueError, match="kv_blocks is 0"):
+        EngineShape(16, 0, 16, None)
+    batch = batch_of([(100, [100])])
+    engine = engine_of(batch, EngineShape(4, 12, 16, None))
+    with pytest.raises(ValueError, match="needs 13 KV blocks of 16, and the engine has 12"):
+        engine.submit(everything(batch), 0.0)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Groups, a shape that at least fits each sample alone, and what is done from outside, at which times."""
+
+    batch: RolloutBatch
+    shape: EngineShape
+    slowdown: float
+    arrivals: tuple[float, ...]  # [samples], ascending
+    cuts: tuple[tuple[float, frozenset[int]], ...]  # time, samples that are aborted and submitted again then
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, *, with_cuts: bool = True) -> Scenario:
+    lengths = st.lists(st.integers(1, 60), min_size=1, max_size=5)
+    groups = draw(st.lists(st.tuples(st.integers(1, 50), lengths), min_size=1, max_size=6))
+    batch = batch_of(groups)
+    block = draw(st.sampled_from([1, 2, 4, 7, 16]))
+    longest = max(-(-(prompt + max(responses)) // block) for prompt, responses in groups)
+    places = draw(st.integers(1, 9))
+    shape = EngineShape(
+        max_sequences=places,
+        kv_blocks=longest + draw(st.integers(0, 3 * longest)),
+        block_tokens=block,
+        chunk_tokens=draw(st.none() | st.integers(places, places + 40)),
+    )
+    count = batch.samples
+    instants = st.floats(0.0, 3.0, allow_nan=False)
+    arrivals = sorted(draw(st.lists(instants | st.just(0.0), min_size=count, max_size=count)))
+    some = st.frozensets(st.integers(0, count - 1))
+    cuts = draw(st.lists(st.tuples(instants, some), max_size=3)) if with_cuts else []
+    slowdown = draw(st.sampled_from([1.0, 1.7]))
+    return Scenario(batch, shape, slowdown, tuple(arrivals), tuple(sorted(cuts, key=lambda cut: cut[0])))
+
+
+def outside(scenario: Scenario) -> list[tuple[float, frozenset[int] | int]]:
+    """Arrivals and cuts in order of time."""
+    arrivals = [(at_s, sample) for sample, at_s in enumerate(scenario.arrivals)]
+    return sorted([*arrivals, *scenario.cuts], key=lambda event: event[0])
+
+
+def play(scenario: Scenario, stops: tuple[float, ...] = ()) -> Engine:
+    """Plays a scenario, with needless stops in between."""
+    engine = engine_of(scenario.batch, scenario.shape, slowdown=scenario.slowdown)
+    for at_s, what in outside(scenario):
+        for stop_s in stops:
+            if engine.now_s < stop_s < at_s:
+                engine.advance(stop_s)
+        if isinstance(what, int):
+            engine.advance(at_s)
+            engine.submit(np.array([what]), max(at_s, engine.now_s))
+        else:
+            engine.advance(at_s)
+            within = set(engine.resident.tolist())
+            boundary_s, ended = engine.abort(np.array(sorted(what), dtype=np.int64), at_s)
+            back = sorted((what & within) - set(ended.tolist()))
+            engine.submit(np.array(back, dtype=np.int64), boundary_s)
+    for stop_s in sorted(stops):
+        engine.advance(max(stop_s, engine.now_s))
+    engine.advance(math.inf)
+    return engine
+
+
+def play_naively(scenario: Scenario) -> NaiveEngine:
+    engine = NaiveEngine(scenario.shape, MODEL, slowdown=scenario.slowdown)
+    for at_s, what in outside(scenario):
+        if isinstance(what, int):
+            engine.advance(at_s)
+            engine.submit(sequence_of(scenario.batch, what), max(at_s, engine.now_s))
+        else:
+            boundary_s, tokens = engine.abort(set(what), at_s)
+            for sample in sorted(tokens):
+                back = sequence_of(scenario.batch, sample)
+                back.tokens = tokens[sample]
+                engine.submit(back, boundary_s)
+    engine.advance(math.inf)
+    return engine
+
+
+@given(scenarios())
+@settings(max_examples=400, deadline=None)
+def test_closed_form_equals_the_naive_loop(scenario: Scenario) -> None:
+    engine, naive = play(scenario), play_naively(scenario)
+    expected = [naive.finish_s[sample] for sample in range(scenario.batch.samples)]
+    assert engine.progress.table.finish_s == pytest.approx(expected, rel=EXACT)
+    assert engine.now_s == pytest.approx(naive.now_s, rel=EXACT)
+    assert engine.preemptions == naive.preemptions
+
+
+@given(scenarios())
+@settings(max_examples=100, deadline=None)
+def test_nothing_is_lost_or_left_behind(scenario: Scenario) -> None:
+    engine = play(scenario)
+    assert engine.progress.finished.all()
+    assert engine.decoded_tokens == scenario.batch.response_tokens.sum()
+    assert engine.free_blocks == scenario.shape.kv_blocks
+    assert engine.resident.tolist() == []
+    assert sum(end - start for start, end in engine.periods) <= engine.now_s * (1 + EXACT)
+
+
+@given(scenarios(), st.lists(st.floats(0.0, 5.0, allow_nan=False), max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_stopping_in_between_changes_nothing(scenario: Scenario, stops: list[float]) -> None:
+    whole, split = play(scenario), play(scenario, tuple(sorted(stops)))
+    assert split.progress.table.finish_s == pytest.approx(whole.progress.table.finish_s, rel=EXACT)
+    assert split.preemptions == whole.preemptions
+
+
+@given(scenarios(with_cuts=False))
+@settings(max_examples=50, deadline=None)
+def test_makespan_is_at_least_the_longest_response_alone(scenario: Scenario) -> None:
+    engine = play(scenario)
+    alone_s = max(
+        decode_s(MODEL, 1, int(scenario.batch.prompt_tokens[group]) + 1, int(length) - 1)
+        for group, length in zip(scenario.batch.group, scenario.batch.response_tokens, strict=True)
+    )
+    assert engine.now_s >= alone_s * (1 - EXACT)
