@@ -19,14 +19,14 @@ from rlhfless.scaling.plan.options import FleetOptions, orders
 from rlhfless.scaling.plan.polish import polish
 from rlhfless.scaling.plan.responses import Ints, Responses, lists
 
-RESOLUTION = 1.002
-"""Two limits this close (a fifth of a percent) are not told apart: a plan may miss the optimum by one percent."""
+RESOLUTION = 1.004
+"""Two limits this close (0.4 percent) are not told apart: a plan may miss the optimum by one percent."""
 
 SHORTER = 0.8
 """Where small batches are the cheaper ones (a(B) / B rises), limits below the one asked for are tried in such steps."""
 
-PROVEN = 1.005
-"""A plan under weights is taken when it is proven that no limit gives one better by more than half a percent."""
+PROVEN = 1.008
+"""A plan under weights is taken when it is proven that no limit gives one better by more than 0.8 percent."""
 
 
 class Frontier:

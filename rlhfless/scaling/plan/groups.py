@@ -84,9 +84,9 @@ def fill(
     """
     end, usd, groups = candidate.samples, 0.0, list[Group]()
     for seats in candidate.seats:
-        room_s = limit_s - seats.ready_s
+        room_s, usd_per_s, longest_group = limit_s - seats.ready_s, seats.device.usd_per_s, seats.times.longest_group
         for _ in range(min(seats.actors, max_actors - len(groups))):
-            begin, work_s = seats.times.longest_group(end, room_s)
+            begin, work_s = longest_group(end, room_s)
             if begin == end:
                 break
             wanted = max(begin, seats.stop)
@@ -95,7 +95,7 @@ def fill(
             if wanted != begin:
                 begin, work_s = wanted, seats.times.one_s(wanted, end)
             groups.append(Group(begin, end, seats, work_s))
-            usd += (seats.ready_s + work_s) * seats.device.usd_per_s
+            usd += (seats.ready_s + work_s) * usd_per_s
             if begin == 0:
                 return partition(candidate, groups)
             if usd > most_usd:
@@ -130,8 +130,9 @@ def heal(cut: Partition, limit_s: float) -> Partition:
 
 def partition(candidate: Candidate, groups: Sequence[Group]) -> Partition:
     """Adds up what the groups take and cost."""
-    step_s = max(group.finish_s for group in groups)
-    return Partition(candidate, tuple(groups), step_s, math.fsum(group.usd for group in groups))
+    ends_s = [group.seats.ready_s + group.work_s for group in groups]
+    usd = math.fsum(end_s * group.seats.device.usd_per_s for end_s, group in zip(ends_s, groups, strict=True))
+    return Partition(candidate, tuple(groups), max(ends_s), usd)
 
 
 def _group(begin: int, end: int, seats: Seats) -> Group:
