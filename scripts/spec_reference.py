@@ -23,21 +23,24 @@ BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
 
 def reference() -> str:
     """One table per section, the whole spec's first."""
-    return "\n".join(section for title, model in _sections("", RunSpec) for section in _table(title, model))
+    return "\n".join(
+        section for title, model, union in _sections("", RunSpec) for section in _table(title, model, union)
+    )
 
 
-def _sections(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    yield prefix, model
+def _sections(prefix: str, model: type[BaseModel], union: bool = False) -> Iterator[tuple[str, type[BaseModel], bool]]:
+    """Title, model, and whether the title stands for several models that `type` tells apart."""
+    yield prefix, model, union
     for name, field in model.model_fields.items():
         parts = models(field.annotation)
         for part in parts:
             many = get_origin(field.annotation) is tuple
-            yield from _sections(f"{prefix}.{name}".strip(".") + ("[]" if many else ""), part)
+            yield from _sections(f"{prefix}.{name}".strip(".") + ("[]" if many else ""), part, many or len(parts) > 1)
 
 
-def _table(title: str, model: type[BaseModel]) -> Iterator[str]:
+def _table(title: str, model: type[BaseModel], union: bool) -> Iterator[str]:
     kind = model.model_fields.get("type")
-    tag = f" (`type: {get_args(kind.annotation)[0]}`)" if kind and title.endswith("[]") else ""
+    tag = f" (`type: {get_args(kind.annotation)[0]}`)" if kind and union else ""
     yield f"### {f'`{title}`' if title else 'The spec'}{tag}\n"
     yield " ".join((model.__doc__ or "").split()) + "\n"
     yield "| key | type | default | |\n|---|---|---|---|"

@@ -3,12 +3,16 @@
 from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, KLSpec
 from rlhfless.spec.data import DType, HeldOutSpec, ModelSpec, PromptsSpec
 from rlhfless.spec.fleet import (
+    CheapestSpec,
+    ContractSpec,
+    FastestSpec,
     GenerationScalingSpec,
     Hold,
     PlacementSpec,
     RecoverySpec,
     ScalingSpec,
     TimeoutsSpec,
+    WeightedSpec,
     WeightsSpec,
 )
 from rlhfless.spec.generation import EngineSpec, GenerationSpec
@@ -29,12 +33,15 @@ from rlhfless.spec.scoring import OnFailure, ScoringSpec
 __all__ = [
     "AdamWSpec",
     "AlgorithmSpec",
+    "CheapestSpec",
     "CheckpointSpec",
     "CodeSpec",
+    "ContractSpec",
     "DType",
     "EngineSpec",
     "EvaluationSpec",
     "ExactMatchSpec",
+    "FastestSpec",
     "FormatSpec",
     "GRPOSpec",
     "GenerationScalingSpec",
@@ -61,5 +68,6 @@ __all__ = [
     "ScalingSpec",
     "ScoringSpec",
     "TimeoutsSpec",
+    "WeightedSpec",
     "WeightsSpec",
 ]

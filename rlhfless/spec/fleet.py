@@ -43,12 +43,56 @@ Hold = Literal["auto", "always", "never"]
 """Between two uses: keep the replica warm, release it, or whichever costs less by the run's own ledger."""
 
 
+Per = Literal["step", "run"]
+"""What a limit is for: each step, or all steps of the run together."""
+
+
+class CheapestSpec(SpecModel):
+    """The least cost under a deadline."""
+
+    type: Literal["cheapest"] = "cheapest"
+
+    deadline_s: Annotated[float, Field(gt=0)]
+    """Wall clock seconds."""
+
+    per: Per = "step"
+    """Whether the deadline is each step's or the whole run's."""
+
+
+class FastestSpec(SpecModel):
+    """The shortest time under a budget."""
+
+    type: Literal["fastest"] = "fastest"
+
+    budget_usd: Annotated[float, Field(gt=0)]
+    """US dollars, by the price book."""
+
+    per: Per = "step"
+    """Whether the budget is each step's or the whole run's."""
+
+
+class WeightedSpec(SpecModel):
+    """A compromise of time and cost, for those without a limit on either."""
+
+    type: Literal["weighted"] = "weighted"
+
+    time_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """1 is as fast as the devices allow, 0 as cheap. Time counts relative to the fastest plan of the step and cost
+    relative to the cheapest, so the same weight suits any workload."""
+
+
+ContractSpec = Annotated[CheapestSpec | FastestSpec | WeightedSpec, Field(discriminator="type")]
+
+
 class ScalingSpec(SpecModel):
     """How many replicas, and when they give their device back."""
 
     generation: GenerationScalingSpec = GenerationScalingSpec()
     hold_scoring: Hold = "auto"
     hold_reference: Hold = "auto"
+    contract: ContractSpec = WeightedSpec()
+    """What the plan of each step's generation aims at."""
+
     prices: str | None = None
     """Price book (YAML); the bundled one when left out."""
 

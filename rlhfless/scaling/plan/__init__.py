@@ -1,0 +1,32 @@
+"""The plan of a step's generation. Pure; docs/plan.md says what is decided, from what, and how."""
+
+from rlhfless.scaling.plan.contract import (
+    CheapestUnderDeadline,
+    Contract,
+    FastestUnderBudget,
+    Weighted,
+    contract_for_step,
+)
+from rlhfless.scaling.plan.cost import CapacityError
+from rlhfless.scaling.plan.options import DeviceOption, FleetOptions, Speculation, Standby
+from rlhfless.scaling.plan.planner import ActorPlan, Plan, plan
+from rlhfless.scaling.plan.responses import Responses, responses, responses_at_quantile
+
+__all__ = [
+    "ActorPlan",
+    "CapacityError",
+    "CheapestUnderDeadline",
+    "Contract",
+    "DeviceOption",
+    "FastestUnderBudget",
+    "FleetOptions",
+    "Plan",
+    "Responses",
+    "Speculation",
+    "Standby",
+    "Weighted",
+    "contract_for_step",
+    "plan",
+    "responses",
+    "responses_at_quantile",
+]

@@ -1,0 +1,91 @@
+"""What a plan is asked for: the contract of one step.
+
+The spec's contract may be for the whole run; `contract_for_step` cuts the step's share from what is left of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CheapestUnderDeadline:
+    """The least cost of a step's generation that ends within `deadline_s` of the step's start."""
+
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        _check("deadline_s", self.deadline_s, "seconds")
+
+    def __str__(self) -> str:
+        return f"cheapest within {self.deadline_s:.6g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class FastestUnderBudget:
+    """The earliest end of a step's generation that costs at most `budget_usd`."""
+
+    budget_usd: float
+
+    def __post_init__(self) -> None:
+        _check("budget_usd", self.budget_usd, "US dollars")
+
+    def __str__(self) -> str:
+        return f"fastest for at most {self.budget_usd:.6g} USD"
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """The least of `time_weight x time / T0 + (1 - time_weight) x cost / C0`.
+
+    T0 is the time of the fastest plan of this step and C0 the cost of its cheapest, so a weight means the same for
+    every workload: at 0.5, one percent above the least time weighs as much as one percent above the least cost.
+    """
+
+    time_weight: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.time_weight <= 1:
+            raise ValueError(f"time_weight is {self.time_weight}; give a number from 0 (cost only) to 1 (time only)")
+
+    def __str__(self) -> str:
+        return f"time weighted {self.time_weight:.6g}, cost {1 - self.time_weight:.6g}"
+
+
+Contract = CheapestUnderDeadline | FastestUnderBudget | Weighted
+
+
+def contract_for_step(
+    spec: ContractSpec,
+    *,
+    steps_left: int,
+    spent_s: float = 0.0,
+    spent_usd: float = 0.0,
+    other_s: float = 0.0,
+    other_usd: float = 0.0,
+) -> Contract:
+    """The step's share of the contract: an equal part of what is left for each of `steps_left` steps.
+
+    `spent_s` and `spent_usd` are what the run took so far; `other_s` and `other_usd` are what a step takes beside
+    generation. They are subtracted from a step's contract as from a run's. If nothing is left the contract is
+    infeasible, and says so when it is planned.
+
+    Raises ValueError for `steps_left` below 1.
+    """
+    if steps_left < 1:
+        raise ValueError(f"steps_left is {steps_left}; there must be a step to plan")
+    if isinstance(spec, CheapestSpec):
+        whole_s = (spec.deadline_s - spent_s) / steps_left if spec.per == "run" else spec.deadline_s
+        return CheapestUnderDeadline(max(whole_s - other_s, 0.0))
+    if isinstance(spec, FastestSpec):
+        whole_usd = (spec.budget_usd - spent_usd) / steps_left if spec.per == "run" else spec.budget_usd
+        return FastestUnderBudget(max(whole_usd - other_usd, 0.0))
+    return Weighted(spec.time_weight)
+
+
+def _check(name: str, value: float, unit: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} is {value}; give a finite number of {unit}, 0 or more")

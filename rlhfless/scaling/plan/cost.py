@@ -1,0 +1,163 @@
+"""How long one actor takes for any group of a list, in closed form.
+
+A list holds samples from short to long; a group is a contiguous part [i, j) of it. The sequences of a group start
+together and drain as they end. With a(B) in straight pieces (`curve.py`), bends c_h at the knots b_h, the iterations
+of the group take
+
+    a(B) summed = at_zero max(l) + slope_0 sum(l) + sum_h c_h (sum of all but the b_h longest l)
+
+because B(t) summed over time is the sum of the lengths, and (B(t) - b)+ summed is the sum of all but the b longest.
+Attention adds g (l p + l (l - 1) / 2) per sequence, and each prompt is prefilled once. All are differences of prefix
+sums, so the time of any group is O(pieces), and the longest group under a time limit is one binary search.
+
+A group may exceed what the engine runs at once (KV tokens, with each sequence's final length set aside, or its
+limit of sequences). Then the longest of its sequences that fit go first, and each that waits comes in when another
+ends and adds its tokens at the rate of a full batch of its like: a(B) / B seconds a token, with B the mean of how many
+fit from it upwards and downwards in the list. That is exact for waves of equal lengths.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhfless.scaling.plan.options import DeviceOption
+from rlhfless.scaling.plan.responses import Floats, Ints, Responses
+
+
+class CapacityError(ValueError):
+    """One response alone exceeds the KV cache of a device; the text says which."""
+
+
+class GroupTimes:
+    """Times of all groups of one list on one kind of device.
+
+    `order` [samples] are the samples from short to long. `actor` [samples], in that order, cuts the list into groups
+    that are given already: then a prompt is prefilled again in each group, wherever in it its samples lie.
+    """
+
+    def __init__(self, device: DeviceOption, step: Responses, order: Ints, actor: Ints | None = None) -> None:
+        tokens, prompt = step.tokens[order], step.prompt[order]
+        context = step.prompt_tokens[prompt]
+        brings = _first_of_run(prompt) if actor is None else _last_of_group(prompt, actor)
+        costs_s = self._prefill_s(device, step)[prompt]
+        per_iteration = device.speculation.tokens_per_iteration
+        reading_s = device.engine.context_s * tokens * (context + (tokens - 1) / 2) / per_iteration
+        self._curve = device.curve
+        self._lengths = _sums(tokens / per_iteration)
+        self._rest = _sums(reading_s + np.where(brings, costs_s, 0.0))
+        # What a group that begins with this sample prefills although its list has charged it to the one before.
+        self._again = np.append(np.where(_first_of_run(prompt), 0.0, costs_s), 0.0)
+        longest = np.maximum.accumulate(tokens)
+        self._pieces(np.concatenate(([0.0], longest / per_iteration)))
+        if (most := float((tokens + context).max())) > device.kv_capacity_tokens:
+            raise CapacityError(
+                f"{device.kind}: kv_capacity_tokens is {device.kv_capacity_tokens}, too little for a response that has "
+                f"{most:.0f} tokens with its prompt; offer only devices with more memory, or cap the lengths"
+            )
+        # In a list that keeps unequal siblings together a short one lies among long ones, and is counted as one.
+        held = (longest if actor is None else tokens) + np.where(brings, context, 0.0)
+        self._waves(device, _sums(held), float(context.max()))
+
+    @staticmethod
+    def _prefill_s(device: DeviceOption, step: Responses) -> Floats:
+        """[prompts]: seconds to prefill each prompt."""
+        sizes, where = np.unique(step.prompt_tokens, return_inverse=True)
+        return np.array([device.engine.prefill_s(int(size)) if size else 0.0 for size in sizes])[where]
+
+    def _pieces(self, running_longest: Floats) -> None:
+        """For a group whose size lies in piece m, the time is `end[m][j] - start[m][i]`."""
+        curve, sums = self._curve, self._lengths
+        end = curve.at_zero_s * running_longest + self._rest + curve.slopes_s[0] * sums
+        ends = [end]
+        for knot, bend in zip(curve.knots[1:-1], np.diff(curve.slopes_s), strict=True):
+            end = end.copy()
+            end[knot:] += bend * sums[: max(sums.size - knot, 0)]
+            ends.append(end)
+        self._inner_knots = np.array(curve.knots[1:-1], np.int64)
+        self._end = np.stack(ends)
+        self._start = np.stack([slope * sums + self._rest for slope in curve.slopes_s])
+        self._fast_end = [array("d", row.tobytes()) for row in self._end]
+        self._fast_start = [array("d", row.tobytes()) for row in self._start]
+        self._fast_again = array("d", self._again.tobytes())
+
+    def _waves(self, device: DeviceOption, kv_tokens: Floats, longest_prompt: float) -> None:
+        """For each end j of a group, `floor[j]` is the first sample of those that the engine runs at once."""
+        # A group that begins amid siblings holds their prompt too: room for one more prompt is kept free.
+        room = device.kv_capacity_tokens - longest_prompt
+        ends = np.arange(kv_tokens.size)
+        by_memory = np.minimum(np.searchsorted(kv_tokens, kv_tokens - room, side="left"), ends - 1)
+        floor = np.maximum(by_memory, np.maximum(ends - device.max_sequences, 0))
+        upwards = np.searchsorted(floor, ends[:-1], side="right") - 1 - ends[:-1]
+        at_once = np.maximum(upwards, (upwards + ends[1:] - floor[1:]) / 2)
+        rate_s = self._curve.iteration_s(at_once) / at_once
+        waiting = _sums(np.diff(self._lengths) * rate_s) + self._rest
+        self._floor, self._waiting = floor, waiting
+        self._fast_floor = array("q", floor.astype(np.int64).tobytes())
+        self._fast_waiting = array("d", waiting.tobytes())
+
+    def time_s(self, begin: Ints, end: Ints) -> Floats:
+        """Seconds for the groups [begin, end), element by element, with begin < end; shapes may be broadcast."""
+        fitting = np.maximum(begin, self._floor[end])
+        piece = self._inner_knots.searchsorted(end - fitting, side="left")
+        working = self._end[piece, end] - self._start[piece, fitting]
+        return np.asarray(working + self._waiting[fitting] - self._waiting[begin] + self._again[begin])
+
+    def longest_group(self, end: int, limit_s: float) -> tuple[int, float]:
+        """The smallest `begin` such that [begin, end) takes at most `limit_s`, and its seconds.
+
+        (end, 0.0) if not even the last sample does.
+        """
+        begin, seconds = self._without_repeat(end, limit_s)
+        seconds += self._fast_again[begin]
+        # A group that begins amid siblings prefills their prompt again.
+        while begin < end and seconds > limit_s:
+            begin += 1
+            seconds = self.one_s(begin, end)
+        return (begin, seconds) if begin < end else (end, 0.0)
+
+    def _without_repeat(self, end: int, limit_s: float) -> tuple[int, float]:
+        """As `longest_group`, but the prompt of siblings that are cut through is not charged again."""
+        knots, floor = self._curve.knots, self._fast_floor[end]
+        last, piece = len(knots) - 2, 0
+        while True:
+            end_s, start_s = self._fast_end[piece][end], self._fast_start[piece]
+            low = floor if piece == last else max(end - knots[piece + 1], floor)
+            if low == floor or end_s - start_s[low] > limit_s:
+                break
+            piece += 1
+        begin = bisect_left(start_s, end_s - limit_s, low, end - knots[piece] if piece else end)
+        if begin > floor or floor == 0:
+            return begin, end_s - start_s[begin] if begin < end else 0.0
+        waiting, all_s = self._fast_waiting, end_s - start_s[floor] + self._fast_waiting[floor]
+        begin = bisect_left(waiting, all_s - limit_s, 0, floor)
+        return begin, all_s - waiting[begin]
+
+    def one_s(self, begin: int, end: int) -> float:
+        """`time_s` of one group that is not empty, for the inner loop of the search."""
+        fitting = max(begin, self._fast_floor[end])
+        piece = bisect_left(self._curve.knots, end - fitting, 1, len(self._curve.knots) - 1) - 1
+        seconds: float = self._fast_end[piece][end] - self._fast_start[piece][fitting] + self._fast_again[begin]
+        if fitting > begin:
+            seconds += self._fast_waiting[fitting] - self._fast_waiting[begin]
+        return seconds
+
+
+def _sums(values: Floats) -> Floats:
+    """[samples + 1]: sums of the first 0, 1, 2, ... values."""
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+def _first_of_run(prompt: Ints) -> NDArray[np.bool_]:
+    return np.concatenate(([True], prompt[1:] != prompt[:-1]))
+
+
+def _last_of_group(prompt: Ints, actor: Ints) -> NDArray[np.bool_]:
+    """The longest sibling of each prompt in each group: it is the first to run, and brings the prompt."""
+    pairs = actor * (int(prompt.max()) + 1) + prompt
+    last = np.zeros(prompt.size, bool)
+    last[prompt.size - 1 - np.unique(pairs[::-1], return_index=True)[1]] = True
+    return last

@@ -1,0 +1,164 @@
+"""The best plans between fastest and cheapest, as searches over one number: the time limit of the step.
+
+The least cost under a limit does not rise with the limit. So the fastest plan, the fastest under a budget, and the
+best under weights are all found by trying limits, each one pass of `groups.fill` per candidate.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+
+from rlhfless.scaling.plan.cost import GroupTimes
+from rlhfless.scaling.plan.groups import Candidate, Partition, Seats, fill, heal
+from rlhfless.scaling.plan.options import FleetOptions, orders
+from rlhfless.scaling.plan.polish import polish
+from rlhfless.scaling.plan.responses import Ints, Responses, lists
+
+RESOLUTION = 1.004
+"""Two limits this close (0.4 percent) are not told apart: a plan may miss the optimum by one percent."""
+
+SHORTER = 0.8
+"""Where small batches are the cheaper ones (a(B) / B rises), limits below the one asked for are tried in such steps."""
+
+PROVEN = 1.008
+"""A plan under weights is taken when it is proven that no limit gives one better by more than 0.8 percent."""
+
+
+class Frontier:
+    """The plans of one step on one fleet. Limits that were tried are remembered."""
+
+    def __init__(self, step: Responses, options: FleetOptions) -> None:
+        self.lists = lists(step)
+        self._max_actors = options.max_actors
+        self._merging_pays = all(device.curve.merging_pays for device in options.devices if device.actors)
+        self._candidates = [
+            candidate
+            for listed, order in enumerate(self.lists)
+            for candidate in _candidates(step, options, listed, order)
+        ]
+        self._tried: dict[float, Partition | None] = {}
+        self._least_s = min(
+            seats.ready_s + seats.times.one_s(candidate.samples - 1, candidate.samples)
+            for candidate in self._candidates
+            for seats in candidate.seats
+        )
+
+    def under(self, limit_s: float) -> Partition | None:
+        """The cheapest plan that ends within the limit, or None if there is none."""
+        found = plan = self._pass(limit_s)
+        while not self._merging_pays and plan is not None:
+            plan = self._pass(plan.step_s * SHORTER)
+            found = min((option for option in (found, plan) if option is not None), key=_cheaper)
+        return found
+
+    def cheapest(self) -> Partition:
+        """The cheapest plan there is."""
+        found = self.under(math.inf)
+        assert found is not None  # without a limit one actor does all
+        return found
+
+    def fastest(self) -> Partition:
+        """The plan that ends first."""
+        return self._least(lambda _: True)
+
+    def fastest_for(self, budget_usd: float) -> Partition | None:
+        """The plan that ends first among those within the budget, or None if the cheapest is not."""
+        if self.cheapest().usd > budget_usd:
+            return None
+        plain = self._least(lambda plan: plan.usd <= budget_usd)
+        polished = polish(plain, plain.step_s)
+        # What polishing saves here it saves nearby, and it may be spent on time.
+        within_usd = budget_usd * plain.usd / polished.usd if polished.usd else math.inf
+        bold = self._least(lambda plan: plan.usd <= within_usd)
+        if bold.step_s < plain.step_s and (better := polish(bold, bold.step_s)).usd <= budget_usd:
+            return better
+        return polished
+
+    def weighted(self, usd_per_s: float) -> Partition:
+        """The plan with the least of `usd_per_s x time + cost`; for an infinite price of time, the fastest.
+
+        Between two tried limits a < b no plan is better than `usd_per_s a + cost under b`. The interval with the
+        lowest such bound is halved until it cannot beat the best plan by more than `PROVEN`.
+        """
+        fast, cheap = self.fastest(), self.cheapest()
+        if math.isinf(usd_per_s):
+            return fast
+
+        def value(plan: Partition) -> float:
+            return usd_per_s * plan.step_s + plan.usd
+
+        best = min(fast, cheap, key=value)
+        intervals = [(usd_per_s * fast.step_s + cheap.usd, fast.step_s, cheap.step_s, cheap.usd)]
+        while intervals:
+            bound, low_s, high_s, least_usd = heapq.heappop(intervals)
+            if value(best) <= bound * PROVEN:
+                break
+            if high_s <= low_s * RESOLUTION:
+                continue
+            middle_s = math.sqrt(low_s * high_s)
+            heapq.heappush(intervals, (usd_per_s * middle_s + least_usd, middle_s, high_s, least_usd))
+            plan = self.under(middle_s)
+            if plan is not None:
+                best = min(best, plan, key=value)
+                heapq.heappush(intervals, (usd_per_s * low_s + plan.usd, low_s, plan.step_s, plan.usd))
+        return best
+
+    def settle(self, plan: Partition, limit_s: float) -> Partition:
+        """The plan at no more cost within the limit: cuts polished, siblings together where that costs no more."""
+        whole = fill(plan.candidate, limit_s, self._max_actors, together=True)
+        best = min((option for option in (whole, plan) if option is not None), key=_cheaper)
+        return heal(polish(best, limit_s), limit_s)
+
+    def _least(self, wanted: Callable[[Partition], bool]) -> Partition:
+        """The plan under the least limit for which it is wanted; that without a limit must be."""
+        best, low_s = self.cheapest(), self._least_s
+        guess_s = max(low_s, best.step_s / self._max_actors)
+        while low_s * RESOLUTION < best.step_s:
+            plan = self.under(guess_s)
+            if plan is not None and wanted(plan):
+                best = plan
+            else:
+                low_s = guess_s
+            guess_s = min(math.sqrt(low_s * best.step_s), 2 * low_s)
+        return best
+
+    def _pass(self, limit_s: float) -> Partition | None:
+        if limit_s not in self._tried:
+            best, most_usd = None, math.inf
+            for candidate in self._candidates:
+                plan = fill(candidate, limit_s, self._max_actors, most_usd=most_usd)
+                if plan is not None and (best is None or _cheaper(plan) < _cheaper(best)):
+                    best, most_usd = plan, plan.usd
+            self._tried[limit_s] = best
+        return self._tried[limit_s]
+
+
+def _cheaper(plan: Partition) -> tuple[float, float, int]:
+    return plan.usd, plan.step_s, len(plan.groups)
+
+
+def _candidates(step: Responses, options: FleetOptions, listed: int, order: Ints) -> list[Candidate]:
+    """One candidate per order in which the kinds of devices may take from the list."""
+    prompt = step.prompt[order]
+    cuts = np.concatenate(([True], prompt[1:] != prompt[:-1], [True]))
+    places = np.where(cuts, np.arange(cuts.size), cuts.size)
+    run_begins = array("q", np.minimum.accumulate(places[::-1])[::-1].astype(np.int64).tobytes())
+    times = [GroupTimes(device, step, order) if device.actors else None for device in options.devices]
+    found = []
+    for way in orders(options, order.size):
+        seats = [seat for index, stop in way for seat in _seats(options, index, run_begins[stop], times[index])]
+        found.append(Candidate(listed, order.size, tuple(seats), run_begins))
+    return found
+
+
+def _seats(options: FleetOptions, index: int, stop: int, times: GroupTimes | None) -> list[Seats]:
+    """The actors of a kind, the soonest first, tier by tier."""
+    device, sync_s = options.devices[index], options.weight_sync_s
+    if times is None:
+        return []
+    return [Seats(device, tier, tier.actors, tier.wait_s + sync_s, times, stop) for tier in device.ready]

@@ -1,0 +1,139 @@
+"""Cuts a list into contiguous groups of unequal size under a time limit. One pass, from the long end.
+
+Each actor in turn takes as many of the longest samples that are left as it can end within the limit. If a(B) is a
+straight line and the actors are alike, that is the cheapest partition: the time of a group is
+`at_zero x its longest length` plus a sum over its samples, which no partition can change. By induction the k-th
+group of this pass begins no later in the list than that of any other feasible partition, so each next group's
+longest length is least, and so is the number of groups. The same induction makes the least feasible limit the
+least possible step time, for any a(B). Where a(B) bends, tests hold the cost against an exact dynamic programme.
+
+Actors that begin later come later, so they get the shorter samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlhfless.scaling.plan.cost import GroupTimes
+from rlhfless.scaling.plan.options import DeviceOption, Standby
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """Some actors of one kind in one tier, with the times of all groups on them."""
+
+    device: DeviceOption
+    standby: Standby
+    actors: int
+    ready_s: float
+    """From the start of the step until the new weights are loaded."""
+    times: GroupTimes
+    stop: int = 0
+    """Where in the list they stop."""
+
+
+class Group(NamedTuple):
+    """The samples [begin, end) of a list on one actor."""
+
+    begin: int
+    end: int
+    seats: Seats
+    work_s: float
+
+    @property
+    def finish_s(self) -> float:
+        """When it ends, from the start of the step. The actor is paid for until then, and from then no more."""
+        return self.seats.ready_s + self.work_s
+
+    @property
+    def usd(self) -> float:
+        return self.finish_s * self.seats.device.usd_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A list, and the seats in the order in which they take from its long end."""
+
+    listed: int
+    """Which of the step's lists."""
+    samples: int
+    seats: tuple[Seats, ...]
+    run_begins: Sequence[int]
+    """[samples + 1]: for each cut, the first cut at or after it that keeps siblings together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """All samples of a list, each on one actor; the longest samples first."""
+
+    candidate: Candidate
+    groups: tuple[Group, ...]
+    step_s: float
+    usd: float
+
+
+def fill(
+    candidate: Candidate, limit_s: float, max_actors: int, *, most_usd: float = math.inf, together: bool = False
+) -> Partition | None:
+    """The partition of this pass, or None if the actors do not suffice or it would cost more than `most_usd`.
+
+    `together` cuts through siblings only where a group could not hold all of them.
+    """
+    end, usd, groups = candidate.samples, 0.0, list[Group]()
+    for seats in candidate.seats:
+        room_s, usd_per_s, longest_group = limit_s - seats.ready_s, seats.device.usd_per_s, seats.times.longest_group
+        for _ in range(min(seats.actors, max_actors - len(groups))):
+            begin, work_s = longest_group(end, room_s)
+            if begin == end:
+                break
+            wanted = max(begin, seats.stop)
+            if together and (whole := candidate.run_begins[wanted]) < end:
+                wanted = whole
+            if wanted != begin:
+                begin, work_s = wanted, seats.times.one_s(wanted, end)
+            groups.append(Group(begin, end, seats, work_s))
+            usd += (seats.ready_s + work_s) * usd_per_s
+            if begin == 0:
+                return partition(candidate, groups)
+            if usd > most_usd:
+                return None
+            end = begin
+            if end <= seats.stop:
+                break
+    return None
+
+
+def heal(cut: Partition, limit_s: float) -> Partition:
+    """Moves cuts between siblings to where they stay together, if that ends within the limit and is no dearer."""
+    groups, candidate = list(cut.groups), cut.candidate
+    for index in range(len(groups) - 1):
+        upper, lower = groups[index], groups[index + 1]
+        at = upper.begin
+        whole = candidate.run_begins[at]
+        if whole == at:
+            continue
+        before = at - 1
+        while candidate.run_begins[before] != before:
+            before -= 1
+        for moved in (whole, before):
+            if lower.begin < moved < upper.end:
+                pair = _group(moved, upper.end, upper.seats), _group(lower.begin, moved, lower.seats)
+                late = max(group.finish_s for group in pair) > limit_s
+                if not late and sum(group.usd for group in pair) <= upper.usd + lower.usd:
+                    groups[index : index + 2] = pair
+                    break
+    return partition(candidate, groups)
+
+
+def partition(candidate: Candidate, groups: Sequence[Group]) -> Partition:
+    """Adds up what the groups take and cost."""
+    ends_s = [group.seats.ready_s + group.work_s for group in groups]
+    usd = math.fsum(end_s * group.seats.device.usd_per_s for end_s, group in zip(ends_s, groups, strict=True))
+    return Partition(candidate, tuple(groups), max(ends_s), usd)
+
+
+def _group(begin: int, end: int, seats: Seats) -> Group:
+    return Group(begin, end, seats, seats.times.one_s(begin, end))

@@ -1,0 +1,182 @@
+"""The plan of one step's generation: how many actors, of which kind, from which tier, and who gets which samples.
+
+Pure and deterministic: the same responses, options and contract give the same plan. What is decided from what is in
+docs/plan.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfless.records import Decision
+from rlhfless.scaling.plan.contract import CheapestUnderDeadline, Contract, FastestUnderBudget
+from rlhfless.scaling.plan.cost import GroupTimes
+from rlhfless.scaling.plan.frontier import Frontier
+from rlhfless.scaling.plan.groups import Partition
+from rlhfless.scaling.plan.options import FleetOptions
+from rlhfless.scaling.plan.responses import Floats, Ints, Responses
+
+
+@dataclass(frozen=True, slots=True)
+class ActorPlan:
+    """The work of one actor."""
+
+    kind: str
+    tier: str
+    samples: Ints
+    """Indices into the responses, from the longest to the shortest: the order in which they go to the engine."""
+    ready_s: float
+    """From the start of the step until it can work: its wait, and the load of the new weights."""
+    finish_s: float
+    """From the start of the step until its last sample ends. It is paid for until then, and may go then."""
+    usd: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do in a step, what it will take, and why."""
+
+    contract: Contract
+    """As asked for."""
+    feasible: bool
+    nearest: Contract
+    """The nearest contract that can be kept, which the plan keeps; the one asked for if feasible."""
+    actors: tuple[ActorPlan, ...]
+    """Those with the longest samples first."""
+    wake: dict[tuple[str, str], int]
+    """How many to wake or start, by kind and tier."""
+    release: dict[str, int]
+    """How many warm ones have no work in this step, by kind."""
+    step_s: float
+    """When the last actor ends."""
+    usd: float
+    """Cost of all actors, each until its own end."""
+    split_prompts: int
+    """Prompts whose siblings are on more than one actor."""
+    reason: str
+
+    def record(self, step: int, at_s: float) -> Decision:
+        """The decision as the trace keeps it."""
+        inputs: dict[str, float | int | str | bool] = {
+            "contract": str(self.contract),
+            "feasible": self.feasible,
+            "nearest": str(self.nearest),
+            "samples": sum(actor.samples.size for actor in self.actors),
+            "step_s": self.step_s,
+            "usd": self.usd,
+            "split_prompts": self.split_prompts,
+            "wake": sum(self.wake.values()),
+            "release": sum(self.release.values()),
+            "reason": self.reason,
+        }
+        inputs |= {f"actors_{kind}": n for kind, n in sorted(Counter(a.kind for a in self.actors).items())}
+        return Decision(step, at_s, "plan", f"{len(self.actors)} actors", inputs)
+
+
+def plan(step: Responses, options: FleetOptions, contract: Contract) -> Plan:
+    """Plans a step. An infeasible contract gives the plan of the nearest feasible one, and says so.
+
+    Raises CapacityError if one response alone exceeds the KV cache of a device on offer.
+    """
+    frontier = Frontier(step, options)
+    found, why = _choose(frontier, contract)
+    nearest = contract
+    if found is None and isinstance(contract, CheapestUnderDeadline):
+        found = frontier.fastest()
+    elif found is None:
+        found = frontier.cheapest()
+    limit_s = found.step_s
+    if isinstance(contract, CheapestUnderDeadline):
+        limit_s = max(limit_s, contract.deadline_s)
+    settled = frontier.settle(found, limit_s)
+    actors = _actors(step, settled, frontier.lists)
+    step_s, usd = max(actor.finish_s for actor in actors), math.fsum(actor.usd for actor in actors)
+    if isinstance(contract, CheapestUnderDeadline) and step_s > contract.deadline_s:
+        nearest = CheapestUnderDeadline(step_s)
+        why = f"no plan on these devices ends before {step_s:.6g} s, the deadline is {contract.deadline_s:.6g} s"
+    elif isinstance(contract, FastestUnderBudget) and usd > contract.budget_usd:
+        nearest = FastestUnderBudget(usd)
+        why = f"no plan on these devices costs less than {usd:.6g} USD, the budget is {contract.budget_usd:.6g} USD"
+    wake, release = _tiers(actors, options)
+    split = _split_prompts(step, actors)
+    return Plan(contract, nearest == contract, nearest, actors, wake, release, step_s, usd, split, why)
+
+
+def _choose(frontier: Frontier, contract: Contract) -> tuple[Partition | None, str]:
+    """The partition that the contract asks for, None if it cannot be kept, and the reason in plain numbers."""
+    if isinstance(contract, CheapestUnderDeadline):
+        found = frontier.under(contract.deadline_s)
+        return found, f"the cheapest that ends within {contract.deadline_s:.6g} s"
+    cheap = frontier.cheapest()
+    if isinstance(contract, FastestUnderBudget):
+        found = frontier.fastest_for(contract.budget_usd)
+        return found, f"the fastest for at most {contract.budget_usd:.6g} USD; the cheapest costs {cheap.usd:.6g} USD"
+    fast, weight = frontier.fastest(), contract.time_weight
+    per_s = math.inf if weight == 1 else weight / (1 - weight) * cheap.usd / fast.step_s
+    reason = (
+        f"time weighs {weight:.6g} against the fastest plan ({fast.step_s:.6g} s, {fast.usd:.6g} USD) and cost "
+        f"{1 - weight:.6g} against the cheapest ({cheap.step_s:.6g} s, {cheap.usd:.6g} USD)"
+    )
+    return frontier.weighted(per_s), reason
+
+
+def _actors(step: Responses, cut: Partition, lists: list[Ints]) -> tuple[ActorPlan, ...]:
+    order = lists[cut.candidate.listed]
+    work_s = [group.work_s for group in cut.groups]
+    if len(lists) > 1:
+        order, work_s = _drained(step, cut, order)
+    return tuple(
+        ActorPlan(
+            group.seats.device.kind,
+            group.seats.standby.tier,
+            order[group.begin : group.end][::-1].copy(),
+            group.seats.ready_s,
+            group.seats.ready_s + work,
+            (group.seats.ready_s + work) * group.seats.device.usd_per_s,
+        )
+        for group, work in zip(cut.groups, work_s, strict=True)
+    )
+
+
+def _drained(step: Responses, cut: Partition, order: Ints) -> tuple[Ints, list[float]]:
+    """The groups' exact times where siblings differ in length, and the list with each group sorted by length.
+
+    While cutting, a group's samples are taken to end in the order of the list, and siblings that do not lie side by
+    side to prefill their prompt twice; so the exact time is no longer than the one that was planned with.
+    """
+    actor = np.empty(order.size, np.int64)
+    for index, group in enumerate(cut.groups[::-1]):
+        actor[group.begin : group.end] = index
+    within = np.lexsort((step.prompt[order], step.tokens[order], actor))
+    order = order[within]
+    begins = np.array([group.begin for group in cut.groups])
+    ends = np.array([group.end for group in cut.groups])
+    seconds: Floats = np.empty(len(cut.groups))
+    for device in {id(group.seats.device): group.seats.device for group in cut.groups}.values():
+        mine = np.array([group.seats.device is device for group in cut.groups])
+        seconds[mine] = GroupTimes(device, step, order, actor).time_s(begins[mine], ends[mine])
+    return order, seconds.tolist()
+
+
+def _tiers(actors: tuple[ActorPlan, ...], options: FleetOptions) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+    """Whom to wake, and which warm ones are not needed."""
+    used = Counter((actor.kind, actor.tier) for actor in actors)
+    wake: dict[tuple[str, str], int] = {}
+    release: dict[str, int] = {}
+    for device in options.devices:
+        for standby in device.ready:
+            busy = used[device.kind, standby.tier]
+            if standby.wait_s > 0 and busy:
+                wake[device.kind, standby.tier] = busy
+            elif standby.wait_s == 0 and busy < standby.actors:
+                release[device.kind] = release.get(device.kind, 0) + standby.actors - busy
+    return wake, release
+
+
+def _split_prompts(step: Responses, actors: tuple[ActorPlan, ...]) -> int:
+    homes = np.concatenate([step.prompt[actor.samples] * len(actors) + i for i, actor in enumerate(actors)])
+    return int((np.bincount(np.unique(homes) // len(actors)) > 1).sum())

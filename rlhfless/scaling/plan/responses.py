@@ -1,0 +1,80 @@
+"""The responses of a step, with their predicted lengths, and the lists that a plan cuts into groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """What a step has to generate. Make it with `responses` or `responses_at_quantile`."""
+
+    tokens: Floats
+    """[samples]: predicted response tokens, the prompt not counted."""
+    prompt: Ints
+    """[samples]: index of the prompt; siblings share one."""
+    prompt_tokens: Floats
+    """[prompts]."""
+
+
+def responses(tokens: ArrayLike, prompt: ArrayLike, prompt_tokens: ArrayLike) -> Responses:
+    """Checks and converts: `tokens` [samples], `prompt` [samples], `prompt_tokens` [prompts].
+
+    Raises ValueError that names the argument, the value and the mend.
+    """
+    lengths, index = np.asarray(tokens, float), np.asarray(prompt, np.int64)
+    prompts = np.asarray(prompt_tokens, float)
+    if lengths.ndim != 1 or lengths.size == 0:
+        raise ValueError(f"tokens has the shape {lengths.shape}; give one predicted length per sample, at least one")
+    if index.shape != lengths.shape:
+        raise ValueError(f"prompt has the shape {index.shape} and tokens {lengths.shape}; give one prompt per sample")
+    if not (np.isfinite(lengths).all() and (lengths >= 1).all()):
+        raise ValueError(f"tokens has a value of {lengths.min()}; a response has 1 token or more, finitely many")
+    if prompts.ndim != 1 or index.min() < 0 or index.max() >= prompts.size:
+        raise ValueError(f"prompt has an index outside prompt_tokens, which has the shape {prompts.shape}")
+    if not (np.isfinite(prompts).all() and (prompts >= 0).all()):
+        raise ValueError("prompt_tokens has a value that is negative or not finite")
+    return Responses(lengths, index, prompts)
+
+
+def responses_at_quantile(
+    quantile_tokens: ArrayLike, quantiles: ArrayLike, at: float, prompt: ArrayLike, prompt_tokens: ArrayLike
+) -> Responses:
+    """Plans on the quantile `at` of each length, between two given ones by a straight line.
+
+    `quantile_tokens` [samples, Q] are the predicted quantiles, and `quantiles` [Q] their ranks, ascending.
+
+    Raises ValueError if `at` lies outside the given ranks, or the shapes do not agree.
+    """
+    table, ranks = np.asarray(quantile_tokens, float), np.asarray(quantiles, float)
+    if table.ndim != 2 or ranks.shape != table.shape[1:] or (np.diff(ranks) <= 0).any():
+        raise ValueError(f"quantile_tokens {table.shape} needs one ascending rank per column; got {ranks.shape}")
+    if not ranks[0] <= at <= ranks[-1]:
+        raise ValueError(f"at is {at}, outside the predicted quantiles {ranks[0]} to {ranks[-1]}")
+    right = min(int(np.searchsorted(ranks, at, side="left")), ranks.size - 1)
+    left = max(right - 1, 0)
+    share = 1.0 if left == right else (at - ranks[left]) / (ranks[right] - ranks[left])
+    return responses((1 - share) * table[:, left] + share * table[:, right], prompt, prompt_tokens)
+
+
+def lists(step: Responses) -> list[Ints]:
+    """The orders in which a plan may cut the samples into groups, from short to long.
+
+    First the one that keeps siblings side by side, by the longest of them. If their lengths differ, also the one by
+    each sample's own length, in which siblings lie apart: it wins where splitting pays. Equal ones are in the order of
+    their indices.
+    """
+    longest = np.zeros(step.prompt_tokens.size)
+    np.maximum.at(longest, step.prompt, step.tokens)
+    rank = np.empty(longest.size, np.uint16 if longest.size <= 1 << 16 else np.int64)  # 16 bits are sorted by radix
+    rank[np.argsort(longest, kind="stable")] = np.arange(longest.size)
+    if (step.tokens == longest[step.prompt]).all():
+        return [np.argsort(rank[step.prompt], kind="stable")]
+    together = np.lexsort((step.tokens, rank[step.prompt]))
+    return [together, np.lexsort((rank[step.prompt], step.tokens))]

@@ -1,0 +1,71 @@
+"""Contracts: from the spec to a step's share, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from oracles import Straight, device, fleet
+
+from rlhfless.scaling.plan import (
+    CheapestUnderDeadline,
+    FastestUnderBudget,
+    Speculation,
+    Standby,
+    Weighted,
+    contract_for_step,
+)
+from rlhfless.spec import CheapestSpec, FastestSpec, ScalingSpec, WeightedSpec
+
+
+def test_the_spec_tells_contracts_apart_by_type():
+    spec = ScalingSpec.model_validate({"contract": {"type": "cheapest", "deadline_s": 600, "per": "run"}})
+    assert spec.contract == CheapestSpec(deadline_s=600, per="run")
+    assert ScalingSpec().contract == WeightedSpec(time_weight=0.5)
+
+
+def test_a_step_contract_loses_what_the_step_takes_beside_generation():
+    got = contract_for_step(CheapestSpec(deadline_s=60), steps_left=5, spent_s=1000, other_s=20)
+    assert got == CheapestUnderDeadline(40)
+
+
+def test_a_run_contract_is_shared_by_the_steps_that_are_left():
+    # 1000 s less 400 s, over 5 steps, less 20 s each.
+    deadline = contract_for_step(CheapestSpec(deadline_s=1000, per="run"), steps_left=5, spent_s=400, other_s=20)
+    assert deadline == CheapestUnderDeadline(100)
+    budget = contract_for_step(FastestSpec(budget_usd=10, per="run"), steps_left=4, spent_usd=2, other_usd=0.5)
+    assert budget == FastestUnderBudget(1.5)
+
+
+def test_a_run_that_has_spent_all_has_an_empty_contract():
+    got = contract_for_step(FastestSpec(budget_usd=10, per="run"), steps_left=4, spent_usd=12)
+    assert got == FastestUnderBudget(0)
+
+
+def test_weights_are_the_same_for_every_step():
+    assert contract_for_step(WeightedSpec(time_weight=0.3), steps_left=9) == Weighted(0.3)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: CheapestUnderDeadline(-1), "deadline_s is -1"),
+        (lambda: FastestUnderBudget(math.nan), "budget_usd is nan"),
+        (lambda: Weighted(1.5), "time_weight is 1.5"),
+        (lambda: contract_for_step(WeightedSpec(), steps_left=0), "steps_left is 0"),
+        (lambda: Standby("cold", -1, 0), "cold: actors is -1"),
+        (lambda: Standby("cold", 1, math.inf), "cold: wait_s is inf"),
+        (lambda: Speculation(-1, 0.5), "depth is -1"),
+        (lambda: Speculation(1, 1.0), "acceptance is 1"),
+        (lambda: device(Straight(), max_sequences=0), "gpu: max_sequences is 0"),
+        (lambda: device(Straight(), kv_capacity_tokens=0), "gpu: kv_capacity_tokens is 0"),
+        (lambda: device(Straight(), usd_per_s=-1), "gpu: usd_per_s is -1"),
+        (lambda: fleet(device(Straight())), "no actor in any tier"),
+        (lambda: fleet(device(Straight(), Standby("warm", 1, 0)), max_actors=0), "max_actors is 0"),
+        (lambda: fleet(device(Straight(), Standby("warm", 1, 0)), weight_sync_s=-1), "weight_sync_s is -1"),
+        (lambda: fleet(*[device(Straight(), Standby("warm", 1, 0))] * 2), "there twice"),
+    ],
+)
+def test_bad_values_are_refused_with_their_name(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
