@@ -90,8 +90,6 @@ class ScalingSpec(SpecModel):
     generation: GenerationScalingSpec = GenerationScalingSpec()
     hold_scoring: Hold = "auto"
     hold_reference: Hold = "auto"
-    contract: ContractSpec = WeightedSpec()
-    """What the plan of each step's generation aims at."""
 
     prices: str | None = None
     """Price book (YAML); the bundled one when left out."""
