@@ -25,6 +25,7 @@ from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.pool import Blueprint, Pool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call
+from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.loop.launch import binding
 from rlhfless.records import FinishReason, FunctionName, Group, Holding, Invocation, Prompt, Rollout
@@ -107,7 +108,9 @@ async def measure(prompts: int, rounds: int, workers: int) -> None:
 
     def settings(seat: Seat) -> ScoringSettings:
         rewards = (MathSpec(type="math"),)
-        return ScoringSettings("bench", rewards, ScoringSpec(workers=workers), binding(seat, exclusive=False))
+        return ScoringSettings(
+            "bench", LeaseTerms(600, 600), rewards, ScoringSpec(workers=workers), binding(seat, exclusive=False)
+        )
 
     blueprint = Blueprint(FunctionName.SCORING, ScoringFunction, settings, (seat,))
     pool = Pool(cluster, blueprint, CALL, TimeoutsSpec(), NoLedger())
