@@ -141,11 +141,15 @@ def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room_until_it_is_
         again = tmp_path / "again.log"
         process = start(spec, again, "--resume", str(folder))
         wait_for(f"step {done + 2:>2}/50", again, process, timeout_s=300)
-        left = offspring(process)
+        # Ray's own two agents look for their raylet now and then, and end later; they hold no device.
+        left = [child for child in offspring(process) if not child.name().endswith("Agent")]
         process.kill()
         process.wait(timeout=30)
-        _, alive = psutil.wait_procs(left, timeout=60)
-        assert not alive, "a killed driver left processes behind"
+        # Who starts no init of its own may leave the dead unreaped: those have given everything back.
+        end = time.monotonic() + 60
+        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left):
+            assert time.monotonic() < end, "a killed driver left processes behind"
+            time.sleep(0.5)
         assert not list(Path("/dev/shm").glob(f"rlhfless-{folder.name}*")), "and its weights"
         steps = [record.step for record in read_trace(folder / "trace").steps]
         assert steps == list(range(1, len(steps) + 1))
