@@ -115,6 +115,11 @@ class Function:
         self._attempt = call.attempt
         self._lease.renew()
 
+    async def describe(self, call: Call) -> Reply[ReplicaInfo]:
+        """Who this replica is. Raises FunctionBroken if it can do its work no more."""
+        self.admit(call)
+        return self.reply(self.info(), time.time())
+
     async def renew(self, call: Call) -> Reply[None]:
         """A sign of life from the driver, and of this replica to it."""
         self.admit(call)

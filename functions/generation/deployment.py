@@ -54,11 +54,11 @@ class GenerationFunction(Function):
         self._runs: list[RequestRun] = []
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """Who this replica is. Raises FunctionBroken if its engine can serve no more."""
+        """See Function.describe; broken is one whose engine can serve no more."""
         self.admit(call)
         if not self._engine.usable:
             raise FunctionBroken("the engine is dead")
-        return self.reply(self.info(), time.time())
+        return await super().describe(call)
 
     async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:
         """Load and check a version; returns its label. Idempotent: what is loaded is not loaded again.

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, DeviceBinding, Function, Reply, Usage
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
@@ -41,11 +41,6 @@ class ReferenceFunction(Function):
             temperature=settings.temperature,
             threads=len(settings.binding.indices),
         )
-
-    async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """Who this replica is."""
-        self.admit(call)
-        return self.reply(self.info(), time.time())
 
     async def logprobs(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """Reference logprobs `[tokens]` of a packed batch, 0 on prompt tokens."""

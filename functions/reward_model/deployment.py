@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, DeviceBinding, Function, Reply, Usage
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.scorer import by_group, samples_of
 from rlhfless.records import Group, Score
@@ -38,11 +38,6 @@ class RewardModelFunction(Function):
         self._weights = {spec.label: spec.weight for spec in settings.rewards}
         self._models = [RewardModel(spec, threads=threads) for spec in settings.rewards]
         self._on_failure = settings.on_failure
-
-    async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """Who this replica is."""
-        self.admit(call)
-        return self.reply(self.info(), time.time())
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
         """The reward models' part of every rollout's score, in their order."""

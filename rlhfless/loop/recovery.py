@@ -40,10 +40,11 @@ class Recovery:
         # A step that is learned again on the way to the one that failed is no progress.
         self._count = self._count + 1 if step <= self._step else 1
         self._step = max(self._step, step)
-        if self._count > self._run.spec.recovery.per_step:
+        limit = self._run.spec.recovery.per_step
+        if self._count > limit:
             raise fault
         self.total += 1
-        log.warning("step %d failed and is done again (%d of %d): %s", step, self._count, self._limit, fault)
+        log.warning("step %d failed and is done again (%d of %d): %s", step, self._count, limit, fault)
         began_s = time.time()
         try:
             following = await self._mend(step)
@@ -56,10 +57,6 @@ class Recovery:
         }
         self._run.ledger.add_decision(Decision(step, began_s, "recover", "redo the step", inputs))
         return following
-
-    @property
-    def _limit(self) -> int:
-        return self._run.spec.recovery.per_step
 
     async def _mend(self, step: int) -> int:
         run = self._run
