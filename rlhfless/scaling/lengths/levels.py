@@ -18,9 +18,9 @@ import numpy as np
 from rlhfless.scaling.lengths.hazard import Array
 
 NEWTON_STEPS = 4
-"""From the prior mean. The peak is met to a hundredth of the spread by then."""
-
-_LARGEST_STEP = 2.0  # spreads; Newton's first step from far away would overshoot
+"""From the peak that the prior and the finished samples have together, which is exact. Samples of which only "at least"
+is known can only lift it, by a pull that is convex in the level: Newton's method climbs to the peak from below and
+never past it, so evidence of a long response never lowers a level. Met to a hundredth of the spread by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,13 @@ def mills(z: Array) -> Array:
 
 def update(prior: Levels, spread: Array, samples: Samples) -> Levels:
     """The levels [prompts] after the samples; `spread` [prompts] is the sd of one sample around its level."""
-    mean = prior.mean.copy()
+    finished = samples.present * (samples.finished > 0) / spread[:, None] ** 2
+    weights = 1 / prior.variance + finished.sum(axis=1)
+    mean = (prior.mean / prior.variance + (finished * samples.log_tokens).sum(axis=1)) / weights
     for _ in range(NEWTON_STEPS):
         pull, weight = _evidence(mean, spread, samples)
         precision = 1 / prior.variance + weight.sum(axis=1)
-        step = ((prior.mean - mean) / prior.variance + pull.sum(axis=1)) / precision
-        mean += np.clip(step, -_LARGEST_STEP * spread, _LARGEST_STEP * spread)
+        mean += ((prior.mean - mean) / prior.variance + pull.sum(axis=1)) / precision
     _, weight = _evidence(mean, spread, samples)
     return Levels(mean, 1 / (1 / prior.variance + weight.sum(axis=1)))
 
