@@ -1,0 +1,236 @@
+"""The one door between a fleet and its scaling policy: events in, decisions out, the clock handed in. Pure.
+
+The live fleet asks a policy on the wall clock, the simulator on a virtual one; what was checked there is what runs
+here. A policy is asked at every event below and answers with actions, which are carried out in their order. It sees no
+response length before its sample has ended, and no future.
+
+An action that the fleet cannot carry out is a fault of the policy and raises; so does an answer that forgets samples:
+after it, every unfinished sample belongs to a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhfless.records import Decision, FunctionName, ReplicaState
+from rlhfless.scaling.engine_model import EngineModel
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+NOBODY = -1
+"""The place of a sample that has ended, was lost, or was not given to anybody yet."""
+
+
+# -- what there is
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRoom:
+    """What an engine in a room can do."""
+
+    model: EngineModel
+    kv_capacity_tokens: int
+    max_sequences: int
+    """Most sequences that it runs at once."""
+    prefill_only: bool = False
+    """Its samples leave after their first token, with their KV, to decode elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room for one replica of a function. A place is the index of a room in its fleet."""
+
+    function: FunctionName
+    kind: str
+    """Device kind, as the price book names it."""
+    devices: tuple[str, ...]
+    """Names of its slots. Rooms that share one take turns on it: one replica at a time is awake there."""
+    node: str
+    usd_per_s: float
+    """Of all its devices while a replica holds them."""
+    start_s: float
+    """A cold start until it is up, without the load of the weights."""
+    wake_s: Mapping[str, float]
+    """By sleep tier: until it is up again, without the load of the weights."""
+    resident_usd_per_s: Mapping[str, float]
+    """By sleep tier: what it costs to sleep there."""
+    engine: EngineRoom | None = None
+    """Of a room for generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """The rooms, and what moves between them costs. Its latency models are the best that are known by now."""
+
+    rooms: tuple[Room, ...]
+    load_s: float
+    """Weights of a version into one actor."""
+    move_s: float
+    """A sample from one actor to another by its tokens; its KV is computed again there."""
+    kv_token_s: float
+    """Seconds per token more if its KV travels too; infinite where no connector does that."""
+    beat_s: float
+    """Between two beats of a step."""
+    max_tokens: int
+    """The longest response."""
+
+    def generation(self) -> tuple[int, ...]:
+        """Places for generation actors."""
+        return tuple(i for i, room in enumerate(self.rooms) if room.function is FunctionName.GENERATION)
+
+
+# -- how it stands
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceView:
+    """A place at the instant it is shown."""
+
+    state: ReplicaState | None
+    """None: no replica."""
+    tier: str | None = None
+    """The tier it sleeps in."""
+    running: int = 0
+    """Samples that decode."""
+    waiting: int = 0
+    """Samples that prefill, or wait for the replica to be ready."""
+
+    @property
+    def working(self) -> bool:
+        return self.running + self.waiting > 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """A step and the fleet at the instant they are shown. The arrays are the fleet's own: read only."""
+
+    fleet: FleetView
+    places: tuple[PlaceView, ...]
+    step: int
+    prompt_ids: tuple[str, ...]  # [groups]
+    prompt_tokens: Ints  # [groups]
+    group: Ints  # [samples], ascending
+    tokens: Ints
+    """`[samples]`: drawn so far, by the last beat; the whole response once it is finished."""
+    finished: Flags  # [samples]
+    truncated: Flags  # [samples]: ended by max_tokens, not by itself
+    home: Ints  # [samples]: place, or NOBODY
+
+    def samples_at(self, place: int) -> Ints:
+        """Unfinished samples that belong to a place, ascending."""
+        return np.flatnonzero(self.home == place)
+
+
+# -- what happens
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegan:
+    """The step's samples are to be drawn; all of them are nobody's. The answer must give each one a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The generation actor at a place can work: it has loaded the step's weights."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The generation actor at a place was lost. These samples are nobody's now."""
+
+    place: int
+    samples: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Time went on; `tokens` and `finished` are new."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The last sample of the step has ended. Actors that stay idle from here on cost money."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A function other than generation has done its work of the step. It stays where it is unless it is released;
+    when it is wanted and not there, it is started then, and waited for."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """The step's weights are published."""
+
+    start_s: float
+    end_s: float
+
+
+Event = StepBegan | Serving | Lost | Beat | Generated | Idle | StepEnded
+
+
+# -- what to do
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Gives samples that are nobody's to a place, in this order. They wait there if its actor does not serve yet."""
+
+    place: int
+    samples: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Takes samples from one place to another, with their tokens. What ended meanwhile stays."""
+
+    source: int
+    target: int
+    samples: Ints
+    with_kv: bool = False
+    """Their KV travels too, where there is a connector; else it is computed again at the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Starts a replica at a place that has none, or wakes the one that sleeps there."""
+
+    place: int
+    at_s: float | None = None
+    """Not before then: to be ready for a step that is foreseen. Void if it is started or asked for earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Drains a replica that has no samples left, to sleep in `tier`, or to give its devices back (None)."""
+
+    place: int
+    tier: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Writes a decision and what it was made from to the ledger."""
+
+    decision: Decision
+
+
+Action = Assign | Move | Start | Release | Note
+
+
+class Policy(Protocol):
+    """Decides where samples are drawn, and which replicas live."""
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        """What to do now. Between two steps the view shows the last one."""
+        ...
