@@ -25,6 +25,7 @@ def final_report(title: str, outcome: Outcome, folder: Path) -> FinalReport:
         title=title,
         steps=outcome.steps,
         wall_s=outcome.wall_s,
+        recoveries=outcome.recoveries,
         evaluations=tuple(
             EvaluationRow(name.replace("_", " "), outcome.before.get(name), value)
             for name, value in outcome.after.items()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -22,7 +21,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rlhfless.rewards.frames import LENGTH, Broken, End, Ready, Task, frame
+from rlhfless import processes
+from rlhfless.rewards.messages import Broken, End, Ready, Task
 from rlhfless.rewards.protocol import Begin, Done, Failed, Report, RewardError, Sample, pieces
 from rlhfless.rewards.tasks import all_of
 from rlhfless.rewards.verifiers import VerifierSpec
@@ -222,11 +222,10 @@ class _Worker:
 
     def _send(self, message: Any) -> None:
         assert self._writer is not None
-        self._writer.write(frame(message))
+        self._writer.write(processes.encode(message))
 
     async def _receive(self) -> Any:
-        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        return pickle.loads(await self._reader.readexactly(length))
+        return await processes.read(self._reader)
 
     def _end(self) -> str:
         """How the process ended, in words. Kills it if it has only hung up."""

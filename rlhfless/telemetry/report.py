@@ -44,6 +44,8 @@ class FinalReport:
     """Such as `run demo-7f3a succeeded`."""
     steps: int
     wall_s: float
+    recoveries: int
+    """Faults that were mended on the way."""
     evaluations: tuple[EvaluationRow, ...]
     functions: tuple[FunctionRow, ...]
     total: FunctionRow
@@ -54,7 +56,8 @@ class FinalReport:
 def render_report(report: FinalReport) -> RenderableType:
     """The report, for `Console.show`."""
     spent = f"{count(report.steps)} steps in {clock(report.wall_s)} for {money(report.total.cost_usd)}"
-    parts: list[RenderableType] = ["", Text.assemble((report.title, "bold"), f"  {spent}"), ""]
+    mended = f", {count(report.recoveries)} faults mended" if report.recoveries else ""
+    parts: list[RenderableType] = ["", Text.assemble((report.title, "bold"), f"  {spent}{mended}"), ""]
     if report.evaluations:
         parts += [_evaluations(report.evaluations), ""]
     parts += [functions_table(report.functions, report.total), "", _files(report)]

@@ -125,6 +125,7 @@ def test_the_final_report_fits_a_terminal_and_says_it_all() -> None:
         title="run demo succeeded",
         steps=200,
         wall_s=912.3,
+        recoveries=2,
         evaluations=(EvaluationRow("exact match", 0.09, 0.61), EvaluationRow("greedy", None, 0.5)),
         functions=(row,),
         total=total,
@@ -132,7 +133,7 @@ def test_the_final_report_fits_a_terminal_and_says_it_all() -> None:
     )
     text = text_of(render_report(report))
     lines = [line.split() for line in text.splitlines() if line.strip()]
-    assert "run demo succeeded  200 steps in 15:12 for $12.50" in text
+    assert "run demo succeeded  200 steps in 15:12 for $12.50, 2 faults mended" in text
     assert ["exact", "match", "0.090", "0.610", "+0.520"] in lines
     assert ["greedy", "-", "0.500", "-"] in lines
     assert ["generation", "1,201.2", "340.5", "61.0", "1,602.8", "75", "412", "2", "$0.0171"] in lines

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhfless.functions.generation.vllm import frames, version
+from rlhfless import processes
+from rlhfless.functions.generation.vllm import version
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, engine_environment
 from rlhfless.functions.generation.vllm.messages import EngineSettings
 from rlhfless.spec import EngineSpec, RunSpec
@@ -102,27 +103,27 @@ async def test_frames_cross_whole_and_in_order() -> None:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)
     large = list(range(300_000))  # more than any socket buffer
-    writer.write(frames.encode("first") + frames.encode(large))
-    assert await asyncio.to_thread(frames.receive, theirs) == "first"
-    assert frames.is_waiting(theirs)
-    assert await asyncio.to_thread(frames.receive, theirs) == large
-    assert not frames.is_waiting(theirs)
-    sending = asyncio.create_task(asyncio.to_thread(frames.send, theirs, large))
-    assert await frames.read(reader) == large
+    writer.write(processes.encode("first") + processes.encode(large))
+    assert await asyncio.to_thread(processes.receive, theirs) == "first"
+    assert processes.is_waiting(theirs)
+    assert await asyncio.to_thread(processes.receive, theirs) == large
+    assert not processes.is_waiting(theirs)
+    sending = asyncio.create_task(asyncio.to_thread(processes.send, theirs, large))
+    assert await processes.read(reader) == large
     await sending
     theirs.close()
     with pytest.raises(EOFError):
-        await frames.read(reader)
+        await processes.read(reader)
     writer.close()
 
 
 def test_the_end_of_the_stream() -> None:
     ours, theirs = socket.socketpair()
-    theirs.sendall(frames.encode("half")[:10])
+    theirs.sendall(processes.encode("half")[:10])
     theirs.close()
-    assert frames.is_waiting(ours)
+    assert processes.is_waiting(ours)
     with ours, pytest.raises(EOFError):
-        frames.receive(ours)
+        processes.receive(ours)
 
 
 def test_spec_defaults_reach_the_engine() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from rlhfless.functions.generation.vllm import frames
+from rlhfless import processes
 from rlhfless.functions.generation.vllm.arguments import engine_environment
 from rlhfless.functions.generation.vllm.messages import (
     Answer,
@@ -83,7 +83,7 @@ class Engine:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(  # noqa: ASYNC220 - quick, and asyncio's own needs a child watcher
-                [sys.executable, "-m", _MODULE, str(theirs.fileno())],
+                [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=engine_environment(settings, os.environ),
@@ -91,7 +91,7 @@ class Engine:
         engine = cls(settings, process)
         reader, engine._writer = await asyncio.open_connection(sock=ours)
         engine._reading = asyncio.create_task(engine._read(reader))
-        engine._writer.write(frames.encode(settings))
+        engine._writer.write(processes.encode(settings))
         try:
             engine.start_seconds = await engine._wait(engine._started, settings.timeouts.start_s, "start")
         except BaseException:
@@ -194,7 +194,7 @@ class Engine:
     async def stop(self) -> None:
         """Ends the process: asks, waits `timeouts.drain_s`, kills. Unfinished requests raise `EngineDead`."""
         self._fail(EngineDead("the engine was stopped"))
-        self._writer.write(frames.encode(Stop()))
+        self._writer.write(processes.encode(Stop()))
         await asyncio.to_thread(self._reap)
         self._writer.close()
         self._reading.cancel()
@@ -222,7 +222,7 @@ class Engine:
         return asyncio.get_running_loop().create_future()
 
     def _send(self, message: object) -> None:
-        self._writer.write(frames.encode(message))
+        self._writer.write(processes.encode(message))
 
     async def _wait(self, future: asyncio.Future[Any], timeout_s: float, what: str) -> Any:
         try:
@@ -235,7 +235,7 @@ class Engine:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                self._receive(await frames.read(reader))
+                self._receive(await processes.read(reader))
         except (EOFError, OSError):
             code = await asyncio.to_thread(self._reap)
             self._fail(EngineDead(f"the engine's process ended with exit code {code}"))

@@ -7,8 +7,6 @@ It lives as long as the channel: when the adapter's process is gone, it ends.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -19,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlhfless.functions.generation.vllm import frames
+from rlhfless import processes
 from rlhfless.functions.generation.vllm.messages import (
     Call,
     Crashed,
@@ -40,22 +38,20 @@ if TYPE_CHECKING:
 
 PROGRESS_INTERVAL_S = 0.2  # fresher than any caller asks for, and too rare to cost anything
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 
 def serve(channel: socket.socket, core: Core) -> None:
     """Runs until told to stop or the channel closes."""
     next_progress = 0.0
     while True:
-        while not core.busy or frames.is_waiting(channel):
-            message = frames.receive(channel)
+        while not core.busy or processes.is_waiting(channel):
+            message = processes.receive(channel)
             if isinstance(message, Stop):
                 return
             _handle(channel, core, message)
         for sampled in core.step():
-            frames.send(channel, Finished(sampled))
+            processes.send(channel, Finished(sampled))
         if time.monotonic() >= next_progress:
-            frames.send(channel, Progress(core.progress()))
+            processes.send(channel, Progress(core.progress()))
             next_progress = time.monotonic() + PROGRESS_INTERVAL_S
 
 
@@ -64,14 +60,14 @@ def _handle(channel: socket.socket, core: Core, message: Submit | Call) -> None:
         try:
             core.submit(message.request)
         except Exception as error:
-            frames.send(channel, Refused(message.request.request_id, _portable(error)))
+            processes.send(channel, Refused(message.request.request_id, _portable(error)))
         return
     try:
         value = _CALLS[message.method](channel, core, *message.arguments)
         answer = Returned(message.call_id, value)
     except Exception as error:
         answer = Returned(message.call_id, error=_portable(error))
-    frames.send(channel, answer)
+    processes.send(channel, answer)
 
 
 def _portable(error: Exception) -> Exception:
@@ -83,7 +79,7 @@ def _portable(error: Exception) -> Exception:
 
 def _abort(channel: socket.socket, core: Core, request_ids: tuple[str, ...] | None) -> None:
     for sampled in core.abort(request_ids):
-        frames.send(channel, Finished(sampled))
+        processes.send(channel, Finished(sampled))
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
@@ -95,29 +91,23 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 def main() -> None:
     """Start the engine, say so, and serve."""
-    _die_with_parent()
+    processes.die_with(int(sys.argv[2]))
     # Ctrl-C goes to all processes of a terminal; this one ends when its adapter does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=int(sys.argv[1]))
     try:
-        settings: EngineSettings = frames.receive(channel)
+        settings: EngineSettings = processes.receive(channel)
         core, seconds = _start(settings)
-        frames.send(channel, Started(seconds))
+        processes.send(channel, Started(seconds))
         serve(channel, core)
         core.close()
     except EOFError:
         pass
     except BaseException:
-        frames.send(channel, Crashed(traceback.format_exc()))
+        processes.send(channel, Crashed(traceback.format_exc()))
         raise
     # The interpreter's own farewell walks a million objects (2 s); nothing of this process is worth keeping.
     os._exit(0)
-
-
-def _die_with_parent() -> None:
-    """A process that is stopped, or hangs in native code, would not see that its channel has closed."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere the channel has to do
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:

@@ -1,15 +1,10 @@
-"""What a scoring function and its workers say to each other: pickles with their length before them."""
+"""What a scoring function and its workers say to each other."""
 
 from __future__ import annotations
 
-import pickle
-import struct
 from dataclasses import dataclass
-from typing import Any
 
 from rlhfless.rewards.protocol import Sample
-
-LENGTH = struct.Struct("!Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +34,3 @@ class Task:
 @dataclass(frozen=True, slots=True)
 class End:
     """The task is done."""
-
-
-def frame(message: Any) -> bytes:
-    """The bytes of one message."""
-    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(body)) + body
