@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
@@ -21,10 +21,12 @@ BEATS_PER_LEASE = 4
 class Heartbeat:
     """Beats until it is cancelled, or until a newer attempt of the run has taken the replicas over."""
 
-    def __init__(self, pools: Sequence[Pool], call: Call, lease_s: float) -> None:
+    def __init__(self, pools: Sequence[Pool], call: Call, lease_s: float, beaten: Callable[[], None]) -> None:
+        """`beaten` is called after each beat."""
         self._pools = pools
         self._call = call
         self._lease_s = lease_s
+        self._beaten = beaten
         self._heard_s: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -36,6 +38,7 @@ class Heartbeat:
             results = await asyncio.gather(*(self._beat(replica, period_s) for replica in replicas))
             if not all(results):
                 return  # the driver's next call says why it must stop
+            self._beaten()
             await asyncio.sleep(max(0.0, period_s - (time.monotonic() - began_s)))
 
     async def _beat(self, replica: Replica, period_s: float) -> bool:

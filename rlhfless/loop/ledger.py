@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from rlhfless.records.traces import TraceWriter, holding_of, read_tables
 from rlhfless.scaling.accounting import StepTimes, step_times
 from rlhfless.scaling.holding import HoldFigures, hold_figures
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+
+log = logging.getLogger(__name__)
 
 RECENT_CALLS = 512
 """Calls per function from which gaps are estimated: some tens of steps, so that the estimate follows the run."""
@@ -58,6 +62,7 @@ class Ledger:
         self._closed_usd = earlier.cost_usd
         self._rollouts_of = set(earlier.rollouts_of)
         self._steps = set(earlier.steps)
+        self._flushed = time.monotonic(), 0
         self._of_step: list[Invocation] = []
         self._starts: list[Holding] = []
         self._recent: dict[FunctionName, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
@@ -126,9 +131,29 @@ class Ledger:
         """Where the time of the step that is under way went so far."""
         return step_times(StepRecord(step, start_s, end_s, {}), self._of_step)
 
+    def cut(self, pools: Iterable[Pool]) -> None:
+        """Close the holdings so far, so that a driver that dies takes little of the bill with it."""
+        for pool in pools:
+            for replica in pool.replicas():
+                replica.cut()
+
     def flush(self, step: int) -> None:
         """Write all rows to disk."""
+        self._flushed = time.monotonic(), step
         self._writer.flush(step)
+
+    def keep_up(self, pools: Iterable[Pool], lag_s: float) -> None:
+        """Write all rows, with the holdings up to now, if none were written for `lag_s`: in a long step.
+
+        A full disk is left to the end of the step, which stops the run; until then the rows stay here.
+        """
+        flushed_s, step = self._flushed
+        if time.monotonic() - flushed_s >= lag_s:
+            self.cut(pools)
+            try:
+                self.flush(step)
+            except OSError as error:
+                log.warning("the trace could not be written; the end of the step tries again: %s", error)
 
     def close(self) -> None:
         """Write what is left."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.fleet.cluster import Cluster
-from rlhfless.fleet.heartbeat import Heartbeat
+from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
 from rlhfless.loop.holds import Keeper
@@ -91,7 +91,9 @@ async def _fleet(
         for pool, hold in (*holds, (reference, spec.scaling.hold_reference))
         if pool is not None
     }
-    heartbeat = asyncio.create_task(Heartbeat(pools, call, spec.recovery.lease_s).run())
+    lease_s = spec.recovery.lease_s
+    beat = Heartbeat(pools, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
+    heartbeat = asyncio.create_task(beat.run())
     store_folders = (launcher.store_folder, Path(f"{launcher.store_folder}-cache"))
     run = Run(
         run_id=opening.run_id,

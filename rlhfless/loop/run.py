@@ -283,9 +283,7 @@ class Run:
         if not self.ledger.has_rollouts_of(record.step):
             for group, scores in zip(experience.groups, experience.scores, strict=True):
                 self.ledger.add_group(record.step, group, scores)
-        for pool in self.pools:
-            for replica in pool.replicas():
-                replica.cut()
+        self.ledger.cut(self.pools)
         self.latest.update(record.metrics)
         if not self.ledger.has_step(record.step):
             self.ledger.add_step(record)
