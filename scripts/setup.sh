@@ -41,7 +41,8 @@ if [ ! -e "$venv/.complete" ]; then
         say "$python cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"
         exit 1
     fi
-    # Compiling all of PyTorch and vLLM to byte code takes a minute; Python compiles what is imported, once.
+    # pip compiles to byte code on one core; below, all cores do. Left to the first import, every process would do it
+    # again where PYTHONDONTWRITEBYTECODE is set, as in most containers: half of a run's start.
     pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
     # With the CPU index pip prefers the small `+cpu` build, as it does with one found by find-links. It is asked
     # for only where it answers: pip itself would retry for minutes.
@@ -52,12 +53,15 @@ urllib.request.urlopen(sys.argv[1], timeout=10).read(1)
 PY
         extra=(--extra-index-url "$torch_index")
     fi
-    say "1/3 $torch"
+    say "1/4 $torch"
     "${pip[@]}" "${extra[@]}" "$torch"
-    say "2/3 $vllm ($((SECONDS - started)) s so far)"
+    say "2/4 $vllm ($((SECONDS - started)) s so far)"
     "${pip[@]}" --no-deps "$vllm"
-    say "3/3 the pinned lists ($((SECONDS - started)) s so far)"
+    say "3/4 the pinned lists ($((SECONDS - started)) s so far)"
     "${pip[@]}" --no-deps -r requirements/cpu.txt -r requirements/test.txt
+    say "4/4 byte code ($((SECONDS - started)) s so far)"
+    # Some packages ship files that no Python compiles, such as templates.
+    "$venv/bin/python" -m compileall -q -j 0 -x '/tests?/' "$venv/lib" >/dev/null 2>&1 || true
     touch "$venv/.complete"
     say "done in $((SECONDS - started)) s"
 fi
