@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from rlhfless.weights.check import PROBE_TOLERANCE
 PROBE_TOKENS = 32
 """Length of the probe: enough tokens for any wrong layer to show, few enough to cost one small prefill."""
 
+TOKEN_FILE = "store.token"
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -46,9 +49,11 @@ class Launcher:
     store_token: str
 
     @classmethod
-    def of(cls, spec: RunSpec, prepared: Prepared, call: Call, cluster: Cluster, recorder: Recorder) -> Launcher:
-        """A launcher with a place for the run's weights."""
-        token = secrets.token_urlsafe(32) if spec.weights.store == "http" else ""
+    def of(
+        cls, spec: RunSpec, prepared: Prepared, call: Call, cluster: Cluster, recorder: Recorder, folder: Path
+    ) -> Launcher:
+        """A launcher with a place for the run's weights. `folder` is the run's own."""
+        token = _store_token(folder) if spec.weights.store == "http" else ""
         return cls(spec, prepared, call, cluster, recorder, store_folder(spec, call.run_id), token)
 
     def pools(self) -> tuple[Pool, Pool, Pool | None, Pool | None, Pool]:
@@ -183,6 +188,18 @@ class Launcher:
         if not self.store_token:
             return StoreAddress("folder", str(self.store_folder))
         return StoreAddress("http", f"{self.store_folder}-cache", self.store_token)
+
+
+def _store_token(folder: Path) -> str:
+    """The secret of the run's store. It outlives the driver, so that a resumed one can take over replicas that know it;
+    only the run's owner may read it."""
+    file = folder / TOKEN_FILE
+    if not file.exists():
+        new = file.with_suffix(".new")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+            stream.write(secrets.token_urlsafe(32))
+        new.replace(file)
+    return file.read_text()
 
 
 def store_folder(spec: RunSpec, run_id: str) -> Path:

@@ -82,7 +82,7 @@ async def _fleet(
 ) -> AsyncIterator[tuple[Run, int]]:
     spec = opening.spec
     call = Call(opening.run_id, journal.attempt, 0)
-    launcher = Launcher.of(spec, opening.prepared, call, cluster, ledger)
+    launcher = Launcher.of(spec, opening.prepared, call, cluster, ledger, opening.folder)
     generation, scoring, reward_model, reference, learner = launcher.pools()
     pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
     holds = ((scoring, spec.scaling.hold_scoring), (reward_model, spec.scaling.hold_scoring))

@@ -160,9 +160,9 @@ class HttpStore:
         """See `WeightReader.read`. Raises WeightFileError also if the download fails for good."""
         version = version_of(location)
         path = self._cache.path(version)
-        if not path.exists():
+        if not _is_sound(path, version):
             with self._only_downloader():
-                if not path.exists():
+                if not _is_sound(path, version):
                     self._download(location, path, version)
                     self._drop_old(path)
         yield from read_file(path, version.digest)
@@ -229,3 +229,12 @@ class HttpStore:
         for path in cached[:-_CACHED_VERSIONS]:
             if path != newest:
                 path.unlink(missing_ok=True)
+
+
+def _is_sound(path: Path, version: WeightVersion) -> bool:
+    """Whether the file is there and has the version's bytes: one that a disk has damaged is fetched again, for whoever
+    loads it would be replaced, and load it again."""
+    try:
+        return path.exists() and digest_of(read_file(path, version.digest)) == version.digest
+    except WeightFileError:
+        return False

@@ -260,6 +260,19 @@ def test_http_downloads_once_per_node(served: HttpStoreServer, tmp_path: Path, m
     assert downloads == [stored.location]
 
 
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_http_fetches_a_damaged_file_of_the_cache_again(served: HttpStoreServer, tmp_path: Path, damage: str) -> None:
+    stored = _put(served)
+    reader = http.HttpStore(served.token, tmp_path / "cache")
+    dict(reader.read(stored.location))
+    path = tmp_path / "cache" / file_name(stored.version)
+    if damage == "cut":
+        os.truncate(path, stored.size_bytes // 2)
+    else:
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert digest_of(reader.read(stored.location)) == stored.version.digest
+
+
 def test_http_continues_an_interrupted_download(
     served: HttpStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
