@@ -91,7 +91,7 @@ class Engine:
         engine = cls(settings, process)
         reader, engine._writer = await asyncio.open_connection(sock=ours)
         engine._reading = asyncio.create_task(engine._read(reader))
-        engine._writer.write(processes.encode(settings))
+        engine._send(settings)
         try:
             engine.start_seconds = await engine._wait(engine._started, settings.timeouts.start_s, "start")
         except BaseException:
@@ -194,7 +194,7 @@ class Engine:
     async def stop(self) -> None:
         """Ends the process: asks, waits `timeouts.drain_s`, kills. Unfinished requests raise `EngineDead`."""
         self._fail(EngineDead("the engine was stopped"))
-        self._writer.write(processes.encode(Stop()))
+        self._send(Stop())
         await asyncio.to_thread(self._reap)
         self._writer.close()
         self._reading.cancel()
@@ -222,7 +222,9 @@ class Engine:
         return asyncio.get_running_loop().create_future()
 
     def _send(self, message: object) -> None:
-        self._writer.write(processes.encode(message))
+        # Whoever writes to a process that has died learns of it from `_read`, and not from the socket.
+        if not self._writer.is_closing():
+            self._writer.write(processes.encode(message))
 
     async def _wait(self, future: asyncio.Future[Any], timeout_s: float, what: str) -> Any:
         try:
