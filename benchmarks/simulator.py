@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,16 +22,16 @@ from where import machine
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.policy import Action, Assign, Event, Lost, Move, Start, StepBegan, StepView
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.fleet import Place, Transport, TransportKind
-from rlhfless.sim.generation import Links
-from rlhfless.sim.policy import Action, Assign, Event, KeepGoing, Move, PlaceView
-from rlhfless.sim.step import LearnerShape, ServiceShape, Setup, Simulation
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 
 BEAT_S = 5.0
 SPOT_MEAN_S = 1800.0
+MAX_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -47,48 +47,54 @@ class Model:
         return 1e-4 + 14e9 * tokens / (989e12 * 0.8) + 1e-11 * tokens * context_tokens
 
 
-class Level(KeepGoing):
-    """Moves a tenth of the difference from the fullest actor to the emptiest."""
+class Level:
+    """Everybody up, the groups in turn; then a tenth of the difference goes from the fullest actor to the emptiest.
+    What is lost goes to the emptiest too, and who was lost is started again."""
 
     moved = 0
 
-    def decide(self, at_s: float, event: Event, places: Mapping[int, PlaceView]) -> Sequence[Action]:
-        actions = list(super().decide(at_s, event, places))
-        load = {i: p.running + p.waiting for i, p in places.items() if p.state is ReplicaState.SERVING}
-        if any(isinstance(action, Assign) for action in actions) or len(load) < 2:
-            return actions
-        full, empty = max(load, key=load.__getitem__), min(load, key=load.__getitem__)
-        count = (load[full] - load[empty]) // 10
-        if count > 0:
-            self.moved += count
-            actions.append(Move(full, empty, places[full].samples[-count:]))
-        return actions
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
+        places = view.fleet.generation()
+        if isinstance(event, StepBegan):
+            starts = [Start(place) for place in places if view.places[place].state is None]
+            shares = [np.flatnonzero(view.group % len(places) == i) for i in range(len(places))]
+            return [*starts, *(Assign(place, share) for place, share in zip(places, shares, strict=True))]
+        load = {
+            place: view.places[place].running + view.places[place].waiting
+            for place in places
+            if view.places[place].state is ReplicaState.SERVING
+        }
+        full, empty = max(load, key=load.__getitem__, default=0), min(load, key=load.__getitem__, default=0)
+        if isinstance(event, Lost):
+            return (Start(event.place), Assign(empty, event.samples))
+        count = (load[full] - load[empty]) // 10 if load else 0
+        if count == 0:
+            return ()
+        self.moved += count
+        return (Move(full, empty, view.samples_at(full)[-count:]),)
 
 
 def fleet(actors: int) -> Setup:
-    def seat(name: str, kind: str) -> Seat:
-        return Seat((Slot(name, kind, 0),), 1.0)
+    def site(name: str, kind: str, node: int, start_s: float) -> Site:
+        return Site(Seat((Slot(name, kind, 0),), 1.0), f"node-{node}", start_s, {})
 
     shape = EngineShape(max_sequences=256, kv_blocks=20_000, block_tokens=16, chunk_tokens=2048)
     prices = PricedModel(Model(), shape.max_sequences)
-    places = tuple(
-        Place(
-            seat(f"h100-{i}", "h100"),
-            f"node-{i // 8}",
+    generation = tuple(
+        ActorShape(
+            site(f"h100-{i}", "h100", i // 8, start_s=45.0),
             shape,
             prices,
-            start_s=45.0,
-            wake_s={},
             slowdown=1.3 if i % 8 == 7 else 1.0,
             spot_mean_s=SPOT_MEAN_S,
         )
         for i in range(actors)
     )
-    scoring = ServiceShape(FunctionName.SCORING, Work.SCORE, seat("cpu-0", "cpu-core"), 1.0, 1e-3, 0.0)
-    learner = LearnerShape(seat("learner", "h100"), 60.0, 1.0, 1e-6, 4e-6, 2.0)
+    scoring = ServiceShape(site("cpu-0", "cpu-core", 0, 1.0), FunctionName.SCORING, Work.SCORE, 1e-3, 0.0)
+    learner = LearnerShape(site("learner", "h100", 0, 60.0), 1.0, 1e-6, 4e-6, 2.0)
     transport = Transport(TransportKind.NCCL, 50e9, 0.2, 14_000_000_000)
-    links = Links(BEAT_S, 0.01, 57_344, 50e9)
-    return Setup(places, (scoring,), learner, transport, links, "sync", node_s=120.0, seed=0)
+    links = Links(BEAT_S, 0.01, 57_344 / 50e9)
+    return Setup(generation, (scoring,), learner, transport, links, "sync", node_s=120.0, max_tokens=MAX_TOKENS, seed=0)
 
 
 def main() -> None:
@@ -100,20 +106,18 @@ def main() -> None:
     arguments = parser.parse_args()
     shape = LognormalLengths(median_tokens=700, spread=0.8, persistence=0.6)
     work = SyntheticWorkload(
-        shape, 4 * arguments.prompts, arguments.prompts, arguments.samples, 256, 8192, drift_per_step=0.01, seed=0
+        shape, 4 * arguments.prompts, arguments.prompts, arguments.samples, 256, MAX_TOKENS, drift_per_step=0.01, seed=0
     )
     policy, prices = Level(), load_price_book()
-    simulation, preempted, begun_s = Simulation(fleet(arguments.actors), policy), 0, 0.0
+    simulation, preempted, begun_s = Simulation(fleet(arguments.actors), policy, prices), 0, 0.0
     for batch in list(work.batches(arguments.steps + 1)):
-        plan = {i: np.flatnonzero(batch.group % arguments.actors == i) for i in range(arguments.actors)}
         started_s = time.perf_counter()
         begun_s = begun_s or (started_s if batch.step == 2 else 0.0)
-        _, generation = simulation.step(batch, plan)
-        preempted += generation.preemptions
+        preempted += simulation.step(batch).preemptions
         took_s = time.perf_counter() - started_s
         print(f"step {batch.step}: {batch.samples / took_s:12,.0f} responses/s{' (warm-up)' * (batch.step == 1)}")
     stepped_s = time.perf_counter() - begun_s
-    trace = simulation.close(prices)
+    trace = simulation.close()
     summary = summarise(trace, prices)
     spent_s = time.perf_counter() - begun_s
     responses = arguments.steps * arguments.prompts * arguments.samples

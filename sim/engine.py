@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.sim import kernel
-from rlhfless.sim.kernel import Costs, Ints, Limits, State
+from rlhfless.sim.kernel import Costs, Floats, Ints, Limits, State
 from rlhfless.sim.samples import Progress
 
 PRICES = 1 << 16
@@ -150,7 +150,7 @@ class Engine:
         under_way = [] if self._working_since_s is None else [(self._working_since_s, self.now_s)]
         return self._periods + under_way
 
-    def submit(self, samples: Ints, at_s: float) -> None:
+    def submit(self, samples: Ints, at_s: float | Floats) -> None:
         """Puts samples at the end of the queue, to arrive at `at_s`. Whoever is queued behind a later one waits for it.
 
         Raises ValueError if a sample could never fit, even alone.
@@ -183,8 +183,9 @@ class Engine:
                 self._rest(self.now_s)
         return self._ended()
 
-    def abort(self, samples: Ints, at_s: float) -> tuple[float, Ints]:
-        """Takes samples out at the first boundary at or after `at_s`; they keep their tokens.
+    def abort(self, samples: Ints, at_s: float, with_kv: bool = False) -> tuple[float, Ints]:
+        """Takes samples out at the first boundary at or after `at_s`; they keep their tokens. `with_kv`: those that
+        decode keep their KV too.
 
         Returns that boundary, and the samples that ended on the way there, as `advance` does.
         """
@@ -192,7 +193,10 @@ class Engine:
         if self._busy and self.now_s < at_s:
             kernel.end_iteration(self._state, self.progress.table, self._prices.costs, self._limits)
             ended = np.concatenate([ended, self._ended()])
+        decoding = self._state.heap[: self.running] % kernel.STRIDE
         self._take_out(samples)
+        if with_kv:
+            self.progress.table.has_kv[decoding[np.isin(decoding, samples)]] = True
         if not self._busy:
             self._rest(self.now_s)
         return max(self.now_s, at_s), ended
@@ -255,5 +259,4 @@ class Engine:
     def _take_out(self, samples: Ints) -> None:
         chosen = np.zeros(self.progress.batch.samples, dtype=np.bool_)
         chosen[samples] = True
-        self.progress.table.has_kv[samples] = False
         kernel.take_out(self._state, self.progress.table, self._limits, chosen)

@@ -1,9 +1,9 @@
-"""The generation actors: life cycle, cold starts, nodes, sleep, weights on their way, interruptions.
+"""All replicas of a run: life cycle, cold starts, nodes, devices taken in turns, sleep, weights, interruptions.
 
-    start   node provisioned (not billed), then STARTING for `start_s`, then the weights are loaded
-    wake    STARTING for the wake time of its tier, then the weights are loaded
-    load    STALE for `Transport.load_s`
-    spot    each incarnation has an exponential time to live, from a generator of its own
+    start   once its devices are free: node provisioned (not billed), then STARTING for `start_s`
+    wake    once its devices are free: STARTING for the wake time of its tier
+    load    of a generation actor, while a step is drawn: STALE for `Transport.load_s`. Others are up with their weights
+    spot    each life of an actor has an exponential length, from a generator of its own
 
 A `Fleet` does what it is told and says when it is done, through the agenda; it decides nothing.
 """
@@ -11,216 +11,237 @@ A `Fleet` does what it is told and says when it is done, through the agenda; it 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
 from rlhfless.records import FunctionName, ReplicaState, Work
-from rlhfless.scaling.placement import Seat
 from rlhfless.sim.clock import Agenda
-from rlhfless.sim.engine import Engine, EngineShape, PricedModel
-from rlhfless.sim.ledger import Ledger, Replica, version_of
+from rlhfless.sim.devices import Devices
+from rlhfless.sim.engine import Engine
+from rlhfless.sim.events import Due, Happening, Interrupted, Loaded, Up
+from rlhfless.sim.ledger import Ledger, version_of
+from rlhfless.sim.replica import Replica
 from rlhfless.sim.samples import Progress
+from rlhfless.sim.setup import Setup
 
 
-class TransportKind(StrEnum):
-    """How weights reach an actor."""
-
-    FOLDER = "folder"
-    HTTP = "http"
-    NCCL = "nccl"
-    P2P = "p2p"
-
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """Weights on their way to the actors. Raises ValueError for a bandwidth that moves nothing."""
-
-    kind: TransportKind
-    bandwidth_bytes_per_s: float
-    """Of one actor's link; over HTTP, of the one server that all pull from at once."""
-    fixed_s: float
-    size_bytes: int
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_s > 0:
-            raise ValueError(f"bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s}; it must be above 0")
-
-    def load_s(self, readers: int) -> float:
-        """Until `readers` actors that begin together have the weights: a broadcast and a chain of peers take as long
-        as one, and only a server's link is divided."""
-        copies = readers if self.kind is TransportKind.HTTP else 1
-        return self.fixed_s + copies * self.size_bytes / self.bandwidth_bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Room for one actor, and what one there is like."""
-
-    seat: Seat
-    node: str
-    shape: EngineShape
-    prices: PricedModel
-    start_s: float
-    """A cold start, from the process's begin until it is up, without the weights."""
-    wake_s: Mapping[str, float]
-    """By sleep tier."""
-    slowdown: float = 1.0
-    """Above 1: a straggler."""
-    spot_mean_s: float = math.inf
-    """Mean time until it is interrupted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Up:
-    """A start or wake-up is through."""
-
-    place: int
-    life: int
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A load of the weights of `step` is through."""
-
-    place: int
-    life: int
-    step: int
-    begun_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """The machine is taken away."""
-
-    place: int
-    life: int
-
-
-Happening = Up | Loaded | Interrupted
-
-
-class Actor(Replica):
-    """One incarnation at a place, with its engine while a step is drawn."""
-
-    engine: Engine | None = None
-    asleep: str | None = None
+class SimulationError(RuntimeError):
+    """A policy that cannot work: it forgets samples, asks for what cannot be done, or leaves everybody waiting."""
 
 
 class Fleet:
     """All places, and who is there."""
 
-    def __init__(
-        self,
-        places: tuple[Place, ...],
-        transport: Transport,
-        node_s: float,
-        ledger: Ledger,
-        seed: np.random.SeedSequence,
-    ) -> None:
-        self.places = places
-        self.actors: dict[int, Actor] = {}
+    def __init__(self, setup: Setup, ledger: Ledger) -> None:
+        self.setup = setup
+        self.sites = setup.sites
+        self.replicas: dict[int, Replica] = {}
+        """By place. One that waits for its devices is not among them, unless it sleeps."""
         self.agenda: Agenda[Happening] = Agenda()
-        self._transport = transport
-        self._node_s = node_s
-        self._nodes: dict[str, float] = {}
-        self._lives = dict.fromkeys(range(len(places)), 0)
-        self._random = [np.random.default_rng(child) for child in seed.spawn(len(places))]
+        self.drawing = False
+        """Whether actors load weights as soon as they are up."""
+        self._functions = setup.functions
         self._ledger = ledger
+        self._devices = Devices(self.sites)
+        self._waiting: dict[int, float] = {}
+        self._nodes: dict[str, float] = {}
+        self._gone_s = [0.0] * len(self.sites)
+        self._turns = [0] * len(self.sites)
+        self._lives = [0] * len(self.sites)
+        seeds = np.random.SeedSequence(setup.seed).spawn(len(setup.actors))
+        self._random = [np.random.default_rng(seed) for seed in seeds]
         self._step = 0
 
-    def start(self, place: int, at_s: float) -> None:
-        """Starts an actor, or wakes it. Raises ValueError if one is up there."""
-        actor, there = self.actors.get(place), self.places[place]
-        if actor is not None and actor.asleep is not None:
-            actor.note(actor.life.wake(at_s))
-            self.agenda.add(at_s + there.wake_s[actor.asleep], Up(place, self._lives[place]))
-            actor.asleep = None
-            return
-        if actor is not None:
-            raise ValueError(f"place {place} has an actor already ({actor.life.state}); release it first")
-        begin_s = max(at_s, self._nodes.setdefault(there.node, at_s + self._node_s))
-        self._lives[place] += 1
-        life = self._lives[place]
-        self.actors[place] = Actor(
-            self._ledger, FunctionName.GENERATION, f"generation-{place}", there.seat, begin_s, life
-        )
-        self.agenda.add(begin_s + there.start_s, Up(place, life))
-        if math.isfinite(there.spot_mean_s):
-            lives_s = float(self._random[place].exponential(there.spot_mean_s))
-            self.agenda.add(begin_s + lives_s, Interrupted(place, life))
+    def name(self, place: int) -> str:
+        """What a message calls a place."""
+        return f"place {place} ({self._functions[place]})"
 
-    def sync(self, step: int, at_s: float) -> None:
-        """Asks all actors for the weights after `step` training steps; those that are up load them at once, unless
-        they have them."""
-        self._step = step
-        wanted = version_of(step)
-        ready = [
-            place
-            for place, actor in self.actors.items()
-            if actor.life.state is ReplicaState.STALE
-            or (actor.life.state is ReplicaState.SERVING and actor.life.asked != wanted)
-        ]
-        for place in ready:
-            self._load(place, at_s, readers=len(ready))
+    def beside(self) -> list[str]:
+        """Names of the replicas that hold a share of their own."""
+        return [self._label(place) for place, site in enumerate(self.sites) if site.beside]
+
+    def state(self, place: int) -> ReplicaState | None:
+        """Of the replica at a place; STARTING from when it was asked for."""
+        if place in self._waiting:
+            return ReplicaState.STARTING
+        replica = self.replicas.get(place)
+        return None if replica is None else replica.life.state
+
+    def there(self, place: int) -> bool:
+        """Whether a replica is awake there, or asked for."""
+        return self.state(place) not in (None, ReplicaState.SLEEPING)
+
+    def start(self, place: int, at_s: float) -> None:
+        """Asks for a replica: starts it, or wakes the one that sleeps there. Raises SimulationError if one is there."""
+        self._check(place)
+        if self.there(place):
+            raise SimulationError(f"{self.name(place)} is {self.state(place)} already; Release it before a Start")
+        self._turns[place] += 1
+        self._waiting[place] = at_s
+        self._seat()
+
+    def start_later(self, place: int, at_s: float) -> None:
+        """Asks for a replica at a time to come; void if one is asked for before."""
+        self._check(place)
+        self.agenda.add(at_s, Due(place, self._turns[place]))
 
     def release(self, place: int, at_s: float, tier: str | None) -> None:
-        """Drains an actor. Raises KeyError for a tier that the place does not have, or a place without actor."""
-        actor = self.actors[place]
-        if tier is None:
-            actor.end(at_s)
-            del self.actors[place]
-            return
-        if tier not in self.places[place].wake_s:
-            raise KeyError(f"place {place} has no sleep tier {tier!r}; it has {sorted(self.places[place].wake_s)}")
-        actor.note(actor.life.drain(at_s))
-        actor.note(actor.life.sleep(at_s))
-        actor.asleep, actor.engine = tier, None
+        """Drains a replica that has nothing to do, to sleep in a tier or to give its devices back.
 
-    def happen(self, at_s: float, event: Happening) -> bool:
-        """Carries out what is due. Returns whether it still meant anything: an old life's events do not."""
-        actor = self.actors.get(event.place)
-        if actor is None or event.life != self._lives[event.place]:
+        Raises SimulationError for a place without replica, a tier that it does not have, or one that cannot sleep now.
+        """
+        self._check(place)
+        replica = self.replicas.get(place)
+        waited = self._waiting.pop(place, None) is not None
+        if replica is None and not waited:
+            raise SimulationError(f"{self.name(place)} has no replica to Release")
+        if tier is not None:
+            self._sleep(place, at_s, tier)
+        elif replica is not None:
+            self._end(place, max(at_s, replica.busy_s))
+        self._seat()
+
+    def ask(self, step: int, at_s: float) -> None:
+        """From now on, actors need the weights after `step` training steps: those that have others are STALE."""
+        self._step = step
+        for replica in self._actors():
+            if replica.state in (ReplicaState.STALE, ReplicaState.SERVING):
+                replica.note(replica.life.ask(version_of(step), at_s))
+
+    def sync(self, at_s: float) -> None:
+        """All STALE actors begin to load the weights together."""
+        stale = [place for place, replica in self.replicas.items() if replica.state is ReplicaState.STALE]
+        for place in stale:
+            self._load(place, at_s, readers=len(stale))
+
+    def happen(self, at_s: float, event: Due | Up | Loaded | Interrupted) -> bool:
+        """Carries out what is due. Returns whether it still meant anything: events of an old turn or life do not."""
+        if isinstance(event, Due):
+            void = event.turn != self._turns[event.place] or self.there(event.place)
+            if not void:
+                self.start(event.place, at_s)
+            return not void
+        replica = self.replicas.get(event.place)
+        if replica is None:
             return False
-        if isinstance(event, Up):
-            actor.note(actor.life.started(at_s))
-            self._load(event.place, at_s, readers=1)
-        elif isinstance(event, Loaded):
-            if event.step != self._step or actor.life.state is not ReplicaState.STALE:
+        if isinstance(event, Interrupted):
+            if event.life != replica.number:
                 return False
-            actor.note(actor.life.loaded(version_of(event.step), at_s))
-            size = self._transport.size_bytes
-            actor.called(Work.LOAD_WEIGHTS, self._step + 1, event.begun_s, at_s, size_bytes=size)
-        else:
-            actor.note(actor.life.died(at_s))
-            del self.actors[event.place]
-        return True
-
-    def settle(self, until_s: float) -> list[int]:
-        """Lets happen what is due by then, while nothing is drawn. Returns the places that were interrupted."""
-        interrupted = []
-        while self.agenda.next_s <= until_s:
-            at_s, event = self.agenda.pop()
-            if self.happen(at_s, event) and isinstance(event, Interrupted):
-                interrupted.append(event.place)
-        return interrupted
+            self._interrupt(event.place, at_s)
+            return True
+        if event.turn != self._turns[event.place]:
+            return False
+        return self._up(event.place, at_s) if isinstance(event, Up) else self._loaded(replica, at_s, event)
 
     def engine(self, place: int, progress: Progress, at_s: float) -> Engine:
         """The engine of an actor for a step's samples; a new one if it had none for them."""
-        actor, there = self.actors[place], self.places[place]
-        if actor.engine is None or actor.engine.progress is not progress:
-            actor.engine = Engine(there.shape, there.prices, progress, at_s, there.slowdown)
-        return actor.engine
+        replica, shape = self.replicas[place], self.setup.actors[place]
+        if replica.engine is None or replica.engine.progress is not progress:
+            replica.engine = Engine(shape.engine, shape.prices, progress, at_s, shape.slowdown)
+        return replica.engine
+
+    def stuck(self) -> str:
+        """Who waits for a device, and who holds it; empty if nobody does."""
+        for place in self._waiting:
+            held = self._devices.held(place)
+            if held is not None:
+                device, holder = held
+                return (
+                    f"{self.name(place)} waits for device {device!r}, which {self.name(holder)} holds; Release that one"
+                )
+        return ""
 
     def close(self, at_s: float) -> None:
-        """Everyone gives the device back."""
-        for actor in self.actors.values():
-            actor.end(max(at_s, actor.life.since_s))
-        self.actors.clear()
+        """Everyone gives the devices back."""
+        for replica in self.replicas.values():
+            replica.end(max(at_s, replica.busy_s, replica.life.since_s))
+        self.replicas.clear()
+        self._waiting.clear()
+
+    def _check(self, place: int) -> None:
+        if not 0 <= place < len(self.sites):
+            raise SimulationError(f"there is no place {place}; the fleet has the places 0 to {len(self.sites) - 1}")
+
+    def _actors(self) -> list[Replica]:
+        generation = len(self.setup.actors)
+        return [replica for place, replica in self.replicas.items() if place < generation]
+
+    def _label(self, place: int) -> str:
+        return f"{self._functions[place]}-{place}"
+
+    def _seat(self) -> None:
+        """Who waits and finds the devices free, begins; in the order of asking."""
+        for place, asked_s in list(self._waiting.items()):
+            if self._devices.held(place) is None:
+                del self._waiting[place]
+                self._begin(place, max(asked_s, self._devices.free_s(place), self._gone_s[place]))
+
+    def _begin(self, place: int, at_s: float) -> None:
+        replica, site = self.replicas.get(place), self.sites[place]
+        self._devices.take(place)
+        if replica is not None and replica.asleep is not None:
+            replica.note(replica.life.wake(at_s))
+            self.agenda.add(at_s + site.wake_s[replica.asleep], Up(place, self._turns[place]))
+            replica.asleep, replica.busy_s = None, at_s
+            return
+        begin_s = max(at_s, self._nodes.setdefault(site.node, at_s + self.setup.node_s))
+        self._lives[place] += 1
+        life = self._lives[place]
+        self.replicas[place] = Replica(
+            self._ledger, self._functions[place], self._label(place), site.seat, begin_s, life
+        )
+        self.agenda.add(begin_s + site.start_s, Up(place, self._turns[place]))
+        mean_s = self.setup.actors[place].spot_mean_s if place < len(self.setup.actors) else math.inf
+        if math.isfinite(mean_s):
+            self.agenda.add(begin_s + float(self._random[place].exponential(mean_s)), Interrupted(place, life))
+
+    def _sleep(self, place: int, at_s: float, tier: str) -> None:
+        replica = self.replicas.get(place)
+        if tier not in self.sites[place].wake_s:
+            tiers = sorted(self.sites[place].wake_s)
+            raise SimulationError(f"{self.name(place)} has no sleep tier {tier!r}; it has {tiers}")
+        if replica is None or replica.state not in (ReplicaState.STALE, ReplicaState.SERVING):
+            state = "waits for its devices" if replica is None else f"is {replica.state}"
+            raise SimulationError(f"{self.name(place)} {state} and cannot go to sleep in {tier!r}")
+        self._gone_s[place] = max(at_s, replica.busy_s)
+        replica.sleep(tier, self._gone_s[place])
+        self._devices.give(place, self._gone_s[place])
+
+    def _end(self, place: int, at_s: float, free_s: float | None = None) -> None:
+        """Its life ends; its devices can be taken from `free_s` on."""
+        replica = self.replicas.pop(place)
+        replica.end(at_s)
+        self._gone_s[place] = at_s if free_s is None else free_s
+        if replica.asleep is None:
+            self._devices.give(place, self._gone_s[place])
+
+    def _interrupt(self, place: int, at_s: float) -> None:
+        replica = self.replicas[place]
+        at_s = max(at_s, replica.busy_s)  # a Move may have waited for the end of an iteration
+        replica.note(replica.life.died(at_s))
+        self._waiting.pop(place, None)
+        self._end(place, at_s, free_s=at_s + self.setup.node_s)
+        self._seat()
+
+    def _up(self, place: int, at_s: float) -> bool:
+        replica = self.replicas[place]
+        if self._functions[place] is not FunctionName.GENERATION:
+            replica.serve(version_of(self._step), at_s)
+            return True
+        replica.note(replica.life.started(at_s))
+        if self.drawing:
+            self._load(place, at_s, readers=1)
+        return True
 
     def _load(self, place: int, at_s: float, readers: int) -> None:
-        actor, end_s = self.actors[place], at_s + self._transport.load_s(readers)
-        actor.note(actor.life.ask(version_of(self._step), at_s))
-        self.agenda.add(end_s, Loaded(place, self._lives[place], self._step, at_s))
+        replica, end_s = self.replicas[place], at_s + self.setup.transport.load_s(readers)
+        replica.note(replica.life.ask(version_of(self._step), at_s))
+        self.agenda.add(end_s, Loaded(place, self._turns[place], self._step, at_s))
+
+    def _loaded(self, replica: Replica, at_s: float, event: Loaded) -> bool:
+        if event.step != self._step or replica.state is not ReplicaState.STALE:
+            return False
+        replica.note(replica.life.loaded(version_of(event.step), at_s))
+        size = self.setup.transport.size_bytes
+        replica.called(Work.LOAD_WEIGHTS, self._step + 1, event.begun_s, at_s, size_bytes=size)
+        return True

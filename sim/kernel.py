@@ -6,7 +6,8 @@ A *boundary* is the instant between two iterations. At each one, in this order:
 2. If the decoding sequences need more blocks than are free, the one admitted last is preempted: its blocks are freed,
    it keeps its tokens and returns to the head of the queue, to be recomputed later. Until they fit.
 3. Sequences are admitted from the head of the queue, while there is a place and there are blocks for all they must
-   prefill, beside those that the decoding ones need next. Whoever was preempted just now never fits again at once.
+   prefill, beside those that the decoding ones need next. Whoever was preempted just now never fits again at once, and
+   looking again at the same boundary changes nothing, so a run may be interrupted anywhere.
 4. If someone prefills, one iteration is run. Else B sequences decode, and as many iterations are run at once as pass
    before the next finish, the last free block, the next arrival or the end of the time asked for.
 
@@ -78,13 +79,13 @@ class Costs(NamedTuple):
 
 
 class Table(NamedTuple):
-    """All samples of a step; the engines share it. All columns are [samples]."""
+    """All samples of a step; the engines share it. All columns but the last three are [samples]."""
 
     prompt: Ints
     target: Ints
     group: Ints
     tokens: Ints
-    """Drawn so far; of a sequence in an engine, when it was admitted."""
+    """Drawn so far; of a sequence that decodes, when its engine was last asked to go on."""
     has_kv: Flags
     """Its KV comes with it, so that nothing has to be prefilled."""
     arrival_s: Floats
@@ -92,6 +93,14 @@ class Table(NamedTuple):
     finish_s: Floats
     admitted: Ints
     cached: Ints
+    finished: Flags
+    truncated: Flags
+    """Of those that have finished: by their length, not by themselves."""
+    cut: Flags
+    """Who will be; no policy sees it before."""
+    left: Ints  # [groups]: samples that have not finished
+    complete_s: Floats  # [groups]: when the last of those that have finished did
+    complete: Ints  # [1]: groups without any left
 
 
 class State(NamedTuple):
@@ -121,18 +130,29 @@ def run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float
             if spent_s < 0:
                 return UNPRICED
             if clock[NOW] + spent_s > until_s:
+                _count_tokens(state, table)
                 return REACHED
             clock[NOW] += spent_s
             _fill(state, table, limits)
         elif n[RUNNING] > 0:
             iterations = _jump(state, table, costs, limits, until_s)
             if iterations == 0:
+                _count_tokens(state, table)
                 return REACHED
             clock[NOW] += _decode_s(state, costs, iterations)
             _decode(state, limits, iterations)
         else:
             return IDLE
         _finish(state, table, limits)
+
+
+@compiled
+def _count_tokens(state: State, table: Table) -> None:
+    """Writes down how far those that decode have come."""
+    n = state.counts
+    for i in range(n[RUNNING]):
+        sample = state.heap[i] % STRIDE
+        table.tokens[sample] = table.target[sample] - (state.heap[i] // STRIDE - n[ITERATION])
 
 
 @compiled
@@ -156,6 +176,7 @@ def take_out(state: State, table: Table, limits: Limits, chosen: Flags) -> None:
     for key in keys:
         if chosen[key % STRIDE]:
             _stop(state, table, limits, key)
+            table.has_kv[key % STRIDE] = False
         else:
             _push(state, key)
     kept = 0
@@ -170,7 +191,9 @@ def take_out(state: State, table: Table, limits: Limits, chosen: Flags) -> None:
     kept = 0
     for i in range(n[QUEUED]):
         sample = state.queue[(n[HEAD] + i) % len(state.queue)]
-        if not chosen[sample]:
+        if chosen[sample]:
+            table.has_kv[sample] = False
+        else:
             state.queue[(n[HEAD] + kept) % len(state.queue)] = sample
             kept += 1
     n[QUEUED] = kept
@@ -212,6 +235,8 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
         shared = (table.prompt[sample] - 1) // limits.block_tokens
         blocks = -(-context // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)
         promised = state.phase[(1 - n[ITERATION]) % limits.block_tokens]
+        if table.has_kv[sample] and context % limits.block_tokens == 0:
+            promised += 1  # it decodes at once, behind a full block
         if table.arrival_s[sample] > state.clock[NOW] or blocks + promised > n[FREE]:
             return
         n[HEAD] = (n[HEAD] + 1) % len(state.queue)
@@ -417,6 +442,13 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
     table.finish_s[sample] = state.clock[NOW]
     state.finished[n[FINISHED]] = sample
     n[FINISHED] += 1
+    if table.tokens[sample] < table.target[sample]:
+        return  # it has only ended its prefill
+    group = table.group[sample]
+    table.finished[sample], table.truncated[sample] = True, table.cut[sample]
+    table.complete_s[group] = max(table.complete_s[group], state.clock[NOW])
+    table.left[group] -= 1
+    table.complete[0] += table.left[group] == 0
 
 
 @compiled

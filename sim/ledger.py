@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
-from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, WeightVersion, Work
-from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
-from rlhfless.scaling.placement import Seat
-
-DRAINABLE = frozenset({ReplicaState.STALE, ReplicaState.SERVING})
+from rlhfless.records import Decision, Holding, Invocation, ReplicaState, StepRecord, WeightVersion, Work
+from rlhfless.records.traces import Trace, TraceMeta
+from rlhfless.scaling.intervals import Interval, clip, union
+from rlhfless.scaling.lifecycle import ReplicaIdentity
+from rlhfless.scaling.prices import PriceBook
 
 
 def version_of(step: int) -> WeightVersion:
@@ -23,37 +26,50 @@ class Ledger:
     holdings: list[Holding] = field(default_factory=list)
     invocations: list[Invocation] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
 
-
-class Replica:
-    """One incarnation of a replica: its life cycle, with everything it did written down."""
-
-    def __init__(
-        self, ledger: Ledger, function: FunctionName, name: str, seat: Seat, at_s: float, life: int = 1
+    def called(
+        self, who: ReplicaIdentity, work: Work, step: int, start_s: float, end_s: float, **figures: int | str
     ) -> None:
-        self._ledger = ledger
-        self.name = name
-        self.life = Lifecycle(ReplicaIdentity(function, name, f"{name}-life{life}", seat), at_s)
-
-    def note(self, closed: tuple[Holding, ...]) -> None:
-        """Writes down what a transition of `life` closed."""
-        self._ledger.holdings.extend(closed)
-
-    def called(self, work: Work, step: int, start_s: float, end_s: float, **figures: int | str) -> None:
         """Writes down a call; `figures` are further fields of Invocation."""
-        who = self.life.identity
         call = Invocation(who.function, who.replica, who.incarnation, work, step, start_s, end_s, **figures)  # type: ignore[arg-type]
-        self._ledger.invocations.append(call)
+        self.invocations.append(call)
 
-    def serve(self, version: WeightVersion, at_s: float) -> None:
-        """From STARTING or STALE to SERVING, for functions whose loading is not simulated by itself."""
-        self.note(self.life.started(at_s))
-        self.note(self.life.ask(version, at_s))
-        self.note(self.life.loaded(version, at_s))
+    def trace(self, prices: PriceBook, beside: Iterable[str]) -> Trace:
+        """What happened, without a row per response. `beside` names replicas that hold a share of their own."""
+        meta = TraceMeta("simulated", 1, prices.snapshot(), {}, {})
+        holdings = tuple(slept(self.holdings, prices, frozenset(beside)))
+        return Trace(meta, holdings, tuple(self.invocations), steps=tuple(self.steps), decisions=tuple(self.decisions))
 
-    def end(self, at_s: float) -> None:
-        """Gives its device back, in order."""
-        if self.life.state in DRAINABLE:
-            self.note(self.life.drain(at_s))
-        if self.life.state.holds_device:
-            self.note(self.life.retire(at_s))
+
+def slept(holdings: Iterable[Holding], prices: PriceBook, beside: frozenset[str]) -> list[Holding]:
+    """The holdings as they are paid for: a slot once, however many sleep there.
+
+    Where the book has a price for residency, that is what sleep costs. Elsewhere who sleeps keeps the device rented,
+    but pays for it only while nobody else does: neither somebody awake, nor somebody who fell asleep there before.
+    """
+    paid: list[Holding] = []
+    asleep: list[Holding] = []
+    taken: dict[str, list[Interval]] = defaultdict(list)
+    for holding in holdings:
+        in_turn = holding.replica not in beside
+        if holding.state is ReplicaState.SLEEPING and in_turn and prices.occupies(holding):
+            asleep.append(holding)
+            continue
+        paid.append(holding)
+        if in_turn and prices.occupies(holding):
+            taken[holding.device].append((holding.start_s, holding.end_s))
+    occupied = {device: union(intervals) for device, intervals in taken.items()}
+    paid_until_s: dict[str, float] = {}
+    for holding in sorted(asleep, key=attrgetter("start_s", "incarnation", "device")):
+        begin_s = max(holding.start_s, paid_until_s.get(holding.device, holding.start_s))
+        free = _gaps(occupied.get(holding.device, []), begin_s, holding.end_s)
+        paid += [replace(holding, start_s=start_s, end_s=end_s) for start_s, end_s in free]
+        paid_until_s[holding.device] = max(begin_s, holding.end_s)
+    return paid
+
+
+def _gaps(disjoint: list[Interval], start_s: float, end_s: float) -> list[Interval]:
+    """What of [start_s, end_s) none of the sorted, disjoint intervals covers."""
+    edges = [start_s, *(edge for interval in clip(disjoint, start_s, end_s) for edge in interval), end_s]
+    return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if high > low]

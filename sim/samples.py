@@ -25,12 +25,15 @@ class RolloutBatch:
     prompt_tokens: Ints  # [groups]
     group: Ints  # [samples]: place of its prompt, ascending
     response_tokens: Ints  # [samples]
+    truncated: Flags | None = None  # [samples]: it ends by max_tokens, not by itself; None: no response does
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens) != len(self.prompt_ids):
             raise ValueError(f"{len(self.prompt_ids)} prompt_ids, but {len(self.prompt_tokens)} prompt_tokens")
         if len(self.response_tokens) != len(self.group):
             raise ValueError(f"{len(self.group)} samples in group, but {len(self.response_tokens)} response_tokens")
+        if self.truncated is not None and len(self.truncated) != len(self.group):
+            raise ValueError(f"{len(self.group)} samples in group, but {len(self.truncated)} truncated")
         if not np.array_equal(np.unique(self.group), np.arange(len(self.prompt_ids))):
             raise ValueError(f"group must name each of 0 .. {self.groups - 1}; leave out prompts without samples")
         if np.any(np.diff(self.group) < 0):
@@ -82,11 +85,31 @@ class Progress:
             finish_s=np.full(count, np.nan),
             admitted=zeros(),
             cached=zeros(),
+            finished=np.zeros(count, dtype=np.bool_),
+            truncated=np.zeros(count, dtype=np.bool_),
+            cut=np.zeros(count, dtype=np.bool_) if self.batch.truncated is None else self.batch.truncated.copy(),
+            left=np.bincount(self.batch.group, minlength=self.batch.groups),
+            complete_s=np.zeros(self.batch.groups),
+            complete=np.zeros(1, dtype=np.int64),
         )
         self.safe_tokens = zeros()
 
     @property
     def finished(self) -> Flags:
         """`[samples]`."""
-        complete: Flags = self.table.tokens == self.table.target
-        return complete
+        return self.table.finished
+
+    @property
+    def unfinished(self) -> int:
+        """How many samples have not finished."""
+        return self.batch.samples - int(np.count_nonzero(self.table.finished))
+
+    @property
+    def complete(self) -> Ints:
+        """The groups of which all samples have finished, ascending."""
+        return np.flatnonzero(self.table.left == 0)
+
+    @property
+    def complete_groups(self) -> int:
+        """How many there are."""
+        return int(self.table.complete[0])

@@ -4,11 +4,11 @@ Device-seconds of a function are split three ways:
 
     cold   held while STARTING (waking included)
     busy   held in any other state, while an invocation of the same incarnation was running
-    idle   the rest: waiting, draining, asleep, suspect
+    idle   the rest: waiting, draining, suspect, and asleep where the book has no price for sleep of its own
 
 so that busy + idle + cold = provisioned, and the cost is the sum of holdings x price whatever was done in
-them. Invocations that overlap are counted once: a device is busy or not. Work during a cold start is part
-of the start.
+them. Who sleeps in host memory that has its price is billed for that, and holds no device. Invocations that
+overlap are counted once: a device is busy or not. Work during a cold start is part of the start.
 
 A step's wall time is split by kind of work instead. Kinds of work overlap (scoring runs while generation
 goes on). `outside_s` is the time in which no function did a step's real work: calls on their way, weights
@@ -164,7 +164,7 @@ def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocati
     for holding in holdings:
         if holding.state is ReplicaState.STARTING:
             cold.append(holding.device_s)
-        elif holding.state.holds_device:
+        elif prices.occupies(holding):
             worked = clip(work.get(holding.incarnation, []), holding.start_s, holding.end_s)
             busy_s = length(worked)
             busy.append(busy_s * holding.share)

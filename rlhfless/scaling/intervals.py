@@ -29,7 +29,8 @@ def clip(disjoint: list[Interval], start: float, end: float) -> list[Interval]:
     """The part of sorted, disjoint intervals that lies within [start, end)."""
     first = max(bisect_right(disjoint, (start, math.inf)) - 1, 0)
     inside: list[Interval] = []
-    for low, high in disjoint[first:]:
+    for i in range(first, len(disjoint)):
+        low, high = disjoint[i]
         if low >= end:
             break
         if high > start:

@@ -50,7 +50,8 @@ class Room:
     kind: str
     """Device kind, as the price book names it."""
     devices: tuple[str, ...]
-    """Names of its slots. Rooms that share one take turns on it: one replica at a time is awake there."""
+    """Names of its slots. Rooms that share one take turns on it, unless they may be `beside` each other: one replica
+    at a time is awake there, and who is started or woken meanwhile waits until it sleeps or is released."""
     node: str
     usd_per_s: float
     """Of all its devices while a replica holds them."""
@@ -62,6 +63,8 @@ class Room:
     """By sleep tier: what it costs to sleep there."""
     engine: EngineRoom | None = None
     """Of a room for generation."""
+    beside: bool = False
+    """It may be awake beside others on its devices: CPU cores, or a device with memory for both."""
 
 
 @dataclass(frozen=True, slots=True)

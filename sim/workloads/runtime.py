@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhfless.records import FinishReason
 from rlhfless.records.traces import read_tables
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.workloads.rows import WorkloadError
 
-COLUMNS = ["step", "prompt_id", "sample_index", "prompt_tokens", "response_tokens"]
+COLUMNS = ["step", "prompt_id", "sample_index", "prompt_tokens", "response_tokens", "finish_reason"]
 
-Row = tuple[str, int, int, int]  # prompt_id, sample_index, prompt_tokens, response_tokens
+Row = tuple[str, int, int, int, bool]  # prompt_id, sample_index, prompt_tokens, response_tokens, truncated
 
 
 def read_runtime(folder: str | os.PathLike[str]) -> list[RolloutBatch]:
@@ -28,7 +29,7 @@ def read_runtime(folder: str | os.PathLike[str]) -> list[RolloutBatch]:
     seen: set[tuple[int, str, int]] = set()
     prompts: dict[tuple[int, str], int] = {}
     for number, row in enumerate(zip(*(table[name].to_pylist() for name in COLUMNS), strict=True), 1):
-        step, prompt_id, sample_index, prompt, response = row
+        step, prompt_id, sample_index, prompt, response, reason = row
         where = f"{Path(folder) / 'rollouts'}, row {number} (step {step}, prompt {prompt_id!r}, sample {sample_index})"
         if prompt < 1 or response < 1:
             raise WorkloadError(f"{where}: prompt_tokens {prompt}, response_tokens {response}; both must be at least 1")
@@ -37,7 +38,7 @@ def read_runtime(folder: str | os.PathLike[str]) -> list[RolloutBatch]:
         if prompts.setdefault((step, prompt_id), prompt) != prompt:
             raise WorkloadError(f"{where}: prompt_tokens is {prompt}, and {prompts[step, prompt_id]} for its sibling")
         seen.add((step, prompt_id, sample_index))
-        steps[step].append((prompt_id, sample_index, prompt, response))
+        steps[step].append((prompt_id, sample_index, prompt, response, reason == FinishReason.LENGTH))
     return [_batch(step, sorted(rows)) for step, rows in sorted(steps.items())]
 
 
@@ -50,4 +51,5 @@ def _batch(step: int, rows: list[Row]) -> RolloutBatch:
         prompt_tokens=np.array([rows[i][2] for i in first], dtype=np.int64),
         group=group.astype(np.int64),
         response_tokens=np.array([row[3] for row in rows], dtype=np.int64),
+        truncated=np.array([row[4] for row in rows], dtype=np.bool_),
     )

@@ -117,4 +117,5 @@ class SyntheticWorkload:
                 prompt_tokens=prompt_tokens[chosen],
                 group=group,
                 response_tokens=np.clip(np.rint(lengths), 1, self.max_tokens).astype(np.int64),
+                truncated=np.rint(lengths) > self.max_tokens,
             )

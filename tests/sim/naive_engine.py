@@ -38,6 +38,8 @@ class Sequence:
     has_kv: bool = False
     blocks: int = 0
     """Blocks of its own, beside those it shares."""
+    admitted: int = 0
+    """Its number in the order of admission; who comes back gets a new one."""
     to_prefill: int = 0
     prefilled: int = 0
 
@@ -50,7 +52,8 @@ class NaiveEngine:
     slowdown: float = 1.0
     queue: deque[Sequence] = field(default_factory=deque)
     filling: list[Sequence] = field(default_factory=list)
-    running: list[Sequence] = field(default_factory=list)  # in order of admission
+    running: list[Sequence] = field(default_factory=list)
+    admitted: int = 0
     finish_s: dict[int, float] = field(default_factory=dict)
     preemptions: int = 0
 
@@ -111,7 +114,8 @@ class NaiveEngine:
 
     def make_room(self) -> None:
         while self.needed() > self.free:
-            victim = (self.filling or self.running).pop()
+            among = self.filling or self.running
+            victim = among.pop(max(range(len(among)), key=lambda i: among[i].admitted))
             victim.has_kv = False
             self.queue.appendleft(victim)
             self.preemptions += 1
@@ -123,9 +127,13 @@ class NaiveEngine:
             shared = self.shared_blocks(head)
             sibling = any(s.group == head.group for s in self.filling + self.running)
             cost = self.shape.blocks(held) - (shared if sibling else 0)
+            if head.has_kv:  # it decodes at once
+                cost += self.shape.blocks(held + 1) - self.shape.blocks(held)
             if head.arrival_s > self.now_s or cost + self.needed() > self.free:
                 return
             self.queue.popleft()
+            self.admitted += 1
+            head.admitted = self.admitted
             head.blocks = self.shape.blocks(held) - shared
             if head.has_kv:
                 self.running.append(head)

@@ -146,6 +146,7 @@ class Scenario:
     slowdown: float
     arrivals: tuple[float, ...]  # [samples], ascending
     cuts: tuple[tuple[float, frozenset[int]], ...]  # time, samples that are aborted and submitted again then
+    drawn: tuple[int, ...] = ()  # [samples]: tokens that it comes with, and with their KV; 0: it comes with none
 
 
 @st.composite
@@ -168,7 +169,8 @@ def scenarios(draw: st.DrawFn, *, with_cuts: bool = True) -> Scenario:
     some = st.frozensets(st.integers(0, count - 1))
     cuts = draw(st.lists(st.tuples(instants, some), max_size=3)) if with_cuts else []
     slowdown = draw(st.sampled_from([1.0, 1.7]))
-    return Scenario(batch, shape, slowdown, tuple(arrivals), tuple(sorted(cuts, key=lambda cut: cut[0])))
+    drawn = tuple(draw(st.just(0) | st.integers(0, length - 1)) for length in batch.response_tokens.tolist())
+    return Scenario(batch, shape, slowdown, tuple(arrivals), tuple(sorted(cuts, key=lambda cut: cut[0])), drawn)
 
 
 def outside(scenario: Scenario) -> list[tuple[float, frozenset[int] | int]]:
@@ -180,6 +182,8 @@ def outside(scenario: Scenario) -> list[tuple[float, frozenset[int] | int]]:
 def play(scenario: Scenario, stops: tuple[float, ...] = ()) -> Engine:
     """Plays a scenario, with needless stops in between."""
     engine = engine_of(scenario.batch, scenario.shape, slowdown=scenario.slowdown)
+    engine.progress.table.tokens[:] = scenario.drawn
+    engine.progress.table.has_kv[:] = np.array(scenario.drawn) > 0
     for at_s, what in outside(scenario):
         for stop_s in stops:
             if engine.now_s < stop_s < at_s:
@@ -204,7 +208,9 @@ def play_naively(scenario: Scenario) -> NaiveEngine:
     for at_s, what in outside(scenario):
         if isinstance(what, int):
             engine.advance(at_s)
-            engine.submit(sequence_of(scenario.batch, what), max(at_s, engine.now_s))
+            arriving = sequence_of(scenario.batch, what)
+            arriving.tokens, arriving.has_kv = scenario.drawn[what], scenario.drawn[what] > 0
+            engine.submit(arriving, max(at_s, engine.now_s))
         else:
             boundary_s, tokens = engine.abort(set(what), at_s)
             for sample in sorted(tokens):
@@ -230,7 +236,7 @@ def test_closed_form_equals_the_naive_loop(scenario: Scenario) -> None:
 def test_nothing_is_lost_or_left_behind(scenario: Scenario) -> None:
     engine = play(scenario)
     assert engine.progress.finished.all()
-    assert engine.decoded_tokens == scenario.batch.response_tokens.sum()
+    assert engine.decoded_tokens == scenario.batch.response_tokens.sum() - sum(scenario.drawn)
     assert engine.free_blocks == scenario.shape.kv_blocks
     assert engine.resident.tolist() == []
     assert sum(end - start for start, end in engine.periods) <= engine.now_s * (1 + EXACT)
@@ -249,7 +255,9 @@ def test_stopping_in_between_changes_nothing(scenario: Scenario, stops: list[flo
 def test_makespan_is_at_least_the_longest_response_alone(scenario: Scenario) -> None:
     engine = play(scenario)
     alone_s = max(
-        decode_s(MODEL, 1, int(scenario.batch.prompt_tokens[group]) + 1, int(length) - 1)
-        for group, length in zip(scenario.batch.group, scenario.batch.response_tokens, strict=True)
+        decode_s(MODEL, 1, int(scenario.batch.prompt_tokens[group]) + max(drawn, 1), int(length) - max(drawn, 1))
+        for group, length, drawn in zip(
+            scenario.batch.group, scenario.batch.response_tokens, scenario.drawn, strict=True
+        )
     )
     assert engine.now_s >= alone_s * (1 - EXACT)

@@ -1,94 +1,109 @@
-"""Whole steps: worked by hand, and what holds under any sequence of moves, releases, sleeps and interruptions."""
+"""Whole steps, worked by hand: starts, devices taken in turns, services, sleep, weights, and faults of a policy."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from datetime import date
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from naive_engine import LinearModel
+from simple_policies import Evenly, InTurns, Scripted
+from small_fleet import (
+    FOLDER,
+    LEARNER,
+    LINKS,
+    MEMORY,
+    MODEL,
+    PRICES,
+    REFERENCE,
+    SCORING,
+    SHAPE,
+    actor,
+    on,
+    setup_of,
+    site,
+)
 from test_engine import batch_of
 
-from rlhfless.records import FunctionName, ReplicaState, Work
-from rlhfless.scaling.accounting import Phase, summarise
+from rlhfless.records import Decision, FunctionName, Invocation, ReplicaState, Work
+from rlhfless.scaling.accounting import Phase, Usage, summarise
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.placement import Seat, Slot
-from rlhfless.scaling.prices import DevicePrice, PriceBook
-from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.fleet import Place, Transport, TransportKind
-from rlhfless.sim.generation import Generation, Links, SimulationError
-from rlhfless.sim.policy import (
+from rlhfless.scaling.policy import (
     Action,
     Assign,
     Beat,
     Event,
-    KeepGoing,
-    Lost,
+    Generated,
+    Idle,
     Move,
-    PlaceView,
+    Note,
     Policy,
     Release,
     Serving,
     Start,
+    StepBegan,
+    StepEnded,
+    StepView,
 )
+from rlhfless.sim.fleet import SimulationError
+from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.step import LearnerShape, ServiceShape, Setup, Simulation, first_come_first_served
+from rlhfless.sim.setup import Setup, TransportKind
+from rlhfless.sim.simulation import Simulation
+from rlhfless.sim.view import fleet_view
+from rlhfless.sim.work import first_come_first_served
 
-MODEL = LinearModel()
-PRICED = PricedModel(MODEL, 8)
-SHAPE = EngineShape(max_sequences=8, kv_blocks=60, block_tokens=4, chunk_tokens=None)
-PRICES = PriceBook(
-    devices=(
-        DevicePrice(kind="cpu-core", usd_per_hour=0.036, source="test", as_of=date(2026, 11, 21)),
-        DevicePrice(kind="h100", usd_per_hour=3.6, source="test", as_of=date(2026, 11, 21)),
-    )
-)
+SERVING_S = 5.0 + 2.0 + 0.3
+"""A node, a cold start, the weights."""
 
 
-def seat(index: int, kind: str = "h100") -> Seat:
-    return Seat((Slot(f"{kind}-{index}", kind, index),), 1.0)
+def one_step(setup: Setup, policy: Policy, batch: RolloutBatch) -> tuple[Simulation, Generation]:
+    simulation = Simulation(setup, policy, PRICES)
+    return simulation, simulation.step(batch)
 
 
-def place(index: int, **changes: object) -> Place:
-    plain = Place(seat(index), f"node-{index}", SHAPE, PRICED, start_s=2.0, wake_s={"host": 0.5})
-    return dataclasses.replace(plain, **changes)
+def called(simulation: Simulation, work: Work) -> list[Invocation]:
+    return [call for call in simulation.ledger.invocations if call.work is work]
 
 
-LINKS = Links(beat_s=0.5, move_s=0.01, kv_bytes_per_token=1000, kv_bandwidth_bytes_per_s=1e6)
-FOLDER = Transport(TransportKind.FOLDER, 1e9, 0.1, 200_000_000)  # 0.3 s
-LEARNER = LearnerShape(seat(9), 1.0, 0.2, 0.0, 0.001, 0.05)
-SCORING = ServiceShape(FunctionName.SCORING, Work.SCORE, seat(0, "cpu-core"), 0.0, 0.004, 0.0)
-
-
-def setup_of(*places: Place, **changes: object) -> Setup:
-    plain = Setup(places, (SCORING,), LEARNER, FOLDER, LINKS, "sync", node_s=5.0, seed=0)
-    return dataclasses.replace(plain, **changes)
-
-
-def spread_out(batch: RolloutBatch, places: int) -> dict[int, np.ndarray]:
-    return {index: np.flatnonzero(batch.group % places == index) for index in range(places)}
+def usage_of(simulation: Simulation, function: FunctionName) -> Usage:
+    return {row.name: row for row in summarise(simulation.close(), PRICES).functions}[function]
 
 
 def test_one_step_by_hand() -> None:
-    simulation = Simulation(setup_of(place(0)), KeepGoing())
-    batch = batch_of([(5, [3])])
-    record, generation = simulation.step(batch, spread_out(batch, 1))
-    serving_s = 5.0 + 2.0 + 0.3  # node, cold start, weights
-    drawn_s = serving_s + MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 2)
-    learned_s = drawn_s + 0.004 + 0.2 + 0.001 * 8
+    policy = Evenly()
+    simulation, generation = one_step(setup_of(actor(0)), policy, batch_of([(5, [3])]))
+    drawn_s = SERVING_S + MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 2)
+    scored_s = drawn_s + 0.004  # scoring starts in no time, on the actor's node
+    end_s = scored_s + 1.0 + 0.2 + 0.001 * 8 + 0.05  # the learner starts when it is wanted
     assert generation.progress.table.finish_s == pytest.approx([drawn_s], rel=1e-9)
-    assert record.end_s == pytest.approx(learned_s + 0.05, rel=1e-9)
-    summary = summarise(simulation.close(PRICES), PRICES)
+    assert simulation.ledger.steps[0].end_s == pytest.approx(end_s, rel=1e-9)
+    events = [(at_s, event) for at_s, event in policy.seen if not isinstance(event, Beat)]
+    assert [event for _, event in events[:-1]] == [StepBegan(), Serving(0), Generated(), Idle(1), Idle(2)]
+    assert isinstance(events[-1][1], StepEnded)
+    assert [at_s for at_s, _ in events] == pytest.approx([0.0, SERVING_S, drawn_s, scored_s, end_s, end_s])
+    summary = summarise(simulation.close(), PRICES)
     usage = {row.name: row for row in summary.functions}[FunctionName.GENERATION]
     assert usage.cold_device_s == pytest.approx(2.0)  # the node's five seconds are not billed
-    assert usage.busy_device_s == pytest.approx(0.3 + drawn_s - serving_s)
-    assert usage.cost_usd == pytest.approx((record.end_s - 5.0) * 3.6 / 3600)
+    assert usage.busy_device_s == pytest.approx(0.3 + drawn_s - SERVING_S)
+    assert usage.cost_usd == pytest.approx((end_s - 5.0) * 3.6 / 3600)
     assert summary.steps[0].phases_s[Phase.SCORING] == pytest.approx(0.004)
+
+
+def test_a_start_ahead_of_time() -> None:
+    """The learner is up when it is wanted; what was asked for later, or again, is void."""
+
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        return (Start(2, 6.0), Start(2, 6.5), Start(0, 1.0)) if isinstance(event, StepBegan) else ()
+
+    simulation, generation = one_step(setup_of(actor(0)), Scripted(answer), batch_of([(5, [3])]))
+    end_s = generation.end_s + 0.004 + 0.2 + 0.008 + 0.05
+    assert simulation.ledger.steps[0].end_s == pytest.approx(end_s)
+    learner = usage_of(simulation, FunctionName.LEARNER)
+    assert (learner.cold_device_s, learner.cold_starts) == (pytest.approx(1.0), 1)
+    assert learner.provisioned_device_s == pytest.approx(end_s - 6.0)
 
 
 def test_weights_by_transport() -> None:
@@ -103,8 +118,14 @@ def test_one_step_off_overlaps_and_needs_devices_of_its_own() -> None:
     batches = [dataclasses.replace(batch_of([(5, [200])]), step=step) for step in (1, 2, 3)]
     ends = {}
     for schedule in ("sync", "one_step_off"):
-        simulation = Simulation(setup_of(place(0), learner=slow, schedule=schedule), KeepGoing())
-        ends[schedule] = [simulation.step(batch, spread_out(batch, 1))[0].end_s for batch in batches]
+        policy = Evenly()
+        simulation = Simulation(setup_of(actor(0), learner=slow, schedule=schedule), policy, PRICES)
+        for batch in batches:
+            simulation.step(batch)
+        simulation.close()
+        ends[schedule] = [record.end_s for record in simulation.ledger.steps]
+        times = [at_s for at_s, _ in policy.seen]
+        assert times == sorted(times)
     generate_s = MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 199)
     assert ends["one_step_off"][0] == pytest.approx(ends["sync"][0])
     # The learner is the bottleneck: it goes from one step to the next without a pause.
@@ -112,145 +133,215 @@ def test_one_step_off_overlaps_and_needs_devices_of_its_own() -> None:
     assert np.diff(ends["one_step_off"]) == pytest.approx([4.0 + 0.205 + 0.05] * 2)
     assert np.diff(ends["sync"]) == pytest.approx([0.3 + generate_s + 0.004 + 4.0 + 0.205 + 0.05] * 2)
     with pytest.raises(ValueError, match="one_step_off"):
-        setup_of(place(0), learner=dataclasses.replace(LEARNER, seat=seat(0)), schedule="one_step_off")
+        setup_of(actor(0), learner=on(LEARNER, site(0)), schedule="one_step_off")
 
 
-def test_services_on_generation_devices_wait_their_turn() -> None:
+def test_a_freed_actor_s_device_serves_while_the_tail_is_drawn() -> None:
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        free = isinstance(event, Beat) and view.places[0].state is ReplicaState.SERVING
+        return (Release(0),) if free and not len(view.samples_at(0)) else ()
+
+    setup = setup_of(actor(0), actor(1), services=(REFERENCE,))
+    simulation, generation = one_step(setup, Scripted(answer), batch_of([(5, [3]), (5, [200]), (5, [4])]))
+    released_s = next(hold.end_s for hold in simulation.ledger.holdings if hold.state is ReplicaState.SERVING)
+    first, last = called(simulation, Work.LOGPROBS)
+    assert generation.progress.table.finish_s[2] < released_s < generation.end_s
+    # It starts on demand, in the order in which groups became complete.
+    assert (first.start_s, first.end_s) == pytest.approx((released_s + 0.7, released_s + 0.7 + 2 * 0.01))
+    assert last.start_s == pytest.approx(generation.end_s)
+
+
+def test_services_wait_for_devices_and_an_endless_wait_is_a_fault() -> None:
     batch = batch_of([(5, [3]), (5, [100])])
-    reference = ServiceShape(FunctionName.REFERENCE, Work.LOGPROBS, seat(0), 0.0, 0.01, 0.0)
-    starts = {}
-    for name, shape in (("shared", reference), ("apart", dataclasses.replace(reference, seat=seat(5)))):
-        simulation = Simulation(setup_of(place(0), services=(shape,)), KeepGoing())
-        _, generation = simulation.step(batch, spread_out(batch, 1))
-        call = next(call for call in simulation.ledger.invocations if call.work is Work.LOGPROBS)
-        starts[name] = call.start_s, sorted(generation.progress.table.finish_s)
-    assert starts["apart"][0] == pytest.approx(starts["apart"][1][0])
-    assert starts["shared"][0] == pytest.approx(starts["shared"][1][1])
+    simulation, generation = one_step(setup_of(actor(0), services=(REFERENCE,)), InTurns(), batch)
+    assert called(simulation, Work.LOGPROBS)[0].start_s == pytest.approx(generation.end_s + 0.7)
+    message = r"place 1 \(reference\) waits for device 'h100-0', which place 0 \(generation\) holds"
+    with pytest.raises(SimulationError, match=message):
+        one_step(setup_of(actor(0), services=(REFERENCE,)), Evenly(), batch)
+    simulation = Simulation(setup_of(actor(0), learner=on(LEARNER, site(0))), Scripted(lambda *_: ()), PRICES)
+    with pytest.raises(SimulationError, match=r"place 2 \(learner\) waits for device 'h100-0', which place 0"):
+        simulation.step(batch)
+
+
+def test_generation_that_waits_for_a_device_for_ever_is_a_fault() -> None:
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        return (Release(0),) if isinstance(event, Generated) else ()
+
+    simulation, _ = one_step(setup_of(actor(0), learner=on(LEARNER, site(0))), Scripted(answer), batch_of([(5, [3])]))
+    with pytest.raises(SimulationError, match=r"place 0 \(generation\) waits .* which place 2 \(learner\) holds"):
+        simulation.step(batch_of([(5, [3])]))
+
+
+def test_a_service_beside_an_actor_does_not_wait() -> None:
+    cores = {"seat": Seat((Slot("cpu-core-0", "cpu-core", 0),), 0.5), "beside": True}
+    shared = setup_of(actor(0, site=site(0, **cores)), services=(on(SCORING, site(0, start_s=0.7, **cores)),))
+    simulation, generation = one_step(shared, Evenly(), batch_of([(5, [3]), (5, [100])]))
+    first = called(simulation, Work.SCORE)[0]
+    assert first.start_s == pytest.approx(generation.progress.table.finish_s[0] + 0.7)
+    whole = {"seat": Seat((Slot("cpu-core-0", "cpu-core", 0),), 0.75), "beside": True}
+    with pytest.raises(ValueError, match=r"shares of device 'cpu-core-0' add up to 1\.25; lower them"):
+        dataclasses.replace(shared, services=(on(SCORING, site(0, **whole)),))
+
+
+def test_whoever_sleeps_pays_for_a_device_only_if_nobody_else_does() -> None:
+    """The actor sleeps while the learner is awake on its device, and the other way round."""
+    setup = setup_of(actor(0), learner=on(LEARNER, site(0, start_s=1.0)))
+    batches = [dataclasses.replace(batch_of([(5, [30])]), step=step) for step in (1, 2)]
+    bills = {}
+    for book in (PRICES, MEMORY):
+        simulation = Simulation(setup, InTurns("host"), book)
+        for batch in batches:
+            simulation.step(batch)
+        trace = simulation.close()
+        bills[book] = [row for row in trace.holdings if row.device == "h100-0"], trace.steps
+    rows, steps = bills[PRICES]
+    # The device is held from the node's arrival on, without a gap, and once.
+    assert sum(row.device_s for row in rows) == pytest.approx(steps[-1].end_s - 5.0)
+    assert PRICES.cost_usd(rows) == pytest.approx((steps[-1].end_s - 5.0) * 3.6 / 3600)
+    rows, steps = bills[MEMORY]
+    asleep_s = sum(row.device_s for row in rows if row.state is ReplicaState.SLEEPING)
+    awake_s = sum(row.device_s for row in rows if row.state is not ReplicaState.SLEEPING)
+    assert MEMORY.cost_usd(rows) == pytest.approx((awake_s * 3.6 + asleep_s * 0.36) / 3600)
+    held = {row.name: row.provisioned_device_s for row in summarise(trace, MEMORY).functions}
+    assert held["generation"] + held["learner"] == pytest.approx(awake_s)  # host memory is no device
+
+
+def test_waking_takes_its_tier_s_time() -> None:
+    ends = {}
+    for tier in ("host", "disk", None):
+        simulation = Simulation(setup_of(actor(0)), InTurns(tier), PRICES)
+        for step in (1, 2):
+            simulation.step(dataclasses.replace(batch_of([(5, [30])]), step=step))
+        ends[tier] = simulation.ledger.steps[1].end_s - simulation.ledger.steps[0].end_s
+    # Actor and learner wait for each other: generation 2.0 or its tier, then scoring, then the learner 1.0 or its tier.
+    assert ends["disk"] - ends["host"] == pytest.approx(3 * (1.5 - 0.5))
+    assert ends[None] - ends["host"] == pytest.approx(2.0 - 0.5 + 0.0 - 0.5 + 1.0 - 0.5)
+
+
+def test_moving_with_kv_costs_its_way_and_no_prefill() -> None:
+    moved: list[tuple[float, int]] = []
+
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        if isinstance(event, Beat) and not moved and view.tokens[0] > 10:
+            moved.append((at_s, int(view.tokens[0])))
+            return (Move(0, 1, np.array([0]), with_kv=True),)
+        return ()
+
+    batch = batch_of([(10, [180]), (10, [1])])
+    simulation, generation = one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch)
+    at_s, seen = moved[0]
+    begun_s = SERVING_S + MODEL.prefill_s(10)
+    assert begun_s + decode_s(MODEL, 1, 11, seen - 1) <= at_s < begun_s + decode_s(MODEL, 1, 11, seen)
+    left_s = begun_s + decode_s(MODEL, 1, 11, seen)  # the iteration under way is finished
+    arrived_s = left_s + 0.01 + 0.001 * (10 + seen + 1)
+    expected_s = arrived_s + decode_s(MODEL, 1, 10 + seen + 1, 180 - seen - 1)
+    assert generation.progress.table.finish_s[0] == pytest.approx(expected_s, rel=1e-9)
+    assert sum(call.input_tokens for call in called(simulation, Work.GENERATE)) == 20  # each prompt once
+    none = setup_of(actor(0), actor(1), links=dataclasses.replace(LINKS, kv_token_s=float("inf")))
+    moved.clear()
+    with pytest.raises(SimulationError, match="no connector moves KV from place 0"):
+        one_step(none, Scripted(answer), batch)
 
 
 def test_first_come_first_served_by_hand() -> None:
-    spans = first_come_first_served(np.array([0.0, 1.0, 5.0]), np.array([2.0, 1.0, 1.0]))
-    assert spans == [(0.0, 3.0), (5.0, 6.0)]
+    """Jobs within 30 ms of each other are one call."""
+    spans = first_come_first_served(np.array([0.0, 1.0, 5.0, 6.02]), np.array([2.0, 1.0, 1.0, 1.0]))
+    assert spans == [(0.0, 3.0), (5.0, pytest.approx(7.02))]
 
 
 def test_prefill_and_decode_apart() -> None:
-    prefill = place(0, shape=dataclasses.replace(SHAPE, prefill_only=True))
-    simulation = Simulation(setup_of(prefill, place(1)), KeepGoing())
-    batch = batch_of([(10, [4])])
-    _, generation = simulation.step(batch, {0: np.array([0])})
-    serving_s = 7.3
-    handed_s = serving_s + MODEL.prefill_s(10) + 0.01 + 10 * 1000 / 1e6
+    prefill = actor(0, engine=dataclasses.replace(SHAPE, prefill_only=True))
+    _, generation = one_step(setup_of(prefill, actor(1)), Evenly(), batch_of([(10, [4])]))
+    handed_s = SERVING_S + MODEL.prefill_s(10) + 0.01 + 11 * 0.001
     assert generation.progress.table.finish_s == pytest.approx([handed_s + decode_s(MODEL, 1, 11, 3)], rel=1e-9)
     assert generation.actor_of.tolist() == [1]
+    with pytest.raises(ValueError, match="kv_token_s is infinite"):
+        setup_of(prefill, actor(1), links=dataclasses.replace(LINKS, kv_token_s=float("inf")))
 
 
-def test_a_plan_that_forgets_is_refused() -> None:
-    simulation = Simulation(setup_of(place(0)), KeepGoing())
-    with pytest.raises(SimulationError, match="the plan leaves 1 samples without a place, such as 1"):
-        simulation.step(batch_of([(5, [3, 3])]), {0: np.array([0])})
+def test_decisions_are_in_the_trace() -> None:
+    decision = Decision(1, 0.0, "plan", "one actor", {"samples": 1})
+    policy = Scripted(lambda at_s, event, view: (Note(decision),) if isinstance(event, StepBegan) else ())
+    simulation, _ = one_step(setup_of(actor(0)), policy, batch_of([(5, [3])]))
+    assert simulation.close().decisions == (decision,)
 
 
-class Restless:
-    """Moves, releases, wakes and restarts at random."""
+def test_what_a_policy_sees() -> None:
+    """Tokens as they are drawn, at every beat; the end of a response only once it is there; and nothing to write to."""
+    seen: list[tuple[float, int, bool, bool]] = []
 
-    def __init__(self, seed: int) -> None:
-        self.random = np.random.default_rng(seed)
-        self.asked = 0
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        if isinstance(event, Beat | Generated):
+            seen.append((at_s, int(view.tokens[0]), bool(view.finished[0]), bool(view.truncated[0])))
+            running = view.places[0].running
+            assert running == (view.tokens[0] > 0 and not view.finished[0])
+        assert not view.tokens.flags.writeable
+        return ()
 
-    def decide(self, at_s: float, event: Event, places: Mapping[int, PlaceView]) -> Sequence[Action]:
-        self.asked += 1
-        if isinstance(event, Lost):
-            return (Start(event.place), Assign(event.place, event.samples))
-        source, target = self.random.integers(len(places), size=2).tolist()
-        view = places[source]
-        if view.state is None or view.state is ReplicaState.SLEEPING:
-            return (Start(source),)
-        if isinstance(event, Serving) or source == target or self.asked > 400:
-            return ()
-        if not len(view.samples):
-            idle = view.state is ReplicaState.SERVING
-            return (Release(source, [None, "host"][self.random.integers(2)]),) if idle else ()
-        if places[target].state in (None, ReplicaState.SLEEPING):
-            return (Start(target), Move(source, target, view.samples[:1]))
-        return (Move(source, target, self.random.permutation(view.samples)[: 1 + len(view.samples) // 2]),)
-
-
-@st.composite
-def runs(draw: st.DrawFn) -> tuple[Setup, list[RolloutBatch], int]:
-    count = draw(st.integers(1, 3))
-    spot_mean_s = draw(st.sampled_from([math.inf, 4.0, 20.0]))
-    places = [place(i, spot_mean_s=spot_mean_s, slowdown=draw(st.sampled_from([1.0, 2.0]))) for i in range(count)]
-    lengths = st.lists(st.integers(1, 120), min_size=1, max_size=4)
-    groups = st.lists(st.tuples(st.integers(1, 40), lengths), min_size=1, max_size=5)
-    batches = [dataclasses.replace(batch_of(draw(groups)), step=step) for step in range(1, draw(st.integers(2, 4)))]
-    schedule = draw(st.sampled_from(["sync", "one_step_off"]))
-    seed = draw(st.integers(0, 1000))
-    return setup_of(*places, seed=seed, schedule=schedule), batches, seed
+    batch = dataclasses.replace(batch_of([(5, [200])]), truncated=np.array([True]))
+    _, generation = one_step(setup_of(actor(0)), Scripted(answer), batch)
+    begun_s = SERVING_S + MODEL.prefill_s(5)
+    for at_s, tokens, finished, truncated in seen[:-1]:
+        assert not finished
+        assert not truncated
+        drawn = [k for k in range(200) if begun_s + decode_s(MODEL, 1, 6, k) <= at_s]
+        assert tokens == len(drawn)
+    assert seen[-1] == (generation.end_s, 200, True, True)
+    assert len(seen) > 10
+    assert all(at_s == pytest.approx(0.5 * (i + 1)) for i, (at_s, *_) in enumerate(seen[:-1]))
 
 
-def play(setup: Setup, batches: list[RolloutBatch], policy: Policy) -> tuple[Simulation, list[Generation]]:
-    simulation = Simulation(setup, policy)
-    return simulation, [simulation.step(batch, spread_out(batch, len(setup.places)))[1] for batch in batches]
+def test_rooms_as_a_policy_sees_them() -> None:
+    eight = Seat(tuple(Slot(f"h100-{i}", "h100", i) for i in range(8)), 1.0)
+    setup = setup_of(actor(0), actor(1), learner=on(LEARNER, site(0, seat=eight)))
+    view = fleet_view(setup, MEMORY)
+    assert view.generation() == (0, 1)
+    assert [room.function for room in view.rooms[2:]] == [FunctionName.SCORING, FunctionName.LEARNER]
+    assert (view.load_s, view.move_s, view.beat_s, view.max_tokens) == (pytest.approx(0.3), 0.01, 0.5, 200)
+    first, learner = view.rooms[0], view.rooms[3]
+    assert (first.start_s, first.wake_s["disk"], first.usd_per_s) == (2.0, 1.5, pytest.approx(0.001))
+    assert first.engine.kv_capacity_tokens == 240
+    assert isinstance(first.engine.model, LinearModel)
+    assert learner.devices == tuple(f"h100-{i}" for i in range(8))
+    assert learner.usd_per_s == pytest.approx(0.008)
+    assert learner.resident_usd_per_s["host"] == pytest.approx(0.0008)
+    assert fleet_view(setup, PRICES).rooms[3].resident_usd_per_s["host"] == pytest.approx(0.008)
 
 
-@given(runs())
-@settings(max_examples=100, deadline=None)
-def test_nothing_is_lost_doubled_or_billed_twice(run: tuple[Setup, list[RolloutBatch], int]) -> None:
-    setup, batches, seed = run
-    simulation, drawn = play(setup, batches, Restless(seed))
-    for batch, generation in zip(batches, drawn, strict=True):
-        table = generation.progress.table
-        assert table.tokens.tolist() == batch.response_tokens.tolist()
-        assert np.isfinite(table.finish_s).all()
-        assert (generation.actor_of >= 0).all()
-    trace = simulation.close(PRICES)
-    summary = summarise(trace, PRICES)  # raises if holdings overlap
-    total = summary.total
-    held_s = math.fsum(holding.device_s for holding in trace.holdings)
-    assert total.provisioned_device_s == pytest.approx(held_s, rel=1e-9)
-    assert total.unheld_s == pytest.approx(0.0, abs=1e-6)
-    assert total.cost_usd == pytest.approx(PRICES.cost_usd(trace.holdings))
-    drawn_tokens = sum(call.output_tokens for call in trace.invocations)
-    needed = sum(int(batch.response_tokens.sum()) for batch in batches)
-    crashes = any(place.spot_mean_s < math.inf for place in setup.places)
-    assert drawn_tokens >= needed if crashes else drawn_tokens == needed
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (Start(0), r"place 0 \(generation\) is serving already"),
+        (Start(7), "there is no place 7; the fleet has the places 0 to 3"),
+        (Release(3), r"place 3 \(learner\) has no replica to Release"),
+        (Release(0), "place 0 is released with 1 samples; Move them first"),
+        (Release(1, "bed"), r"place 1 \(generation\) has no sleep tier 'bed'; it has \['disk', 'host'\]"),
+        (Assign(1, np.array([0])), "sample 0, given to place 1, has ended or has a place; Move it"),
+        (Move(0, 3, np.array([0])), "place 3 draws no samples; generation has the places 0 to 1"),
+        (Move(0, 1, np.array([0, 0])), "names a sample twice"),
+    ],
+)
+def test_what_cannot_be_done_is_a_fault_of_the_policy(action: Action, reason: str) -> None:
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        both = all(place.state is ReplicaState.SERVING for place in view.places[:2])
+        return (action,) if both and len(view.samples_at(0)) and not len(view.samples_at(1)) else ()
+
+    with pytest.raises(SimulationError, match=reason):
+        one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch_of([(5, [150]), (5, [1])]))
 
 
-@given(runs())
-@settings(max_examples=30, deadline=None)
-def test_the_same_seed_gives_the_same_run(run: tuple[Setup, list[RolloutBatch], int]) -> None:
-    setup, batches, seed = run
-    first, second = (play(setup, batches, Restless(seed))[0].close(PRICES) for _ in range(2))
-    assert first == second
+def test_samples_without_a_place_or_an_actor_are_faults() -> None:
+    class Idler:
+        def __init__(self, *answer: Action) -> None:
+            self.answer = answer
 
+        def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+            return self.answer if isinstance(event, StepBegan) else ()
 
-@given(runs(), st.floats(1e6, 1e10))
-@settings(max_examples=30, deadline=None)
-def test_more_bandwidth_never_takes_longer(
-    run: tuple[Setup, list[RolloutBatch], int], bandwidth_bytes_per_s: float
-) -> None:
-    setup, batches, _ = run
-    calm = dataclasses.replace(
-        setup, places=tuple(dataclasses.replace(place, spot_mean_s=math.inf) for place in setup.places)
-    )
-    ends = []
-    for factor in (1, 3):
-        transport = dataclasses.replace(FOLDER, bandwidth_bytes_per_s=factor * bandwidth_bytes_per_s)
-        simulation, _ = play(dataclasses.replace(calm, transport=transport), batches, KeepGoing())
-        ends.append(simulation.ledger.steps[-1].end_s)
-    assert ends[1] <= ends[0]
-
-
-def test_a_beat_asks_the_policy() -> None:
-    seen: list[Event] = []
-
-    class Watching(KeepGoing):
-        def decide(self, at_s: float, event: Event, places: Mapping[int, PlaceView]) -> Sequence[Action]:
-            seen.append(event)
-            return super().decide(at_s, event, places)
-
-    simulation = Simulation(setup_of(place(0)), Watching())
-    batch = batch_of([(5, [200])])
-    simulation.step(batch, spread_out(batch, 1))
-    assert seen.count(Serving(0)) == 1
-    assert seen.count(Beat()) >= 13  # seven seconds until it serves, at two beats a second
+    batch = batch_of([(5, [3, 3])])
+    with pytest.raises(SimulationError, match="leaves 1 samples without a place, such as 1"):
+        one_step(setup_of(actor(0)), Idler(Start(0), Assign(0, np.array([0]))), batch)
+    with pytest.raises(SimulationError, match="2 samples are left, and no actor serves or will"):
+        one_step(setup_of(actor(0)), Idler(Assign(0, np.array([0, 1]))), batch)
+    with pytest.raises(ValueError, match=r"a response of 201 tokens, above max_tokens \(200\)"):
+        one_step(setup_of(actor(0)), Evenly(), batch_of([(5, [201])]))

@@ -1,0 +1,50 @@
+"""What is due on the agenda of a simulation. Events name a place, and the turn there that they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A start that was asked for ahead of time."""
+
+    place: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A start or wake-up is through."""
+
+    place: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load of the weights after `step` training steps is through."""
+
+    place: int
+    turn: int
+    step: int
+    begun_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The machine under a replica is taken away."""
+
+    place: int
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """A service or the learner has done its work of a step."""
+
+    place: int
+    step: int
+
+
+Happening = Due | Up | Loaded | Interrupted | Worked

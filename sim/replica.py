@@ -1,0 +1,59 @@
+"""One incarnation of a replica: its life cycle, with everything it did written down."""
+
+from __future__ import annotations
+
+from rlhfless.records import FunctionName, Holding, ReplicaState, WeightVersion, Work
+from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
+from rlhfless.scaling.placement import Seat
+from rlhfless.sim.engine import Engine
+from rlhfless.sim.ledger import Ledger
+
+DRAINABLE = frozenset({ReplicaState.STALE, ReplicaState.SERVING})
+
+
+class Replica:
+    """One incarnation at a place."""
+
+    def __init__(self, ledger: Ledger, function: FunctionName, name: str, seat: Seat, at_s: float, number: int) -> None:
+        self._ledger = ledger
+        self.number = number
+        """Which life of the place this is."""
+        self.life = Lifecycle(ReplicaIdentity(function, name, f"{name}-life{number}", seat), at_s)
+        self.asleep: str | None = None
+        """The tier it sleeps in."""
+        self.busy_s = at_s
+        """When it is done with all it has been given; of an engine, see there."""
+        self.engine: Engine | None = None
+        """Of a generation actor, while it has samples of a step."""
+
+    @property
+    def state(self) -> ReplicaState:
+        return self.life.state
+
+    def note(self, closed: tuple[Holding, ...]) -> None:
+        """Writes down what a transition of `life` closed."""
+        self._ledger.holdings.extend(closed)
+
+    def called(self, work: Work, step: int, start_s: float, end_s: float, **figures: int | str) -> None:
+        """Writes down a call; `figures` are further fields of Invocation."""
+        self._ledger.called(self.life.identity, work, step, start_s, end_s, **figures)
+
+    def serve(self, version: WeightVersion, at_s: float) -> None:
+        """From STARTING to SERVING, for functions whose loading is part of their start."""
+        self.note(self.life.started(at_s))
+        self.note(self.life.ask(version, at_s))
+        self.note(self.life.loaded(version, at_s))
+        self.busy_s = at_s
+
+    def sleep(self, tier: str, at_s: float) -> None:
+        """Drains, and gives its device up."""
+        self.note(self.life.drain(at_s))
+        self.note(self.life.sleep(at_s))
+        self.asleep, self.engine = tier, None
+
+    def end(self, at_s: float) -> None:
+        """Gives its device back, in order."""
+        if self.life.state in DRAINABLE:
+            self.note(self.life.drain(at_s))
+        if self.life.state.holds_device:
+            self.note(self.life.retire(at_s))

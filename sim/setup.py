@@ -1,0 +1,188 @@
+"""What a simulated run is made of: rooms for replicas, what is done in each, and what lies between them.
+
+Places are numbered: generation first, then the services, then the learner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from rlhfless.records import FunctionName, Work
+from rlhfless.scaling.placement import Seat
+from rlhfless.sim.engine import EngineShape, PricedModel
+
+_ROUNDING = 1e-9
+
+
+class TransportKind(StrEnum):
+    """How weights reach an actor."""
+
+    FOLDER = "folder"
+    HTTP = "http"
+    NCCL = "nccl"
+    P2P = "p2p"
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """Weights on their way to the actors. Raises ValueError for a bandwidth that moves nothing."""
+
+    kind: TransportKind
+    bandwidth_bytes_per_s: float
+    """Of one actor's link; over HTTP, of the one server that all pull from at once."""
+    fixed_s: float
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth_bytes_per_s > 0:
+            raise ValueError(f"bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s}; it must be above 0")
+
+    def load_s(self, readers: int) -> float:
+        """Until `readers` actors that begin together have the weights: a broadcast and a chain of peers take as long
+        as one, and only a server's link is divided."""
+        copies = readers if self.kind is TransportKind.HTTP else 1
+        return self.fixed_s + copies * self.size_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What moves between actors, and what it costs."""
+
+    beat_s: float
+    """Between two beats of a step."""
+    move_s: float
+    """A sample from one actor to another, by its tokens."""
+    kv_token_s: float = math.inf
+    """Seconds per token more if its KV travels too; infinite where no connector does that."""
+
+    def __post_init__(self) -> None:
+        if not self.beat_s > 0:
+            raise ValueError(f"beat_s is {self.beat_s}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Room for one replica, and how one comes up there."""
+
+    seat: Seat
+    node: str
+    start_s: float
+    """A cold start, from the process's begin until it is up; for generation without the weights."""
+    wake_s: Mapping[str, float]
+    """By sleep tier."""
+    beside: bool = False
+    """It may be awake beside others on its devices: CPU cores, or a device with memory for both. The functions' times
+    are then those that they have side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorShape:
+    """Room for a generation actor."""
+
+    site: Site
+    engine: EngineShape
+    prices: PricedModel
+    slowdown: float = 1.0
+    """Above 1: a straggler."""
+    spot_mean_s: float = math.inf
+    """Mean time until it is interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceShape:
+    """Room for scoring, a reward model or the reference, which take complete groups, first come, first served."""
+
+    site: Site
+    function: FunctionName
+    work: Work
+    group_s: float
+    """Per group, whatever its size."""
+    token_s: float
+    """Per token of prompt and response."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerShape:
+    """Room for the learner: seconds of a fixed part and per token of prompt and response."""
+
+    site: Site
+    fixed_s: float
+    evaluate_token_s: float
+    """0: one update per batch needs no pass before it."""
+    learn_token_s: float
+    publish_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A fleet and how it is used.
+
+    Raises ValueError for one_step_off on shared devices, for shares of a slot that add up to more than 1, and for
+    actors that prefill only and cannot hand their KV over.
+    """
+
+    actors: tuple[ActorShape, ...]
+    services: tuple[ServiceShape, ...]
+    learner: LearnerShape
+    transport: Transport
+    links: Links
+    schedule: Literal["sync", "one_step_off"]
+    """`sync`: the next step begins when the weights of this one are published. `one_step_off`: when its generation
+    has ended, with the weights of the step before, so that generation and learning overlap."""
+    node_s: float
+    """Until a node is there that nobody has used yet, or a machine in place of one that was taken away."""
+    max_tokens: int
+    """The longest response."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.schedule == "one_step_off" and self._takes_turns():
+            raise ValueError("schedule one_step_off overlaps generation and learning; give them devices of their own")
+        self._check_shares()
+        self._check_hand_over()
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """By place."""
+        rooms: tuple[ActorShape | ServiceShape | LearnerShape, ...] = (*self.actors, *self.services, self.learner)
+        return tuple(room.site for room in rooms)
+
+    @property
+    def functions(self) -> tuple[FunctionName, ...]:
+        """By place."""
+        services = (service.function for service in self.services)
+        return (*[FunctionName.GENERATION] * len(self.actors), *services, FunctionName.LEARNER)
+
+    def _takes_turns(self) -> bool:
+        """Whether the learner shares a slot with an actor that it may not be awake beside."""
+        alone = {slot.name for actor in self.actors if not actor.site.beside for slot in actor.site.seat.slots}
+        learner = self.learner.site
+        return not learner.beside and any(slot.name in alone for slot in learner.seat.slots)
+
+    def _check_hand_over(self) -> None:
+        prefill_only = [actor.engine.prefill_only for actor in self.actors]
+        if any(prefill_only) and math.isinf(self.links.kv_token_s):
+            raise ValueError("links.kv_token_s is infinite, so actors that prefill only can hand nothing over; set it")
+        if all(prefill_only):
+            raise ValueError("no actor decodes; give at least one an engine without prefill_only")
+
+    def _check_shares(self) -> None:
+        """Those side by side hold their shares at once; of those that take turns, the largest counts."""
+        beside: dict[str, float] = defaultdict(float)
+        in_turn: dict[str, float] = defaultdict(float)
+        for site in self.sites:
+            for slot in site.seat.slots:
+                if site.beside:
+                    beside[slot.name] += site.seat.share
+                else:
+                    in_turn[slot.name] = max(in_turn[slot.name], site.seat.share)
+        for name in beside.keys() | in_turn.keys():
+            if beside[name] + in_turn[name] > 1 + _ROUNDING:
+                raise ValueError(
+                    f"the shares of device {name!r} add up to {beside[name] + in_turn[name]:g}; lower them"
+                )

@@ -1,0 +1,245 @@
+"""Whole RLHF steps: sync, generate, score and reference as groups complete, evaluate, learn, publish.
+
+Whoever is wanted and not there is started then, and waited for: a service by its first complete group, the learner by
+the last group that all services are through with. Generation is started by the policy alone.
+
+The policy is asked at every event of `rlhfless.scaling.policy`; beats come while samples are drawn. With
+`one_step_off` the events of a step's services and learner come while the next one is drawn; they show their own step.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rlhfless.records import ReplicaState
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.policy import (
+    Action,
+    Assign,
+    Beat,
+    Event,
+    Generated,
+    Idle,
+    Lost,
+    Move,
+    Note,
+    Policy,
+    Release,
+    Serving,
+    StepBegan,
+    StepEnded,
+)
+from rlhfless.scaling.prices import PriceBook
+from rlhfless.sim.events import Interrupted, Loaded, Up, Worked
+from rlhfless.sim.fleet import Fleet, SimulationError
+from rlhfless.sim.generation import Generation
+from rlhfless.sim.ledger import Ledger
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.setup import Setup
+from rlhfless.sim.view import Window, fleet_view
+from rlhfless.sim.work import StepUnderWay, learn, take
+
+PATIENCE, DESPAIR = 1_000, 100_000
+"""Questions to a policy in a row between which nobody works, after which it is not waited for any longer: if nothing is
+due either, and if something still is (a loop of starts and releases)."""
+
+
+class Simulation:
+    """A run on the virtual clock, which starts at 0 with nobody up."""
+
+    def __init__(self, setup: Setup, policy: Policy, prices: PriceBook) -> None:
+        self.setup = setup
+        self.ledger = Ledger()
+        self.fleet = Fleet(setup, self.ledger)
+        self.now_s = 0.0
+        self._policy = policy
+        self._prices = prices
+        self._fleet_view = fleet_view(setup, prices)
+        first = len(setup.actors)
+        self._services = dict(enumerate(setup.services, first))
+        self._learner = first + len(setup.services)
+        self._steps: list[StepUnderWay] = []
+        """Oldest first; the last one is drawn, unless it has been."""
+        self._begun = 0
+        self._beat_s = 0.0
+        self._vain = 0
+        """Questions to the policy since it was known that somebody works."""
+
+    def step(self, batch: RolloutBatch) -> Generation:
+        """Draws the samples of a step, and goes on until the next one may begin: with `sync` to its end, with
+        `one_step_off` to the end of the one before.
+
+        Raises SimulationError for a policy that forgets samples, asks for what cannot be done, or leaves somebody
+        waiting for ever; ValueError for a response beyond `max_tokens`.
+        """
+        longest = int(batch.response_tokens.max(initial=0))
+        if longest > self.setup.max_tokens:
+            raise ValueError(
+                f"step {batch.step} has a response of {longest} tokens, above max_tokens ({self.setup.max_tokens})"
+            )
+        off = self.setup.schedule == "one_step_off"
+        self.fleet.ask(max(self._begun - off, 0), self.now_s)
+        self._begun += 1
+        under_way = self._begin(batch)
+        while under_way.generated_s is None or len(self._steps) > off:
+            self._go_on()
+        return under_way.generation
+
+    def close(self) -> Trace:
+        """Ends the run, gives everything back, and returns what happened, without a row per response."""
+        while self._steps:
+            self._go_on()
+        self.fleet.close(self.now_s)
+        return self.ledger.trace(self._prices, self.fleet.beside())
+
+    def _begin(self, batch: RolloutBatch) -> StepUnderWay:
+        generation = Generation(self.fleet, batch)
+        window = Window(self._fleet_view, self.fleet, generation)
+        taken = {place: np.zeros(batch.groups, dtype=np.bool_) for place in self._services}
+        under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken)
+        self._steps.append(under_way)
+        self._ask(StepBegan(), under_way)
+        generation.check()
+        self.fleet.drawing = True
+        self.fleet.sync(self.now_s)
+        self._beat_s = self.now_s + self.setup.links.beat_s
+        return under_way
+
+    def _go_on(self) -> None:
+        """To the next event."""
+        current = self._steps[-1]
+        drawing = current.generated_s is None
+        until_s = max(self.now_s, min(self.fleet.agenda.next_s, self._beat_s if drawing else math.inf))
+        if math.isinf(until_s):
+            raise SimulationError(self.fleet.stuck() or "nobody works, and nothing is due")
+        if not (drawing and self._draw(current, until_s)):
+            self.now_s = until_s
+            if self.fleet.agenda.next_s <= until_s:
+                self._happen()
+            elif drawing:
+                self._beat_s = until_s + self.setup.links.beat_s
+                self._ask(Beat(), current)
+        self._want()
+
+    def _draw(self, current: StepUnderWay, until_s: float) -> bool:
+        """Brings generation to `until_s`. Returns whether it came to its end, and the clock to that."""
+        generation = current.generation
+        generation.advance(until_s)
+        self._want()
+        if generation.unfinished or generation.end_s > until_s:
+            return False
+        self.now_s = current.generated_s = max(self.now_s, generation.end_s)
+        self.fleet.drawing = False
+        generation.close()
+        for place in self._services:
+            self._take(place)
+        if not self._services:
+            current.ready_s = self.now_s
+        self._ask(Generated(), current)
+        return True
+
+    def _happen(self) -> None:
+        at_s, event = self.fleet.agenda.pop()
+        current = self._steps[-1]
+        if isinstance(event, Worked):
+            self._worked(event)
+        elif isinstance(event, Interrupted):
+            self._interrupted(at_s, event, current)
+        elif self.fleet.happen(at_s, event):
+            if isinstance(event, Up) and event.place in self._services:
+                self._take(event.place)
+            elif isinstance(event, Loaded):
+                current.generation.serving(event.place, at_s)
+                self._ask(Serving(event.place), current)
+
+    def _worked(self, event: Worked) -> None:
+        self._vain = 0
+        under_way = next(step for step in self._steps if step.number == event.step)
+        if event.place != self._learner:
+            under_way.served.add(event.place)
+            if len(under_way.served) == len(self._services):
+                under_way.ready_s = self.now_s
+            self._ask(Idle(event.place), under_way)
+            return
+        self.ledger.steps.append(under_way.record(self.now_s))
+        self._ask(Idle(event.place), under_way)
+        self._ask(StepEnded(under_way.begun_s, self.now_s), under_way)
+        self._steps.remove(under_way)
+
+    def _interrupted(self, at_s: float, event: Interrupted, current: StepUnderWay) -> None:
+        replica = self.fleet.replicas.get(event.place)
+        if replica is None or replica.number != event.life:
+            return
+        at_s, samples = current.generation.lost(event.place, at_s)
+        self.fleet.happen(at_s, event)
+        self._ask(Lost(event.place, samples), current)
+        current.generation.check()
+
+    def _want(self) -> None:
+        """Starts whoever is wanted and not there; the learner begins if it is."""
+        for place in self._services:
+            if not self.fleet.there(place):
+                since_s = [step.first_s(place) for step in self._steps if step.wants(place)]
+                if since_s:
+                    self.fleet.start(place, max(min(since_s), self.now_s))
+        first = self._steps[0] if self._steps else None
+        if first is None or first.ready_s is None or first.learning:
+            return
+        if not self.fleet.there(self._learner):
+            self.fleet.start(self._learner, self.now_s)
+        elif self.fleet.state(self._learner) is ReplicaState.SERVING:
+            replica = self.fleet.replicas[self._learner]
+            learn(self.setup.learner, replica, first, max(first.ready_s, replica.busy_s))
+            first.learning = True
+            self.fleet.agenda.add(replica.busy_s, Worked(self._learner, first.number))
+
+    def _take(self, place: int) -> None:
+        """A service works on all that is there, if it is up; with the last group of a step, its end is foreseen."""
+        serves = self.fleet.state(place) is ReplicaState.SERVING
+        for step in self._steps:
+            if serves:
+                take(self._services[place], place, self.fleet.replicas[place], step)
+            if step.generated_s is not None and step.foresee(place):
+                end_s = max(step.done_s[place], self.now_s)
+                self.fleet.agenda.add(end_s, Worked(place, step.number))
+
+    def _ask(self, event: Event, under_way: StepUnderWay) -> None:
+        self._wait(under_way)
+        for action in self._policy.decide(self.now_s, event, under_way.window.look()):
+            self._carry_out(action, under_way.generation)
+
+    def _wait(self, under_way: StepUnderWay) -> None:
+        """Raises SimulationError if nobody has worked for too long."""
+        self._vain += 1
+        if self._vain <= PATIENCE or (math.isfinite(self.fleet.agenda.next_s) and self._vain <= DESPAIR):
+            return
+        if under_way.generation.working:
+            self._vain = 0
+            return
+        left = under_way.generation.unfinished
+        raise SimulationError(
+            self.fleet.stuck() or f"{left} samples are left, and no actor serves or will; Start one and give it samples"
+        )
+
+    def _carry_out(self, action: Action, generation: Generation) -> None:
+        if isinstance(action, Note):
+            self.ledger.decisions.append(action.decision)
+        elif isinstance(action, Assign):
+            generation.assign(action, self.now_s)
+        elif isinstance(action, Move):
+            generation.move(action, self.now_s)
+        elif isinstance(action, Release):
+            self._release(action)
+        elif action.at_s is None or action.at_s <= self.now_s:
+            self.fleet.start(action.place, self.now_s)
+        else:
+            self.fleet.start_later(action.place, action.at_s)
+
+    def _release(self, release: Release) -> None:
+        if release.place in self._services:
+            self._take(release.place)
+        elif release.place != self._learner:
+            self._steps[-1].generation.leave(release.place)
+        self.fleet.release(release.place, self.now_s, release.tier)

@@ -1,0 +1,107 @@
+"""What a policy sees of a simulation: the rooms of a setup at the prices of a book, and a step by its own arrays."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhfless.records import ReplicaState
+from rlhfless.scaling.placement import Seat
+from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Room, StepView
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+from rlhfless.sim.fleet import Fleet
+from rlhfless.sim.generation import Generation
+from rlhfless.sim.setup import ActorShape, Setup
+
+N = TypeVar("N", bound=np.generic)
+
+place_view = lru_cache(maxsize=1 << 16)(PlaceView)
+"""Places look alike; it is quicker to find a view than to make one."""
+
+
+def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
+    """The rooms of a setup, by place. Raises PriceError for a device kind without a price.
+
+    A device costs what releasing it would save: of owned hardware only what somebody else pays for it. Asleep it
+    costs the book's residency, and where there is none, the device, unless somebody else is awake on it. Stragglers
+    look like all others, and all actors are taken to load their weights at once.
+    """
+    actors = setup.actors
+    rooms = tuple(
+        Room(
+            function=function,
+            kind=site.seat.slots[0].kind,
+            devices=tuple(slot.name for slot in site.seat.slots),
+            node=site.node,
+            usd_per_s=_usd_per_s(site.seat, prices, asleep=False),
+            start_s=site.start_s,
+            wake_s=site.wake_s,
+            resident_usd_per_s=dict.fromkeys(site.wake_s, _usd_per_s(site.seat, prices, asleep=True)),
+            engine=_engine_room(actors[place]) if place < len(actors) else None,
+            beside=site.beside,
+        )
+        for place, (function, site) in enumerate(zip(setup.functions, setup.sites, strict=True))
+    )
+    links = setup.links
+    load_s = setup.transport.load_s(len(actors))
+    return FleetView(rooms, load_s, links.move_s, links.kv_token_s, links.beat_s, setup.max_tokens)
+
+
+class Window:
+    """A step as a policy sees it. Its arrays are those of the simulation; only the places are made anew."""
+
+    def __init__(self, fleet_view: FleetView, fleet: Fleet, generation: Generation) -> None:
+        batch, table = generation.progress.batch, generation.progress.table
+        self._fleet = fleet
+        self._generation = generation
+        self._view = partial(
+            StepView,
+            fleet=fleet_view,
+            step=batch.step,
+            prompt_ids=batch.prompt_ids,
+            prompt_tokens=_read_only(batch.prompt_tokens),
+            group=_read_only(table.group),
+            tokens=_read_only(table.tokens),
+            finished=_read_only(table.finished),
+            truncated=_read_only(table.truncated),
+            home=_read_only(generation.home),
+        )
+
+    def look(self) -> StepView:
+        """The step and the fleet now."""
+        return self._view(places=self._places())
+
+    def _places(self) -> tuple[PlaceView, ...]:
+        return tuple(self._place(place) for place in range(len(self._fleet.sites)))
+
+    def _place(self, place: int) -> PlaceView:
+        state = self._fleet.state(place)
+        tier = self._fleet.replicas[place].asleep if state is ReplicaState.SLEEPING else None
+        return place_view(state, tier, *self._generation.counts(place))
+
+
+def _read_only(column: NDArray[N]) -> NDArray[N]:
+    """The same memory, protected."""
+    seen = column.view()
+    seen.flags.writeable = False
+    return seen
+
+
+def _usd_per_s(seat: Seat, prices: PriceBook, *, asleep: bool) -> float:
+    total = 0.0
+    for slot in seat.slots:
+        device = prices.device(slot.kind)
+        if asleep and device.residency is not None:
+            total += device.residency.usd_per_hour
+        else:
+            total += device.saved_usd_per_hour
+    return total * seat.share / SECONDS_PER_HOUR
+
+
+def _engine_room(actor: ActorShape) -> EngineRoom:
+    shape = actor.engine
+    tokens = shape.kv_blocks * shape.block_tokens
+    return EngineRoom(actor.prices.model, tokens, shape.max_sequences, shape.prefill_only)

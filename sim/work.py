@@ -1,0 +1,118 @@
+"""What happens to responses once they are drawn: services take complete groups, then the learner takes the step.
+
+A replica that is up takes all that is there for it, first come, first served. So its work need not be looked at before
+somebody asks: when the step's generation has ended, when it is to be released, or when it comes up after either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlhfless.records import StepRecord, Work
+from rlhfless.scaling.intervals import Interval
+from rlhfless.sim.generation import Generation
+from rlhfless.sim.kernel import Flags, Floats
+from rlhfless.sim.replica import Replica
+from rlhfless.sim.setup import LearnerShape, ServiceShape
+from rlhfless.sim.view import Window
+
+JOIN_S = 0.030
+"""Groups whose work follows that closely are one call, as in the runtime (`rlhfless.loop.experience`)."""
+
+
+@dataclass
+class StepUnderWay:
+    """A step, from its begin until its weights are published."""
+
+    number: int
+    generation: Generation
+    window: Window
+    begun_s: float
+    taken: dict[int, Flags]
+    """`[groups]`, by the place of a service: those that it has taken."""
+    generated_s: float | None = None
+    ready_s: float | None = None
+    """When all services were through with it."""
+    learning: bool = False
+    done_s: dict[int, float] = field(default_factory=dict)
+    """When a service has done, or will have done, all that it has taken."""
+    foreseen: set[int] = field(default_factory=set)
+    """Places of services that have taken all groups."""
+    served: set[int] = field(default_factory=set)
+    """Places of services that are through with it."""
+
+    def wants(self, place: int) -> bool:
+        """Whether groups are complete that the service at a place has not taken."""
+        return self.generation.progress.complete_groups > int(np.count_nonzero(self.taken[place]))
+
+    def first_s(self, place: int) -> float:
+        """Since when one of them has been waiting."""
+        progress = self.generation.progress
+        complete = progress.complete
+        return float(progress.table.complete_s[complete[~self.taken[place][complete]]].min())
+
+    def foresee(self, place: int) -> bool:
+        """Whether a service has taken the last group now; only once."""
+        if place in self.foreseen or not self.taken[place].all():
+            return False
+        self.foreseen.add(place)
+        return True
+
+    def record(self, end_s: float) -> StepRecord:
+        """The step, once it has ended."""
+        batch, generated_s = self.generation.progress.batch, self.generated_s or end_s
+        metrics = {
+            "generation_s": generated_s - self.begun_s,
+            "response_tokens": float(batch.response_tokens.sum()),
+            "responses": float(batch.samples),
+        }
+        return StepRecord(batch.step, self.begun_s, end_s, metrics)
+
+
+def take(shape: ServiceShape, place: int, replica: Replica, under_way: StepUnderWay) -> None:
+    """A service that is up works on all complete groups of a step that it has not had."""
+    progress, taken = under_way.generation.progress, under_way.taken[place]
+    groups = progress.complete[~taken[progress.complete]]
+    if not len(groups):
+        return
+    batch, table = progress.batch, progress.table
+    groups = groups[np.argsort(table.complete_s[groups], kind="stable")]
+    tokens = np.bincount(batch.group, table.prompt + table.target, minlength=batch.groups)[groups]
+    arrival_s = np.maximum(table.complete_s[groups], replica.busy_s)
+    service_s: Floats = shape.group_s + shape.token_s * tokens.astype(np.float64)
+    for start_s, end_s in first_come_first_served(arrival_s, service_s):
+        replica.called(shape.work, batch.step, start_s, end_s)
+        replica.busy_s = end_s
+    taken[groups] = True
+    under_way.done_s[place] = replica.busy_s
+
+
+def learn(shape: LearnerShape, replica: Replica, under_way: StepUnderWay, at_s: float) -> None:
+    """The learner evaluates, learns and publishes, from `at_s` on."""
+    batch = under_way.generation.progress.batch
+    tokens = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
+    now_s = at_s
+    for work, spent_s in (
+        (Work.EVALUATE, shape.evaluate_token_s * tokens),
+        (Work.LEARN, shape.fixed_s + shape.learn_token_s * tokens),
+        (Work.PUBLISH, shape.publish_s),
+    ):
+        if spent_s > 0:
+            replica.called(work, batch.step, now_s, now_s + spent_s)
+        now_s += spent_s
+    replica.busy_s = now_s
+
+
+def first_come_first_served(arrival_s: Floats, service_s: Floats) -> list[Interval]:
+    """When one server works, as disjoint spans: jobs that follow each other within JOIN_S are one.
+
+    `arrival_s` ascends. The end of job i is the largest, over j <= i, of arrival j plus all service from j to i.
+    """
+    before_s = np.cumsum(service_s) - service_s
+    start_s = np.maximum.accumulate(arrival_s - before_s) + before_s
+    end_s = start_s + service_s
+    opens = np.concatenate([[True], arrival_s[1:] > end_s[:-1] + JOIN_S])
+    closes = np.concatenate([opens[1:], [True]])
+    return list(zip(start_s[opens].tolist(), end_s[closes].tolist(), strict=True))

@@ -1,0 +1,147 @@
+"""Policies that are as plain as can be, for tests of the simulator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.scaling.policy import (
+    Action,
+    Assign,
+    Beat,
+    Event,
+    Generated,
+    Idle,
+    Lost,
+    Move,
+    Release,
+    Start,
+    StepBegan,
+    StepView,
+)
+
+ASLEEP = (None, ReplicaState.SLEEPING)
+
+
+class Evenly:
+    """Keeps everybody up, and gives every actor the same number of groups. What is lost goes to the place with the
+    fewest samples, and the place that lost its actor gets a new one."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, Event]] = []
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        self.seen.append((at_s, event))
+        if isinstance(event, StepBegan):
+            return spread_out(view)
+        if isinstance(event, Lost):
+            alive = [place for place in first_places(view) if view.places[place].state not in ASLEEP]
+            target = min(alive, key=lambda place: len(view.samples_at(place)), default=event.place)
+            return (Start(event.place), Assign(target, event.samples))
+        return ()
+
+
+class InTurns(Evenly):
+    """Nobody is up who does not work: actors are released when generation has ended, the others when they are idle.
+    With a tier, they sleep instead."""
+
+    def __init__(self, tier: str | None = None) -> None:
+        super().__init__()
+        self.tier = tier
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        if isinstance(event, Generated):
+            return [
+                Release(place, self.tier)
+                for place in view.fleet.generation()
+                if view.places[place].state is ReplicaState.SERVING
+            ]
+        if isinstance(event, Idle):
+            return (Release(event.place, self.tier),)
+        return super().decide(at_s, event, view)
+
+
+class Scripted(Evenly):
+    """Evenly, with further answers of the test's own."""
+
+    def __init__(self, answer: Callable[[float, Event, StepView], Sequence[Action]]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        return (*super().decide(at_s, event, view), *self.answer(at_s, event, view))
+
+
+class Restless:
+    """Moves, releases, wakes and restarts at random; but whoever is through with a step makes room for the others."""
+
+    def __init__(self, seed: int, with_kv: bool) -> None:
+        self.random = np.random.default_rng(seed)
+        self.with_kv = with_kv
+        self.asked = 0
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        self.asked += 1
+        if isinstance(event, StepBegan):
+            return spread_out(view)
+        if isinstance(event, Lost):
+            return (Start(event.place), Assign(event.place, event.samples))
+        if isinstance(event, Generated):
+            there = [place for place in view.fleet.generation() if view.places[place].state not in ASLEEP]
+            return [Release(place, self.tier(view, place)) for place in there] + self.ahead(at_s, view)
+        if isinstance(event, Idle):
+            there = view.places[event.place].state is ReplicaState.SERVING
+            return (Release(event.place, self.tier(view, event.place)),) if there else ()
+        return self.fidget(view) if isinstance(event, Beat) else ()
+
+    def fidget(self, view: StepView) -> Sequence[Action]:
+        """Something that makes no sense, and is allowed."""
+        count = len(view.fleet.generation())
+        others = [Release(place) for place in range(count, len(view.places)) if view.places[place].state not in ASLEEP]
+        if others and self.random.integers(4) == 0:
+            return others
+        source, target = self.random.integers(count, size=2).tolist()
+        there, samples = view.places[source], view.samples_at(source)
+        if there.state in ASLEEP:
+            return (Start(source),)
+        if source == target or self.asked > 400:
+            return ()
+        if not len(samples):
+            idle = there.state is ReplicaState.SERVING
+            return (Release(source, self.tier(view, source)),) if idle else ()
+        if view.places[target].state in ASLEEP:
+            return (Start(target), Move(source, target, samples[:1]))
+        return (Move(source, target, self.random.permutation(samples)[: 1 + len(samples) // 2], self.with_kv),)
+
+    def ahead(self, at_s: float, view: StepView) -> list[Action]:
+        """Starts for a time to come, where nobody else wants the device; some will be void."""
+        crowd = Counter(device for room in view.fleet.rooms for device in room.devices)
+        alone = [place for place, room in enumerate(view.fleet.rooms) if crowd[room.devices[0]] == 1]
+        places = self.random.choice(alone, size=2).tolist()
+        return [Start(place, at_s + float(self.random.uniform(0.1, 2.0))) for place in places]
+
+    def tier(self, view: StepView, place: int) -> str | None:
+        """Any, or none; who is not up yet can only be released."""
+        if view.places[place].state is ReplicaState.STARTING:
+            return None
+        return str(self.random.choice(list(view.fleet.rooms[place].wake_s))) if self.random.integers(2) else None
+
+
+def first_places(view: StepView) -> list[int]:
+    """Where samples begin: on the actors that prefill, if there are some."""
+    places = view.fleet.generation()
+    prefill = [place for place in places if view.fleet.rooms[place].engine.prefill_only]
+    return prefill or list(places)
+
+
+def spread_out(view: StepView) -> list[Action]:
+    """Everybody up, and the groups in turn on the places where samples begin."""
+    first = first_places(view)
+    starts: list[Action] = []
+    for place, room in enumerate(view.fleet.rooms):
+        if room.function is FunctionName.GENERATION and view.places[place].state in ASLEEP:
+            starts.append(Start(place))
+    return starts + [Assign(place, np.flatnonzero(view.group % len(first) == turn)) for turn, place in enumerate(first)]

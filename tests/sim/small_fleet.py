@@ -1,0 +1,77 @@
+"""A small fleet with round figures, for tests of whole steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import date
+
+from naive_engine import LinearModel
+
+from rlhfless.records import FunctionName, Work
+from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.prices import DevicePrice, PriceBook, Residency
+from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+
+MODEL = LinearModel()
+PRICED = PricedModel(MODEL, 8)
+SHAPE = EngineShape(max_sequences=8, kv_blocks=60, block_tokens=4, chunk_tokens=None)
+TODAY = date(2026, 11, 21)
+PRICES = PriceBook(
+    devices=(
+        DevicePrice(kind="cpu-core", usd_per_hour=0.036, source="test", as_of=TODAY),
+        DevicePrice(kind="h100", usd_per_hour=3.6, source="test", as_of=TODAY),
+    )
+)
+MEMORY = PriceBook(
+    devices=(
+        PRICES.devices[0],
+        DevicePrice(
+            kind="h100",
+            usd_per_hour=3.6,
+            source="test",
+            as_of=TODAY,
+            residency=Residency(usd_per_hour=0.36, source="test", as_of=TODAY),
+        ),
+    )
+)
+"""The same, with a price for host memory."""
+
+LINKS = Links(beat_s=0.5, move_s=0.01, kv_token_s=0.001)
+FOLDER = Transport(TransportKind.FOLDER, 1e9, 0.1, 200_000_000)  # 0.3 s
+
+
+def site(device: int, kind: str = "h100", start_s: float = 2.0, node: int | None = None, **changes: object) -> Site:
+    """One device, on the node of the same number."""
+    seat = Seat((Slot(f"{kind}-{device}", kind, device),), 1.0)
+    node = device if node is None else node
+    return dataclasses.replace(Site(seat, f"node-{node}", start_s, {"host": 0.5, "disk": 1.5}), **changes)
+
+
+def actor(device: int, **changes: object) -> ActorShape:
+    return dataclasses.replace(ActorShape(site(device), SHAPE, PRICED), **changes)
+
+
+def on(shape: ActorShape | ServiceShape | LearnerShape, where: Site) -> ActorShape | ServiceShape | LearnerShape:
+    """The same work elsewhere."""
+    return dataclasses.replace(shape, site=where)
+
+
+SCORING = ServiceShape(site(0, "cpu-core", 0.0), FunctionName.SCORING, Work.SCORE, 0.004, 0.0)
+REFERENCE = ServiceShape(site(0, start_s=0.7), FunctionName.REFERENCE, Work.LOGPROBS, 0.01, 0.0)
+LEARNER = LearnerShape(site(9, start_s=1.0, node=0), 0.2, 0.0, 0.001, 0.05)
+
+
+def setup_of(*actors: ActorShape, **changes: object) -> Setup:
+    """One scoring service on a CPU core, one learner on a device of its own."""
+    plain: dict[str, object] = {
+        "services": (SCORING,),
+        "learner": LEARNER,
+        "transport": FOLDER,
+        "links": LINKS,
+        "schedule": "sync",
+        "node_s": 5.0,
+        "max_tokens": 200,
+        "seed": 0,
+    }
+    return Setup(actors, **(plain | changes))

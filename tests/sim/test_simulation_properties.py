@@ -1,0 +1,153 @@
+"""What holds under any sequence of moves, releases, sleeps, starts and interruptions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simple_policies import Evenly, InTurns, Restless
+from small_fleet import FOLDER, LEARNER, LINKS, MODEL, PRICES, REFERENCE, SCORING, SHAPE, actor, on, setup_of, site
+from test_engine import batch_of
+
+from rlhfless.records import Holding, ReplicaState
+from rlhfless.scaling.accounting import summarise
+from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.policy import Policy
+from rlhfless.sim.generation import Generation
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.setup import Setup
+from rlhfless.sim.simulation import Simulation
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A fleet, what it draws, and a policy's seed."""
+
+    setup: Setup
+    batches: list[RolloutBatch]
+    seed: int
+
+    def restless(self) -> Restless:
+        return Restless(self.seed, with_kv=self.seed % 2 == 0)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """Up to three actors; the reference shares a device with the first one, the learner perhaps with the last."""
+    count = draw(st.integers(1, 3))
+    spot_mean_s = draw(st.sampled_from([math.inf, 4.0, 20.0]))
+    actors = [actor(i, spot_mean_s=spot_mean_s, slowdown=draw(st.sampled_from([1.0, 2.0]))) for i in range(count)]
+    if count > 1 and draw(st.booleans()):
+        actors[0] = dataclasses.replace(actors[0], engine=dataclasses.replace(SHAPE, prefill_only=True))
+    lengths = st.lists(st.integers(1, 120), min_size=1, max_size=4)
+    groups = st.lists(st.tuples(st.integers(1, 40), lengths), min_size=1, max_size=5)
+    batches = [dataclasses.replace(batch_of(draw(groups)), step=step) for step in range(1, draw(st.integers(2, 4)))]
+    schedule = draw(st.sampled_from(["sync", "one_step_off"]))
+    shared = schedule == "sync" and draw(st.booleans())
+    learner = on(LEARNER, site(count - 1, start_s=1.0)) if shared else LEARNER
+    seed = draw(st.integers(0, 1000))
+    setup = setup_of(*actors, seed=seed, schedule=schedule, learner=learner, services=(SCORING, REFERENCE))
+    return Run(setup, batches, seed)
+
+
+def play(setup: Setup, batches: Sequence[RolloutBatch], policy: Policy) -> tuple[Simulation, list[Generation]]:
+    simulation = Simulation(setup, policy, PRICES)
+    return simulation, [simulation.step(batch) for batch in batches]
+
+
+def calm(setup: Setup) -> Setup:
+    """Without faults."""
+    actors = tuple(dataclasses.replace(actor, spot_mean_s=math.inf) for actor in setup.actors)
+    return dataclasses.replace(setup, actors=actors)
+
+
+def crowd(holdings: Sequence[Holding]) -> float:
+    """The largest share of a slot that is billed at any instant."""
+    edges: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for holding in holdings:
+        edges[holding.device] += [(holding.start_s, holding.share), (holding.end_s, -holding.share)]
+    sums = (itertools.accumulate(share for _, share in sorted(changes)) for changes in edges.values())
+    return max(total for slot in sums for total in slot)
+
+
+@given(runs())
+@settings(max_examples=60, deadline=None)
+def test_nothing_is_lost_doubled_or_billed_twice(run: Run) -> None:
+    simulation, drawn = play(run.setup, run.batches, run.restless())
+    for batch, generation in zip(run.batches, drawn, strict=True):
+        table = generation.progress.table
+        assert table.tokens.tolist() == batch.response_tokens.tolist()
+        assert table.finished.all()
+        assert np.isfinite(table.finish_s).all()
+        assert (generation.actor_of >= 0).all()
+    trace = simulation.close()
+    assert [step.step for step in trace.steps] == [batch.step for batch in run.batches]
+    total = summarise(trace, PRICES).total  # raises if holdings overlap
+    held_s = math.fsum(holding.device_s for holding in trace.holdings)
+    assert total.provisioned_device_s == pytest.approx(held_s, rel=1e-9)
+    assert total.unheld_s == pytest.approx(0.0, abs=1e-6)
+    assert total.cost_usd == pytest.approx(PRICES.cost_usd(trace.holdings))
+    assert crowd(trace.holdings) <= 1.0 + 1e-9
+    drawn_tokens = sum(call.output_tokens for call in trace.invocations)
+    needed = sum(int(batch.response_tokens.sum()) for batch in run.batches)
+    crashes = any(actor.spot_mean_s < math.inf for actor in run.setup.actors)
+    assert drawn_tokens >= needed if crashes else drawn_tokens == needed
+
+
+@given(runs())
+@settings(max_examples=20, deadline=None)
+def test_the_same_seed_gives_the_same_run(run: Run) -> None:
+    first, second = (play(run.setup, run.batches, run.restless())[0].close() for _ in range(2))
+    assert first == second
+
+
+@given(runs(), st.floats(1e6, 1e10))
+@settings(max_examples=20, deadline=None)
+def test_more_bandwidth_never_takes_longer(run: Run, bandwidth_bytes_per_s: float) -> None:
+    ends = []
+    for factor in (1, 3):
+        transport = dataclasses.replace(FOLDER, bandwidth_bytes_per_s=factor * bandwidth_bytes_per_s)
+        setup = dataclasses.replace(calm(run.setup), transport=transport)
+        simulation, _ = play(setup, run.batches, InTurns())
+        simulation.close()
+        ends.append(simulation.ledger.steps[-1].end_s)
+    assert ends[1] <= ends[0]
+
+
+@given(runs(), st.floats(0.05, 5.0))
+@settings(max_examples=20, deadline=None)
+def test_stopping_more_often_changes_nothing(run: Run, beat_s: float) -> None:
+    """A policy that does nothing at beats gets the same run with any beat."""
+    traces = []
+    for beats_s in (LINKS.beat_s, beat_s):
+        setup = dataclasses.replace(run.setup, links=dataclasses.replace(LINKS, beat_s=beats_s))
+        apart = dataclasses.replace(setup, services=(SCORING,), learner=LEARNER)
+        traces.append(play(apart, run.batches, Evenly())[0].close())
+    for left, right in zip(traces[0].steps, traces[1].steps, strict=True):
+        assert left.end_s == pytest.approx(right.end_s, rel=1e-9)
+    bills = [PRICES.cost_usd(trace.holdings) for trace in traces]
+    assert bills[0] == pytest.approx(bills[1], rel=1e-9)
+
+
+@given(runs(), st.sampled_from([None, "host", "disk"]))
+@settings(max_examples=20, deadline=None)
+def test_no_step_is_shorter_than_its_longest_response(run: Run, tier: str | None) -> None:
+    simulation, _ = play(calm(run.setup), run.batches, InTurns(tier))
+    trace = simulation.close()
+    for batch, step in zip(run.batches, trace.steps, strict=True):
+        prompts = batch.prompt_tokens[batch.group]
+        alone_s = max(
+            decode_s(MODEL, 1, int(prompt) + 1, int(length) - 1)
+            for prompt, length in zip(prompts, batch.response_tokens, strict=True)
+        )
+        assert step.metrics["generation_s"] >= alone_s
+        assert step.end_s - step.start_s >= step.metrics["generation_s"]
+    if tier is not None:
+        assert any(holding.state is ReplicaState.STARTING for holding in trace.holdings)
