@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from rlhfless.loop.launch import Launcher
 from rlhfless.loop.ledger import Earlier, Ledger
 from rlhfless.loop.preflight import Prepared
 from rlhfless.loop.prompts import PromptOrder
+from rlhfless.loop.recovery import RECOVERABLE, clear
 from rlhfless.loop.run import Run
 from rlhfless.records import FunctionName
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints
@@ -30,6 +32,8 @@ from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
+
+log = logging.getLogger(__name__)
 
 JOURNAL_FILE = "journal.sqlite"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -124,11 +128,28 @@ async def _fleet(
 
 
 async def _begin(opening: Opening, run: Run, cluster: Cluster) -> int:
-    """Start or take over the fleet, and give it the weights to go on from; returns the first step."""
+    """Bring the fleet up; returns the first step.
+
+    A process that dies meanwhile is replaced if the run has been up before. A first start that fails would fail again.
+    """
+    left = await cluster.running(f"{run.run_id}-")
+    await together(*(pool.adopt(left, run.call(0)) for pool in run.pools))
+    tries = opening.spec.recovery.per_step if run.attempt > 1 else 0
+    while True:
+        try:
+            return await _start(opening, run)
+        except RECOVERABLE as fault:
+            if not tries:
+                raise
+            tries -= 1
+            log.warning("the start failed and is tried again (%d tries left): %s", tries, fault)
+            await clear(run, run.call(0))
+
+
+async def _start(opening: Opening, run: Run) -> int:
+    """Start what is missing of the fleet, and give it the weights to go on from; returns the first step."""
     actors = opening.spec.scaling.generation.min_actors
     with opening.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
-        left = await cluster.running(f"{run.run_id}-")
-        await together(*(pool.adopt(left, run.call(0)) for pool in run.pools))
         others = [pool.ready() for pool in run.pools if pool is not run.generation]
         await together(run.generation.ensure(actors), *others)
     with opening.console.waiting("checking that weight loads reach every tensor"):

@@ -13,6 +13,7 @@ import time
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.fleet.tasks import together
+from rlhfless.functions.base import Call
 from rlhfless.loop.run import Run
 from rlhfless.records import Decision
 
@@ -20,6 +21,12 @@ log = logging.getLogger(__name__)
 
 RECOVERABLE = (ReplicaLost, CallTimeout, FleetError)
 """Faults of a machine or a process. Wrong weights, bad rewards and full disks are not mended by trying again."""
+
+
+async def clear(run: Run, call: Call) -> None:
+    """Find out who is lost, and make room for others."""
+    await together(*(pool.weed(call) for pool in run.pools))
+    await together(*(pool.bury() for pool in run.pools))
 
 
 class Recovery:
@@ -61,8 +68,7 @@ class Recovery:
     async def _mend(self, step: int) -> int:
         run = self._run
         call = run.call(step)
-        await together(*(pool.weed(call) for pool in run.pools))
-        await together(*(pool.bury() for pool in run.pools))
+        await clear(run, call)
         if run.learner.replicas():
             await self._publish_again(step)
             return step
