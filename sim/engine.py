@@ -173,7 +173,7 @@ class Engine:
         """Runs all iterations that end at or before `until_s`. Returns the samples that ended, in order."""
         state, table, costs = self._state, self.progress.table, self._prices.costs
         while self._awake(until_s):
-            reason = kernel.run(state, table, costs, self._limits, until_s)
+            reason = kernel.run(state, table, costs, self._limits, until_s, False)
             if reason == kernel.UNPRICED:
                 wanted = state.counts[kernel.WANTED_TOKENS], state.counts[kernel.WANTED_CONTEXT]
                 self._prices.ask(int(wanted[0]), int(wanted[1]))
@@ -191,7 +191,7 @@ class Engine:
         """
         ended = self.advance(at_s)
         if self._busy and self.now_s < at_s:
-            kernel.end_iteration(self._state, self.progress.table, self._prices.costs, self._limits)
+            kernel.run(self._state, self.progress.table, self._prices.costs, self._limits, at_s, True)  # was priced
             ended = np.concatenate([ended, self._ended()])
         decoding = self._state.heap[: self.running] % kernel.STRIDE
         self._take_out(samples)

@@ -44,6 +44,12 @@ def compiled(function: F) -> F:
     return cast(F, njit(cache=True, error_model="numpy", forceinline=True)(function))
 
 
+def part(function: F) -> F:
+    """The same, of what is only called from machine code: without a way in from Python it compiles in less time."""
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast(F, njit(cache=True, error_model="numpy", forceinline=True, **options)(function))
+
+
 STRIDE = 1 << 24
 """Heap keys are finish iteration * STRIDE + sample: at most 16.8 M samples, and ties go to the lower sample."""
 
@@ -119,8 +125,9 @@ class State(NamedTuple):
 
 
 @compiled
-def run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float) -> int:
-    """Runs all iterations that end at or before `until_s`. Returns why it stopped."""
+def run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float, one: bool) -> int:
+    """Runs all iterations that end at or before `until_s`; with `one`, the next one, whenever it ends. Returns why it
+    stopped."""
     n, clock = state.counts, state.clock
     while True:
         _make_room(state, table, limits)
@@ -129,13 +136,13 @@ def run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float
             spent_s = _filling_s(state, costs, limits)
             if spent_s < 0:
                 return UNPRICED
-            if clock[NOW] + spent_s > until_s:
+            if clock[NOW] + spent_s > until_s and not one:
                 _count_tokens(state, table)
                 return REACHED
             clock[NOW] += spent_s
             _fill(state, table, limits)
         elif n[RUNNING] > 0:
-            iterations = _jump(state, table, costs, limits, until_s)
+            iterations = 1 if one else _jump(state, table, costs, limits, until_s)
             if iterations == 0:
                 _count_tokens(state, table)
                 return REACHED
@@ -144,27 +151,17 @@ def run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float
         else:
             return IDLE
         _finish(state, table, limits)
+        if one:
+            return REACHED
 
 
-@compiled
+@part
 def _count_tokens(state: State, table: Table) -> None:
     """Writes down how far those that decode have come."""
     n = state.counts
     for i in range(n[RUNNING]):
         sample = state.heap[i] % STRIDE
         table.tokens[sample] = table.target[sample] - (state.heap[i] // STRIDE - n[ITERATION])
-
-
-@compiled
-def end_iteration(state: State, table: Table, costs: Costs, limits: Limits) -> None:
-    """Runs the iteration under way, and nothing after it: its batch was chosen when `run` REACHED its end."""
-    if state.counts[FILLING] > 0:
-        state.clock[NOW] += _filling_s(state, costs, limits)
-        _fill(state, table, limits)
-    else:
-        state.clock[NOW] += _decode_s(state, costs, 1)
-        _decode(state, limits, 1)
-    _finish(state, table, limits)
 
 
 @compiled
@@ -199,7 +196,7 @@ def take_out(state: State, table: Table, limits: Limits, chosen: Flags) -> None:
     n[QUEUED] = kept
 
 
-@compiled
+@part
 def _make_room(state: State, table: Table, limits: Limits) -> None:
     """Preempts until the next decode iteration has its blocks."""
     n = state.counts
@@ -224,7 +221,7 @@ def _make_room(state: State, table: Table, limits: Limits) -> None:
         n[PREEMPTED] += 1
 
 
-@compiled
+@part
 def _admit(state: State, table: Table, limits: Limits) -> None:
     n = state.counts
     while n[QUEUED] > 0 and n[RUNNING] + n[FILLING] < limits.max_sequences:
@@ -258,7 +255,7 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
         n[FILLING] += 1
 
 
-@compiled
+@part
 def _filling_s(state: State, costs: Costs, limits: Limits) -> float:
     """Seconds of the next iteration, in which someone prefills; negative if a price is missing."""
     n = state.counts
@@ -297,7 +294,7 @@ def price_key_of(tokens: int, context: int) -> int:
     return tokens << 31 | context
 
 
-@compiled
+@part
 def _fill(state: State, table: Table, limits: Limits) -> None:
     """One iteration in which someone prefills."""
     n = state.counts
@@ -327,7 +324,7 @@ def _fill(state: State, table: Table, limits: Limits) -> None:
         state.left[i], state.done[i] = state.left[i + ready], state.done[i + ready]
 
 
-@compiled
+@part
 def _jump(state: State, table: Table, costs: Costs, limits: Limits, until_s: float) -> int:
     """How many decode iterations pass until something else happens; 0 if the first ends after `until_s`."""
     n = state.counts
@@ -342,7 +339,7 @@ def _jump(state: State, table: Table, costs: Costs, limits: Limits, until_s: flo
     return _iterations_until(state, costs, most, until_s)
 
 
-@compiled
+@part
 def _iterations_with_blocks(state: State, limits: Limits, most: int) -> int:
     """The largest number of iterations, up to `most`, that the free blocks suffice for."""
     n, block = state.counts, limits.block_tokens
@@ -357,7 +354,7 @@ def _iterations_with_blocks(state: State, limits: Limits, most: int) -> int:
     return iterations
 
 
-@compiled
+@part
 def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> int:
     """The largest number of decode iterations, up to `most`, that end at or before `until_s`."""
     n, now_s = state.counts, state.clock[NOW]
@@ -376,7 +373,7 @@ def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> 
     return iterations
 
 
-@compiled
+@part
 def _decode_s(state: State, costs: Costs, iterations: int) -> float:
     """`rlhfless.scaling.engine_model.decode_s`, compiled."""
     n = state.counts
@@ -385,7 +382,7 @@ def _decode_s(state: State, costs: Costs, iterations: int) -> float:
     return spent_s
 
 
-@compiled
+@part
 def _decode(state: State, limits: Limits, iterations: int) -> None:
     """So many decode iterations of everyone who decodes."""
     n, block = state.counts, limits.block_tokens
@@ -397,7 +394,7 @@ def _decode(state: State, limits: Limits, iterations: int) -> None:
     n[DECODED] += iterations * n[RUNNING]
 
 
-@compiled
+@part
 def _finish(state: State, table: Table, limits: Limits) -> None:
     n = state.counts
     while n[RUNNING] > 0 and state.heap[0] // STRIDE == n[ITERATION]:
@@ -407,7 +404,7 @@ def _finish(state: State, table: Table, limits: Limits) -> None:
         _complete(state, table, limits, key % STRIDE)
 
 
-@compiled
+@part
 def _join(state: State, table: Table, limits: Limits, sample: int) -> None:
     """From the next iteration on it decodes."""
     n = state.counts
@@ -417,7 +414,7 @@ def _join(state: State, table: Table, limits: Limits, sample: int) -> None:
     _push(state, (n[ITERATION] + table.target[sample] - table.tokens[sample]) * STRIDE + sample)
 
 
-@compiled
+@part
 def _leave(state: State, table: Table, limits: Limits, key: int) -> None:
     """It no longer decodes; its tokens are written down."""
     n, sample = state.counts, key % STRIDE
@@ -427,7 +424,7 @@ def _leave(state: State, table: Table, limits: Limits, key: int) -> None:
     state.phase[(context - n[ITERATION]) % limits.block_tokens] -= 1
 
 
-@compiled
+@part
 def _stop(state: State, table: Table, limits: Limits, key: int) -> None:
     """It no longer decodes, and is not done."""
     sample = key % STRIDE
@@ -435,7 +432,7 @@ def _stop(state: State, table: Table, limits: Limits, key: int) -> None:
     _release(state, table, limits, sample, table.prompt[sample] + table.tokens[sample] - 1)
 
 
-@compiled
+@part
 def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
     n = state.counts
     _release(state, table, limits, sample, table.prompt[sample] + table.tokens[sample] - 1)
@@ -451,7 +448,7 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
     table.complete[0] += table.left[group] == 0
 
 
-@compiled
+@part
 def _release(state: State, table: Table, limits: Limits, sample: int, held_tokens: int) -> None:
     """Frees the blocks of a sequence, and those of its prompt if no sibling is left."""
     group, shared = table.group[sample], (table.prompt[sample] - 1) // limits.block_tokens
@@ -459,7 +456,7 @@ def _release(state: State, table: Table, limits: Limits, sample: int, held_token
     state.counts[FREE] += -(-held_tokens // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)
 
 
-@compiled
+@part
 def _push(state: State, key: int) -> None:
     n, heap = state.counts, state.heap
     heap[n[RUNNING]] = key
@@ -467,7 +464,7 @@ def _push(state: State, key: int) -> None:
     _rise(heap, n[RUNNING] - 1)
 
 
-@compiled
+@part
 def _remove(state: State, place: int) -> None:
     n, heap = state.counts, state.heap
     n[RUNNING] -= 1
@@ -486,7 +483,7 @@ def _remove(state: State, place: int) -> None:
         place = child
 
 
-@compiled
+@part
 def _rise(heap: Ints, place: int) -> None:
     while place > 0:
         parent = (place - 1) // 2

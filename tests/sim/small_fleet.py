@@ -7,11 +7,16 @@ from datetime import date
 
 from naive_engine import LinearModel
 
-from rlhfless.records import FunctionName, Work
+from rlhfless.records import FunctionName, Invocation, Work
+from rlhfless.scaling.accounting import Usage, summarise
 from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import DevicePrice, PriceBook, Residency
 from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.generation import Generation
+from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+from rlhfless.sim.simulation import Simulation
 
 MODEL = LinearModel()
 PRICED = PricedModel(MODEL, 8)
@@ -39,6 +44,10 @@ MEMORY = PriceBook(
 
 LINKS = Links(beat_s=0.5, move_s=0.01, kv_token_s=0.001)
 FOLDER = Transport(TransportKind.FOLDER, 1e9, 0.1, 200_000_000)  # 0.3 s
+
+
+SERVING_S = 5.0 + 2.0 + 0.3
+"""A node, a cold start, the weights."""
 
 
 def site(device: int, kind: str = "h100", start_s: float = 2.0, node: int | None = None, **changes: object) -> Site:
@@ -75,3 +84,16 @@ def setup_of(*actors: ActorShape, **changes: object) -> Setup:
         "seed": 0,
     }
     return Setup(actors, **(plain | changes))
+
+
+def one_step(setup: Setup, policy: Policy, batch: RolloutBatch) -> tuple[Simulation, Generation]:
+    simulation = Simulation(setup, policy, PRICES)
+    return simulation, simulation.step(batch)
+
+
+def called(simulation: Simulation, work: Work) -> list[Invocation]:
+    return [call for call in simulation.ledger.invocations if call.work is work]
+
+
+def usage_of(simulation: Simulation, function: FunctionName) -> Usage:
+    return {row.name: row for row in summarise(simulation.close(), PRICES).functions}[function]

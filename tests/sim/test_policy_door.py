@@ -1,0 +1,123 @@
+"""The door between simulator and policy: what a policy sees, and which answers are faults."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from naive_engine import LinearModel
+from simple_policies import Evenly, Scripted
+from small_fleet import (
+    LEARNER,
+    MEMORY,
+    MODEL,
+    PRICES,
+    SERVING_S,
+    actor,
+    on,
+    one_step,
+    setup_of,
+    site,
+)
+from test_engine import batch_of
+
+from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.policy import (
+    Action,
+    Assign,
+    Beat,
+    Event,
+    Generated,
+    Move,
+    Release,
+    Start,
+    StepBegan,
+    StepView,
+)
+from rlhfless.sim.fleet import SimulationError
+from rlhfless.sim.view import fleet_view
+
+
+def test_what_a_policy_sees() -> None:
+    """Tokens as they are drawn, at every beat; the end of a response only once it is there; and nothing to write to."""
+    seen: list[tuple[float, int, bool, bool]] = []
+
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        if isinstance(event, Beat | Generated):
+            seen.append((at_s, int(view.tokens[0]), bool(view.finished[0]), bool(view.truncated[0])))
+            running = view.places[0].running
+            assert running == (view.tokens[0] > 0 and not view.finished[0])
+        assert not view.tokens.flags.writeable
+        return ()
+
+    batch = dataclasses.replace(batch_of([(5, [200])]), truncated=np.array([True]))
+    _, generation = one_step(setup_of(actor(0)), Scripted(answer), batch)
+    begun_s = SERVING_S + MODEL.prefill_s(5)
+    for at_s, tokens, finished, truncated in seen[:-1]:
+        assert not finished
+        assert not truncated
+        drawn = [k for k in range(200) if begun_s + decode_s(MODEL, 1, 6, k) <= at_s]
+        assert tokens == len(drawn)
+    assert seen[-1] == (generation.end_s, 200, True, True)
+    assert len(seen) > 10
+    assert all(at_s == pytest.approx(0.5 * (i + 1)) for i, (at_s, *_) in enumerate(seen[:-1]))
+
+
+def test_rooms_as_a_policy_sees_them() -> None:
+    eight = Seat(tuple(Slot(f"h100-{i}", "h100", i) for i in range(8)), 1.0)
+    setup = setup_of(actor(0), actor(1), learner=on(LEARNER, site(0, seat=eight)))
+    view = fleet_view(setup, MEMORY)
+    assert view.generation() == (0, 1)
+    assert [room.function for room in view.rooms[2:]] == [FunctionName.SCORING, FunctionName.LEARNER]
+    assert (view.load_s, view.move_s, view.beat_s, view.max_tokens) == (pytest.approx(0.3), 0.01, 0.5, 200)
+    first, learner = view.rooms[0], view.rooms[3]
+    assert (first.start_s, first.wake_s["disk"], first.usd_per_s) == (2.0, 1.5, pytest.approx(0.001))
+    assert first.engine.kv_capacity_tokens == 240
+    assert isinstance(first.engine.model, LinearModel)
+    assert learner.devices == tuple(f"h100-{i}" for i in range(8))
+    assert learner.usd_per_s == pytest.approx(0.008)
+    assert learner.resident_usd_per_s["host"] == pytest.approx(0.0008)
+    assert fleet_view(setup, PRICES).rooms[3].resident_usd_per_s["host"] == pytest.approx(0.008)
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (Start(0), r"place 0 \(generation\) is serving already"),
+        (Start(7), "there is no place 7; the fleet has the places 0 to 3"),
+        (Release(3), r"place 3 \(learner\) has no replica to Release"),
+        (Release(0), "place 0 is released with 1 samples; Move them first"),
+        (Release(1, "bed"), r"place 1 \(generation\) has no sleep tier 'bed'; it has \['disk', 'host'\]"),
+        (Assign(1, np.array([0])), "sample 0, given to place 1, has ended or has a place; Move it"),
+        (Move(0, 3, np.array([0])), "place 3 draws no samples; generation has the places 0 to 1"),
+        (Move(0, 1, np.array([0, 0])), "names a sample twice"),
+    ],
+)
+def test_what_cannot_be_done_is_a_fault_of_the_policy(action: Action, reason: str) -> None:
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        both = all(place.state is ReplicaState.SERVING for place in view.places[:2])
+        return (action,) if both and len(view.samples_at(0)) and not len(view.samples_at(1)) else ()
+
+    with pytest.raises(SimulationError, match=reason):
+        one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch_of([(5, [150]), (5, [1])]))
+
+
+def test_samples_without_a_place_or_an_actor_are_faults() -> None:
+    class Idler:
+        def __init__(self, *answer: Action) -> None:
+            self.answer = answer
+
+        def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+            return self.answer if isinstance(event, StepBegan) else ()
+
+    batch = batch_of([(5, [3, 3])])
+    with pytest.raises(SimulationError, match="leaves 1 samples without a place, such as 1"):
+        one_step(setup_of(actor(0)), Idler(Start(0), Assign(0, np.array([0]))), batch)
+    with pytest.raises(SimulationError, match="2 samples are left, and no actor serves or will"):
+        one_step(setup_of(actor(0)), Idler(Assign(0, np.array([0, 1]))), batch)
+    with pytest.raises(ValueError, match=r"a response of 201 tokens, above max_tokens \(200\)"):
+        one_step(setup_of(actor(0)), Evenly(), batch_of([(5, [201])]))
