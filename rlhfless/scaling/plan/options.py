@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlhfless.scaling.engine_model import EngineModel
@@ -79,6 +79,12 @@ class DeviceOption:
         drafts_s = depth * self.speculation.draft_s
         sizes = range(1, self.max_sequences + 1)
         return fit_curve([self.engine.iteration_s(size * (depth + 1)) + drafts_s for size in sizes])
+
+    def with_standby(self, standby: tuple[Standby, ...]) -> DeviceOption:
+        """The same kind with other actors on it; the curve, which takes milliseconds to fit, comes along."""
+        other = replace(self, standby=standby)
+        vars(other)["curve"] = self.curve
+        return other
 
     @property
     def ready(self) -> tuple[Standby, ...]:

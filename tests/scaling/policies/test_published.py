@@ -1,0 +1,103 @@
+"""RLHFless as published, mechanism by mechanism: groups, sweep, cut, release, locality, starts ahead of time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from views import ABSENT, ASLEEP, UP, fleet_of, learner, room, view_of
+
+from rlhfless.scaling.policies import PublishedSettings, make_policy
+from rlhfless.scaling.policy import (
+    Action,
+    Assign,
+    Beat,
+    Generated,
+    Idle,
+    Move,
+    Note,
+    Policy,
+    Release,
+    Start,
+    StepBegan,
+    StepEnded,
+    StepView,
+)
+
+FLEET = fleet_of(room(0), room(1), room(2), learner(9, node="node-1"))  # place 2 is on the learner's node
+LENGTHS = np.array([40, 10, 30, 20, 60, 50])
+
+
+def dealt(actions: object) -> dict[int, list[int]]:
+    return {a.place: a.samples.tolist() for a in actions if isinstance(a, Assign)}  # type: ignore[attr-defined]
+
+
+def begun(time_weight: float) -> tuple[Policy, list[Action]]:
+    """A policy that has seen one step of six prompts with LENGTHS, at the begin of the next."""
+    policy = make_policy("rlhfless_published", PublishedSettings(time_weight=time_weight))
+    fresh = view_of(FLEET, [ABSENT, ABSENT, ABSENT, UP], prompts=6, siblings=1)
+    policy.decide(0.0, StepBegan(), fresh)
+    over = view_of(FLEET, [UP, UP, UP, UP], prompts=6, siblings=1, tokens=LENGTHS.tolist(), finished=[True] * 6)
+    policy.decide(90.0, Generated(), over)
+    policy.decide(100.0, StepEnded(0.0, 100.0), over)
+    return policy, list(policy.decide(100.0, StepBegan(), fresh))
+
+
+def view(left: dict[int, list[int]], states: object = (UP, UP, UP, UP)) -> StepView:
+    home = [-1] * 6
+    for place, samples in left.items():
+        for sample in samples:
+            home[sample] = place
+    done = [place == -1 for place in home]
+    return view_of(FLEET, states, prompts=6, siblings=1, tokens=[5] * 6, finished=done, home=home)  # type: ignore[arg-type]
+
+
+def test_equal_counts_of_similar_lengths_the_longest_beside_the_learner() -> None:
+    """Time alone takes all three actors: 60 and 50 tokens, 40 and 30, 20 and 10."""
+    _, actions = begun(time_weight=1.0)
+    assert dealt(actions) == {2: [4, 5], 0: [0, 2], 1: [1, 3]}
+    note = next(a.decision for a in actions if isinstance(a, Note))
+    # A cold start is not counted: 2 s to wake, 1 s to load, then 10 of the longest alone and 50 of both.
+    assert note.inputs["step_s"] == pytest.approx(3 + 10 * 0.0105 + 50 * 0.011 + 2 * 10 * 1e-5)
+    assert note.choice == "3 actors"
+
+
+def test_cost_alone_takes_one_actor() -> None:
+    _, actions = begun(time_weight=0.0)
+    assert dealt(actions) == {2: [0, 1, 2, 3, 4, 5]}
+
+
+def test_new_prompts_get_the_mean_of_all() -> None:
+    policy, _ = begun(time_weight=1.0)
+    names = ["p0", "p1", "new", "p3", "p4", "p5"]
+    fresh = view_of(FLEET, [UP, UP, UP, UP], prompts=6, siblings=1, prompt_ids=names)
+    # 40 10 (35) 20 60 50
+    assert dealt(policy.decide(100.0, StepBegan(), fresh)) == {2: [4, 5], 0: [0, 2], 1: [1, 3]}
+
+
+def test_a_tail_is_cut_and_goes_to_an_actor_that_is_through() -> None:
+    policy = make_policy("rlhfless_published", PublishedSettings(time_weight=1.0, cut_share=0.5))
+    fresh = view_of(FLEET, [ABSENT, ABSENT, ABSENT, UP], prompts=6, siblings=1)
+    assert dealt(policy.decide(0.0, StepBegan(), fresh)) == {2: [4, 5], 0: [2, 3], 1: [0, 1]}
+    # Half of place 1 is done, but nobody is through who could take the rest.
+    assert list(policy.decide(1.0, Beat(), view({2: [4, 5], 0: [2, 3], 1: [1]}))) == []
+    # Place 1 is through; it stays, for what may still be cut.
+    assert list(policy.decide(2.0, Beat(), view({2: [4, 5], 0: [2, 3]}))) == []
+    # Place 0 is cut, its rest goes to 1, and it is released.
+    actions = list(policy.decide(3.0, Beat(), view({2: [4, 5], 0: [3]})))
+    moved = next(a for a in actions if isinstance(a, Move))
+    assert (moved.source, moved.target, moved.samples.tolist(), moved.with_kv) == (0, 1, [3], False)
+    assert [a for a in actions if isinstance(a, Release)] == [Release(0, "host")]
+    # So is place 2 in its turn, and what was moved once is not moved again.
+    actions = list(policy.decide(4.0, Beat(), view({2: [5], 1: [3]}, (ASLEEP, UP, UP, UP))))
+    assert [(a.source, a.target) for a in actions if isinstance(a, Move)] == [(2, 1)]
+    assert Release(2, "host") in actions
+    assert list(policy.decide(5.0, Beat(), view({1: [3]}, (ASLEEP, UP, ASLEEP, UP)))) == []
+
+
+def test_actors_start_ahead_of_the_next_step() -> None:
+    """The shortest step took 100 s, so the next one begins at 200 s at the earliest: 5 s before that they are up."""
+    policy, _ = begun(time_weight=1.0)
+    actions = policy.decide(150.0, Generated(), view({}, (UP, ASLEEP, ASLEEP, UP)))
+    assert [a for a in actions if isinstance(a, Release)] == [Release(0, "host")]
+    assert [a for a in actions if isinstance(a, Start)] == [Start(place, 193.0) for place in (2, 0, 1)]
+    assert policy.decide(160.0, Idle(3), view({})) == [Release(3, "host")]

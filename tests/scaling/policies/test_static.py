@@ -1,0 +1,121 @@
+"""Dealing out, sleeping in turn, rescue, and the tail moved together: small fleets by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from views import ABSENT, ASLEEP, UP, fleet_of, learner, room, view_of
+
+from rlhfless.records import ReplicaState
+from rlhfless.scaling.policies import POLICIES, PolicySettings, StaticSettings, make_policy
+from rlhfless.scaling.policies.crew import Layout, shares_to_least
+from rlhfless.scaling.policy import (
+    Assign,
+    Beat,
+    Generated,
+    Idle,
+    Lost,
+    Move,
+    PlaceView,
+    Release,
+    Start,
+    StepBegan,
+)
+
+COLOCATED = fleet_of(room(0), room(1), learner(0, 1))
+APART = fleet_of(room(0), room(1), learner(2))
+
+
+def dealt(actions: object) -> dict[int, list[int]]:
+    return {a.place: a.samples.tolist() for a in actions if isinstance(a, Assign)}  # type: ignore[attr-defined]
+
+
+def test_shares_are_equal_and_siblings_stay_together() -> None:
+    view = view_of(APART, [ABSENT, ABSENT, ABSENT], prompts=3, siblings=2)
+    actions = make_policy("static_disaggregated").decide(0.0, StepBegan(), view)
+    assert [a for a in actions if isinstance(a, Start)] == [Start(0), Start(1)]
+    assert dealt(actions) == {0: [0, 1], 1: [2, 3, 4, 5]}
+
+
+def test_a_static_fleet_of_so_many_actors() -> None:
+    view = view_of(APART, [UP, UP, UP], prompts=3, siblings=2)
+    actions = make_policy("static", StaticSettings(actors=1)).decide(0.0, StepBegan(), view)
+    assert len(actions) == 1
+    assert dealt(actions) == {0: [0, 1, 2, 3, 4, 5]}
+
+
+def test_whoever_shares_devices_sleeps_when_it_is_done() -> None:
+    policy = make_policy("static_colocated")
+    view = view_of(COLOCATED, [UP, UP, ASLEEP], prompts=2, siblings=1)
+    assert policy.decide(9.0, Generated(), view) == [Release(0, "host"), Release(1, "host")]
+    assert policy.decide(9.0, Idle(2), view) == [Release(2, "host")]
+    begun = policy.decide(10.0, StepBegan(), view_of(COLOCATED, [ASLEEP, ASLEEP, UP], prompts=2, siblings=1))
+    assert begun[:3] == [Release(2, "host"), Start(0), Start(1)]
+    apart = view_of(APART, [UP, UP, UP], prompts=2, siblings=1)
+    assert list(policy.decide(9.0, Generated(), apart)) == []
+    assert list(policy.decide(9.0, Idle(2), apart)) == []
+
+
+def test_lost_samples_go_to_those_with_the_least() -> None:
+    fleet = fleet_of(*(room(i) for i in range(4)), learner(5))
+    home = [0] * 3 + [2] * 1 + [-1] * 4
+    view = view_of(fleet, [UP, ABSENT, UP, ASLEEP, UP], prompts=8, siblings=1, home=home)
+    actions = make_policy("static").decide(3.0, Lost(1, np.arange(4, 8)), view)
+    assert actions[0] == Start(1)
+    assert {place: len(samples) for place, samples in dealt(actions).items()} == {0: 1, 2: 3}
+    alone = view_of(fleet, [ABSENT] * 5, prompts=8, siblings=1)
+    assert dealt(make_policy("static").decide(3.0, Lost(1, np.arange(4, 8)), alone)) == {1: [4, 5, 6, 7]}
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 50))
+@settings(deadline=None)
+def test_shares_level_the_loads(loads: list[int], samples: int) -> None:
+    shares = shares_to_least(samples, np.array(loads))
+    assert shares.sum() == samples
+    assert shares.min() >= 0
+    after = np.array(loads) + shares
+    assert after[shares > 0].max(initial=0) <= after.min() + 1
+
+
+def test_the_tail_moves_once_to_the_fewest_that_can_take_it() -> None:
+    """Of 20 samples 4 are left: 3 at place 1 and 1 at place 0. With full batches of 8 one actor takes all."""
+    policy = make_policy("rlhfuse_tail")
+    home = [-1] * 20
+    home[0], home[10], home[11], home[12] = 0, 1, 1, 1
+    done = [place == -1 for place in home]
+    tokens = [50] * 20
+    begun = view_of(COLOCATED, [UP, UP, ASLEEP], prompts=20, siblings=1)
+    assert sum(map(len, dealt(policy.decide(0.0, StepBegan(), begun)).values())) == 20
+    more = view_of(COLOCATED, [UP, UP, ASLEEP], prompts=20, siblings=1, tokens=tokens)
+    assert list(policy.decide(1.0, Beat(), more)) == []
+    view = view_of(COLOCATED, [UP, UP, ASLEEP], prompts=20, siblings=1, tokens=tokens, finished=done, home=home)
+    move, release, note = policy.decide(2.0, Beat(), view)
+    assert isinstance(move, Move)
+    assert (move.source, move.target, move.samples.tolist()) == (0, 1, [0])
+    assert release == Release(0, "host")
+    assert note.decision.inputs["moved"] == 1  # type: ignore[union-attr]
+    assert list(policy.decide(2.5, Beat(), view)) == []
+
+
+def test_places_that_may_be_awake_side_by_side_share_nothing() -> None:
+    scoring = room(2, devices=("gpu-0",), engine=None, beside=True)
+    layout = Layout.of((room(0), scoring, learner(0)))
+    assert layout.neighbours == (frozenset({2}), frozenset(), frozenset({0}))
+    with pytest.raises(ValueError, match="no room holds a generation actor"):
+        Layout.of((learner(0),))
+
+
+def test_one_that_still_starts_is_called_off() -> None:
+    view = view_of(COLOCATED, [PlaceView(ReplicaState.STARTING), ABSENT, ASLEEP], prompts=2, siblings=1)
+    assert make_policy("static").decide(1.0, Generated(), view) == [Release(0, None)]
+
+
+def test_the_factory_names_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="did you mean `static`"):
+        make_policy("statik")
+    with pytest.raises(ValueError, match="static takes StaticSettings, got PolicySettings"):
+        make_policy("static", PolicySettings())
+    for name, kind in POLICIES.items():
+        assert make_policy(name, kind.settings()) is not None

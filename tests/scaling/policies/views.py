@@ -1,0 +1,73 @@
+"""Small fleets and steps as a policy sees them, made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.scaling.latency.fitted import LinearEngine
+from rlhfless.scaling.policy import NOBODY, EngineRoom, FleetView, PlaceView, Room, StepView
+
+MODEL = LinearEngine(fixed_s=0.01, sequence_s=0.0005, context_s=0.0, prefill_token_s=1e-5, prefill_context_s=0.0)
+ENGINE = EngineRoom(MODEL, kv_capacity_tokens=10_000, max_sequences=8)
+
+UP = PlaceView(ReplicaState.SERVING)
+ABSENT = PlaceView(None)
+ASLEEP = PlaceView(ReplicaState.SLEEPING, "host")
+
+
+def room(index: int, **changes: object) -> Room:
+    plain = Room(
+        FunctionName.GENERATION,
+        "h100",
+        (f"gpu-{index}",),
+        f"node-{index // 2}",
+        usd_per_s=0.001,
+        start_s=40.0,
+        wake_s={"host": 2.0},
+        resident_usd_per_s={"host": 0.0001},
+        engine=ENGINE,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def learner(*devices: int, node: str = "node-0") -> Room:
+    names = tuple(f"gpu-{index}" for index in devices)
+    usd_per_s = 0.001 * len(devices)
+    return room(0, function=FunctionName.LEARNER, devices=names, node=node, usd_per_s=usd_per_s, engine=None)
+
+
+def fleet_of(*rooms: Room, **changes: object) -> FleetView:
+    plain = FleetView(rooms, load_s=1.0, move_s=0.01, kv_token_s=math.inf, beat_s=0.5, max_tokens=100)
+    return dataclasses.replace(plain, **changes)
+
+
+def view_of(
+    fleet: FleetView,
+    places: Sequence[PlaceView],
+    *,
+    prompts: int,
+    siblings: int,
+    tokens: Sequence[int] | None = None,
+    finished: Sequence[bool] | None = None,
+    home: Sequence[int] | None = None,
+    step: int = 1,
+    prompt_ids: Sequence[str] | None = None,
+) -> StepView:
+    samples = prompts * siblings
+    return StepView(
+        fleet,
+        tuple(places),
+        step,
+        tuple(prompt_ids or [f"p{i}" for i in range(prompts)]),
+        np.full(prompts, 10),
+        np.repeat(np.arange(prompts), siblings),
+        np.array(tokens if tokens is not None else [0] * samples),
+        np.array(finished if finished is not None else [False] * samples),
+        np.zeros(samples, bool),
+        np.array(home if home is not None else [NOBODY] * samples),
+    )
