@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast, mean_weights
-from rlhfless.scaling.lengths.hazard import Array, BoolArray, HazardTable
+from rlhfless.scaling.lengths.hazard import Array, HazardTable
 from rlhfless.scaling.lengths.history import STEPS_KEPT, History
 from rlhfless.scaling.lengths.levels import Levels, update, without_each
 from rlhfless.scaling.lengths.replay import max_tokens_of, steps_of
@@ -83,8 +84,8 @@ class LengthPredictor:
     def max_tokens(self) -> int:
         return self._max_tokens
 
-    def step_began(self, step: int, prompt_ids: Sequence[str], samples: int) -> None:
-        """The step will draw so many samples of each prompt. Raises ValueError if it has begun already."""
+    def step_began(self, step: int, prompt_ids: Sequence[str], samples: int | npt.NDArray[np.int64]) -> None:
+        """The step will draw so many samples per prompt, or [prompts]. Raises ValueError if it has begun already."""
         if step in self._open:
             raise ValueError(f"step {step} has begun already; end it before it begins again")
         between = self._history.between_variance(self._sd**2)
@@ -98,6 +99,10 @@ class LengthPredictor:
     def finished(self, step: int, prompt_id: str, sample: int, tokens: int, *, truncated: bool) -> None:
         """A sample has ended after so many tokens, by itself or because it was `truncated`. Raises KeyError."""
         self._open[step].finish(prompt_id, sample, tokens, truncated)
+
+    def look(self, step: int, tokens: npt.ArrayLike, ended: npt.ArrayLike, truncated: npt.ArrayLike) -> None:
+        """All samples of the step as they stand: each [samples], by prompt and then by sample index."""
+        self._open[step].look(tokens, ended, truncated)
 
     def step_ended(self, step: int) -> None:
         """Learn from the step. A sample that never finished counts as at least as long as it was seen."""
@@ -114,25 +119,25 @@ class LengthPredictor:
     def forecast(self, step: int) -> Forecast:
         """What the step's unfinished samples have still to draw. Raises KeyError for a step that is not open."""
         now = self._open[step]
-        samples = now.samples()
-        levels = without_each(update(now.prior, now.spread, samples), now.spread, samples)
-        prompt, sample = np.nonzero(~now.ended)
+        prompt, sample = np.nonzero(now.running)
         tokens = now.tokens[prompt, sample]
-        variance = levels.variance[prompt, sample]
-        totals = self._totals(
-            Levels(levels.mean[prompt, sample], variance + now.spread[prompt] ** 2),
-            variance < _KNOWN * now.between,
-            tokens,
-        )
+        if now.tokens.any():
+            samples = now.samples()
+            levels = without_each(update(now.prior, now.spread, samples), now.spread, samples)
+            each = Levels(levels.mean[prompt, sample], levels.variance[prompt, sample])
+            totals = self._totals(each, now.spread[prompt], now.between, tokens)
+        else:  # all samples of a prompt are alike
+            totals = self._totals(now.prior, now.spread, now.between, np.zeros(len(now.prompt_ids)))[prompt]
         most = np.maximum(self._max_tokens - tokens, 1.0)
         remaining = totals
         remaining -= tokens[:, None]
         np.clip(remaining, 1.0, most[:, None], out=remaining)
         return Forecast(now.prompt_ids, prompt, sample, tokens, remaining, remaining @ _MEAN_WEIGHTS)
 
-    def _totals(self, levels: Levels, known: BoolArray, tokens: Array) -> Array:
+    def _totals(self, levels: Levels, spread: Array, between: float, tokens: Array) -> Array:
         """Quantiles [samples, Q] of the whole length, given that it is longer than `tokens`."""
-        scale = np.sqrt(levels.variance)
+        known = levels.variance < _KNOWN * between
+        scale = np.sqrt(levels.variance + spread**2)
         begun = tokens > 0
         at = (np.log(np.maximum(tokens, 1.0)) - levels.mean) / scale
         shape = np.empty((len(tokens), len(QUANTILE_LEVELS)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from rlhfless.scaling.lengths.hazard import Array, BoolArray
 from rlhfless.scaling.lengths.levels import Levels, Samples
@@ -14,13 +15,16 @@ class OpenStep:
     def __init__(
         self,
         prompt_ids: tuple[str, ...],
-        samples: int,
+        samples: int | npt.NDArray[np.int64],
         prior: Levels,
         spread: Array,
         seen: BoolArray,
         between: float,
     ) -> None:
-        """`prior`, `spread` and `seen` [prompts] are History.recall's. Raises ValueError if a prompt comes twice."""
+        """`samples` of each prompt, or [prompts]; `prior`, `spread` and `seen` [prompts] are History.recall's.
+
+        Raises ValueError if a prompt comes twice.
+        """
         self.prompt_ids = prompt_ids
         self.prior = prior
         self.spread = spread
@@ -31,10 +35,19 @@ class OpenStep:
         if len(self._rows) < len(prompt_ids):
             twice = next(prompt_id for row, prompt_id in enumerate(prompt_ids) if self._rows[prompt_id] != row)
             raise ValueError(f"prompt {twice!r} comes twice in one step; its samples could not be told apart")
-        self.tokens = np.zeros((len(prompt_ids), samples))
+        counts = np.broadcast_to(samples, len(prompt_ids))
+        self.there: BoolArray = np.arange(counts.max()) < counts[:, None]
+        """Whether there is such a sample: prompts may have unequal numbers of them."""
+        self.tokens = np.zeros(self.there.shape)
         """Drawn so far."""
-        self.ended = np.zeros((len(prompt_ids), samples), dtype=bool)
-        self._truncated = np.zeros((len(prompt_ids), samples), dtype=bool)
+        self.ended = np.zeros(self.there.shape, dtype=bool)
+        self._truncated = np.zeros(self.there.shape, dtype=bool)
+
+    @property
+    def running(self) -> BoolArray:
+        """[prompts, samples]."""
+        running: BoolArray = self.there & ~self.ended
+        return running
 
     def progress(self, prompt_id: str, sample: int, tokens: int) -> None:
         """Never steps back: beats may come late, and a sample that moved keeps its tokens."""
@@ -48,10 +61,15 @@ class OpenStep:
         self.ended[row, sample] = True
         self._truncated[row, sample] = truncated
 
+    def look(self, tokens: npt.ArrayLike, ended: npt.ArrayLike, truncated: npt.ArrayLike) -> None:
+        """All samples at once: each [samples], by prompt and then by sample index."""
+        self.tokens[self.there] = tokens
+        self.ended[self.there] = ended
+        self._truncated[self.there] = truncated
+
     def samples(self) -> Samples:
         """As evidence. A sample without a token says nothing; one that goes on will have at least one more."""
-        running = ~self.ended
-        at_least = np.maximum(self.tokens + running, 1.0)
+        at_least = np.maximum(self.tokens + ~self.ended, 1.0)
         return Samples(
             log_tokens=np.log(at_least),
             finished=(self.ended & ~self._truncated).astype(np.float64),

@@ -51,7 +51,7 @@ class GroupTimes:
         self._rest = _sums(reading_s + np.where(brings, costs_s, 0.0))
         # What a group that begins with this sample prefills although its list has charged it to the one before.
         self._again = np.append(np.where(_first_of_run(prompt), 0.0, costs_s), 0.0)
-        longest = np.maximum.accumulate(tokens)
+        longest = np.maximum.accumulate(tokens) if step.longest is None or actor is not None else step.longest
         self._pieces(np.concatenate(([0.0], longest / per_iteration)))
         if (most := float((tokens + context).max())) > device.kv_capacity_tokens:
             raise CapacityError(
@@ -59,7 +59,8 @@ class GroupTimes:
                 f"{most:.0f} tokens with its prompt; offer only devices with more memory, or cap the lengths"
             )
         # In a list that keeps unequal siblings together a short one lies among long ones, and is counted as one.
-        held = (longest if actor is None else tokens) + np.where(brings, context, 0.0)
+        as_longest = actor is None and step.order is None
+        held = (longest if as_longest else tokens) + np.where(brings, context, 0.0)
         self._waves(device, _sums(held), float(context.max()))
 
     @staticmethod

@@ -79,13 +79,14 @@ class Frontier:
             return better
         return polished
 
-    def weighted(self, usd_per_s: float) -> Partition:
-        """The plan with the least of `usd_per_s x time + cost`; for an infinite price of time, the fastest.
+    def weighted(self, usd_per_s: float, slowest: Partition | None = None) -> Partition:
+        """The plan with the least of `usd_per_s x time + cost`, none slower than `slowest`; for an infinite price of
+        time, the fastest.
 
         Between two tried limits a < b no plan is better than `usd_per_s a + cost under b`. The interval with the
         lowest such bound is halved until it cannot beat the best plan by more than `PROVEN`.
         """
-        fast, cheap = self.fastest(), self.cheapest()
+        fast, cheap = self.fastest(), slowest or self.cheapest()
         if math.isinf(usd_per_s):
             return fast
 

@@ -58,6 +58,8 @@ class Plan:
     split_prompts: int
     """Prompts whose siblings are on more than one actor."""
     reason: str
+    time_usd_per_s: float
+    """What a second of the step was worth: 0 under a deadline, infinite under a budget, else by the weights."""
 
     def record(self, step: int, at_s: float) -> Decision:
         """The decision as the trace keeps it."""
@@ -77,13 +79,16 @@ class Plan:
         return Decision(step, at_s, "plan", f"{len(self.actors)} actors", inputs)
 
 
-def plan(step: Responses, options: FleetOptions, contract: Contract) -> Plan:
+def plan(step: Responses, options: FleetOptions, contract: Contract, *, waiting_usd_per_s: float = 0.0) -> Plan:
     """Plans a step. An infeasible contract gives the plan of the nearest feasible one, and says so.
+
+    `waiting_usd_per_s` is what a second of the step costs beside its actors: under a deadline the plan may end before
+    it for that, and under weights a second counts for so much more. A budget is for the actors alone.
 
     Raises CapacityError if one response alone exceeds the KV cache of a device on offer.
     """
     frontier = Frontier(step, options)
-    found, why = _choose(frontier, contract)
+    found, why, time_usd_per_s = _choose(frontier, contract, waiting_usd_per_s)
     nearest = contract
     if found is None and isinstance(contract, CheapestUnderDeadline):
         found = frontier.fastest()
@@ -91,7 +96,7 @@ def plan(step: Responses, options: FleetOptions, contract: Contract) -> Plan:
         found = frontier.cheapest()
     limit_s = found.step_s
     if isinstance(contract, CheapestUnderDeadline):
-        limit_s = max(limit_s, contract.deadline_s)
+        limit_s = max(limit_s, contract.deadline_s if waiting_usd_per_s == 0 else 0.0)
     settled = frontier.settle(found, limit_s)
     actors = _actors(step, settled, frontier.lists)
     step_s, usd = max(actor.finish_s for actor in actors), math.fsum(actor.usd for actor in actors)
@@ -103,25 +108,30 @@ def plan(step: Responses, options: FleetOptions, contract: Contract) -> Plan:
         why = f"no plan on these devices costs less than {usd:.6g} USD, the budget is {contract.budget_usd:.6g} USD"
     wake, release = _tiers(actors, options)
     split = _split_prompts(step, actors)
-    return Plan(contract, nearest == contract, nearest, actors, wake, release, step_s, usd, split, why)
+    kept = nearest == contract
+    return Plan(contract, kept, nearest, actors, wake, release, step_s, usd, split, why, time_usd_per_s)
 
 
-def _choose(frontier: Frontier, contract: Contract) -> tuple[Partition | None, str]:
-    """The partition that the contract asks for, None if it cannot be kept, and the reason in plain numbers."""
+def _choose(frontier: Frontier, contract: Contract, waiting_usd_per_s: float) -> tuple[Partition | None, str, float]:
+    """The partition that the contract asks for, None if it cannot be kept, the reason in plain numbers, and the price
+    of a second."""
     if isinstance(contract, CheapestUnderDeadline):
         found = frontier.under(contract.deadline_s)
-        return found, f"the cheapest that ends within {contract.deadline_s:.6g} s"
+        if found is not None and waiting_usd_per_s > 0:
+            found = frontier.weighted(waiting_usd_per_s, found)
+        return found, f"the cheapest that ends within {contract.deadline_s:.6g} s", waiting_usd_per_s
     cheap = frontier.cheapest()
     if isinstance(contract, FastestUnderBudget):
         found = frontier.fastest_for(contract.budget_usd)
-        return found, f"the fastest for at most {contract.budget_usd:.6g} USD; the cheapest costs {cheap.usd:.6g} USD"
+        reason = f"the fastest for at most {contract.budget_usd:.6g} USD; the cheapest costs {cheap.usd:.6g} USD"
+        return found, reason, math.inf
     fast, weight = frontier.fastest(), contract.time_weight
-    per_s = math.inf if weight == 1 else weight / (1 - weight) * cheap.usd / fast.step_s
+    per_s = math.inf if weight == 1 else weight / (1 - weight) * cheap.usd / fast.step_s + waiting_usd_per_s
     reason = (
         f"time weighs {weight:.6g} against the fastest plan ({fast.step_s:.6g} s, {fast.usd:.6g} USD) and cost "
         f"{1 - weight:.6g} against the cheapest ({cheap.step_s:.6g} s, {cheap.usd:.6g} USD)"
     )
-    return frontier.weighted(per_s), reason
+    return frontier.weighted(per_s), reason, per_s
 
 
 def _actors(step: Responses, cut: Partition, lists: list[Ints]) -> tuple[ActorPlan, ...]:

@@ -21,6 +21,12 @@ class Responses:
     """[samples]: index of the prompt; siblings share one."""
     prompt_tokens: Floats
     """[prompts]."""
+    order: Ints | None = None
+    """[samples]: the only list to cut, from short to long as far as is known, siblings side by side. For lengths that
+    stand for distributions: which sibling is the long one is not known then, and no group may be chosen by it."""
+    longest: Floats | None = None
+    """[samples], in that order, ascending: the length by which a group that ends with this sample is taken to have
+    ended; without it, its longest."""
 
 
 def responses(tokens: ArrayLike, prompt: ArrayLike, prompt_tokens: ArrayLike) -> Responses:
@@ -66,10 +72,12 @@ def responses_at_quantile(
 def lists(step: Responses) -> list[Ints]:
     """The orders in which a plan may cut the samples into groups, from short to long.
 
-    First the one that keeps siblings side by side, by the longest of them. If their lengths differ, also the one by
-    each sample's own length, in which siblings lie apart: it wins where splitting pays. Equal ones are in the order of
-    their indices.
+    The one that is given. Else first the one that keeps siblings side by side, by the longest of them. If their lengths
+    differ, also the one by each sample's own length, in which siblings lie apart: it wins where splitting pays. Equal
+    ones are in the order of their indices.
     """
+    if step.order is not None:
+        return [step.order]
     longest = np.zeros(step.prompt_tokens.size)
     np.maximum.at(longest, step.prompt, step.tokens)
     rank = np.empty(longest.size, np.uint16 if longest.size <= 1 << 16 else np.int64)  # 16 bits are sorted by radix

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
-from rlhfless.records import ReplicaState
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.plan import DeviceOption, FleetOptions, Standby
 from rlhfless.scaling.policies.crew import Layout
 from rlhfless.scaling.policy import Room, StepView
 
-WARM, COLD = "warm", "cold"
+WARM, STARTING, COLD = "warm", "starting", "cold"
 
 
 class Offers:
@@ -30,7 +29,7 @@ class Offers:
         return known
 
     def options(
-        self, view: StepView, layout: Layout, waits_s: dict[int, tuple[str, float]], max_actors: int
+        self, view: StepView, layout: Layout, waits_s: Mapping[int, tuple[str, float]], max_actors: int
     ) -> tuple[FleetOptions, dict[tuple[str, str], list[int]]]:
         """What the planner may use of the places in `waits_s` (place: tier, seconds until it is up), and the places
         behind each (kind, tier)."""
@@ -46,20 +45,6 @@ class Offers:
             standby = tuple(Standby(tier, len(behind[kind, tier]), longest_s[kind, tier]) for tier in tiers)
             devices.append(self.device(layout.rooms[behind[kind, tiers[0]][0]]).with_standby(standby))
         return FleetOptions(tuple(devices), max_actors, view.fleet.load_s), behind
-
-
-def waits(view: StepView, layout: Layout, places: Iterable[int]) -> dict[int, tuple[str, float]]:
-    """By place: the tier it stands by in, and the seconds from now until it is up, by what the room says."""
-    found = {}
-    for place in places:
-        room, there = layout.rooms[place], view.places[place]
-        if there.state is None:
-            found[place] = (COLD, room.start_s)
-        elif there.state is ReplicaState.SLEEPING and there.tier is not None:
-            found[place] = (there.tier, room.wake_s[there.tier])
-        else:
-            found[place] = (WARM, 0.0)
-    return found
 
 
 def _limits(device: DeviceOption) -> tuple[int, int, float]:

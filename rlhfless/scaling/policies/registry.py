@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from rlhfless.scaling.policies.cost_aware import CostAware
+from rlhfless.scaling.policies.forecasters import Forecaster, PredictedLengths
 from rlhfless.scaling.policies.published import Published
 from rlhfless.scaling.policies.queue_reactive import QueueReactive
 from rlhfless.scaling.policies.scalers import Keda, Knative, RayServe
 from rlhfless.scaling.policies.settings import (
+    CostAwareSettings,
     KedaSettings,
     KnativeSettings,
     PolicySettings,
@@ -58,6 +61,9 @@ POLICIES: Mapping[str, PolicyKind] = MappingProxyType(
         ),
         "rlhfuse_tail": PolicyKind(TailSettings, TailMigration, "the tail moved together (RLHFuse)", reserved=True),
         "rlhfless_published": PolicyKind(PublishedSettings, Published, "RLHFless (arXiv 2602.22718)"),
+        "cost_aware": PolicyKind(
+            CostAwareSettings, lambda settings: CostAware(settings, PredictedLengths()), "the run's own scaler"
+        ),
     }
 )
 """By name; docs/policies.md describes each."""
@@ -78,3 +84,8 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
             f"{name} takes {kind.settings.__name__}, got {given}; make it with POLICIES[{name!r}].settings"
         )
     return kind.make(settings)
+
+
+def make_bound(settings: CostAwareSettings, forecaster: Forecaster) -> Policy:
+    """`cost_aware` with a forecaster that knows more than it could: a bound, not a policy."""
+    return CostAware(settings, forecaster)

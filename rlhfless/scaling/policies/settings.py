@@ -18,8 +18,15 @@ class PolicySettings(SpecModel):
     contract: ContractSpec = WeightedSpec()
     """What the user asked for."""
 
+    step_contracts: tuple[ContractSpec, ...] = ()
+    """One per step where they differ from step to step; `contract` for the steps beyond them."""
+
     steps: Annotated[int, Field(ge=1)] = 1
     """Steps of the whole run: a contract per run is shared out among them."""
+
+    def contract_of(self, step: int) -> ContractSpec:
+        """Of the step with this number in the run, from 0 on."""
+        return self.step_contracts[step] if step < len(self.step_contracts) else self.contract
 
 
 class StaticSettings(PolicySettings):
@@ -102,3 +109,10 @@ class TailSettings(PolicySettings):
 
     tail_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Samples left, as a share of the step's, at which the tail is moved together."""
+
+
+class CostAwareSettings(PolicySettings):
+    """The run's own scaler (docs/policies.md)."""
+
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    """With this probability a deadline is to be kept."""

@@ -1,0 +1,144 @@
+"""Who says how long the responses of a step will be: the predictor, or one of two oracles. Pure.
+
+A forecast is a table of quantiles of what each unfinished sample has still to draw, so that planning and migration need
+not know who made it. The oracles' knowledge is handed in by whoever runs them; no view holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor
+from rlhfless.scaling.lengths.forecast import mean_weights
+from rlhfless.scaling.policy import Ints, StepView
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The unfinished samples of a step, and what each has still to draw."""
+
+    samples: Ints  # [rows], ascending
+    levels: Floats  # [Q], ascending: ranks of the quantiles
+    remaining_tokens: Floats  # [rows, Q], ascending along Q, at least 1
+
+    @property
+    def mean_tokens(self) -> float:
+        """Expected of all rows together."""
+        return float((self.remaining_tokens @ mean_weights(self.levels)).sum())
+
+    def at(self, ranks: Floats) -> Floats:
+        """[rows, ranks] for `ranks` [ranks]: remaining tokens there, by straight lines between the levels."""
+        right = np.clip(np.searchsorted(self.levels, ranks), 1, max(self.levels.size - 1, 1))
+        if self.levels.size == 1:
+            return np.repeat(self.remaining_tokens, ranks.size, axis=1)
+        low, high = self.levels[right - 1], self.levels[right]
+        share = np.clip((ranks - low) / (high - low), 0.0, 1.0)
+        table = self.remaining_tokens
+        return np.asarray(table[:, right - 1] * (1 - share) + table[:, right] * share)
+
+    def one_each(self, rank: Floats) -> Floats:
+        """[rows] for `rank` [rows]: of each row the remaining tokens at its own rank."""
+        if self.levels.size == 1:
+            return self.remaining_tokens[:, 0]
+        right = np.clip(np.searchsorted(self.levels, rank), 1, self.levels.size - 1)
+        low, high = self.levels[right - 1], self.levels[right]
+        share = np.clip((rank - low) / (high - low), 0.0, 1.0)
+        rows = np.arange(rank.size)
+        table = self.remaining_tokens
+        return np.asarray(table[rows, right - 1] * (1 - share) + table[rows, right] * share)
+
+
+class Forecaster(Protocol):
+    """Follows the steps of one run."""
+
+    def begin(self, view: StepView) -> None:
+        """A step has begun."""
+        ...
+
+    def look(self, view: StepView) -> Ahead:
+        """What its unfinished samples have still to draw, by what is known now."""
+        ...
+
+    def end(self, view: StepView) -> None:
+        """All its samples have ended."""
+        ...
+
+
+class PredictedLengths:
+    """The run's own LengthPredictor."""
+
+    def __init__(self) -> None:
+        self._predictor: LengthPredictor | None = None
+
+    def begin(self, view: StepView) -> None:
+        if self._predictor is None:
+            self._predictor = LengthPredictor(view.fleet.max_tokens)
+        self._predictor.step_began(view.step, view.prompt_ids, np.bincount(view.group))
+
+    def look(self, view: StepView) -> Ahead:
+        assert self._predictor is not None  # begin comes first
+        self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
+        forecast = self._predictor.forecast(view.step)
+        return Ahead(np.flatnonzero(~view.finished), QUANTILE_LEVELS, forecast.remaining_tokens)
+
+    def end(self, view: StepView) -> None:
+        assert self._predictor is not None
+        self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
+        self._predictor.step_ended(view.step)
+
+
+class Clairvoyant:
+    """Knows each length. `lengths` takes a step's number, and gives the tokens of its samples [samples]."""
+
+    def __init__(self, lengths: Callable[[int], Ints]) -> None:
+        self._lengths = lengths
+
+    def begin(self, view: StepView) -> None:
+        """Nothing to learn."""
+
+    def look(self, view: StepView) -> Ahead:
+        samples = np.flatnonzero(~view.finished)
+        left = self._lengths(view.step)[samples] - view.tokens[samples]
+        return Ahead(samples, np.array([0.5]), np.maximum(left, 1.0)[:, None])
+
+    def end(self, view: StepView) -> None:
+        """Nothing to learn."""
+
+
+class DistributionOracle:
+    """Knows the distribution of each prompt's lengths, which siblings are drawn from independently.
+
+    `quantiles` takes a step's number, and gives for each prompt K lengths [groups, K], ascending, that are equally
+    likely: its quantiles at (k + 0.5) / K.
+    """
+
+    def __init__(self, quantiles: Callable[[int], NDArray[np.float64]]) -> None:
+        self._quantiles = quantiles
+
+    def begin(self, view: StepView) -> None:
+        """Nothing to learn."""
+
+    def look(self, view: StepView) -> Ahead:
+        table = self._quantiles(view.step)
+        samples = np.flatnonzero(~view.finished)
+        group, tokens = view.group[samples], view.tokens[samples]
+        count = table.shape[1]
+        # Of the K lengths those up to the tokens drawn are ruled out; the levels are those of the rest.
+        flat = table + (np.arange(len(table)) * (table.max() + 1))[:, None]
+        out = np.searchsorted(flat.ravel(), tokens + group * (table.max() + 1), side="right") - group * count
+        rank = out[:, None] + (count - out)[:, None] * QUANTILE_LEVELS - 0.5
+        left = np.clip(np.floor(rank).astype(np.int64), 0, count - 1)
+        right = np.minimum(left + 1, count - 1)
+        share = np.clip(rank - left, 0.0, 1.0)
+        total = table[group[:, None], left] * (1 - share) + table[group[:, None], right] * share
+        return Ahead(samples, QUANTILE_LEVELS, np.maximum(total - tokens[:, None], 1.0))
+
+    def end(self, view: StepView) -> None:
+        """Nothing to learn."""
