@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,10 @@ CONCURRENT_CALLS = 64
 
 
 _FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY, ApplicationStatus.DEPLOYING)
+
+
+_deploying = threading.Lock()
+"""Serve pickles one deployment at a time: meanwhile it alters what cloudpickle does with Serve's own modules."""
 
 
 class FleetError(RuntimeError):
@@ -98,7 +103,7 @@ class Cluster:
             ray_actor_options={"num_cpus": 0, "resources": resources},
         ).bind(*arguments)
         target = serve.RunTarget(target=app, name=name, route_prefix=None)
-        await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
+        await asyncio.to_thread(_deploy, target)
         return self.handle(name)
 
     def handle(self, name: str) -> DeploymentHandle:
@@ -172,6 +177,11 @@ def seat_resources(seat: Seat) -> dict[str, float]:
 
 def _resource(slot: Slot) -> str:
     return f"{SLOT_PREFIX}{slot.kind}:{slot.name}"
+
+
+def _deploy(target: serve.RunTarget) -> None:
+    with _deploying:
+        serve.run_many([target], wait_for_applications_running=False)
 
 
 def _slots(resources: Mapping[str, float]) -> list[Slot]:
