@@ -1,0 +1,114 @@
+"""One policy through one run of a scenario."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.policies import POLICIES, PolicyKind, PolicySettings
+from rlhfless.sim.experiment.figures import Devices, StepFigures, step_figures
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.scenarios.build import Layout, price_book, setup
+from rlhfless.sim.scenarios.draw import batches
+from rlhfless.sim.scenarios.scenario import PolicyEntry, Scenario
+from rlhfless.sim.scenarios.work import PlacementSpec
+from rlhfless.sim.step import Simulation
+from rlhfless.spec import ContractSpec
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import explain, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The devices that a policy may use."""
+
+    placement: PlacementSpec
+    devices: int | None = None
+    """Of the first kind; all of them if None."""
+
+    def __str__(self) -> str:
+        size = "all devices" if self.devices is None else f"{self.devices} devices"
+        apart = self.placement.mode == "disaggregated"
+        return f"{size}, {self.placement.learner_devices} of them the learner's" if apart else f"{size}, co-located"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One run, with all it depends on: it can be done in any process."""
+
+    scenario: Scenario
+    entry: PolicyEntry
+    fleet: Fleet
+    contracts: tuple[ContractSpec, ...]
+    seed: int
+    traced: bool = False
+    """Whether the result keeps the whole trace, for pictures."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What came of it."""
+
+    label: str
+    fleet: Fleet
+    seed: int
+    steps: tuple[StepFigures, ...]
+    trace: Trace | None = None
+    batches: tuple[RolloutBatch, ...] = ()
+    """Those of the trace."""
+
+    @property
+    def time_s(self) -> float:
+        return sum(step.time_s for step in self.steps)
+
+    @property
+    def usd(self) -> float:
+        return sum(step.usd for step in self.steps)
+
+
+def policy_kind(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
+    """The policy in the registry. Raises InputError for a name that it does not have."""
+    if entry.name not in POLICIES:
+        what, mend = f"{entry.name!r} is no policy", f"{nearest(entry.name, POLICIES)}There are {', '.join(POLICIES)}"
+        raise InputError(scenario.name, [Problem("policies", what, mend)])
+    return POLICIES[entry.name]
+
+
+def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
+    """The entry's own placement; else that which the policy is about; else the scenario's."""
+    if entry.placement is not None:
+        return Fleet(entry.placement)
+    mode = policy_kind(scenario, entry).placement or scenario.placement.mode
+    return Fleet(PlacementSpec(mode=mode, learner_devices=scenario.placement.learner_devices))
+
+
+def settings_of(scenario: Scenario, entry: PolicyEntry, contract: ContractSpec) -> PolicySettings:
+    """The policy's settings. Raises InputError for one that it does not have."""
+    kind = policy_kind(scenario, entry)
+    try:
+        return kind.settings.model_validate({"contract": contract, "steps": scenario.steps, **entry.settings})
+    except ValidationError as error:
+        raise InputError(
+            f"{scenario.name}, settings of policy {entry.shown}", explain(error, kind.settings, {})
+        ) from error
+
+
+def run(task: Task) -> RunResult:
+    """Simulates it. Raises InputError for what does not fit, SimulationError for a policy that cannot work."""
+    scenario, entry = task.scenario, task.entry
+    kind = policy_kind(scenario, entry)
+    layout = Layout(scenario, task.fleet.placement, task.fleet.devices)
+    prices = price_book(scenario)
+    drawn = batches(scenario, task.seed)
+    policy = kind.make(settings_of(scenario, entry, task.contracts[0]))
+    simulation = Simulation(setup(scenario, layout, task.seed), policy, prices)
+    for batch in drawn:
+        simulation.step(batch)
+    trace = simulation.close()
+    count = {machines.kind: machines.devices for machines in scenario.cluster.machines}
+    count[scenario.cluster.machines[0].kind] = layout.devices
+    figures = step_figures(trace, prices, Devices(count, kind.reserved))
+    kept = (trace, tuple(drawn)) if task.traced else (None, ())
+    return RunResult(entry.shown, task.fleet, task.seed, tuple(figures), *kept)
