@@ -19,7 +19,9 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     for column in COLUMNS:
         table.add_column(f"{column.title}\n{column.unit}", justify="right")
     for row in comparison.rows(part):
-        cells = [column.text(row) + (f"\n[dim]{half}[/dim]" if (half := column.half(row)) else "") for column in COLUMNS]
+        cells = [
+            column.text(row) + (f"\n[dim]{half}[/dim]" if (half := column.half(row)) else "") for column in COLUMNS
+        ]
         table.add_row(row.label, *cells)
     what = f"{PARTS[part]} of {scenario.steps} steps, {scenario.seeds} seeds; simulated"
     legend = "dim: half of the 95 % confidence interval. times: by the first policy, in pairs of equal seeds."

@@ -40,6 +40,7 @@ def length_forecasts(batches: Sequence[RolloutBatch], max_tokens: int) -> Length
     expected: list[Floats] = []
     real: list[Floats] = []
     of_mean: list[Floats] = []
+    seen: list[Floats] = []
     ranks: list[float] = []
     covered = np.zeros(len(QUANTILE_LEVELS))
     for index, batch in enumerate(batches):
@@ -57,10 +58,11 @@ def length_forecasts(batches: Sequence[RolloutBatch], max_tokens: int) -> Length
             known, mine = forecast.take(came), tokens[np.array(rows)[came]]
             expected.append(known.tokens + known.mean_tokens)
             real.append(mine)
-            of_mean.append(np.abs(np.concatenate(real[:-1] or [batches[0].response_tokens]).mean() - mine))
+            of_mean.append(np.abs(np.concatenate(seen).mean() - mine))
             covered += (mine[:, None] <= known.total_tokens).sum(axis=0)
             rank = spearman(expected[-1], mine)
             ranks += [] if rank is None else [rank]
+        seen.append(tokens)
         _tell(predictor, batch, max_tokens)
     guesses, lengths = np.concatenate(expected), np.concatenate(real)
     return LengthForecasts(

@@ -14,7 +14,7 @@ from rlhfless.sim.scenarios.build import Layout, price_book, setup
 from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.scenarios.scenario import PolicyEntry, Scenario
 from rlhfless.sim.scenarios.work import PlacementSpec
-from rlhfless.sim.step import Simulation
+from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import ContractSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain, nearest

@@ -37,15 +37,17 @@ class _WholeTrace(LatencyFit):
         pass
 
 
-def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] = lambda step: True) -> LatencyFile:
-    """The fit to the steps of the traces that are kept. Raises TraceError if there is nothing to learn from."""
+def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None) -> LatencyFile:
+    """The fit to all steps of the traces, or those that `keep` says by number. Raises TraceError if there is nothing
+    to learn from."""
+    keep = keep or _every_step
     steps = [record for trace in traces for record in trace.steps if keep(record.step)]
     if not steps:
         raise TraceError(f"the trace of {traces[0].meta.run_id} has no step to fit to; record at least one")
     engine = _WholeTrace(_prior(traces[0]))
     calls: list[Invocation] = []
     for trace in traces:
-        kept = [call for call in trace.invocations if keep(call.step) and call.step > 0]
+        kept = [call for call in trace.invocations if keep(call.step)]
         calls += kept
         for step, rollouts, generated in _generation_by_step(trace, kept):
             if keep(step):
@@ -105,6 +107,10 @@ def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
     if fixed >= 0:
         return LineFit(fixed_s=fixed, token_s=slope)
     return LineFit(fixed_s=0.0, token_s=median(s / x for x, s in points if x > 0))
+
+
+def _every_step(step: int) -> bool:
+    return step > 0  # evaluations before the first one have step 0
 
 
 def _prior(trace: Trace) -> EngineModel:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.records import Holding, Invocation, ReplicaState, Work
+from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.intervals import clip, union
 from rlhfless.sim.experiment.statistics import Interval
-from rlhfless.sim.report.axes import BOTTOM, INK, LEFT, PALE, TOP, Axis, Frame, spanning
+from rlhfless.sim.report.axes import INK, LEFT, PALE, TOP, Axis, Frame, spanning
 from rlhfless.sim.report.drawing import Dot, Drawing, Label, Line, Rectangle
 
 WIDTH, HEIGHT = 760, 440
@@ -97,14 +97,17 @@ def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 ROW = 18
 """Height of a Gantt row, in pixels."""
 
-GANTT_LEFT = 150
+GANTT_LEFT = 110
+
+CPU_ONLY = frozenset({FunctionName.SCORING})
+"""Has no accelerator, and no row."""
 
 
 def gantt(
     holdings: Sequence[Holding], invocations: Sequence[Invocation], start_s: float, end_s: float, title: str
 ) -> Drawing:
     """Who held each device between two times, in which state, and when it worked."""
-    devices = sorted({holding.device for holding in holdings}, key=_natural)
+    devices = sorted({holding.device for holding in holdings if holding.function not in CPU_ONLY}, key=_natural)
     drawing = Drawing(WIDTH, TOP + ROW * len(devices) + 78, title)
     axis = Axis("seconds since the step began", 0.0, end_s - start_s)
     scale = (WIDTH - GANTT_LEFT - 16) / (end_s - start_s)
@@ -115,7 +118,7 @@ def gantt(
     for row, device in enumerate(devices):
         top = TOP + ROW * row
         drawing.add(Label(GANTT_LEFT - 8, top + 13, device, 11, PALE, "end"))
-        for holding in (each for each in holdings if each.device == device):
+        for holding in sorted((each for each in holdings if each.device == device), key=_awake):
             low, high = max(holding.start_s, start_s), min(holding.end_s, end_s)
             if low >= high:
                 continue
@@ -134,6 +137,11 @@ def gantt(
     drawing.add(Label((GANTT_LEFT + WIDTH) / 2, bottom + 36, axis.title, 12, INK, "middle"))
     _gantt_legend(drawing, bottom + 60)
     return drawing
+
+
+def _awake(holding: Holding) -> bool:
+    """Whoever is awake is drawn over those that sleep on the same device."""
+    return holding.state is not ReplicaState.SLEEPING
 
 
 def _gantt_legend(drawing: Drawing, y: float) -> None:
@@ -181,6 +189,3 @@ def scatter(
     for x, y in zip(expected.tolist(), real.tolist(), strict=True):
         drawing.add(Dot(*frame.at(x, y), 1.6, colour(0)))
     return drawing
-
-
-__all__ = ["BOTTOM", "ParetoPoint", "colour", "gantt", "length_distribution", "pareto", "scatter"]

@@ -35,7 +35,7 @@ def page(comparison: Comparison, pictures: Pictures) -> str:
     body.append(
         f"<p>{scenario.steps} steps of {scenario.prompts_per_step} x {scenario.samples_per_prompt} responses, "
         f"{scenario.seeds} seeds. Simulated, not measured. Figures are means over the seeds with "
-        f"{CONFIDENCE:.0%} confidence intervals; speed-up and cost are by the first policy, in pairs of equal seeds.</p>"
+        f"{CONFIDENCE:.0%} confidence intervals; times are by the first policy, in pairs of equal seeds.</p>"
     )
     for each in parts:
         body += [f"<h2>{PARTS[each].capitalize()}</h2>", _table(comparison.rows(each))]

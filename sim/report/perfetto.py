@@ -23,8 +23,7 @@ def trace_events(trace: Trace) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
 
     def track(process: int, name: str) -> int:
-        number = tracks.setdefault((process, name), len(tracks) + 1)
-        return number
+        return tracks.setdefault((process, name), len(tracks) + 1)
 
     device_of: dict[str, str] = {}
     for holding in trace.holdings:

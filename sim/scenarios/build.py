@@ -152,9 +152,10 @@ class Layout:
     def services(self) -> tuple[ServiceShape, ...]:
         """Scoring, and the reference if there is one."""
         scoring = self._scenario.scoring
-        core = Seat((Slot("cpu-0", "cpu-core", 0),), 1.0)
-        site = Site(core, self._first.slots[0][0], scoring.start_s, {}, beside=True)
-        found = [ServiceShape(site, FunctionName.SCORING, Work.SCORE, scoring.group_s, 0.0)]
+        cores = tuple(Slot(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
+        site = Site(Seat(cores, 1.0), self._first.slots[0][0], scoring.start_s, {}, beside=True)
+        group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
+        found = [ServiceShape(site, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
         if self._scenario.reference is not None:
             found.append(self._reference(self._scenario.reference.devices))
         return tuple(found)

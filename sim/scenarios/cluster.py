@@ -28,7 +28,7 @@ class MachinesSpec(SpecModel):
     """Devices of each."""
 
     tenure: Literal["rented", "spot", "owned"] = "rented"
-    """`rented`: on demand. `spot`: at the spot price, and taken away at times. `owned`: paid for whether used or not."""
+    """`rented`: on demand. `spot`: at the spot price, and taken away at times. `owned`: paid for, used or not."""
 
     released_value: Annotated[float, Field(ge=0, le=1)] | None = None
     """Of owned devices: share of the price that a released one is worth, because somebody else uses it."""

@@ -24,7 +24,7 @@ from rlhfless.spec.errors import InputError, Problem
 
 
 def batches(scenario: Scenario, seed: int) -> list[RolloutBatch]:
-    """The batches of all steps. Raises InputError if the workload has too few; WorkloadError, TraceError for its file."""
+    """The batches of all steps. Raises InputError if there are too few; WorkloadError, TraceError for a bad file."""
     workload = scenario.workload
     if isinstance(workload, LognormalWorkload | BimodalWorkload):
         return list(synthetic(scenario, workload, seed).batches(scenario.steps))

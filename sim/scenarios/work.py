@@ -124,10 +124,13 @@ class LearnerTimingSpec(SpecModel):
 
 
 class ScoringTimingSpec(SpecModel):
-    """Verifiers on CPU cores."""
+    """Verifiers on CPU cores, which take the samples of a group in parallel."""
 
-    group_s: Annotated[float, Field(ge=0)] = 0.05
-    """Seconds per prompt group; an assumption: text comparison takes less, running code more."""
+    sample_s: Annotated[float, Field(ge=0)] = 0.002
+    """Seconds per sample on one core; an assumption: text comparison takes less, running code much more."""
+
+    cores: Count = 16
+    """CPU cores of the one replica."""
 
     start_s: Annotated[float, Field(ge=0)] = 5.0
     """A cold start. An assumption: a Python process with its imports."""
@@ -144,7 +147,7 @@ class PlacementSpec(SpecModel):
     """Which devices the functions have."""
 
     mode: Literal["colocated", "disaggregated"] = "colocated"
-    """`colocated`: actors and learner take turns on all devices. `disaggregated`: the learner has devices of its own."""
+    """`colocated`: actors and learner take turns on all devices. `disaggregated`: the learner has its own."""
 
     learner_devices: Count = 1
     """Devices set aside for the learner side, when disaggregated."""
