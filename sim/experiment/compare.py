@@ -25,9 +25,9 @@ from rlhfless.sim.experiment.contracts import (
 )
 from rlhfless.sim.experiment.rows import Part, Row, Totals, objective, row_of, steps_of
 from rlhfless.sim.experiment.run import RunResult, Task, fleet_of, settings_of
-from rlhfless.sim.experiment.static import BEST_STATIC, best, fleets
+from rlhfless.sim.experiment.static import best, fleets
 from rlhfless.sim.experiment.workers import Progress, Workers
-from rlhfless.sim.scenarios.scenario import PolicyEntry, Scenario
+from rlhfless.sim.scenarios.scenario import BEST_STATIC, PolicyEntry, Scenario
 from rlhfless.spec import ContractSpec, WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest

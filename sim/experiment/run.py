@@ -30,8 +30,9 @@ class Fleet:
 
     def __str__(self) -> str:
         size = "all devices" if self.devices is None else f"{self.devices} devices"
-        apart = self.placement.mode == "disaggregated"
-        return f"{size}, {self.placement.learner_devices} of them the learner's" if apart else f"{size}, co-located"
+        if self.placement.mode == "colocated":
+            return f"{size}, co-located"
+        return f"{size}, {self.placement.learner_devices or 'half'} of them the learner's"
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class Layout:
         self._first = Fleet.of(first, self.devices)
         slots = self._first.all
         apart = placement.mode == "disaggregated"
-        self.learner_slots = slots[-placement.learner_devices :] if apart else slots
+        self.learner_slots = slots[-(placement.learner_devices or -(-len(slots) // 2)) :] if apart else slots
         needed = timing.learner_devices_needed(scenario, first.kind)
         if len(self.learner_slots) < needed:
             what = f"the learner has {len(self.learner_slots)} x {first.kind}, and its state needs {needed}"

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlhfless.scaling.policies import POLICIES
 from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, Positive, TransportSpec
 from rlhfless.sim.scenarios.model import EngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
@@ -17,6 +18,10 @@ from rlhfless.sim.scenarios.work import (
 )
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.fleet import Per
+
+
+BEST_STATIC = "best_static"
+"""The best static fleet in hindsight, which is no policy of its own."""
 
 
 class MultipleOf(SpecModel):
@@ -107,6 +112,12 @@ class PolicyEntry(SpecModel):
         return self.label or self.name
 
 
+def standard_policies() -> tuple[PolicyEntry, ...]:
+    """All policies with their own settings, and the best static fleet; `static` is what that one is made of."""
+    names = [name for name in POLICIES if name != "static"]
+    return tuple(PolicyEntry(name=name) for name in (*names, BEST_STATIC))
+
+
 class Scenario(SpecModel):
     """A cluster, a model, a workload, a contract, and the policies to compare."""
 
@@ -151,8 +162,8 @@ class Scenario(SpecModel):
     contract: ScenarioContract = WeightedContract()
     """What the policies work under that take a contract."""
 
-    policies: Annotated[tuple[PolicyEntry, ...], Field(min_length=1)]
-    """Those to compare."""
+    policies: Annotated[tuple[PolicyEntry, ...], Field(min_length=1)] = Field(default_factory=standard_policies)
+    """Those to compare; all there are when left out. Times and costs are shown relative to the first one."""
 
     @model_validator(mode="after")
     def _labels_differ(self) -> Scenario:

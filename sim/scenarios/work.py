@@ -100,18 +100,12 @@ WorkloadSpec = Annotated[
 
 
 class LearnerTimingSpec(SpecModel):
-    """How long learning takes: 6 floating-point operations per parameter and token, and 2 more with recomputation."""
+    """How long learning takes: 6 floating-point operations per parameter and token at the model's utilisation."""
 
-    mfu: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Share of the devices' peak that learning reaches. The default lies between two public logs of verl: 0.185
-    (GRPO of a 7B model, MI300) and 0.288 (LoRA of a 72B model)."""
-
-    forward_mfu: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """Share of the peak that a forward pass alone reaches (old and reference logprobs); an assumption between `mfu`
-    and the 0.61 to 0.91 of single matrix products."""
-
-    gradient_checkpointing: bool = True
-    """Activations are computed again in the backward pass: 8 instead of 6 operations."""
+    mfu: Annotated[float, Field(gt=0, le=1)] = 0.24
+    """Model FLOP utilisation: those 6 operations by the devices' peak; activations that are computed again count as
+    lost time. The default lies between two public logs of verl: 0.185 (GRPO of a 7B model, MI300) and 0.288 (LoRA of a
+    72B model). With recomputation a device does 8 operations, so a forward pass alone runs at 8/6 of it."""
 
     mini_batches: Count = 2
     """Updates per step. With more than one the old logprobs take a forward pass of their own."""
@@ -149,5 +143,5 @@ class PlacementSpec(SpecModel):
     mode: Literal["colocated", "disaggregated"] = "colocated"
     """`colocated`: actors and learner take turns on all devices. `disaggregated`: the learner has its own."""
 
-    learner_devices: Count = 1
-    """Devices set aside for the learner side, when disaggregated."""
+    learner_devices: Count | None = None
+    """Devices set aside for the learner side, when disaggregated; half of the first kind's when left out."""
