@@ -27,13 +27,10 @@ from rlhfless.sim.experiment.rows import Part, Row, Totals, objective, row_of, s
 from rlhfless.sim.experiment.run import RunResult, Task, fleet_of, settings_of
 from rlhfless.sim.experiment.static import best, fleets
 from rlhfless.sim.experiment.workers import Progress, Workers
-from rlhfless.sim.scenarios.scenario import BEST_STATIC, PolicyEntry, Scenario
+from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
 from rlhfless.spec import ContractSpec, WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
-
-CLAIRVOYANT = "clairvoyant"
-"""The bound that regret is measured against."""
 
 Results = dict[str, tuple[RunResult, ...]]
 """By label; one per seed."""

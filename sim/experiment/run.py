@@ -8,16 +8,24 @@ from pydantic import ValidationError
 
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.policies import POLICIES, PolicyKind, PolicySettings
+from rlhfless.scaling.policies.settings import CostAwareSettings
+from rlhfless.sim.experiment.bounds import bound
 from rlhfless.sim.experiment.figures import Devices, StepFigures, step_figures
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.build import Layout, price_book, setup
 from rlhfless.sim.scenarios.draw import batches
-from rlhfless.sim.scenarios.scenario import PolicyEntry, Scenario
+from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, DISTRIBUTION_ORACLE, PolicyEntry, Scenario
 from rlhfless.sim.scenarios.work import PlacementSpec
 from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import ContractSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain, nearest
+
+
+BOUNDED = "cost_aware"
+"""The policy that the bounds are: with more knowledge."""
+
+BOUNDS = frozenset({CLAIRVOYANT, DISTRIBUTION_ORACLE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +78,13 @@ class RunResult:
 
 
 def policy_kind(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
-    """The policy in the registry. Raises InputError for a name that it does not have."""
-    if entry.name not in POLICIES:
-        what, mend = f"{entry.name!r} is no policy", f"{nearest(entry.name, POLICIES)}There are {', '.join(POLICIES)}"
+    """The policy in the registry; of a bound, the policy that it bounds. Raises InputError for an unknown name."""
+    name = BOUNDED if entry.name in BOUNDS else entry.name
+    if name not in POLICIES:
+        known = [*POLICIES, *BOUNDS, BEST_STATIC]
+        what, mend = f"{name!r} is no policy", f"{nearest(name, known)}There are {', '.join(known)}"
         raise InputError(scenario.name, [Problem("policies", what, mend)])
-    return POLICIES[entry.name]
+    return POLICIES[name]
 
 
 def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
@@ -103,7 +113,11 @@ def run(task: Task) -> RunResult:
     layout = Layout(scenario, task.fleet.placement, task.fleet.devices)
     prices = price_book(scenario)
     drawn = batches(scenario, task.seed)
-    policy = kind.make(settings_of(scenario, entry, task.contracts[0]))
+    settings = settings_of(scenario, entry, task.contracts[0])
+    if isinstance(settings, CostAwareSettings) and entry.name in BOUNDS:
+        policy = bound(entry.name, settings, scenario, drawn, task.seed)
+    else:
+        policy = kind.make(settings)
     simulation = Simulation(setup(scenario, layout, task.seed), policy, prices)
     for batch in drawn:
         simulation.step(batch)

@@ -11,6 +11,7 @@ from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import PlacementSpec
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
 
+
 def fleets(scenario: Scenario) -> list[Fleet]:
     """Every fleet of the scenario's first kind that the model fits on: co-located on 1, 2, 3, ... actors' devices; and
     apart, with every number of actors beside a learner of 1, 2, 4, ... times the devices it needs."""

@@ -6,6 +6,7 @@ lines in the tokens of a call, by medians (Theil, Sen): a few calls that were he
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -24,17 +25,29 @@ from rlhfless.scaling.intervals import clip, length, union
 from rlhfless.scaling.latency import LatencyFit, LinearEngine, ModelShape, Roofline
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of
 from rlhfless.scaling.latency.shape import UnknownShape
+from rlhfless.scaling.latency.timeline import BoolArray, Requests
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
 
 MOST_PAIRS = 200
 """Calls of which every pair's slope is taken; of more, as many spread over all."""
 
 
+PRIOR_WEIGHT = 1e-4
+"""A whole trace has rows enough: the prior only speaks for what none of them shows."""
+
+
 class _WholeTrace(LatencyFit):
-    """All steps count alike: the run is over, and nothing is outdated."""
+    """All steps count alike: the run is over, and nothing is outdated.
+
+    As in the simulator, the iterations that prefill a prompt also draw its first token, and all they take is the price
+    of its prefill; decoding draws the others.
+    """
 
     def forget(self) -> None:
         pass
+
+    def observe(self, requests: Requests, learn: BoolArray) -> None:
+        super().observe(dataclasses.replace(requests, response_tokens=requests.response_tokens - 1), learn)
 
 
 def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None) -> LatencyFile:
@@ -44,7 +57,7 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
     steps = [record for trace in traces for record in trace.steps if keep(record.step)]
     if not steps:
         raise TraceError(f"the trace of {traces[0].meta.run_id} has no step to fit to; record at least one")
-    engine = _WholeTrace(_prior(traces[0]))
+    engine = _WholeTrace(_prior(traces[0]), PRIOR_WEIGHT)
     calls: list[Invocation] = []
     for trace in traces:
         kept = [call for call in trace.invocations if keep(call.step)]

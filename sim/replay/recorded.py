@@ -77,7 +77,7 @@ class AsRecorded:
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
         if not isinstance(event, StepBegan):
             return []
-        absent = [place for place in self._place.values() if view.places[place].state is None]
+        absent = [place for place, there in enumerate(view.places) if there.state is None]
         return [*(Start(place) for place in absent), *self._assigned(view)]
 
     def _assigned(self, view: StepView) -> list[Action]:

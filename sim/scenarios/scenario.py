@@ -10,6 +10,7 @@ from rlhfless.scaling.policies import POLICIES
 from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, Positive, TransportSpec
 from rlhfless.sim.scenarios.model import EngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
+    SYNTHETIC,
     LearnerTimingSpec,
     PlacementSpec,
     ReferenceTimingSpec,
@@ -22,6 +23,9 @@ from rlhfless.spec.fleet import Per
 
 BEST_STATIC = "best_static"
 """The best static fleet in hindsight, which is no policy of its own."""
+
+CLAIRVOYANT, DISTRIBUTION_ORACLE = "clairvoyant", "distribution_oracle"
+"""The bounds: they know each length, or each prompt's distribution of lengths."""
 
 
 class MultipleOf(SpecModel):
@@ -112,12 +116,6 @@ class PolicyEntry(SpecModel):
         return self.label or self.name
 
 
-def standard_policies() -> tuple[PolicyEntry, ...]:
-    """All policies with their own settings, and the best static fleet; `static` is what that one is made of."""
-    names = [name for name in POLICIES if name != "static"]
-    return tuple(PolicyEntry(name=name) for name in (*names, BEST_STATIC))
-
-
 class Scenario(SpecModel):
     """A cluster, a model, a workload, a contract, and the policies to compare."""
 
@@ -162,8 +160,21 @@ class Scenario(SpecModel):
     contract: ScenarioContract = WeightedContract()
     """What the policies work under that take a contract."""
 
-    policies: Annotated[tuple[PolicyEntry, ...], Field(min_length=1)] = Field(default_factory=standard_policies)
+    policies: Annotated[tuple[PolicyEntry, ...], Field(min_length=1)]
     """Those to compare; all there are when left out. Times and costs are shown relative to the first one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_policies(cls, data: Any) -> Any:
+        """Without `policies`: all with their own settings, the best static fleet, and the bounds that can be known."""
+        if not isinstance(data, dict) or "policies" in data:
+            return data
+        workload = data.get("workload")
+        known = isinstance(workload, dict) and workload.get("type") in SYNTHETIC
+        bounds = (DISTRIBUTION_ORACLE, CLAIRVOYANT) if known else (CLAIRVOYANT,)
+        # `static` is what the best static fleet is made of.
+        names = (*(name for name in POLICIES if name != "static"), BEST_STATIC, *bounds)
+        return {**data, "policies": [{"name": name} for name in names]}
 
     @model_validator(mode="after")
     def _labels_differ(self) -> Scenario:
