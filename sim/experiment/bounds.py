@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhfless.scaling.policies.forecasters import Clairvoyant, DistributionOracle, Forecaster
 from rlhfless.scaling.policies.registry import make_bound
 from rlhfless.scaling.policies.settings import CostAwareSettings
-from rlhfless.scaling.policies.forecasters import Clairvoyant, DistributionOracle, Forecaster
 from rlhfless.scaling.policy import Ints, Policy
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.draw import synthetic

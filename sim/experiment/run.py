@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -20,7 +21,6 @@ from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import ContractSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain, nearest
-
 
 BOUNDED = "cost_aware"
 """The policy that the bounds are: with more knowledge."""
@@ -95,11 +95,17 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
     return Fleet(PlacementSpec(mode=mode, learner_devices=scenario.placement.learner_devices))
 
 
-def settings_of(scenario: Scenario, entry: PolicyEntry, contract: ContractSpec) -> PolicySettings:
-    """The policy's settings. Raises InputError for one that it does not have."""
+def settings_of(scenario: Scenario, entry: PolicyEntry, contracts: Sequence[ContractSpec]) -> PolicySettings:
+    """The policy's settings; `contracts` are one for the run, or one per step. Raises InputError for a setting that it
+    does not have."""
     kind = policy_kind(scenario, entry)
+    told = {
+        "contract": contracts[0],
+        "step_contracts": contracts if len(contracts) > 1 else (),
+        "steps": scenario.steps,
+    }
     try:
-        return kind.settings.model_validate({"contract": contract, "steps": scenario.steps, **entry.settings})
+        return kind.settings.model_validate({**told, **entry.settings})
     except ValidationError as error:
         raise InputError(
             f"{scenario.name}, settings of policy {entry.shown}", explain(error, kind.settings, {})
@@ -113,7 +119,7 @@ def run(task: Task) -> RunResult:
     layout = Layout(scenario, task.fleet.placement, task.fleet.devices)
     prices = price_book(scenario)
     drawn = batches(scenario, task.seed)
-    settings = settings_of(scenario, entry, task.contracts[0])
+    settings = settings_of(scenario, entry, task.contracts)
     if isinstance(settings, CostAwareSettings) and entry.name in BOUNDS:
         policy = bound(entry.name, settings, scenario, drawn, task.seed)
     else:

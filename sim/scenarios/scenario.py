@@ -20,7 +20,6 @@ from rlhfless.sim.scenarios.work import (
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.fleet import Per
 
-
 BEST_STATIC = "best_static"
 """The best static fleet in hindsight, which is no policy of its own."""
 

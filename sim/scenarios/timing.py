@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.latency import ModelShape, Roofline, SleepTier, wake_s
+from rlhfless.scaling.latency import LinearEngine, ModelShape, Roofline, SleepTier, wake_s
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
 from rlhfless.scaling.latency.devices import Device, device_of
 from rlhfless.scaling.latency.shape import UnknownShape
@@ -25,8 +26,38 @@ class DoesNotFit(InputError):
     """A model, its engine or its learner needs more than the devices have."""
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An engine model in which prompts share their iterations: each pays for its part of a full one.
+
+    The models price a prompt as if it were alone in an iteration, and would read the weights once for each.
+    """
+
+    model: EngineModel
+    line: LinearEngine
+    """Through the model: its prices of a token in a large prefill, and of a pair of tokens in attention."""
+
+    @classmethod
+    def of(cls, model: EngineModel) -> Packed:
+        return cls(model, LinearEngine.of(model))
+
+    @property
+    def context_s(self) -> float:
+        return self.model.context_s
+
+    def iteration_s(self, sequences: int) -> float:
+        return self.model.iteration_s(sequences)
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        return self.line.prefill_s(tokens, context_tokens)
+
+
 def engine_model(scenario: Scenario, kind: str) -> EngineModel:
     """The latency model of one actor on devices of this kind. Raises InputError if there is none."""
+    return Packed.of(_engine_model(scenario, kind))
+
+
+def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
     engine, shape = scenario.engine, scenario.model.shape
     if isinstance(engine.latency, FittedLatency):
         return load_latency(engine.latency.path).engine

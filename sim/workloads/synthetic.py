@@ -112,14 +112,14 @@ class BimodalLengths:
         """Of the mixture: read off its distribution on a grid of lengths 0.5 % apart."""
         widest = 6 * max(self.short.spread, self.long.spread)
         ends = math.log(self.short.median_tokens) - widest, math.log(self.long.median_tokens) + widest
-        grid = np.arange(min(ends), max(ends), GRID) + drift
+        grid: Floats = np.arange(min(ends), max(ends), GRID, dtype=np.float64) + drift
         kept = self.long.persistence
         threshold = NORMAL.inv_cdf(1 - self.long_share)
         own = max(math.sqrt(1 - kept**2), 1e-9)
-        share_long = 1 - _normal_cdf((threshold - kept * difficulty) / own)[:, None]
-        below = share_long * self.long.share_below(grid, difficulty, drift)
-        below += (1 - share_long) * self.short.share_below(grid, difficulty, drift)
-        return np.exp([np.interp(levels, row, grid) for row in below])
+        is_long: Floats = 1 - _normal_cdf((threshold - kept * difficulty) / own)[:, None]
+        long, short = (shape.share_below(grid, difficulty, drift) for shape in (self.long, self.short))
+        rows = [np.interp(levels, row, grid) for row in is_long * long + (1 - is_long) * short]
+        return np.asarray(np.exp(rows))
 
 
 def _normal_cdf(value: Floats) -> Floats:
