@@ -52,9 +52,11 @@ class Actors:
         """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
         self._spec = spec
         self._stages: list[Stage] = []
+        self._closed = False
+        self._fatal: BaseException | None = None
         self._starts: dict[int, asyncio.Task[Replica]] = {}
         self._later: dict[int, asyncio.TimerHandle] = {}
-        self._releases: set[asyncio.Task[None]] = set()
+        self._releases: dict[int, asyncio.Task[None]] = {}
 
     def watch(self, stage: Stage) -> None:
         """Tell a stage of those that come and go, until it is over."""
@@ -77,11 +79,13 @@ class Actors:
         """Bring all that are up to the published weights.
 
         Those that were lost are replaced beside the work of the others, and waited for only if there are none. Raises
-        what their starts raised then.
+        what their starts raised then; and wrong weights of a new one, whenever they were found.
         """
-        free = [place for place in range(len(self.pool.seats)) if self.state(place) is None]
-        missing = self._spec.scaling.generation.min_actors - (len(self.pool.seats) - len(free))
-        for place in free[: max(missing, 0)]:
+        if self._fatal is not None:
+            raise self._fatal
+        places = range(len(self.pool.seats))
+        missing = self._spec.scaling.generation.min_actors - sum(self.expects(place) for place in places)
+        for place in [place for place in places if self.state(place) is None][: max(missing, 0)]:
             self.start(place, call)
         while self._starts and not self.pool.up():
             done, _ = await asyncio.wait(self._starts.values(), return_when=asyncio.FIRST_COMPLETED)
@@ -113,22 +117,28 @@ class Actors:
         return actor
 
     def start(self, place: int, call: Call, at_s: float | None = None) -> None:
-        """Start one at a place in the background, not before `at_s` (unix time). One that waits for its time is begun
-        at once when it is asked for again without one."""
+        """Start one at a place in the background, not before `at_s` (unix time), and not before who leaves it has left.
+
+        One that waits for its time is begun at once when it is asked for again without one.
+        """
         if (timer := self._later.pop(place, None)) is not None:
             timer.cancel()
         wait_s = 0.0 if at_s is None else at_s - time.time()
         if wait_s > 0:
             self._later[place] = asyncio.get_running_loop().call_later(wait_s, self.start, place, call)
-        elif self.state(place) is None:
+        elif place in self._releases:
+            self._releases[place].add_done_callback(lambda _: self.start(place, call))
+        elif self.state(place) is None and not self._closed:
             task = self._starts[place] = asyncio.create_task(self.add(call, place))
             task.add_done_callback(lambda done: self._started(place, done))
 
     def _started(self, place: int, task: asyncio.Task[Replica]) -> None:
         del self._starts[place]
         failure = None if task.cancelled() else task.exception()
-        if failure is not None:
+        if isinstance(failure, RECOVERABLE):
             log.warning("no generation actor came up at place %d, which stays empty for now: %s", place, failure)
+        elif failure is not None:
+            self._fatal = failure
         if not self.expects(place):
             for stage in self._stages:
                 stage.missed(place)
@@ -143,32 +153,37 @@ class Actors:
                 await stage.drain(actor)
         await self.pool.stop(actor)
 
-    def release(self, place: int) -> None:
-        """Give a place's devices back, in the background; a start is called off. Those of `min_actors` stay."""
-        held = [i for i in range(len(self.pool.seats)) if self.expects(i)]
-        if place not in held or len(held) <= self._spec.scaling.generation.min_actors:
-            return
+    def release(self, place: int) -> bool:
+        """Give a place's devices back, in the background; a start is called off. Returns False, and does nothing, if
+        no more than `min_actors` are there."""
+        held = sum(self.expects(i) for i in range(len(self.pool.seats)))
+        if held <= self._spec.scaling.generation.min_actors:
+            return False
+        if (timer := self._later.pop(place, None)) is not None:
+            timer.cancel()
         if place in self._starts:
             self._starts[place].cancel()
-            return
+            return True
         actor = self.pool.at(place)
         if actor is not None:
             actor.drain()  # at once, so that nobody gives it work any more
-            task = asyncio.create_task(self._release(actor))
-            self._releases.add(task)
-            task.add_done_callback(self._releases.discard)
+            self._releases[place] = asyncio.create_task(self._release(place, actor))
+        return True
 
-    async def _release(self, actor: Replica) -> None:
+    async def _release(self, place: int, actor: Replica) -> None:
         try:
             await self.remove(actor)
         except RECOVERABLE as fault:
             log.warning("%s did not leave in order: %s", actor.name, fault)
+        finally:
+            del self._releases[place]
 
     async def close(self) -> None:
         """Call off what is starting, and wait for what is leaving."""
+        self._closed = True
         for timer in self._later.values():
             timer.cancel()
         starts = list(self._starts.values())
         for task in starts:
             task.cancel()
-        await asyncio.gather(*starts, *self._releases, return_exceptions=True)
+        await asyncio.gather(*starts, *self._releases.values(), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The samples of one generation stage as a policy sees them: how far each is, and to which place it belongs.
+"""The samples that a generation stage has to draw, as a policy sees them: how far each is, and where it belongs.
 
 A sample has a *home*, the place that a policy gave it, and it is *on* a request to the actor that draws it. The stage
 makes the second follow the first: what is on no request goes to its home as soon as somebody serves there, and what is
@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhfless.functions.generation.messages import Ended, SampleKey
-from rlhfless.loop.draw import Draw
+from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.scaling.policy import NOBODY, FleetView, Ints, PlaceView, StepView
 
@@ -21,19 +20,20 @@ from rlhfless.scaling.policy import NOBODY, FleetView, Ints, PlaceView, StepView
 class Board:
     """One number per sample, in the order of the draw: siblings one after the other."""
 
-    def __init__(self, draw: Draw) -> None:
-        items = [item for prompt in draw.prompts for item in draw.items(prompt)]
-        self.step = draw.call.step
-        self.items = items
+    def __init__(self, step: int, items: Sequence[SampleItem]) -> None:
+        prompts = {item.prompt_id: len(item.prompt_token_ids) for item in items}
+        rank = {prompt_id: number for number, prompt_id in enumerate(prompts)}
+        self.step = step
+        self.items = list(items)
         """With the tokens that each goes on from."""
         self.on: dict[int, int] = {}
         """Numbers of the requests, of the samples that are on one."""
         self.waiting: dict[int, None] = {}
         """Samples with a home and on no request, in the order in which they go to the engine."""
         self._numbers = {item.key: number for number, item in enumerate(items)}
-        self._prompt_ids = tuple(prompt.prompt_id for prompt in draw.prompts)
-        self._prompt_tokens = np.array([len(prompt.token_ids) for prompt in draw.prompts], np.int64)
-        self._group = np.repeat(np.arange(len(draw.prompts)), draw.samples_per_prompt)
+        self._prompt_ids = tuple(prompts)
+        self._prompt_tokens = np.array(list(prompts.values()), np.int64)
+        self._group = np.array([rank[item.prompt_id] for item in items], np.int64)
         self._tokens = np.zeros(len(items), np.int64)
         self._finished = np.zeros(len(items), bool)
         self._truncated = np.zeros(len(items), bool)
@@ -54,14 +54,6 @@ class Board:
     def forgotten(self) -> Ints:
         """Those of them that belong to nobody."""
         return np.flatnonzero(~self._finished & (self.home == NOBODY))
-
-    def number(self, key: SampleKey) -> int:
-        return self._numbers[key]
-
-    def seed(self, key: SampleKey) -> int | None:
-        """The seed that the draw gives a sample; None if it has no such sample."""
-        number = self._numbers.get(key)
-        return None if number is None else self.items[number].seed
 
     def view(self, fleet: FleetView, places: Sequence[PlaceView]) -> StepView:
         """All of it, at this instant; whoever gets it cannot change it."""
@@ -99,16 +91,11 @@ class Board:
         number = self._numbers[rollout.key]
         del self.on[number]
         if rollout.finish_reason != FinishReason.ABORT:
-            self.end(rollout)
+            self._end(number, len(rollout.token_ids), truncated=rollout.finish_reason == FinishReason.LENGTH)
             return
         if len(rollout.token_ids):
             self.items[number] = replace(self.items[number], prior=rollout)
         self._restart(number)
-
-    def end(self, rollout: Rollout) -> None:
-        """A sample has ended."""
-        truncated = rollout.finish_reason == FinishReason.LENGTH
-        self._end(self._numbers[rollout.key], len(rollout.token_ids), truncated=truncated)
 
     def lost_with(self, request: int) -> Ints:
         """A request is lost: what was on it starts again from what it had brought along. Returns those samples."""

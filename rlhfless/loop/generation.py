@@ -10,6 +10,7 @@ what the journal has is not drawn.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -47,7 +48,7 @@ class GenerationStage:
         self._steering = steering
         self._journal = journal
         self._clock = clock
-        self._board = Board(draw)
+        self._board = Board(draw.call.step, [item for prompt in draw.prompts for item in draw.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in draw.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
         self._requests: list[Replica] = []
@@ -182,12 +183,10 @@ class GenerationStage:
 
     async def _abort(self, actor: Replica, samples: Sequence[int]) -> None:
         keys = [self._board.items[sample].key for sample in samples]
-        try:
+        with contextlib.suppress(ReplicaLost):  # its streams say so too
             await actor.call(
                 "abort", self._draw.call, keys, timeout_s=self._spec.timeouts.sync_s, waiting_for="an abort"
             )
-        except ReplicaLost:
-            pass  # its streams say so too
 
     # -- what the actors say
 
@@ -258,11 +257,13 @@ class GenerationStage:
         """Take what the journal has of this draw; yields the groups that are complete with it."""
         if self._journal is None:
             return
+        missing = {item.key: item for item in self._board.items}
         for rollout in self._journal.rollouts(self.step):
             # Another seed means another draw, such as one of a data set that has been edited since.
-            if self._board.seed(rollout.key) == rollout.seed:
+            if rollout.key in missing and missing[rollout.key].seed == rollout.seed:
                 self._finished[rollout.prompt_id].append(rollout)
-                self._board.end(rollout)
+                del missing[rollout.key]
+        self._board = Board(self.step, list(missing.values()))
         for prompt in self._draw.prompts:
             yield from self._completed(prompt.prompt_id)
 

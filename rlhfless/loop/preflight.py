@@ -67,7 +67,9 @@ def preflight(spec: RunSpec) -> Prepared:
     wanted = longest + spec.generation.max_tokens
     max_model_len = min(wanted, policy.context_tokens or wanted)
     warnings = [*policy.warnings, *prompts.warnings, *_warnings(spec, everything, max_model_len)]
-    return Prepared(policy.tokenizer_info, prompts.train, prompts.held_out, max_model_len, policy.shape, tuple(warnings))
+    return Prepared(
+        policy.tokenizer_info, prompts.train, prompts.held_out, max_model_len, policy.shape, tuple(warnings)
+    )
 
 
 def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:

@@ -1,11 +1,13 @@
 """The live fleet behind the policies' door: rooms with prices and measured times, who is there, starts and releases.
 
 A room is a seat of the placement. Co-located functions hold shares of a slot at the same time, so each room names its
-share as a device of its own: nobody has to take turns. There are no sleep tiers, and no KV moves between actors.
+share as a device of its own: nobody has to take turns. There are no sleep tiers, and no KV moves between actors. The
+learner is always there. An actor costs what releasing it would save, so in a fleet that never changes it costs nothing.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from rlhfless.fleet.pool import Pool
@@ -16,7 +18,7 @@ from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.speeds import EngineSpeeds
 from rlhfless.loop.steering import PolicyFault
-from rlhfless.records import FunctionName
+from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.placement import Seat
 from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Room
@@ -64,11 +66,9 @@ class LiveFleet:
 
     def view(self) -> FleetView:
         """See rlhfless.loop.steering.Fleet."""
-        actors = self._actors.pool
-        rooms = [self._room(actors, number, seat) for number, seat in enumerate(actors.seats)]
-        rooms += [self._room(pool, 0, pool.seats[0]) for pool in self._pools]
+        pools = (self._actors.pool, *self._pools)
         return FleetView(
-            rooms=tuple(rooms),
+            rooms=tuple(room for pool in pools for room in self._rooms(pool)),
             load_s=self._ledger.mean_load_s(),
             move_s=MOVE_S,
             kv_token_s=float("inf"),
@@ -100,7 +100,7 @@ class LiveFleet:
         else:
             self._actors.start(place, Call(self._call.run_id, self._call.attempt, step), at_s)
 
-    def release(self, place: int, tier: str | None) -> None:
+    def release(self, place: int, tier: str | None, step: int) -> None:
         """See rlhfless.loop.steering.Fleet. Those of `min_actors` stay, and what the spec holds always or never."""
         if tier is not None:
             raise PolicyFault(f"place {place} is to sleep in {tier!r}: this fleet has no sleep tiers")
@@ -110,28 +110,43 @@ class LiveFleet:
             raise PolicyFault(f"place {place} is released: it is the learner's, which keeps the run's state")
         elif not self._actors.expects(place):
             raise PolicyFault(f"place {place} is released, and has no actor")
-        else:
-            self._actors.release(place)
+        elif not self._actors.release(place):
+            inputs: dict[str, float | int | str | bool] = {"reason": "scaling.generation.min_actors are not released"}
+            self._ledger.add_decision(Decision(step, time.time(), "keep", f"place {place} stays", inputs))
 
-    def _room(self, pool: Pool, number: int, seat: Seat) -> Room:
-        function, kind = pool.function, seat.slots[0].kind
-        price = sum(self._ledger.prices.device(slot.kind).saved_usd_per_hour for slot in seat.slots) * seat.share
+    def _rooms(self, pool: Pool) -> list[Room]:
+        """Those of a pool. A start takes as long as the pool's starts have taken on average."""
+        function = pool.function
         start_s = self._ledger.hold_figures(function).mean_cold_start_s
-        return Room(
-            function=function,
-            kind=kind,
-            devices=tuple(f"{slot.name}/{function}-{number}" for slot in seat.slots),
-            node=NODE,
-            usd_per_s=price / SECONDS_PER_HOUR,
-            start_s=START_S if start_s is None else start_s,
-            wake_s={},
-            resident_usd_per_s={},
-            engine=self._engine(kind) if function is FunctionName.GENERATION else None,
-        )
+        kinds = {seat.slots[0].kind for seat in pool.seats} if function is FunctionName.GENERATION else ()
+        engines = {kind: self._engine(kind) for kind in kinds}
+        return [
+            Room(
+                function=function,
+                kind=seat.slots[0].kind,
+                devices=tuple(f"{slot.name}/{function}-{number}" for slot in seat.slots),
+                node=NODE,
+                usd_per_s=self._usd_per_s(function, seat),
+                start_s=START_S if start_s is None else start_s,
+                wake_s={},
+                resident_usd_per_s={},
+                engine=engines.get(seat.slots[0].kind),
+            )
+            for number, seat in enumerate(pool.seats)
+        ]
+
+    def _usd_per_s(self, function: FunctionName, seat: Seat) -> float:
+        """What releasing it would save: nothing if it is never released."""
+        bounds = self._spec.scaling.generation
+        if function is FunctionName.GENERATION and bounds.min_actors == bounds.max_actors:
+            return 0.0
+        prices = (self._ledger.prices.device(slot.kind) for slot in seat.slots)
+        return sum(price.saved_usd_per_hour for price in prices) * seat.share / SECONDS_PER_HOUR
 
     def _engine(self, kind: str) -> EngineRoom:
         limits = self._spec.generation.engine
-        told = [replica.info.kv_capacity_tokens for replica in self._actors.pool.replicas() if replica.info]
+        alike = (actor for actor in self._actors.pool.replicas() if actor.seat.slots[0].kind == kind)
+        told = [actor.info.kv_capacity_tokens for actor in alike if actor.info]
         return EngineRoom(
             model=self._speeds.model(kind),
             # Until an engine has said how much it holds, only its limit of sequences is known.

@@ -28,7 +28,7 @@ class EngineSpeeds:
     def learn(
         self, invocations: Iterable[Invocation], rollouts: Iterable[TracedRollout], kinds: Mapping[str, str]
     ) -> None:
-        """A step of the ledger. `kinds` are those of the actors, by name; an actor that is not there teaches nothing."""
+        """A step of the ledger. `kinds` are those of the actors, by name; those that are not there teach nothing."""
         calls, rows = list(invocations), list(rollouts)
         for kind in sorted(set(kinds.values())):
             mine = [row for row in rows if kinds.get(row.actor) == kind]

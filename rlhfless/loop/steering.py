@@ -1,8 +1,9 @@
 """One policy, asked on the wall clock: what happens to a run's generation becomes its events, its actions are done.
 
-The simulator asks the same policies on a virtual clock (rlhfless.scaling.policy has the contract). There a policy's fault
-stops the simulation; here it must not cost a run. Actions up to the fault stand, what they leave without a place is dealt
-out evenly, and the policy is asked again at the next event. The first fault is logged with its trace, all are counted.
+The simulator asks the same policies on a virtual clock (rlhfless.scaling.policy has the contract). There a policy's
+fault stops the simulation; here it must not cost a run. Actions up to the fault stand, what they leave without a place
+is dealt out evenly, and the policy is asked again at the next event. The first fault is logged with its trace, all are
+counted.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Fleet(Protocol):
     def start(self, place: int, at_s: float | None, step: int) -> None:
         """See rlhfless.scaling.policy.Start. Raises PolicyFault."""
 
-    def release(self, place: int, tier: str | None) -> None:
+    def release(self, place: int, tier: str | None, step: int) -> None:
         """See rlhfless.scaling.policy.Release. Raises PolicyFault."""
 
 
@@ -121,7 +122,7 @@ class Steering:
                 board.give(samples.tolist(), place)
             case Move(source, target, samples, with_kv):
                 if with_kv:
-                    raise PolicyFault(f"samples are to go from {source} to {target} with their KV: no connector does that")
+                    raise PolicyFault(f"samples are to go from {source} with their KV, and no connector moves it")
                 self._require_room(target)
                 moving = samples[board.home[samples] == source]
                 board.give(moving.tolist(), target)
@@ -131,7 +132,7 @@ class Steering:
             case Release(place, tier):
                 if left := int((board.home == place).sum()):
                     raise PolicyFault(f"place {place} is released with {left} samples")
-                self._fleet.release(place, tier)
+                self._fleet.release(place, tier, board.step)
             case Note(decision):
                 self._note(decision)
                 if decision.kind == "plan" and "step_s" in decision.inputs:
@@ -144,12 +145,13 @@ class Steering:
     def _check(self, board: Board) -> None:
         if (forgotten := board.forgotten).size:
             raise PolicyFault(f"{forgotten.size} samples have no place, such as {forgotten[0]}")
-        if (stranded := self._stranded(board)):
+        if stranded := self._stranded(board):
             raise PolicyFault(f"samples wait at place {stranded[0]}, where nobody is or will be")
 
     def _stranded(self, board: Board) -> list[int]:
         """Places with samples, and nobody to draw them."""
-        return [place for place in sorted(set(board.home[board.left].tolist()) - {NOBODY}) if not self._fleet.expects(place)]
+        homes = set(board.home[board.left].tolist()) - {NOBODY}
+        return [place for place in sorted(homes) if not self._fleet.expects(place)]
 
     def _mend(self, board: Board) -> None:
         """Whatever was decided, every sample has a place after this."""

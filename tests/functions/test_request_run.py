@@ -32,7 +32,8 @@ class FakeEngine:
             del self._futures[request.request_id]
 
     def progress(self) -> dict[str, int]:
-        return {r.request_id: self.drawn.get(seed, 0) for seed, r in self.asked.items() if r.request_id in self._futures}
+        running = {seed: asked.request_id for seed, asked in self.asked.items() if asked.request_id in self._futures}
+        return {name: self.drawn.get(seed, 0) for seed, name in running.items()}
 
     def require_beat(self, limit_s: float) -> None: ...
 

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.functions.generation.messages import Ended, GenerateRequest, GroupFinished, Progress, SampleItem, SampleKey
+from rlhfless.functions.generation.messages import (
+    Ended,
+    GenerateRequest,
+    GroupFinished,
+    Progress,
+    SampleItem,
+    SampleKey,
+)
 from rlhfless.loop.board import Board
 from rlhfless.loop.even_deal import EvenDeal
 from rlhfless.loop.steering import PolicyFault, Steering
@@ -91,8 +98,10 @@ class FakeActor:
             self._deliver([key for key in self.running if key[0] == prompt_id], tokens, FinishReason.STOP)
 
     def _deliver(self, keys: Sequence[SampleKey], tokens: int, reason: FinishReason) -> None:
-        done = tuple(rollout(self.running.pop(key), self.name, tokens, reason) for key in keys)
-        self.queue_of[keys[0]].put_nowait(GroupFinished("x", done))
+        for queue in dict.fromkeys(self.queue_of[key] for key in keys):  # each request has a stream of its own
+            mine = [key for key in keys if self.queue_of[key] is queue]
+            done = tuple(rollout(self.running.pop(key), self.name, tokens, reason) for key in mine)
+            queue.put_nowait(GroupFinished("x", done))
 
     def beat(self, tokens: dict[SampleKey, int], ended: dict[SampleKey, Ended] | None = None) -> None:
         """A beat of every request."""
@@ -126,9 +135,13 @@ class FakePool:
         seat = self.seats[number]
         return next((a for a in self.actors.values() if a.seat is seat and a.state.holds_device), None)
 
-    def join(self, name: str) -> FakeActor:
-        free = next(number for number in range(len(self.seats)) if self.at(number) is None)
-        self.actors[name] = FakeActor(name, self.seats[free])
+    def place_of(self, name: str) -> int:
+        return next(number for number in range(len(self.seats)) if self.seats[number] is self.actors[name].seat)
+
+    def join(self, name: str, seat: int | None = None) -> FakeActor:
+        if seat is None:
+            seat = next(number for number in range(len(self.seats)) if self.at(number) is None)
+        self.actors[name] = FakeActor(name, self.seats[seat])
         return self.actors[name]
 
 
@@ -163,7 +176,7 @@ class FakeFleet:
         self.started.append((place, at_s, step))
         self.starting.add(place)
 
-    def release(self, place: int, tier: str | None) -> None:
+    def release(self, place: int, tier: str | None, step: int) -> None:
         self.released.append((place, tier))
 
     def _state(self, place: int) -> ReplicaState | None:

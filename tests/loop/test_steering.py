@@ -119,7 +119,7 @@ async def test_moved_samples_go_on_at_the_place_that_was_named() -> None:
     scene = Scene(FakePool("a", "b", "c"), "pq", policy)
     await until(lambda: bool(scene.pool["a"].running))
     scene.now_s = 1.0
-    scene.pool["a"].beat({key: 5 for key in scene.pool["a"].running})
+    scene.pool["a"].beat(dict.fromkeys(scene.pool["a"].running, 5))
     await until(lambda: len(scene.pool["c"].running) == 2)
     assert set(scene.pool["c"].running) == {("p", 1), ("q", 1)}
     assert all(len(item.prior.token_ids) == 5 for item in scene.pool["c"].running.values() if item.prior)
@@ -169,9 +169,7 @@ async def test_what_was_lost_starts_anew_where_the_policy_says() -> None:
 
 async def test_decisions_are_noted_and_the_planned_time_is_a_metric() -> None:
     plan = Decision(3, 100.0, "plan", "1 actors", {"step_s": 2.5})
-    policy = Scripted(
-        StepBegan=[Note(plan), Assign(0, ints(0, 1))], Generated=[Release(1), Start(2, at_s=130.0)]
-    )
+    policy = Scripted(StepBegan=[Note(plan), Assign(0, ints(0, 1))], Generated=[Release(1), Start(2, at_s=130.0)])
     scene = Scene(FakePool("a", "b"), "p", policy)
     await until(lambda: bool(scene.pool["a"].running))
     await scene.ended("a")
