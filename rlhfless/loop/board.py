@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.scaling.policy import NOBODY, FleetView, Ints, PlaceView, StepView
+
+N = TypeVar("N", bound=np.generic)
 
 
 class Board:
@@ -57,11 +61,18 @@ class Board:
 
     def view(self, fleet: FleetView, places: Sequence[PlaceView]) -> StepView:
         """All of it, at this instant; whoever gets it cannot change it."""
-        arrays = (self._prompt_tokens, self._group, self._tokens, self._finished, self._truncated, self.home)
-        shown = [array.view() for array in arrays]
-        for array in shown:
-            array.flags.writeable = False
-        return StepView(fleet, tuple(places), self.step, self._prompt_ids, *shown)
+        return StepView(
+            fleet,
+            tuple(places),
+            self.step,
+            self._prompt_ids,
+            _read_only(self._prompt_tokens),
+            _read_only(self._group),
+            _read_only(self._tokens),
+            _read_only(self._finished),
+            _read_only(self._truncated),
+            _read_only(self.home),
+        )
 
     def counts(self, place: int) -> tuple[int, int]:
         """Samples of a place that draw, and that wait."""
@@ -135,3 +146,10 @@ class Board:
         self._tokens[number] = 0 if prior is None else len(prior.token_ids)
         if self.home[number] != NOBODY:
             self.waiting[number] = None
+
+
+def _read_only(column: NDArray[N]) -> NDArray[N]:
+    """The same memory, protected."""
+    seen = column.view()
+    seen.flags.writeable = False
+    return seen

@@ -28,7 +28,7 @@ class EvenDeal:
         return ()
 
 
-def deal(view: StepView, samples: Ints) -> list[Action]:
+def deal(view: StepView, samples: Ints) -> list[Assign]:
     """Gives samples that are nobody's to the actors that serve, a prompt at a time, each to whoever has least.
 
     Nothing if nobody serves.
