@@ -56,7 +56,9 @@ class Actors:
         self._fatal: BaseException | None = None
         self._starts: dict[int, asyncio.Task[Replica]] = {}
         self._later: dict[int, asyncio.TimerHandle] = {}
-        self._releases: dict[int, asyncio.Task[None]] = {}
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._next: dict[int, Call] = {}
+        """Places that get a new actor as soon as the one that leaves has left."""
 
     def watch(self, stage: Stage) -> None:
         """Tell a stage of those that come and go, until it is over."""
@@ -67,11 +69,11 @@ class Actors:
         return self.state(place) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
 
     def state(self, place: int) -> ReplicaState | None:
-        """Of the actor at a place; None if there is none."""
+        """Of the actor at a place; None if there is none, or only one that leaves: another can be asked for then."""
         actor = self.pool.at(place)
-        if actor is None:
-            return ReplicaState.STARTING if place in self._starts else None
-        return actor.state
+        if actor is not None and actor.state is not ReplicaState.DRAINING:
+            return actor.state
+        return ReplicaState.STARTING if place in self._starts or place in self._next else None
 
     # -- weights
 
@@ -111,9 +113,8 @@ class Actors:
         """Start one more, at a place or at the first that is free; during a step it may get work at once."""
         actor = await self.pool.add(lambda new: self.prove_loading(new, call), place)
         await self.pool.sync_one(actor, self.published, call)
-        joined = next(i for i, seat in enumerate(self.pool.seats) if seat is actor.seat)
         for stage in self._stages:
-            stage.joined(joined)
+            stage.joined(self._place_of(actor))
         return actor
 
     def start(self, place: int, call: Call, at_s: float | None = None) -> None:
@@ -126,8 +127,8 @@ class Actors:
         wait_s = 0.0 if at_s is None else at_s - time.time()
         if wait_s > 0:
             self._later[place] = asyncio.get_running_loop().call_later(wait_s, self.start, place, call)
-        elif place in self._releases:
-            self._releases[place].add_done_callback(lambda _: self.start(place, call))
+        elif place in self._leaving:
+            self._next[place] = call
         elif self.state(place) is None and not self._closed:
             task = self._starts[place] = asyncio.create_task(self.add(call, place))
             task.add_done_callback(lambda done: self._started(place, done))
@@ -146,12 +147,8 @@ class Actors:
     # -- who leaves
 
     async def remove(self, actor: Replica) -> None:
-        """Drain one and stop it; during a step its samples go on elsewhere."""
-        actor.drain()
-        for stage in self._stages:
-            if not stage.over:
-                await stage.drain(actor)
-        await self.pool.stop(actor)
+        """Drain one and stop it; during a step its samples go on elsewhere. Raises what kept it from leaving in order."""
+        await self._leave(actor)
 
     def release(self, place: int) -> bool:
         """Give a place's devices back, in the background; a start is called off. Returns False, and does nothing, if
@@ -161,29 +158,50 @@ class Actors:
             return False
         if (timer := self._later.pop(place, None)) is not None:
             timer.cancel()
+        if self._next.pop(place, None) is not None:
+            return True
         if place in self._starts:
             self._starts[place].cancel()
             return True
         actor = self.pool.at(place)
         if actor is not None:
-            actor.drain()  # at once, so that nobody gives it work any more
-            self._releases[place] = asyncio.create_task(self._release(place, actor))
+            self._leave(actor)
         return True
 
-    async def _release(self, place: int, actor: Replica) -> None:
-        try:
-            await self.remove(actor)
-        except RECOVERABLE as fault:
+    def _leave(self, actor: Replica) -> asyncio.Task[None]:
+        """Let one go in the background. It gets no work from here on."""
+        place = self._place_of(actor)
+        actor.drain()
+        if place not in self._leaving:
+            task = self._leaving[place] = asyncio.create_task(self._hand_back_and_stop(actor))
+            task.add_done_callback(lambda done: self._left(place, actor, done))
+        return self._leaving[place]
+
+    async def _hand_back_and_stop(self, actor: Replica) -> None:
+        for stage in self._stages:
+            if not stage.over:
+                await stage.drain(actor)
+        await self.pool.stop(actor)
+
+    def _left(self, place: int, actor: Replica, task: asyncio.Task[None]) -> None:
+        del self._leaving[place]
+        fault = None if task.cancelled() else task.exception()
+        if fault is not None:
             log.warning("%s did not leave in order: %s", actor.name, fault)
-        finally:
-            del self._releases[place]
+        call = self._next.pop(place, None)
+        if call is not None:
+            self.start(place, call)
+
+    def _place_of(self, actor: Replica) -> int:
+        return next(place for place, seat in enumerate(self.pool.seats) if seat is actor.seat)
 
     async def close(self) -> None:
         """Call off what is starting, and wait for what is leaving."""
         self._closed = True
+        self._next.clear()
         for timer in self._later.values():
             timer.cancel()
         starts = list(self._starts.values())
         for task in starts:
             task.cancel()
-        await asyncio.gather(*starts, *self._releases.values(), return_exceptions=True)
+        await asyncio.gather(*starts, *self._leaving.values(), return_exceptions=True)

@@ -1,8 +1,8 @@
 """The live fleet behind the policies' door: rooms with prices and measured times, who is there, starts and releases.
 
-A room is a seat of the placement. Co-located functions hold shares of a slot at the same time, so each room names its
-share as a device of its own: nobody has to take turns. There are no sleep tiers, and no KV moves between actors. The
-learner is always there. An actor costs what releasing it would save, so in a fleet that never changes it costs nothing.
+A room is a seat of the placement. Co-located functions hold shares of a slot at the same time, so all rooms may be
+awake beside each other. There are no sleep tiers, and no KV moves between actors. The learner is always there. An actor
+costs what releasing it would save, so in a fleet that never changes it costs nothing.
 """
 
 from __future__ import annotations
@@ -124,15 +124,16 @@ class LiveFleet:
             Room(
                 function=function,
                 kind=seat.slots[0].kind,
-                devices=tuple(f"{slot.name}/{function}-{number}" for slot in seat.slots),
+                devices=tuple(slot.name for slot in seat.slots),
                 node=NODE,
                 usd_per_s=self._usd_per_s(function, seat),
                 start_s=START_S if start_s is None else start_s,
                 wake_s={},
                 resident_usd_per_s={},
                 engine=engines.get(seat.slots[0].kind),
+                beside=True,
             )
-            for number, seat in enumerate(pool.seats)
+            for seat in pool.seats
         ]
 
     def _usd_per_s(self, function: FunctionName, seat: Seat) -> float:

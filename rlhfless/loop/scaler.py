@@ -21,9 +21,12 @@ from rlhfless.loop.speeds import EngineSpeeds
 from rlhfless.loop.steering import Steering
 from rlhfless.records import FunctionName, StepRecord, Work
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.policies import POLICIES, make_policy
+from rlhfless.scaling.lengths import LengthPredictor
+from rlhfless.scaling.policies import POLICIES, CostAwareSettings, make_policy
+from rlhfless.scaling.policies.cost_aware import CostAware
+from rlhfless.scaling.policies.forecasters import PredictedLengths
 from rlhfless.scaling.policy import Idle, Policy, StepEnded
-from rlhfless.spec import RunSpec
+from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, RunSpec, ScalingSpec, WeightedSpec
 
 
 class Scaler:
@@ -77,11 +80,29 @@ def scaler_of(
     if earlier is not None:
         speeds.learn_trace(earlier)
     fleet = LiveFleet(spec, call, actors, keepers, learner, ledger, speeds, prepared.max_model_len)
-    return Scaler(policy_of(spec, earlier), fleet, speeds, ledger)
+    return Scaler(policy_of(spec, earlier, ledger.cost_usd(())), fleet, speeds, ledger)
 
 
-def policy_of(spec: RunSpec, earlier: Trace | None) -> Policy:
-    """The policy of `scaling.policy`, with the run's contract."""
+def policy_of(spec: RunSpec, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:
+    """The policy of `scaling.policy`. A resumed run's has seen the lengths of its trace, and what is left of a contract
+    for the whole run is that of the steps that are left."""
     scaling = spec.scaling
-    settings = POLICIES[scaling.policy].settings(contract=scaling.contract, steps=spec.steps)
+    done = () if earlier is None else earlier.steps
+    settings = POLICIES[scaling.policy].settings(
+        contract=_contract(scaling, sum(step.end_s - step.start_s for step in done), spent_usd),
+        steps=max(spec.steps - len(done), 1),
+    )
+    if isinstance(settings, CostAwareSettings) and earlier is not None:
+        return CostAware(settings, PredictedLengths(LengthPredictor.of_trace(earlier)))
     return make_policy(scaling.policy, settings)
+
+
+def _contract(scaling: ScalingSpec, spent_s: float, spent_usd: float) -> ContractSpec:
+    contract, bounds = scaling.contract, scaling.generation
+    if bounds.min_actors == bounds.max_actors:
+        return WeightedSpec(time_weight=1.0)  # it costs the same whatever is decided
+    if isinstance(contract, CheapestSpec) and contract.per == "run":
+        return contract.model_copy(update={"deadline_s": max(contract.deadline_s - spent_s, 0.0)})
+    if isinstance(contract, FastestSpec) and contract.per == "run":
+        return contract.model_copy(update={"budget_usd": max(contract.budget_usd - spent_usd, 0.0)})
+    return contract

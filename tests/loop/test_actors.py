@@ -129,11 +129,11 @@ async def test_the_fewest_are_kept_and_one_that_leaves_hands_back_first() -> Non
     pool = CrewPool("a", "b", "c")
     actors, watcher = actors_of(pool, fewest=2)
     assert actors.release(1)
-    assert actors.state(1) is ReplicaState.DRAINING  # at once: it gets no work any more
+    assert pool["b"].state is ReplicaState.DRAINING  # at once: it gets no work any more
+    assert actors.state(1) is None
     assert not actors.release(0)
     await until(lambda: pool.stopped == ["b"])
     assert watcher.heard == [("drain", "b")]
-    assert actors.state(1) is None
 
 
 async def test_a_start_that_is_released_is_called_off() -> None:
@@ -151,9 +151,23 @@ async def test_a_start_follows_the_release_of_its_place() -> None:
     actors, _ = actors_of(pool)
     actors.release(1)
     actors.start(1, CALL)
+    assert actors.state(1) is ReplicaState.STARTING
+    assert pool.begun == []
     await until(lambda: pool.begun == [1])
     assert pool.stopped == ["b"]
     await actors.close()
+
+
+async def test_a_start_that_waits_for_its_place_can_be_called_off() -> None:
+    pool = CrewPool("a", "b", "c")
+    actors, _ = actors_of(pool)
+    actors.release(1)
+    actors.start(1, CALL)
+    actors.release(1)
+    await until(lambda: pool.stopped == ["b"])
+    await asyncio.sleep(0)
+    assert pool.begun == []
+    assert actors.state(1) is None
 
 
 async def test_a_sync_replaces_what_was_lost_beside_the_others() -> None:

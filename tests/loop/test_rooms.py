@@ -117,8 +117,8 @@ def test_rooms_are_seats_with_prices_and_the_times_of_the_ledger(tmp_path: Path)
     assert [room.start_s for room in view.rooms] == [25.0, 25.0, 4.0, START_S]
     assert [room.usd_per_s for room in view.rooms] == [0.01, 0.01, 0.005, 0.005]
     assert (view.load_s, view.max_tokens, view.beat_s) == (0.5, 64, 0.5)
-    # Shares of a core are held side by side: no room has to wait for another.
-    assert len({device for room in view.rooms for device in room.devices}) == 4
+    assert [room.devices for room in view.rooms] == [("cpu-0",), ("cpu-1",), ("cpu-1",), ("cpu-1",)]
+    assert all(room.beside for room in view.rooms)  # shares of a core are held side by side
 
 
 def test_engines_say_what_they_hold_and_until_then_their_sequences_bound_them(tmp_path: Path) -> None:
