@@ -7,7 +7,7 @@ import contextlib
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from rlhfless.functions.base import Reply, Usage
 from rlhfless.functions.generation.messages import (
+    Ended,
     GenerateRequest,
     GenerationEvent,
     GroupFinished,
@@ -40,6 +41,7 @@ class RequestRun:
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._missing}
         self._usage = Usage(version=request.version)
         self._ids = {item.key: f"{incarnation}-{id(self):x}-{i}" for i, item in enumerate(request.items)}
+        self._brought = {item.key: 0 if item.prior is None else len(item.prior.token_ids) for item in request.items}
         self._queue: asyncio.Queue[Rollout | BaseException] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._sample(item)) for item in request.items]
 
@@ -52,7 +54,7 @@ class RequestRun:
         beat_s = time.time() + self._request.progress_interval_s
         while self._missing:
             try:
-                rollout = await asyncio.wait_for(self._queue.get(), max(0.0, beat_s - time.time()))
+                first = await asyncio.wait_for(self._queue.get(), max(0.0, beat_s - time.time()))
             except TimeoutError:
                 if time.time() > deadline:
                     raise TimeoutError(self._overdue()) from None
@@ -60,10 +62,7 @@ class RequestRun:
                 beat_s = time.time() + self._request.progress_interval_s
                 yield self._progress()
                 continue
-            if isinstance(rollout, BaseException):
-                raise rollout
-            group = self._add(rollout)
-            if group is not None:
+            for group in self._add(self._with_waiting(first)):
                 yield group
         yield StreamEnd(Reply(self._incarnation, None, self._start_s, time.time(), self._usage))
 
@@ -166,21 +165,40 @@ class RequestRun:
         text = text_of(end)
         return text[: min(text.find(stop) for stop in stops if stop in text)], end
 
-    def _add(self, rollout: Rollout) -> GroupFinished | None:
-        """Count a rollout in; returns its group if it was the last one missing."""
-        prompt_id = rollout.prompt_id
-        self._finished[prompt_id].append(rollout)
-        self._missing[prompt_id] -= 1
-        if self._missing[prompt_id]:
-            return None
-        del self._missing[prompt_id]
-        rollouts = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
-        return GroupFinished(self._incarnation, tuple(rollouts))
+    def _with_waiting(self, first: Rollout | BaseException) -> list[Rollout]:
+        """The first of the queue, and what else is in it. Raises what a sample raised."""
+        rollouts = []
+        while True:
+            if isinstance(first, BaseException):
+                raise first
+            rollouts.append(first)
+            if self._queue.empty():
+                return rollouts
+            first = self._queue.get_nowait()
+
+    def _add(self, rollouts: Sequence[Rollout]) -> Iterator[GroupFinished]:
+        """Count rollouts in. Those of a prompt come out when all are there, and at once if one was aborted."""
+        for rollout in rollouts:
+            self._finished[rollout.prompt_id].append(rollout)
+        self._missing.subtract(rollout.prompt_id for rollout in rollouts)
+        for prompt_id in dict.fromkeys(rollout.prompt_id for rollout in rollouts):
+            there = self._finished[prompt_id]
+            if self._missing[prompt_id] == 0:
+                del self._missing[prompt_id]
+            elif all(rollout.finish_reason != FinishReason.ABORT for rollout in there):
+                continue
+            self._finished[prompt_id] = []
+            yield GroupFinished(self._incarnation, tuple(sorted(there, key=lambda rollout: rollout.sample_index)))
 
     def _progress(self) -> Progress:
         tokens = self._engine.progress()
-        running = {key: tokens[name] for key, name in self._ids.items() if name in tokens}
-        return Progress(self._incarnation, running)
+        running = {key: self._brought[key] + tokens[name] for key, name in self._ids.items() if name in tokens}
+        ended = {
+            rollout.key: Ended(len(rollout.token_ids), rollout.finish_reason == FinishReason.LENGTH)
+            for siblings in self._finished.values()
+            for rollout in siblings
+        }
+        return Progress(self._incarnation, running, ended)
 
     def _overdue(self) -> str:
         left = sum(self._missing.values())
