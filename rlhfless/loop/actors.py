@@ -147,7 +147,7 @@ class Actors:
     # -- who leaves
 
     async def remove(self, actor: Replica) -> None:
-        """Drain one and stop it; during a step its samples go on elsewhere. Raises what kept it from leaving in order."""
+        """Drain one and stop it; during a step its samples go on elsewhere. Raises what kept it from doing so."""
         await self._leave(actor)
 
     def release(self, place: int) -> bool:

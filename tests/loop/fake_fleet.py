@@ -62,6 +62,7 @@ class FakeActor:
     name: str
     seat: Seat
     state: ReplicaState = ReplicaState.SERVING
+    info: Any = None
     requests: list[GenerateRequest] = field(default_factory=list)
     running: dict[SampleKey, SampleItem] = field(default_factory=dict)
     queues: list[asyncio.Queue[Any]] = field(default_factory=list)

@@ -72,14 +72,15 @@ class Forecaster(Protocol):
 
 
 class PredictedLengths:
-    """The run's own LengthPredictor."""
+    """The run's own LengthPredictor: the one of an earlier attempt's trace, or a new one."""
 
-    def __init__(self) -> None:
-        self._predictor: LengthPredictor | None = None
+    def __init__(self, predictor: LengthPredictor | None = None) -> None:
+        self._predictor = predictor
 
     def begin(self, view: StepView) -> None:
         if self._predictor is None:
             self._predictor = LengthPredictor(view.fleet.max_tokens)
+        self._predictor.drop(view.step)  # a step that failed begins anew
         self._predictor.step_began(view.step, view.prompt_ids, np.bincount(view.group))
 
     def look(self, view: StepView) -> Ahead:
