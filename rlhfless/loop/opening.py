@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
+from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
 from rlhfless.loop.actors import Actors
@@ -31,7 +32,7 @@ from rlhfless.records.checkpoints import CheckpointError, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
 from rlhfless.scaling.prices import load_price_book
-from rlhfless.spec import RunSpec
+from rlhfless.spec import RunSpec, ScalingSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
 
@@ -92,12 +93,7 @@ async def _fleet(
     launcher = Launcher.of(spec, opening.prepared, call, cluster, ledger, opening.folder)
     generation, scoring, reward_model, reference, learner = launcher.pools()
     pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
-    holds = ((scoring, spec.scaling.hold_scoring), (reward_model, spec.scaling.hold_scoring))
-    keepers = {
-        pool.function: Keeper(pool, hold, ledger, lambda: pools)
-        for pool, hold in (*holds, (reference, spec.scaling.hold_reference))
-        if pool is not None
-    }
+    keepers = _keepers(spec.scaling, pools, ledger)
     lease_s = spec.recovery.lease_s
     beat = Heartbeat(pools, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     heartbeat = asyncio.create_task(beat.run())
@@ -130,6 +126,20 @@ async def _fleet(
                 await asyncio.shield(together(*(pool.stop(*pool.replicas()) for pool in pools)))
                 for folder in store_folders:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keepers(scaling: ScalingSpec, pools: Sequence[Pool], ledger: Ledger) -> dict[FunctionName, Keeper]:
+    """Of the functions that rest between their uses."""
+    holds = {
+        FunctionName.SCORING: scaling.hold_scoring,
+        FunctionName.REWARD_MODEL: scaling.hold_scoring,
+        FunctionName.REFERENCE: scaling.hold_reference,
+    }
+    return {
+        pool.function: Keeper(pool, holds[pool.function], ledger, lambda: pools)
+        for pool in pools
+        if pool.function in holds
+    }
 
 
 async def _begin(opening: Opening, run: Run, cluster: Cluster) -> int:
