@@ -17,11 +17,9 @@ import numpy as np
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.sim.clock import Agenda
 from rlhfless.sim.devices import Devices
-from rlhfless.sim.engine import Engine
 from rlhfless.sim.events import Due, Happening, Interrupted, Loaded, Up
 from rlhfless.sim.ledger import Ledger, version_of
 from rlhfless.sim.replica import Replica
-from rlhfless.sim.samples import Progress
 from rlhfless.sim.setup import Setup
 
 
@@ -66,6 +64,16 @@ class Fleet:
             return ReplicaState.STARTING
         replica = self.replicas.get(place)
         return None if replica is None else replica.life.state
+
+    def standing(self) -> tuple[list[ReplicaState | None], list[str | None]]:
+        """`[places]`: the state of each, and the tier of those that sleep."""
+        states: list[ReplicaState | None] = [None] * len(self.sites)
+        tiers: list[str | None] = [None] * len(self.sites)
+        for place, replica in self.replicas.items():
+            states[place], tiers[place] = replica.life.state, replica.asleep
+        for place in self._waiting:
+            states[place], tiers[place] = ReplicaState.STARTING, None
+        return states, tiers
 
     def there(self, place: int) -> bool:
         """Whether a replica is awake there, or asked for."""
@@ -132,13 +140,6 @@ class Fleet:
         if event.turn != self._turns[event.place]:
             return False
         return self._up(event.place, at_s) if isinstance(event, Up) else self._loaded(replica, at_s, event)
-
-    def engine(self, place: int, progress: Progress, at_s: float) -> Engine:
-        """The engine of an actor for a step's samples; a new one if it had none for them."""
-        replica, shape = self.replicas[place], self.setup.actors[place]
-        if replica.engine is None or replica.engine.progress is not progress:
-            replica.engine = Engine(shape.engine, shape.prices, progress, at_s, shape.slowdown)
-        return replica.engine
 
     def stuck(self) -> str:
         """Who waits for a device, and who holds it; empty if nobody does."""
