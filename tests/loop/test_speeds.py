@@ -27,17 +27,17 @@ def held(actor: str, kind: str) -> Holding:
 
 STEP = 3
 CALLS = [call("fast", STEP), call("slow", STEP)]
-# Four samples side by side, all of a length: an iteration of 4 took so long.
-ROLLOUTS = [rollout(actor, STEP, i, token_s) for actor, token_s in (("fast", 0.01), ("slow", 0.04)) for i in range(4)]
+# Sixteen samples side by side, all of a length: an iteration of 16 took so long.
+ROLLOUTS = [rollout(actor, STEP, i, token_s) for actor, token_s in (("fast", 0.01), ("slow", 0.04)) for i in range(16)]
 
 
 def test_each_kind_has_its_own_speed() -> None:
     speeds = EngineSpeeds(None, 1, 256)
-    assert speeds.model("quick").iteration_s(4) == speeds.model("cpu-core").iteration_s(4)  # the prior
+    assert speeds.model("quick").iteration_s(16) == speeds.model("cpu-core").iteration_s(16)  # the prior
     for _ in range(20):
         speeds.learn(CALLS, ROLLOUTS, {"fast": "quick", "slow": "cpu-core"})
-    assert speeds.model("quick").iteration_s(4) == pytest.approx(0.01, rel=0.05)
-    assert speeds.model("cpu-core").iteration_s(4) == pytest.approx(0.04, rel=0.05)
+    assert speeds.model("quick").iteration_s(16) == pytest.approx(0.01, rel=0.05)
+    assert speeds.model("cpu-core").iteration_s(16) == pytest.approx(0.04, rel=0.05)
 
 
 def test_rollouts_of_actors_that_are_gone_teach_nothing() -> None:

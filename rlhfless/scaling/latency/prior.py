@@ -18,12 +18,12 @@ from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND
 
-OVERHEAD_S = 0.015
-"""Of an iteration of vLLM's CPU engine, all but the model: 14 to 18 ms with 0.5 million parameters, of which nothing is
-seen, on one core of a server (fit to the ledger of the bundled demo, 2026-11)."""
+OVERHEAD_S = 0.009
+"""Of an iteration of vLLM's CPU engine, all but the model: 6 to 12 ms with 0.5 million parameters, of which nothing is
+seen, on one core of a server (fits to the ledger of the bundled demo, 2026-11)."""
 
-SEQUENCE_S = 8e-5
-"""Of each sequence in it, all but the model: by the same fit 0.10 ms, of which the model's products are 0.02."""
+SEQUENCE_S = 1.8e-4
+"""Of each sequence in it, all but the model: by the same fits 0.2 ms, of which the model's products are 0.02."""
 
 SLOWEST = "l40s"
 """Of the table's accelerators."""
