@@ -75,8 +75,12 @@ class Goals:
     faster: Interval
     faster_cost: Interval
     """By the static fleet's."""
+    fastest: Interval
+    """How much faster the clairvoyant is than the static fleet, whatever it costs: what forbids more."""
     saving: Interval
     saving_time: Interval
+    most_saved: Interval
+    """What the clairvoyant saves."""
     captured: Interval | None
     """None where the clairvoyant is no better than the best static fleet."""
     cheaper_than_published: Interval
@@ -112,8 +116,10 @@ def goals_of(found: Comparison) -> Goals:
         generation_share=sum(step.generation_s for step in steps) / sum(step.time_s for step in steps),
         faster=times(STATIC, FASTER),
         faster_cost=costs(FASTER, STATIC),
+        fastest=times(STATIC, FASTEST),
         saving=less(costs(OURS, STATIC)),
         saving_time=times(OURS, STATIC),
+        most_saved=less(costs(CLAIRVOYANT, STATIC)),
         captured=_captured(totals(BEST_STATIC), totals(OURS), totals(CLAIRVOYANT)),
         cheaper_than_published=less(costs(AS_FAST, PUBLISHED)),
         cheaper_time=times(AS_FAST, PUBLISHED),

@@ -73,6 +73,8 @@ def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, job
     scenario = load_scenario(path)
     if seeds is not None:
         scenario = scenario.model_copy(update={"seeds": seeds})
+    if step is not None and step > scenario.steps:
+        raise typer.BadParameter(f"--step is {step}; the scenario has steps 1 to {scenario.steps}")
     comparison = _run(scenario, policies.split(",") if policies else None, jobs)
     console = Console(highlight=False)
     console.print(comparison_table(comparison))

@@ -9,6 +9,7 @@ from rich.text import Text
 from rlhfless.sim.experiment.compare import Comparison, quoted_part
 from rlhfless.sim.report.columns import COLUMNS
 from rlhfless.sim.report.pictures import PARTS
+from rlhfless.sim.report.words import contract_text
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
@@ -25,4 +26,5 @@ def comparison_table(comparison: Comparison) -> RenderableType:
         table.add_row(row.label, *cells)
     what = f"{PARTS[part]} of {scenario.steps} steps, {scenario.seeds} seeds; simulated"
     legend = "dim: half of the 95 % confidence interval. times: by the first policy, in pairs of equal seeds."
-    return Group(Text.assemble((scenario.name, "bold"), f"  {what}"), "", table, "", Text(legend, style="dim"))
+    title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
+    return Group(title, "", table, "", Text(legend, style="dim"))

@@ -38,33 +38,24 @@ def length_forecasts(batches: Sequence[RolloutBatch], max_tokens: int) -> Length
         raise ValueError(f"{len(batches)} steps; forecasts need 2, one to learn from")
     predictor = LengthPredictor(max_tokens)
     expected: list[Floats] = []
-    real: list[Floats] = []
     of_mean: list[Floats] = []
     seen: list[Floats] = []
     ranks: list[float] = []
     covered = np.zeros(len(QUANTILE_LEVELS))
     for index, batch in enumerate(batches):
-        siblings = int(np.bincount(batch.group).max())
-        predictor.step_began(batch.step, batch.prompt_ids, siblings)
+        predictor.step_began(batch.step, batch.prompt_ids, np.bincount(batch.group))
         tokens = batch.response_tokens.astype(np.float64)
         if index:
-            forecast = predictor.forecast(batch.step)
-            # Samples of a smaller group than the largest were forecast as well, and never came.
-            place = {
-                key: i for i, key in enumerate(zip(batch.group.tolist(), batch.sample_index.tolist(), strict=True))
-            }
-            rows = [place.get(key, -1) for key in zip(forecast.prompt.tolist(), forecast.sample.tolist(), strict=True)]
-            came = np.array(rows) >= 0
-            known, mine = forecast.take(came), tokens[np.array(rows)[came]]
-            expected.append(known.tokens + known.mean_tokens)
-            real.append(mine)
-            of_mean.append(np.abs(np.concatenate(seen).mean() - mine))
-            covered += (mine[:, None] <= known.total_tokens).sum(axis=0)
-            rank = spearman(expected[-1], mine)
+            forecast = predictor.forecast(batch.step)  # of all samples, in the batch's own order
+            expected.append(forecast.mean_tokens)
+            of_mean.append(np.abs(np.concatenate(seen).mean() - tokens))
+            covered += (tokens[:, None] <= forecast.total_tokens).sum(axis=0)
+            rank = spearman(forecast.mean_tokens, tokens)
             ranks += [] if rank is None else [rank]
         seen.append(tokens)
-        _tell(predictor, batch, max_tokens)
-    guesses, lengths = np.concatenate(expected), np.concatenate(real)
+        predictor.look(batch.step, tokens, np.ones(batch.samples, np.bool_), tokens >= max_tokens)
+        predictor.step_ended(batch.step)
+    guesses, lengths = np.concatenate(expected), np.concatenate(seen[1:])
     return LengthForecasts(
         guesses,
         lengths,
@@ -73,10 +64,3 @@ def length_forecasts(batches: Sequence[RolloutBatch], max_tokens: int) -> Length
         float(np.abs(guesses - lengths).mean() / lengths.mean()),
         float(np.concatenate(of_mean).mean() / lengths.mean()),
     )
-
-
-def _tell(predictor: LengthPredictor, batch: RolloutBatch, max_tokens: int) -> None:
-    rows = zip(batch.group.tolist(), batch.sample_index.tolist(), batch.response_tokens.tolist(), strict=True)
-    for group, sample, tokens in rows:
-        predictor.finished(batch.step, batch.prompt_ids[group], sample, tokens, truncated=tokens >= max_tokens)
-    predictor.step_ended(batch.step)

@@ -110,13 +110,11 @@ def replay(
         raise TraceError(f"the trace of {trace.meta.run_id} has no step with rollouts; record at least one")
     fitted_to, judged, mean_s = "the file given", records, {}
     if latency is None:
-        half = max(len(records) // 2, 1)
-        learned = records[:half]
+        learned = records[: max(len(records) // 2, 1)]
+        judged = records[len(learned) :] or records
         last = learned[-1].step
-        latency = calibrate([trace], keep=lambda step: step <= last)
-        fitted_to, judged = f"steps 1 to {last}", records[half:] or records
-        measured = [measured_s(record, trace) for record in learned]
-        mean_s = {stage: fmean(each[stage] for each in measured) for stage in measured[0]}
+        latency, fitted_to = calibrate([trace], keep=lambda step: step <= last), f"steps 1 to {last}"
+        mean_s = _means_s(learned, trace)
     name, chosen = policy if policy is not None else ("as recorded", AsRecorded(trace))
     prices = PriceBook.model_validate(trace.meta.prices)
     simulated = _simulated(trace, latency, chosen, [batches[record.step] for record in judged], prices)
@@ -146,6 +144,11 @@ def measured_s(record: StepRecord, trace: Trace) -> dict[str, float]:
         if call.work in NOT_SIMULATED
     )
     return {**{str(stage): times.phases_s[stage] for stage in STAGES}, WALL: times.wall_s - length(apart)}
+
+
+def _means_s(records: Sequence[StepRecord], trace: Trace) -> dict[str, float]:
+    measured = [measured_s(record, trace) for record in records]
+    return {stage: fmean(each[stage] for each in measured) for stage in measured[0]}
 
 
 def _predicted_s(record: StepRecord, simulated: Trace, latency: LatencyFile, batch: RolloutBatch) -> dict[str, float]:

@@ -22,6 +22,7 @@ from rlhfless.sim.report.drawing import Drawing, Label, Rectangle
 from rlhfless.sim.report.pictures import pictures
 from rlhfless.sim.report.summary import summary
 from rlhfless.sim.report.svg import svg
+from rlhfless.sim.report.words import contract_text
 from rlhfless.sim.scenarios.draw import batches
 from rlhfless.spec import WeightedSpec
 from rlhfless.spec.errors import InputError
@@ -61,9 +62,9 @@ class Tags(HTMLParser):
 def test_the_same_seeds_give_the_same_summary_in_any_number_of_processes(comparison: Comparison) -> None:
     told: list[tuple[int, int]] = []
     again = compare(scenario(), jobs=2, on_progress=lambda done, total: told.append((done, total)))
-    assert summary(again) == summary(comparison)
+    assert json.dumps(summary(again)) == json.dumps(summary(comparison))
     runs = 2 * (3 + 3)  # per seed: three policies, and the three static fleets of two devices
-    assert told[-1] == (runs, runs)
+    assert told == [(done, runs) for done in range(1, runs + 1)]
 
 
 def test_policies_of_one_seed_drew_the_same_lengths(comparison: Comparison) -> None:
@@ -153,6 +154,18 @@ def test_the_perfetto_trace_is_one(folder: Path, comparison: Comparison) -> None
     assert len(spans) == len(trace.holdings) + len(trace.invocations) + len(trace.steps)
     worked_us = sum(event["dur"] for event in spans if event["name"] == "learn")
     assert worked_us == pytest.approx(1e6 * sum(c.duration_s for c in trace.invocations if c.work == "learn"))
+
+
+def test_contracts_in_words() -> None:
+    def words(**values: object) -> str:
+        return contract_text(scenario(contract=values).contract)
+
+    measure = {"times": 1.5, "policy": "a"}
+    assert words(type="cheapest", deadline=measure, per="run").endswith("in at most 1.5 x the time of a over the run")
+    assert words(type="cheapest", deadline_s=30).endswith("in at most 30 s in each step")
+    assert words(type="fastest", budget=measure).endswith("for at most 1.5 x the cost of a in each step")
+    assert words(type="fastest", budget_usd=2, per="run").endswith("for at most $2 over the run")
+    assert words(type="weighted", time_weight=0.25) == "time weighs 0.25, cost 0.75"
 
 
 def test_text_in_a_picture_is_escaped() -> None:

@@ -169,4 +169,4 @@ def test_prompts_share_their_iterations() -> None:
     assert packed.prefill_s(2048) == pytest.approx(alone.prefill_s(2048))
     # Alone, 32 tokens cost the weights; among others, 32 of 2,048 parts.
     assert alone.prefill_s(32) > 10 * packed.prefill_s(32)
-    assert packed.prefill_s(32) == pytest.approx(packed.prefill_s(2048) / 64, rel=0.01)
+    assert packed.prefill_s(32) == pytest.approx(packed.prefill_s(2048) / 64, rel=0.05)  # less attention
