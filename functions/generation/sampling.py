@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -27,6 +28,9 @@ from rlhfless.functions.generation.messages import (
 from rlhfless.functions.generation.vllm.adapter import Engine
 from rlhfless.functions.generation.vllm.messages import EngineError, Sampled, SampleRequest
 from rlhfless.records import FinishReason, IntArray, Rollout, VersionSpan
+
+_loading = threading.Lock()
+"""Moved responses may end together, and one of them is to load the tokenizer for all."""
 
 
 class RequestRun:
@@ -103,12 +107,11 @@ class RequestRun:
                     drawn_tokens=len(drawn),
                 )
             )
+            self._queue.put_nowait(await self._rollout(item, sampled, started_s))
         except Exception as error:
             self._queue.put_nowait(error)
-            return
-        self._queue.put_nowait(self._rollout(item, sampled, started_s))
 
-    def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:
+    async def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:
         token_ids = np.asarray(sampled.token_ids, dtype=np.int64)
         logprobs = np.asarray(sampled.logprobs, dtype=np.float32)
         spans, text, reason = sampled.version_spans, sampled.text, FinishReason(sampled.finish_reason)
@@ -119,7 +122,8 @@ class RequestRun:
             logprobs = np.concatenate([prior.logprobs, logprobs])
             moved = (VersionSpan(s.version, s.start + shift, s.end + shift) for s in spans)
             spans = prior.version_spans + tuple(moved)
-            text, end = self._text_and_end(token_ids)
+            # Beside the beats: the first time it imports a tokenizer, which may take longer than a beat may.
+            text, end = await asyncio.to_thread(self._text_and_end, token_ids)
             if end < len(token_ids):  # a stop text across the seam, which the second engine could not see
                 token_ids, logprobs, reason = token_ids[:end], logprobs[:end], FinishReason.STOP
                 spans = tuple(VersionSpan(s.version, s.start, min(s.end, end)) for s in spans if s.start < end)
@@ -151,7 +155,8 @@ class RequestRun:
         Decoding the parts one by one could differ at the seam.
         """
         settings, stops = self._engine.settings, self._request.sampling.stop
-        tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
+        with _loading:
+            tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
 
         def text_of(tokens: int) -> str:
             return str(tokenizer.decode(token_ids[:tokens], skip_special_tokens=True))

@@ -57,6 +57,8 @@ class GenerationStage:
         self._calls: set[asyncio.Task[None]] = set()
         self._called_back: set[int] = set()
         self._lost: set[str] = set()
+        self._lost_in_a_row = 0
+        """Actors that were lost since a sample ended."""
         self._events: asyncio.Queue[_Said | Exception] = asyncio.Queue()
         self._asked_s: float | None = None
         self.over = False
@@ -225,6 +227,8 @@ class GenerationStage:
         """Keep what has ended, and let go on elsewhere what was aborted; yields the group if it is complete."""
         mine = [rollout for rollout in rollouts if self._board.is_on(request, rollout.key)]
         ended = [rollout for rollout in mine if rollout.finish_reason != FinishReason.ABORT]
+        if ended:
+            self._lost_in_a_row = 0
         if self._journal is not None and ended:
             self._journal.add(self.step, ended)
         for rollout in mine:
@@ -241,8 +245,13 @@ class GenerationStage:
         gone = self._board.lost_with(request)
         if first := actor.name not in self._lost:
             self._lost.add(actor.name)
+            self._lost_in_a_row += 1
             self._board.take_from(place)
         log.warning("%s was lost with %d samples, which go to other actors: %s", actor.name, gone.size, error)
+        if self._lost_in_a_row > len(self._pool.seats) * (self._spec.recovery.per_step + 1):
+            raise ReplicaLost(
+                f"{self._lost_in_a_row} actors were lost before a single sample ended: {error}"
+            ) from error
         if first or self._board.forgotten.size:
             self._steer(Lost(place, self._board.forgotten))
         else:

@@ -90,11 +90,14 @@ class LiveFleet:
         return place < len(self._actors.pool.seats) and self._actors.expects(place)
 
     def start(self, place: int, at_s: float | None, step: int) -> None:
-        """See rlhfless.loop.steering.Fleet. At once, or at a time to come; either way in the background."""
+        """See rlhfless.loop.steering.Fleet. At once, or at a time to come; either way in the background.
+
+        A lost learner is started by the run's recovery: it has to go on from a checkpoint.
+        """
         if place in self._keepers:
             self._keepers[place].warm(at_s)
         elif place >= len(self._actors.pool.seats):
-            raise PolicyFault(f"place {place} is asked to start: it is the learner's, which is always there")
+            return
         elif at_s is None and (state := self._actors.state(place)) is not None:
             raise PolicyFault(f"place {place} is asked to start, and has an actor ({state})")
         else:

@@ -146,3 +146,16 @@ async def test_an_error_of_an_actor_ends_the_stage() -> None:
     pool["a"].fail(ValueError("bad sample"))
     with pytest.raises(ValueError, match="bad sample"):
         await reader.task
+
+
+async def test_a_step_that_kills_every_actor_does_not_go_on_for_ever() -> None:
+    spec = SPEC.model_copy(update={"recovery": SPEC.recovery.model_copy(update={"per_step": 0})})
+    pool = FakePool("a", "b", seats=2)
+    stage = GenerationStage(pool, draw("p"), spec, steering(pool))
+    reader = Reader(stage)
+    for coming in "cde":
+        await until(lambda: any(actor.running for actor in pool.actors.values() if actor.state.holds_device))
+        next(actor for actor in pool.actors.values() if actor.running and actor.state.holds_device).die()
+        pool.join(coming)
+    with pytest.raises(ReplicaLost, match="3 actors were lost before a single sample ended"):
+        await reader.task

@@ -173,7 +173,6 @@ async def test_the_fewest_actors_stay_and_the_ledger_says_so(tmp_path: Path) -> 
         (lambda fleet: fleet.release(1, None, 3), "place 1 is released, and has no actor"),
         (lambda fleet: fleet.release(3, None, 3), "the learner's, which keeps the run's state"),
         (lambda fleet: fleet.start(0, None, 3), r"place 0 is asked to start, and has an actor \(serving\)"),
-        (lambda fleet: fleet.start(3, None, 3), "the learner's, which is always there"),
     ],
 )
 def test_what_cannot_be_done_is_a_fault_of_the_policy(tmp_path: Path, asked: Any, fault: str) -> None:
