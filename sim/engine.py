@@ -77,6 +77,8 @@ class PricedModel:
             keys.fill(-1)
             self._known = 0
         place = kernel.find_price(keys, tokens, context)
+        if keys[place] >= 0:
+            return  # another engine has asked for it
         keys[place] = kernel.price_key_of(tokens, context)
         self.costs.price_s[place] = self.model.prefill_s(tokens, context)
         self._known += 1
@@ -128,9 +130,7 @@ class EnginePool:
         while (first := kernel.advance(memory, table, costs, self.limits, first, last, until_s, one)) < last:
             if memory.totals[kernel.OVER] == len(memory.span):
                 self._fetch()
-            else:
-                n = memory.engine[first]
-                self._prices.ask(int(n["wanted_tokens"]), int(n["wanted_context"]))
+            self._price()
         ended: Ints = memory.ended[: memory.totals[kernel.ENDED]].copy()
         return ended
 
@@ -138,6 +138,14 @@ class EnginePool:
         """The times of work of an engine that are over, without the last."""
         self._fetch()
         return self._spans.get(row, [])
+
+    def _price(self) -> None:
+        """Asks for all prices that engines lack."""
+        engines = self.memory.engine
+        lacking = engines[engines["wanted_tokens"] > 0]
+        for tokens, context in lacking[["wanted_tokens", "wanted_context"]].tolist():
+            self._prices.ask(tokens, context)
+        engines["wanted_tokens"] = 0
 
     def _fetch(self) -> None:
         count = int(self.memory.totals[kernel.OVER])

@@ -61,12 +61,12 @@ class Generation:
 
     def counts(self) -> tuple[list[int], list[int]]:
         """`[places]`: how many samples run there, and how many wait."""
-        running = np.zeros(len(self._fleet.sites), dtype=np.int64)
-        waiting = np.zeros(len(self._fleet.sites), dtype=np.int64)
+        running, waiting = np.zeros((2, len(self._fleet.sites)), dtype=np.int64)
         for pool in self._pools:
             running[pool.places], waiting[pool.places] = pool.running, pool.waiting
         for place, held in self._waiting.items():
-            waiting[place] += sum(len(samples) for samples, _ in held)
+            for samples, _ in held:
+                waiting[place] += len(samples)
         return running.tolist(), waiting.tolist()
 
     def advance(self, now_s: float) -> None:

@@ -60,7 +60,8 @@ def part(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """The same, put where it is called: no function can return a record."""
+    """The same, put where it is called: for what returns a record, which no function can, and for what is long and called
+    once, which then is optimised once."""
     return cast(F, njit(inline="always", **LIGHT)(function))
 
 
@@ -73,10 +74,11 @@ def advance(
 
     Returns `last`, or the first engine that cannot go on: it lacks the price of a prefill, or room for a span.
     """
+    stuck = last
     for row in range(first, last):
         if not _run(_state(pool, row), table, costs, limits, until_s, one):
-            return row
-    return last
+            stuck = min(stuck, row)
+    return stuck
 
 
 @inlined
@@ -96,7 +98,7 @@ def _state(pool: Pool, row: int) -> State:
     )
 
 
-@part
+@inlined
 def _run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float, one: bool) -> bool:
     """As `advance`, of one engine. Returns whether it could go on."""
     n = state.n

@@ -55,7 +55,7 @@ ENGINE = np.dtype(
         ("prefilled", np.int64),  # tokens
         ("cached", np.int64),  # tokens
         ("decoded", np.int64),  # tokens
-        ("wanted_tokens", np.int64),  # the prefill without a price
+        ("wanted_tokens", np.int64),  # the prefill without a price; 0: none
         ("wanted_context", np.int64),
     ]
 )

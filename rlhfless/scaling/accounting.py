@@ -18,11 +18,13 @@ being published and loaded, the driver's own bookkeeping.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import attrgetter
 from types import MappingProxyType
 
 import numpy as np
@@ -149,7 +151,7 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
     return Summary(
         functions=tuple(row for row in functions if row.invocations or row.provisioned_device_s),
         total=usage("total", trace.holdings, trace.invocations, prices),
-        steps=tuple(step_times(step, trace.invocations) for step in trace.steps),
+        steps=tuple(step_times(step, calls) for step, calls in _calls_within(trace.steps, trace.invocations)),
         response_tokens=_length_quantiles(trace.rollouts),
         reward_mean=_reward_by_step(trace.rollouts),
     )
@@ -237,6 +239,17 @@ def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
     for _, pieces in groupby(sorted(spans), key=lambda span: span[:2]):
         starts += union((start_s, end_s) for _, _, start_s, end_s in pieces)
     return starts
+
+
+def _calls_within(
+    steps: Sequence[StepRecord], invocations: Iterable[Invocation]
+) -> Iterator[tuple[StepRecord, list[Invocation]]]:
+    """Each step with the calls that may overlap it, so that a long run is not gone through once per step."""
+    ordered = sorted(invocations, key=attrgetter("start_s"))
+    starts_s = [call.start_s for call in ordered]
+    latest_s = list(accumulate((call.end_s for call in ordered), max))
+    for step in steps:
+        yield step, ordered[bisect_right(latest_s, step.start_s) : bisect_left(starts_s, step.end_s)]
 
 
 def _by_incarnation(invocations: Iterable[Invocation]) -> dict[str, list[Interval]]:
