@@ -60,8 +60,8 @@ def part(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """The same, put where it is called: for what returns a record, which no function can, and for what is long and called
-    once, which then is optimised once."""
+    """The same, put where it is called: for what returns a record, which no function can, and for what is long and
+    called once, which then is optimised once."""
     return cast(F, njit(inline="always", **LIGHT)(function))
 
 
