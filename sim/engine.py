@@ -94,6 +94,10 @@ class EnginePool:
         self.places = np.array(places, dtype=np.int64)
         self.limits = shape.limits
         self.memory = pool_of(len(places), self.limits, progress.batch.samples, progress.batch.groups)
+        sample = progress.table.sample
+        longest = int((sample["prompt"] + sample["target"]).max(initial=1)) - 1
+        self.fits_all = shape.blocks(longest) <= shape.kv_blocks
+        """Whether every sample of the batch fits, alone."""
         self._row = {place: row for row, place in enumerate(places)}
         self._prices = prices
         self._spans: dict[int, list[Interval]] = {}
@@ -217,19 +221,23 @@ class Engine:
         Raises ValueError if a sample could never fit, even alone.
         """
         table = self.progress.table
-        chosen = table.sample[samples]
-        longest = int((chosen["prompt"] + chosen["target"]).max(initial=1)) - 1
-        if self.shape.blocks(longest) > self.shape.kv_blocks:
-            raise ValueError(
-                f"a sample of {longest} tokens needs {self.shape.blocks(longest)} KV blocks of "
-                f"{self.shape.block_tokens}, and the engine has {self.shape.kv_blocks}; raise kv_blocks or shorten it"
-            )
+        if not self._pool.fits_all:
+            self._check_fit(samples)
         queue = self._pool.memory.queue[self._row]
         places = (self._n["head"] + self._n["queued"] + np.arange(len(samples))) % len(queue)
         queue[places] = samples
         self._n["queued"] += len(samples)
         table.arrival_s[samples] = at_s
         self.progress.safe_tokens[samples] = table.tokens[samples]
+
+    def _check_fit(self, samples: Ints) -> None:
+        chosen = self.progress.table.sample[samples]
+        longest = int((chosen["prompt"] + chosen["target"]).max(initial=1)) - 1
+        if self.shape.blocks(longest) > self.shape.kv_blocks:
+            raise ValueError(
+                f"a sample of {longest} tokens needs {self.shape.blocks(longest)} KV blocks of "
+                f"{self.shape.block_tokens}, and the engine has {self.shape.kv_blocks}; raise kv_blocks or shorten it"
+            )
 
     def advance(self, until_s: float) -> Ints:
         """Runs all iterations that end at or before `until_s`. Returns the samples that ended, in order."""

@@ -65,7 +65,6 @@ PHASES: Mapping[Work, Phase] = MappingProxyType(
     }
 )
 
-
 OVERHEAD = frozenset({Work.PUBLISH, Work.LOAD_WEIGHTS})
 """What is done only because learner and engines are apart: a single process would not have it."""
 
