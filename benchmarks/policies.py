@@ -1,6 +1,6 @@
 """All policies over the published set of scenarios, and the goals that they are judged by (`goals.py`).
 
-    python benchmarks/policies.py [--quick] [--seeds 3] [--jobs 2] [--markdown docs/simulations.md] [SCENARIO ...]
+    python benchmarks/policies.py [--quick] [--seeds 4] [--jobs 2] [--markdown docs/simulations.md] [SCENARIO ...]
 
 Every result is printed, good and bad, with 95 % confidence intervals over the seeds; `--markdown` writes the same for
 the documentation. `--quick` takes four of the scenarios, two seeds and two epochs.
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="*", help="names; all of examples/scenarios when left out")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()

@@ -33,6 +33,9 @@ NOT_SIMULATED = frozenset({Work.HELD_OUT, Work.CHECKPOINT, Work.RESTORE})
 
 WALL = "step"
 
+AS_RECORDED = "as recorded"
+"""The policy of a replay that asks for no other."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
@@ -63,7 +66,7 @@ class Replay:
 
     run_id: str
     policy: str
-    """`as recorded`, or the name of another one."""
+    """AS_RECORDED, or the name of another one."""
     fitted_to: str
     steps: tuple[ReplayedStep, ...]
     predicted_usd: float
@@ -115,7 +118,7 @@ def replay(
         last = learned[-1].step
         latency, fitted_to = calibrate([trace], keep=lambda step: step <= last), f"steps 1 to {last}"
         mean_s = _means_s(learned, trace)
-    name, chosen = policy if policy is not None else ("as recorded", AsRecorded(trace))
+    name, chosen = policy if policy is not None else (AS_RECORDED, AsRecorded(trace))
     prices = PriceBook.model_validate(trace.meta.prices)
     simulated = _simulated(trace, latency, chosen, [batches[record.step] for record in judged], prices)
     steps = [

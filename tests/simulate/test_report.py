@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from tiny import scenario
 
-from rlhfless.sim.experiment.compare import Comparison, compare
+from rlhfless.sim.experiment.compare import NO_BEATS_S, Comparison, compare
 from rlhfless.sim.experiment.forecasts import length_forecasts
 from rlhfless.sim.experiment.rows import objective
 from rlhfless.sim.report import write_report
@@ -192,3 +192,11 @@ def test_forecasts_are_better_than_the_mean_and_honest() -> None:
     assert np.all(np.diff(found.coverage) >= 0)
     with pytest.raises(ValueError, match="1 steps; forecasts need 2"):
         length_forecasts(batches(one, 0)[:1], one.max_tokens)
+
+
+def test_a_static_fleet_runs_the_same_without_beats() -> None:
+    watched = scenario(policies=[{"name": "static", "label": "best_static"}], beat_s=0.05)
+    again = scenario(policies=[{"name": "static", "label": "best_static"}], beat_s=NO_BEATS_S)
+    first, second = (compare(each).results["best_static"][0] for each in (watched, again))
+    assert [step.time_s for step in first.steps] == pytest.approx([step.time_s for step in second.steps], rel=1e-9)
+    assert first.usd == pytest.approx(second.usd, rel=1e-9)
