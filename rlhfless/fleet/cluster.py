@@ -90,20 +90,17 @@ class Cluster:
         self, name: str, function: type, arguments: Sequence[Any], seat: Seat | None, *, stop_s: float
     ) -> DeploymentHandle:
         """Begin to start one replica; returns at once. `seat` None: the function binds its parts itself."""
-        resources = {} if seat is None else seat_resources(seat)
-        deployment: Any = serve.deployment(function)
-        app = deployment.options(
-            name=name,
-            num_replicas=1,
-            max_ongoing_requests=CONCURRENT_CALLS,
-            graceful_shutdown_timeout_s=stop_s,
-            graceful_shutdown_wait_loop_s=0.1,
+        options = {
+            "name": name,
+            "num_replicas": 1,
+            "max_ongoing_requests": CONCURRENT_CALLS,
+            "graceful_shutdown_timeout_s": stop_s,
+            "graceful_shutdown_wait_loop_s": 0.1,
             # A constructor that fails will fail again: report the first failure instead of trying 20 times.
-            max_constructor_retry_count=1,
-            ray_actor_options={"num_cpus": 0, "resources": resources},
-        ).bind(*arguments)
-        target = serve.RunTarget(target=app, name=name, route_prefix=None)
-        await asyncio.to_thread(_deploy, target)
+            "max_constructor_retry_count": 1,
+            "ray_actor_options": {"num_cpus": 0, "resources": {} if seat is None else seat_resources(seat)},
+        }
+        await asyncio.to_thread(_deploy, function, arguments, options)
         return self.handle(name)
 
     def handle(self, name: str) -> DeploymentHandle:
@@ -179,8 +176,11 @@ def _resource(slot: Slot) -> str:
     return f"{SLOT_PREFIX}{slot.kind}:{slot.name}"
 
 
-def _deploy(target: serve.RunTarget) -> None:
+def _deploy(function: type, arguments: Sequence[Any], options: dict[str, Any]) -> None:
     with _deploying:
+        deployment: Any = serve.deployment(function)
+        app = deployment.options(**options).bind(*arguments)
+        target = serve.RunTarget(target=app, name=options["name"], route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
 
 
