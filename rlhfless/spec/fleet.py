@@ -131,8 +131,8 @@ class WeightsSpec(SpecModel):
     """Folder of the store, or of the node cache."""
 
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest difference between the engine's and the learner's logprobs of the probe tokens; chosen by dtype
-    when left out."""
+    """Largest difference between the engine's and the learner's logprobs of the probe tokens, for logprobs of up to
+    10; in proportion for larger ones. Chosen by dtype when left out."""
 
 
 class TimeoutsSpec(SpecModel):

@@ -37,6 +37,9 @@ __all__ = [
 PROBE_TOLERANCE: dict[DType, float] = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.03}
 """Largest |engine - learner| logprob of a probe token, by the engine's dtype, when the spec names none."""
 
+MEASURED_LOGITS = 10.0
+"""Size of the logits that the tolerances were measured with."""
+
 
 def check_consumed(version: WeightVersion, expected_tensors: int, digest: str, tensors: int) -> None:
     """The bytes that a load consumed are those of `version`.
@@ -67,6 +70,13 @@ def largest_difference(left: Sequence[float], right: Sequence[float]) -> float:
     return max(differences, default=0.0) if all(d == d for d in differences) else float("inf")
 
 
+def allowed_difference(probe: Probe, tolerance: float) -> float:
+    """How much of a difference rounding may make. It grows with the size of the logits, and with a model of large ones
+    the least likely tokens of the probe are as unlikely as that: -50 for logits of size 50."""
+    size = max((abs(logprob) for logprob in probe.logprobs), default=0.0)
+    return tolerance * max(1.0, size / MEASURED_LOGITS)
+
+
 def check_probe(version: WeightVersion, probe: Probe, engine_logprobs: Sequence[float], tolerance: float) -> float:
     """The engine's logprobs of the probe equal the learner's. Returns the largest difference.
 
@@ -74,12 +84,13 @@ def check_probe(version: WeightVersion, probe: Probe, engine_logprobs: Sequence[
         WeightCheckFailed: `probe`.
     """
     difference = largest_difference(engine_logprobs, probe.logprobs)
-    if difference > tolerance:
+    allowed = allowed_difference(probe, tolerance)
+    if not difference <= allowed:
         raise WeightCheckFailed(
             "probe",
             version,
             f"engine and learner differ by {difference:.3g} in the logprob of a probe token (tolerance "
-            f"{tolerance:.3g}): the engine does not compute with these weights",
+            f"{allowed:.3g}): the engine does not compute with these weights",
         )
     return difference
 
@@ -109,12 +120,13 @@ def check_moved(
         WeightCheckFailed: `moved` if nothing changed, `probe` if it changed to something else.
     """
     change = largest_difference(before, after)
-    if not change > tolerance:
+    allowed = allowed_difference(probe, tolerance)
+    if not change > allowed:
         raise WeightCheckFailed(
             "moved",
             version,
             f"the perturbed weights moved the probe's logprobs by only {change:.3g} (more than "
-            f"{tolerance:.3g} expected): the engine still serves the old weights",
+            f"{allowed:.3g} expected): the engine still serves the old weights",
         )
     check_probe(version, probe, after, tolerance)
     return change

@@ -45,6 +45,19 @@ def test_probe() -> None:
     assert failed.value.version == VERSION
 
 
+def test_rounding_grows_with_the_size_of_the_logits() -> None:
+    """A learner that gives a token -40 has logits of size 40, four times those that the tolerance was measured with."""
+    large = Probe(token_ids=(5, 6, 7), logprobs=(-1.0, -40.0))
+    assert check_probe(VERSION, large, [-1.0, -41.0], tolerance=0.25) == 1.0
+    with pytest.raises(WeightCheckFailed, match=r"differ by 1.5 .*tolerance 1\)"):
+        check_probe(VERSION, large, [-1.0, -41.5], tolerance=0.25)
+    with pytest.raises(WeightCheckFailed, match="more than 1 expected"):
+        check_moved(VERSION, large, before=[-1.0, -40.75], after=[-1.0, -40.0], tolerance=0.25)
+    small = Probe(token_ids=(5, 6, 7), logprobs=(-0.1, -0.2))
+    with pytest.raises(WeightCheckFailed, match=r"tolerance 0.25\)"):
+        check_probe(VERSION, small, [-0.1, -0.5], tolerance=0.25)
+
+
 def test_a_probe_that_is_not_a_number_fails() -> None:
     with pytest.raises(WeightCheckFailed):
         check_probe(VERSION, PROBE, [float("nan"), -2.0], tolerance=1e9)
