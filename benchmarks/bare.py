@@ -11,6 +11,8 @@ import asyncio
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -59,6 +61,19 @@ class BareEngine:
         self._pipe.send(None)
         self._process.join(30)
         self._process.kill()
+
+
+@contextmanager
+def bare_engines(model: str, max_model_len: int, *cores: tuple[int, ...] | None) -> Iterator[list[BareEngine]]:
+    """One for each of `cores`, all up; stopped at the end, also where a benchmark fails."""
+    engines = [BareEngine(model, max_model_len, own) for own in cores]
+    try:
+        for engine in engines:
+            engine.wait_until_up()
+        yield engines
+    finally:
+        for engine in engines:
+            engine.stop()
 
 
 def together(engines: list[BareEngine], batches: list[Batch]) -> tuple[float, int]:

@@ -17,7 +17,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from bare import BareEngine, Batch, together
+from bare import BareEngine, Batch, bare_engines, together
 from setting import assets, live_run, median_ratio, spec_of, spread
 from where import machine
 
@@ -65,27 +65,23 @@ def bare(engines: list[BareEngine], parts: list[tuple[SampleItem, ...]], seed: i
 
 async def measure(folder: Path, rounds: int) -> None:
     model = str(folder / "model")
-    pinned, default = BareEngine(model, MAX_MODEL_LEN, (0,)), BareEngine(model, MAX_MODEL_LEN, None)
-    pinned.wait_until_up()
-    default.wait_until_up()
     figures: dict[str, list[float]] = {name: [] for name in ("one", "one bare", "two", "default bare")}
-    async with live_run(spec_of(folder), folder) as run:
-        first, second = run.generation.serving()
-        for number in range(1, rounds + 2):
-            items = items_of(run, number)
-            half = len(items) // 2
-            halves = [items[:half], items[half:]]
-            row = {
-                "one": await ours(run, [first], halves[:1]),
-                "one bare": bare([pinned], halves[:1], number),
-                "two": await ours(run, [first, second], halves),
-                "default bare": bare([default], [items], number),
-            }
-            if number > 1:  # the first round warms all sides up
-                for name, value in row.items():
-                    figures[name].append(value)
-    pinned.stop()
-    default.stop()
+    with bare_engines(model, MAX_MODEL_LEN, (0,), None) as (pinned, default):
+        async with live_run(spec_of(folder), folder) as run:
+            first, second = run.generation.serving()
+            for number in range(1, rounds + 2):
+                items = items_of(run, number)
+                half = len(items) // 2
+                halves = [items[:half], items[half:]]
+                row = {
+                    "one": await ours(run, [first], halves[:1]),
+                    "one bare": bare([pinned], halves[:1], number),
+                    "two": await ours(run, [first, second], halves),
+                    "default bare": bare([default], [items], number),
+                }
+                if number > 1:  # the first round warms all sides up
+                    for name, value in row.items():
+                        figures[name].append(value)
     print(machine())
     for name, values in figures.items():
         print(f"{name:14} tokens/s {spread(values)}")

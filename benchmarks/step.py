@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bare import BareEngine, Batch, together
+from bare import BareEngine, Batch, bare_engines, together
 from setting import assets, live_run, median_ratio, spec_of, spread
 from transformers import AutoModelForCausalLM
 from where import machine
@@ -102,15 +102,13 @@ def drawn_in(run: Run, folder: Path, step: int) -> list[tuple[tuple[int, ...], t
     return [(prompts[row.prompt_id], row.token_ids or ()) for row in rows]
 
 
-async def measure(folder: Path, rounds: int) -> list[float]:
-    model = str(folder / "model")
-    engines = [BareEngine(model, MAX_MODEL_LEN, (core,)) for core in (0, 1)]
-    default = BareEngine(model, MAX_MODEL_LEN, None)
-    for engine in (*engines, default):
-        engine.wait_until_up()
-    plain = PlainTorch(model)
-    names = ("our step", "bare", "bare default", "vllm x2", "vllm default", "torch", *OUTSIDE)
-    figures: dict[str, list[float]] = {name: [] for name in names}
+NAMES = ("our step", "bare", "bare default", "vllm x2", "vllm default", "torch", *OUTSIDE)
+
+
+async def measured(folder: Path, rounds: int, engines: list[BareEngine], default: BareEngine) -> dict[str, list[float]]:
+    """Seconds of all parts, a value per round."""
+    plain = PlainTorch(str(folder / "model"))
+    figures: dict[str, list[float]] = {name: [] for name in NAMES}
     spec = spec_of(folder, logging={"console": "off", "record_tokens": True}, optimizer={"learning_rate": 1e-4})
     async with live_run(spec, folder) as run:
         journal = Stopwatch(run.journal)
@@ -136,9 +134,14 @@ async def measure(folder: Path, rounds: int) -> list[float]:
             if step > 2:  # two rounds warm all sides up
                 for name, value in row.items():
                     figures[name].append(value)
-    for engine in (*engines, default):
-        engine.stop()
-    for name in names:
+    return figures
+
+
+async def measure(folder: Path, rounds: int) -> list[float]:
+    model = str(folder / "model")
+    with bare_engines(model, MAX_MODEL_LEN, (0,), (1,), None) as (*engines, default):
+        figures = await measured(folder, rounds, engines, default)
+    for name in NAMES:
         print(f"{name:14} {'' if name.endswith('share') else 's'} {spread(figures[name])}")
     print(f"our step / bare parts, two pinned engines  {median_ratio(figures['our step'], figures['bare']):.3f}")
     print(
