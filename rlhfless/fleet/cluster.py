@@ -18,11 +18,14 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._private import worker
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
 from rlhfless.spec import PlacementSpec
+
+log = logging.getLogger(__name__)
 
 SLOT_PREFIX = "rlhfless-slot:"
 """Ray resources with this prefix are device slots: `rlhfless-slot:<kind>:<name>`, one unit each."""
@@ -82,6 +85,7 @@ class Cluster:
             local = {_resource(slot): 1.0 for slot in local_slots()}
             ray.init(address="local", include_dashboard=False, resources=local, **quiet)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        _errors_to_log()
         # No replica is reached by HTTP, so no proxy is started.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         return cls()
@@ -182,6 +186,17 @@ def _deploy(function: type, arguments: Sequence[Any], options: dict[str, Any]) -
         app = deployment.options(**options).bind(*arguments)
         target = serve.RunTarget(target=app, name=options["name"], route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
+
+
+def _errors_to_log() -> None:
+    """Ray prints every worker that dies to standard output, whatever `log_to_driver` says, and has no switch for it
+    (`listen_error_messages` in ray/_private/worker.py). What a death means for the run, the run says itself."""
+
+    def to_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001 (Ray's signature)
+        for line in data["lines"]:
+            log.info("%s: %s", data["pid"], line)
+
+    worker.print_to_stdstream = to_log
 
 
 def _slots(resources: Mapping[str, float]) -> list[Slot]:

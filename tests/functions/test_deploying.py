@@ -1,15 +1,17 @@
-"""Replicas are deployed one at a time: Serve alters the pickler of the process while it describes one."""
+"""How Ray and Serve are kept in order: deployments one at a time, and what Ray has to say goes to the log."""
 
 import asyncio
+import logging
 import time
 from typing import Any
 
 import pytest
 import ray
 from ray import cloudpickle, serve
+from ray._private import worker
 from ray.serve._private import request_router
 
-from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.cluster import Cluster, _errors_to_log
 
 
 class Function:
@@ -34,3 +36,15 @@ async def test_many_replicas_are_deployed_at_once(monkeypatch: pytest.MonkeyPatc
     handles: list[Any] = await asyncio.gather(*(cluster.deploy(name, Function, (), None, stop_s=1) for name in names))
     assert handles == names
     assert sorted(deployed) == sorted(names)
+
+
+def test_a_worker_that_dies_is_not_printed_over_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # put back at the end
+    _errors_to_log()
+    with caplog.at_level(logging.INFO, "rlhfless"):
+        # As `listen_error_messages` does.
+        worker.print_to_stdstream({"lines": ["A worker died"], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    assert capsys.readouterr().out == ""
+    assert caplog.messages == ["raylet: A worker died"]
