@@ -23,7 +23,7 @@ from where import machine
 
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem, StreamEnd
-from rlhfless.loop.generation import sampling_of
+from rlhfless.loop.draw import sampling_of
 from rlhfless.loop.run import Run
 from rlhfless.records import Work, sample_seed
 

@@ -29,7 +29,7 @@ from setting import assets, live_run, median_ratio, spec_of, spread
 from transformers import AutoModelForCausalLM
 from where import machine
 
-from rlhfless.loop.generation import Draw
+from rlhfless.loop.draw import Draw
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import train_step
 from rlhfless.records import Rollout

@@ -69,6 +69,8 @@ class ReplicaInfo:
     """Of the settings it was started with: a replica may be taken over by a driver that would have used the same."""
     step: int = 0
     """Of a learner: the training step that its weights have taken last."""
+    kv_capacity_tokens: int = 0
+    """Of a generation actor: tokens that its KV cache holds; 0 where the engine does not say."""
 
 
 class FunctionBroken(RuntimeError):

@@ -7,13 +7,17 @@ waits for it too. Only a crash does not.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.intervals import Interval
 from rlhfless.sim import kernel
-from rlhfless.sim.kernel import Costs, Floats, Ints, Limits, State
+from rlhfless.sim.memory import Costs, Floats, Ints, Limits, pool_of
 from rlhfless.sim.samples import Progress
 
 PRICES = 1 << 16
@@ -73,82 +77,143 @@ class PricedModel:
             keys.fill(-1)
             self._known = 0
         place = kernel.find_price(keys, tokens, context)
+        if keys[place] >= 0:
+            return  # another engine has asked for it
         keys[place] = kernel.price_key_of(tokens, context)
         self.costs.price_s[place] = self.model.prefill_s(tokens, context)
         self._known += 1
 
 
-class Engine:
-    """One engine, from its first sample to its last."""
+class EnginePool:
+    """The engines of one shape and latency model that draw a step, brought from one instant to the next together."""
 
-    def __init__(
-        self, shape: EngineShape, prices: PricedModel, progress: Progress, at_s: float, slowdown: float = 1.0
-    ) -> None:
-        """`slowdown` stretches every iteration: 1 for a sound device, more for a straggler."""
+    def __init__(self, shape: EngineShape, prices: PricedModel, progress: Progress, places: Sequence[int]) -> None:
+        """Room for one engine at each place."""
         self.shape = shape
         self.progress = progress
+        self.places = np.array(places, dtype=np.int64)
+        self.limits = shape.limits
+        self.memory = pool_of(len(places), self.limits, progress.batch.samples, progress.batch.groups)
+        sample = progress.table.sample
+        longest = int((sample["prompt"] + sample["target"]).max(initial=1)) - 1
+        self.fits_all = shape.blocks(longest) <= shape.kv_blocks
+        """Whether every sample of the batch fits, alone."""
+        self._row = {place: row for row, place in enumerate(places)}
         self._prices = prices
-        self._limits = shape.limits
-        self._periods: list[tuple[float, float]] = []
-        self._working_since_s: float | None = None
-        samples, places = progress.batch.samples, shape.max_sequences
-        self._state = State(
-            clock=np.array([at_s, slowdown]),
-            counts=np.zeros(kernel.COUNTS, dtype=np.int64),
-            heap=np.empty(places, dtype=np.int64),
-            filling=np.empty(places, dtype=np.int64),
-            left=np.empty(places, dtype=np.int64),
-            done=np.empty(places, dtype=np.int64),
-            queue=np.empty(max(samples, 1), dtype=np.int64),
-            phase=np.zeros(shape.block_tokens, dtype=np.int64),
-            residents=np.zeros(progress.batch.groups, dtype=np.int64),
-            finished=np.empty(samples, dtype=np.int64),
-        )
-        self._state.counts[kernel.FREE] = shape.kv_blocks
+        self._spans: dict[int, list[Interval]] = {}
+        """By row, what was fetched of `Pool.span`."""
+
+    @property
+    def running(self) -> Ints:
+        """`[engines]`: sequences that decode."""
+        return cast(Ints, self.memory.engine["running"])
+
+    @property
+    def waiting(self) -> Ints:
+        """`[engines]`: sequences that prefill, or are in the queue."""
+        return cast(Ints, self.memory.engine["filling"] + self.memory.engine["queued"])
+
+    def open(self, place: int, at_s: float, slowdown: float = 1.0) -> Engine:
+        """A new engine at a place; the one before it there has nothing left. `slowdown` stretches every iteration: 1
+        for a sound device, more for a straggler."""
+        row = self._row[place]
+        self.spans(row)
+        self._spans.pop(row, None)
+        n = self.memory.engine[row]
+        self.memory.engine[row] = 0
+        n["row"], n["place"], n["now_s"], n["slowdown"] = row, place, at_s, slowdown
+        n["free"], n["rested_s"] = self.shape.kv_blocks, -math.inf
+        return Engine(self, row)
+
+    def advance(self, until_s: float, row: int | None = None, one: bool = False) -> Ints:
+        """Runs all iterations that end at or before `until_s`, of all engines or of one; with `one`, its next one,
+        whenever it ends. Returns the samples that ended, by engine and in order."""
+        memory, costs, table = self.memory, self._prices.costs, self.progress.table
+        first, last = (0, len(self.places)) if row is None else (row, row + 1)
+        memory.totals[kernel.ENDED] = 0
+        while (first := kernel.advance(memory, table, costs, self.limits, first, last, until_s, one)) < last:
+            if memory.totals[kernel.OVER] == len(memory.span):
+                self._fetch()
+            self._price()
+        ended: Ints = memory.ended[: memory.totals[kernel.ENDED]].copy()
+        return ended
+
+    def spans(self, row: int) -> list[Interval]:
+        """The times of work of an engine that are over, without the last."""
+        self._fetch()
+        return self._spans.get(row, [])
+
+    def _price(self) -> None:
+        """Asks for all prices that engines lack."""
+        engines = self.memory.engine
+        lacking = engines[engines["wanted_tokens"] > 0]
+        for tokens, context in lacking[["wanted_tokens", "wanted_context"]].tolist():
+            self._prices.ask(tokens, context)
+        engines["wanted_tokens"] = 0
+
+    def _fetch(self) -> None:
+        count = int(self.memory.totals[kernel.OVER])
+        for row, start_s, end_s in self.memory.span[:count].tolist():
+            self._spans.setdefault(row, []).append((start_s, end_s))
+        self.memory.totals[kernel.OVER] = 0
+
+
+class Engine:
+    """One engine of a pool, from its first sample to its last."""
+
+    def __init__(self, pool: EnginePool, row: int) -> None:
+        self.shape = pool.shape
+        self.progress = pool.progress
+        self._pool = pool
+        self._row = row
+        self._n = pool.memory.engine[row]
 
     @property
     def now_s(self) -> float:
         """The boundary it is at: when its last whole iteration ended."""
-        return float(self._state.clock[kernel.NOW])
+        return float(self._n["now_s"])
 
     @property
     def running(self) -> int:
         """Sequences that decode."""
-        return self._count(kernel.RUNNING)
+        return self._count("running")
 
     @property
     def waiting(self) -> int:
         """Sequences that prefill, or are in the queue."""
-        return self._count(kernel.FILLING) + self._count(kernel.QUEUED)
+        return self._count("filling") + self._count("queued")
 
     @property
     def free_blocks(self) -> int:
-        return self._count(kernel.FREE)
+        return self._count("free")
 
     @property
     def preemptions(self) -> int:
-        return self._count(kernel.PREEMPTED)
+        return self._count("preempted")
 
     @property
     def prefilled_tokens(self) -> int:
         """Prompt tokens computed, those computed again included."""
-        return self._count(kernel.PREFILLED)
+        return self._count("prefilled")
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that a sibling had computed."""
-        return self._count(kernel.CACHED)
+        return self._count("cached")
 
     @property
     def decoded_tokens(self) -> int:
         """Response tokens drawn."""
-        return self._count(kernel.DECODED)
+        return self._count("decoded")
 
     @property
-    def periods(self) -> list[tuple[float, float]]:
-        """When it worked, from when to when; the one under way lasts until `now_s`."""
-        under_way = [] if self._working_since_s is None else [(self._working_since_s, self.now_s)]
-        return self._periods + under_way
+    def periods(self) -> list[Interval]:
+        """When it worked, from when to when; the one under way lasts until `now_s`. Those that follow each other within
+        `kernel.JOIN_S` are one."""
+        if not self._busy and math.isinf(self._n["rested_s"]):
+            return []
+        end_s = self.now_s if self._busy else float(self._n["rested_s"])
+        return [*self._pool.spans(self._row), (float(self._n["since_s"]), end_s)]
 
     def submit(self, samples: Ints, at_s: float | Floats) -> None:
         """Puts samples at the end of the queue, to arrive at `at_s`. Whoever is queued behind a later one waits for it.
@@ -156,32 +221,27 @@ class Engine:
         Raises ValueError if a sample could never fit, even alone.
         """
         table = self.progress.table
-        longest = int((table.prompt[samples] + table.target[samples]).max(initial=1)) - 1
+        if not self._pool.fits_all:
+            self._check_fit(samples)
+        queue = self._pool.memory.queue[self._row]
+        places = (self._n["head"] + self._n["queued"] + np.arange(len(samples))) % len(queue)
+        queue[places] = samples
+        self._n["queued"] += len(samples)
+        table.arrival_s[samples] = at_s
+        self.progress.safe_tokens[samples] = table.tokens[samples]
+
+    def _check_fit(self, samples: Ints) -> None:
+        chosen = self.progress.table.sample[samples]
+        longest = int((chosen["prompt"] + chosen["target"]).max(initial=1)) - 1
         if self.shape.blocks(longest) > self.shape.kv_blocks:
             raise ValueError(
                 f"a sample of {longest} tokens needs {self.shape.blocks(longest)} KV blocks of "
                 f"{self.shape.block_tokens}, and the engine has {self.shape.kv_blocks}; raise kv_blocks or shorten it"
             )
-        count, queue = self._state.counts, self._state.queue
-        places = (count[kernel.HEAD] + count[kernel.QUEUED] + np.arange(len(samples))) % len(queue)
-        queue[places] = samples
-        count[kernel.QUEUED] += len(samples)
-        table.arrival_s[samples] = at_s
-        self.progress.safe_tokens[samples] = table.tokens[samples]
 
     def advance(self, until_s: float) -> Ints:
         """Runs all iterations that end at or before `until_s`. Returns the samples that ended, in order."""
-        state, table, costs = self._state, self.progress.table, self._prices.costs
-        while self._awake(until_s):
-            reason = kernel.run(state, table, costs, self._limits, until_s, False)
-            if reason == kernel.UNPRICED:
-                wanted = state.counts[kernel.WANTED_TOKENS], state.counts[kernel.WANTED_CONTEXT]
-                self._prices.ask(int(wanted[0]), int(wanted[1]))
-            elif reason == kernel.REACHED:
-                break
-            else:
-                self._rest(self.now_s)
-        return self._ended()
+        return self._pool.advance(until_s, self._row)
 
     def abort(self, samples: Ints, at_s: float, with_kv: bool = False) -> tuple[float, Ints]:
         """Takes samples out at the first boundary at or after `at_s`; they keep their tokens. `with_kv`: those that
@@ -191,14 +251,13 @@ class Engine:
         """
         ended = self.advance(at_s)
         if self._busy and self.now_s < at_s:
-            kernel.run(self._state, self.progress.table, self._prices.costs, self._limits, at_s, True)  # was priced
-            ended = np.concatenate([ended, self._ended()])
-        decoding = self._state.heap[: self.running] % kernel.STRIDE
+            ended = np.concatenate([ended, self._pool.advance(at_s, self._row, one=True)])
+        decoding, busy = self._decoding(), self._busy
         self._take_out(samples)
         if with_kv:
             self.progress.table.has_kv[decoding[np.isin(decoding, samples)]] = True
-        if not self._busy:
-            self._rest(self.now_s)
+        if busy and not self._busy:
+            self._n["rested_s"] = self.now_s
         return max(self.now_s, at_s), ended
 
     def crash(self, at_s: float) -> tuple[Ints, Ints]:
@@ -208,7 +267,7 @@ class Engine:
         """
         ended = self.advance(at_s)
         if self._busy:
-            self._rest(at_s)
+            self._n["rested_s"] = at_s
         lost = self.resident
         self._take_out(lost)
         self.progress.table.tokens[lost] = self.progress.safe_tokens[lost]
@@ -217,46 +276,22 @@ class Engine:
     @property
     def resident(self) -> Ints:
         """The samples that decode, prefill or wait in it, sorted."""
-        state = self._state
-        places = (self._count(kernel.HEAD) + np.arange(self._count(kernel.QUEUED))) % len(state.queue)
-        running = state.heap[: self.running] % kernel.STRIDE
-        filling = state.filling[: self._count(kernel.FILLING)]
-        return np.sort(np.concatenate([running, filling, state.queue[places]]))
+        memory, row = self._pool.memory, self._row
+        places = (self._n["head"] + np.arange(self._n["queued"])) % memory.queue.shape[1]
+        filling = memory.filling[row, : self._n["filling"]]
+        return np.sort(np.concatenate([self._decoding(), filling, memory.queue[row, places]]))
 
     @property
     def _busy(self) -> bool:
-        return self._count(kernel.RUNNING) + self._count(kernel.FILLING) > 0
+        return self._count("running") + self._count("filling") > 0
 
-    def _count(self, place: int) -> int:
-        return int(self._state.counts[place])
+    def _count(self, name: str) -> int:
+        return int(self._n[name])
 
-    def _awake(self, until_s: float) -> bool:
-        """Whether there is anything to do until then. An idle engine's clock goes on to the next arrival."""
-        if self._busy:
-            return True
-        if not self._count(kernel.QUEUED):
-            return False
-        head = self._state.queue[self._count(kernel.HEAD)]
-        start_s = max(self.now_s, float(self.progress.table.arrival_s[head]))
-        if start_s > until_s:
-            return False
-        self._state.clock[kernel.NOW] = start_s
-        if self._working_since_s is None:
-            self._working_since_s = start_s
-        return True
-
-    def _ended(self) -> Ints:
-        """What ended since this was asked last."""
-        ended: Ints = self._state.finished[: self._count(kernel.FINISHED)].copy()
-        self._state.counts[kernel.FINISHED] = 0
-        return ended
-
-    def _rest(self, at_s: float) -> None:
-        if self._working_since_s is not None:
-            self._periods.append((self._working_since_s, at_s))
-            self._working_since_s = None
+    def _decoding(self) -> Ints:
+        return self._pool.memory.heap[self._row, : self.running] % kernel.STRIDE
 
     def _take_out(self, samples: Ints) -> None:
         chosen = np.zeros(self.progress.batch.samples, dtype=np.bool_)
         chosen[samples] = True
-        kernel.take_out(self._state, self.progress.table, self._limits, chosen)
+        kernel.take_out(self._pool.memory, self.progress.table, self._pool.limits, self._row, chosen)

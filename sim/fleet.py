@@ -17,11 +17,9 @@ import numpy as np
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.sim.clock import Agenda
 from rlhfless.sim.devices import Devices
-from rlhfless.sim.engine import Engine
 from rlhfless.sim.events import Due, Happening, Interrupted, Loaded, Up
 from rlhfless.sim.ledger import Ledger, version_of
 from rlhfless.sim.replica import Replica
-from rlhfless.sim.samples import Progress
 from rlhfless.sim.setup import Setup
 
 
@@ -40,6 +38,10 @@ class Fleet:
         self.agenda: Agenda[Happening] = Agenda()
         self.drawing = False
         """Whether actors load weights as soon as they are up."""
+        self._states: list[ReplicaState | None] = [None] * len(self.sites)
+        self._tiers: list[str | None] = [None] * len(self.sites)
+        self._touched: set[int] = set()
+        """Places that may stand otherwise than `_states` and `_tiers` say."""
         self._functions = setup.functions
         self._ledger = ledger
         self._devices = Devices(self.sites)
@@ -67,6 +69,14 @@ class Fleet:
         replica = self.replicas.get(place)
         return None if replica is None else replica.life.state
 
+    def standing(self) -> tuple[list[ReplicaState | None], list[str | None]]:
+        """`[places]`: the state of each, and the tier of those that sleep. The fleet's own lists: read only."""
+        for place in self._touched:
+            state = self._states[place] = self.state(place)
+            self._tiers[place] = self.replicas[place].asleep if state is ReplicaState.SLEEPING else None
+        self._touched.clear()
+        return self._states, self._tiers
+
     def there(self, place: int) -> bool:
         """Whether a replica is awake there, or asked for."""
         return self.state(place) not in (None, ReplicaState.SLEEPING)
@@ -76,6 +86,7 @@ class Fleet:
         self._check(place)
         if self.there(place):
             raise SimulationError(f"{self.name(place)} is {self.state(place)} already; Release it before a Start")
+        self._touched.add(place)
         self._turns[place] += 1
         self._waiting[place] = at_s
         self._seat()
@@ -91,6 +102,7 @@ class Fleet:
         Raises SimulationError for a place without replica, a tier that it does not have, or one that cannot sleep now.
         """
         self._check(place)
+        self._touched.add(place)
         replica = self.replicas.get(place)
         waited = self._waiting.pop(place, None) is not None
         if replica is None and not waited:
@@ -104,6 +116,7 @@ class Fleet:
     def ask(self, step: int, at_s: float) -> None:
         """From now on, actors need the weights after `step` training steps: those that have others are STALE."""
         self._step = step
+        self._touched.update(range(len(self.setup.actors)))
         for replica in self._actors():
             if replica.state in (ReplicaState.STALE, ReplicaState.SERVING):
                 replica.note(replica.life.ask(version_of(step), at_s))
@@ -116,6 +129,7 @@ class Fleet:
 
     def happen(self, at_s: float, event: Due | Up | Loaded | Interrupted) -> bool:
         """Carries out what is due. Returns whether it still meant anything: events of an old turn or life do not."""
+        self._touched.add(event.place)
         if isinstance(event, Due):
             void = event.turn != self._turns[event.place] or self.there(event.place)
             if not void:
@@ -132,13 +146,6 @@ class Fleet:
         if event.turn != self._turns[event.place]:
             return False
         return self._up(event.place, at_s) if isinstance(event, Up) else self._loaded(replica, at_s, event)
-
-    def engine(self, place: int, progress: Progress, at_s: float) -> Engine:
-        """The engine of an actor for a step's samples; a new one if it had none for them."""
-        replica, shape = self.replicas[place], self.setup.actors[place]
-        if replica.engine is None or replica.engine.progress is not progress:
-            replica.engine = Engine(shape.engine, shape.prices, progress, at_s, shape.slowdown)
-        return replica.engine
 
     def stuck(self) -> str:
         """Who waits for a device, and who holds it; empty if nobody does."""
@@ -178,6 +185,7 @@ class Fleet:
 
     def _begin(self, place: int, at_s: float) -> None:
         replica, site = self.replicas.get(place), self.sites[place]
+        self._touched.add(place)
         self._devices.take(place)
         if replica is not None and replica.asleep is not None:
             replica.note(replica.life.wake(at_s))
@@ -235,6 +243,7 @@ class Fleet:
 
     def _load(self, place: int, at_s: float, readers: int) -> None:
         replica, end_s = self.replicas[place], at_s + self.setup.transport.load_s(readers)
+        self._touched.add(place)
         replica.note(replica.life.ask(version_of(self._step), at_s))
         self.agenda.add(end_s, Loaded(place, self._turns[place], self._step, at_s))
 

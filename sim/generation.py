@@ -10,17 +10,18 @@ to the decoding places in turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 
 from rlhfless.records import ReplicaState, Work
 from rlhfless.scaling.policy import NOBODY, Assign, Move
-from rlhfless.sim.engine import Engine
+from rlhfless.sim.engine import Engine, EnginePool, EngineShape, PricedModel
 from rlhfless.sim.fleet import Fleet, SimulationError
-from rlhfless.sim.kernel import Floats, Ints
+from rlhfless.sim.memory import Floats, Ints
 from rlhfless.sim.replica import Replica
 from rlhfless.sim.samples import Progress, RolloutBatch
+from rlhfless.sim.setup import ActorShape
 
 
 class Generation:
@@ -28,11 +29,10 @@ class Generation:
 
     def __init__(self, fleet: Fleet, batch: RolloutBatch) -> None:
         self.progress = Progress(batch)
-        self.home: Ints = np.full(batch.samples, NOBODY, dtype=np.int64)
+        self.home = self.progress.table.home
         """`[samples]`: the place that each belongs to."""
-        self.actor_of: Ints = np.full(batch.samples, NOBODY, dtype=np.int64)
+        self.actor_of = self.progress.table.actor
         """`[samples]`: the place that drew the end of each."""
-        self.unfinished = batch.samples
         self.preemptions = 0
         """Of engines that are through."""
         self._fleet = fleet
@@ -41,6 +41,13 @@ class Generation:
         """Samples that prefill actors have handed over."""
         self._waiting: dict[int, list[tuple[Ints, float | Floats]]] = {}
         """By place that does not serve yet: samples, and when they are there."""
+        self._pools = _pools(fleet.setup.actors, self.progress)
+        self._pool_of = {place: pool for pool in self._pools for place in pool.places.tolist()}
+
+    @property
+    def unfinished(self) -> int:
+        """How many samples have not finished."""
+        return self.progress.unfinished
 
     @property
     def end_s(self) -> float:
@@ -50,21 +57,26 @@ class Generation:
     @property
     def working(self) -> bool:
         """Whether any engine has something to do."""
-        return any(engine.running + engine.waiting for _, engine in self._engines())
+        return any(pool.running.any() or pool.waiting.any() for pool in self._pools)
 
-    def counts(self, place: int) -> tuple[int, int]:
-        """How many samples run at a place, and how many wait there."""
-        waiting = sum(len(samples) for samples, _ in self._waiting.get(place, ()))
-        engine = self._engine_of(place)
-        return (0, waiting) if engine is None else (engine.running, engine.waiting + waiting)
+    def counts(self) -> tuple[list[int], list[int]]:
+        """`[places]`: how many samples run there, and how many wait."""
+        running, waiting = np.zeros((2, len(self._fleet.sites)), dtype=np.int64)
+        for pool in self._pools:
+            running[pool.places], waiting[pool.places] = pool.running, pool.waiting
+        for place, held in self._waiting.items():
+            for samples, _ in held:
+                waiting[place] += len(samples)
+        return running.tolist(), waiting.tolist()
 
     def advance(self, now_s: float) -> None:
         """Brings all engines to `now_s`."""
-        prefilled = [self._ended(place, engine.advance(now_s)) for place, engine in self._engines(prefill_only=True)]
+        prefilled = [self._over(pool.advance(now_s)) for pool in self._pools if pool.shape.prefill_only]
         if prefilled:
             self._hand_over(np.concatenate(prefilled))
-        for place, engine in self._engines(prefill_only=False):
-            self._ended(place, engine.advance(now_s))
+        for pool in self._pools:
+            if not pool.shape.prefill_only:
+                pool.advance(now_s)
 
     def assign(self, assign: Assign, at_s: float) -> None:
         """Raises SimulationError for samples that have ended, or belong to somebody."""
@@ -88,7 +100,7 @@ class Generation:
         with_kv = move.with_kv and self._serves(move.target)
         if engine is not None and len(samples):
             leave_s, ended = engine.abort(samples, now_s, with_kv)
-            self._hand_over(self._ended(move.source, ended))
+            self._hand_over(self._over(ended))
         self._take_back(move.source, samples)
         moved = samples[self.home[samples] == move.source]
         if not with_kv:
@@ -100,7 +112,7 @@ class Generation:
     def serving(self, place: int, at_s: float) -> None:
         """The actor at a place can work: what waited there begins."""
         for samples, there_s in self._waiting.pop(place, []):
-            self._fleet.engine(place, self.progress, at_s).submit(samples, np.maximum(there_s, at_s))
+            self._engine(place, at_s).submit(samples, np.maximum(there_s, at_s))
 
     def lost(self, place: int, at_s: float) -> tuple[float, Ints]:
         """The actor at a place crashes, and what was there is nobody's. Returns when that took effect (a Move may
@@ -108,7 +120,7 @@ class Generation:
         engine = self._engine_of(place)
         if engine is not None:
             at_s = max(at_s, engine.now_s)
-            self._hand_over(self._ended(place, engine.crash(at_s)[0]))
+            self._hand_over(self._over(engine.crash(at_s)[0]))
             self._bill(self._fleet.replicas[place], engine)
         self._waiting.pop(place, None)
         lost = np.flatnonzero(self.home == place)
@@ -127,8 +139,10 @@ class Generation:
 
     def close(self) -> None:
         """All engines are through, and billed."""
-        for place, engine in list(self._engines()):
-            self._bill(self._fleet.replicas[place], engine)
+        for place, replica in self._fleet.replicas.items():
+            engine = self._engine_of(place)
+            if engine is not None:
+                self._bill(replica, engine)
 
     def check(self) -> None:
         """Raises SimulationError if anybody is forgotten."""
@@ -141,13 +155,13 @@ class Generation:
             count = len(self._fleet.setup.actors)
             raise SimulationError(f"place {place} draws no samples; generation has the places 0 to {count - 1}")
 
-    def _engines(self, prefill_only: bool | None = None) -> Iterator[tuple[int, Engine]]:
-        for place, replica in self._fleet.replicas.items():
-            engine = replica.engine
-            if engine is None or engine.progress is not self.progress:
-                continue
-            if prefill_only in (None, engine.shape.prefill_only):
-                yield place, engine
+    def _engine(self, place: int, at_s: float) -> Engine:
+        """The engine of an actor that serves; a new one if it had none for this step."""
+        engine = self._engine_of(place)
+        if engine is None:
+            engine = self._pool_of[place].open(place, at_s, self._fleet.setup.actors[place].slowdown)
+            self._fleet.replicas[place].engine = engine
+        return engine
 
     def _engine_of(self, place: int) -> Engine | None:
         """The engine of a place, if it has one for this step."""
@@ -164,7 +178,7 @@ class Generation:
         self.home[samples] = place
         if self._serves(place):
             now_s = float(np.min(at_s))
-            self._fleet.engine(place, self.progress, now_s).submit(samples, at_s)
+            self._engine(place, now_s).submit(samples, at_s)
         else:
             self._waiting.setdefault(place, []).append((samples, at_s))
 
@@ -193,15 +207,9 @@ class Generation:
         arrival_s: Floats = leave_s + self._links.move_s + context * token_s
         return arrival_s
 
-    def _ended(self, place: int, ended: Ints) -> Ints:
-        """Counts what is complete. Returns what has only ended its prefill."""
-        if not len(ended):
-            return ended
-        complete = self.progress.finished[ended]
-        self.unfinished -= int(np.count_nonzero(complete))
-        self.home[ended] = NOBODY
-        self.actor_of[ended] = place
-        over: Ints = ended[~complete]
+    def _over(self, ended: Ints) -> Ints:
+        """What has only ended its prefill."""
+        over: Ints = ended[~self.progress.finished[ended]]
         return over
 
     def _hand_over(self, samples: Ints) -> None:
@@ -242,3 +250,11 @@ class Generation:
                 }
             replica.called(Work.GENERATE, step, start_s, end_s, **figures)
         replica.busy_s, replica.engine = max(replica.busy_s, engine.now_s), None
+
+
+def _pools(actors: Sequence[ActorShape], progress: Progress) -> list[EnginePool]:
+    """A pool for all actors of one shape and latency model."""
+    places: dict[tuple[EngineShape, PricedModel], list[int]] = {}
+    for place, actor in enumerate(actors):
+        places.setdefault((actor.engine, actor.prices), []).append(place)
+    return [EnginePool(shape, prices, progress, members) for (shape, prices), members in places.items()]

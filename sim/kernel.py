@@ -15,265 +15,264 @@ Two facts make the jump exact. Everyone who decodes gains one token per iteratio
 of a sequence never changes: a histogram of it (`phase`) says how many new blocks each coming iteration needs. And the
 finish is known as an iteration number, so the heap holds integers, and no rounding can change an order.
 
-All of it is one file, because the compiler's cache on disk looks at the file of a function, not at what it calls.
+All of it is one file, because the compiler's cache on disk looks at the file of a function, not at what it calls. The
+layout of `sim.memory` is part of the functions' types, so that it is looked at too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import numpy as np
-import numpy.typing as npt
 from numba import njit
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
+from rlhfless.scaling.policy import NOBODY
+from rlhfless.sim.memory import Costs, Flags, Ints, Limits, Pool, State, Table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+LIGHT = {"cache": True, "error_model": "numpy", "_nrt": False}
+"""No division is by zero, and not checking for it doubles the speed. Nothing is allocated, so no references to arrays
+are counted: a call of a part costs little, and need not be inlined, which would take long to compile."""
 
-def compiled(function: F) -> F:
-    """The function as machine code, kept on disk between processes.
-
-    Inlined, because a call counts references of every array in its arguments (1.5 times as fast); no division is by
-    zero, and not checking for it doubles the speed.
-    """
-    return cast(F, njit(cache=True, error_model="numpy", forceinline=True)(function))
-
-
-def part(function: F) -> F:
-    """The same, of what is only called from machine code: without a way in from Python it compiles in less time."""
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return cast(F, njit(cache=True, error_model="numpy", forceinline=True, **options)(function))
-
+JOIN_S = 0.030
+"""Work that follows other work that closely is one call with it, as in the runtime (`rlhfless.loop.experience`)."""
 
 STRIDE = 1 << 24
 """Heap keys are finish iteration * STRIDE + sample: at most 16.8 M samples, and ties go to the lower sample."""
 
-IDLE, REACHED, UNPRICED = 0, 1, 2
-"""Why `run` returned: nothing to do; the next iteration ends too late; a price of prefill is missing."""
+GROUPS, FINISHED = 0, 1
+"""Places in `Table.totals`."""
 
-NOW, SLOWDOWN = 0, 1
-"""Places in `State.clock`."""
-
-ITERATION, CONTEXT, RUNNING, FILLING, HEAD, QUEUED, FREE, FINISHED = 0, 1, 2, 3, 4, 5, 6, 7
-ADMITTED, PREEMPTED, PREFILLED, CACHED, DECODED, WANTED_TOKENS, WANTED_CONTEXT, COUNTS = 8, 9, 10, 11, 12, 13, 14, 15
-"""Places in `State.counts`. PREFILLED, CACHED and DECODED are tokens; WANTED_*: the prefill without a price."""
+ENDED, OVER = 0, 1
+"""Places in `Pool.totals`."""
 
 
-class Limits(NamedTuple):
-    """What bounds the batch."""
-
-    max_sequences: int
-    block_tokens: int
-    chunk_tokens: int
-    """Tokens of a mixed iteration; 0: prompts are prefilled whole, in iterations in which nobody decodes."""
-    hands_over: bool
-    """A sequence leaves after its prefill: it decodes on another actor."""
+def compiled(function: F) -> F:
+    """The function as machine code, kept on disk between processes."""
+    return cast(F, njit(**LIGHT)(function))
 
 
-class Costs(NamedTuple):
-    """An EngineModel as numbers."""
-
-    iteration_s: Floats  # [max_sequences + 1]
-    context_s: float
-    price_key: Ints  # [prices]: open addressing; -1 is empty
-    price_s: Floats  # [prices]
+def part(function: F) -> F:
+    """The same, of what is only called from machine code: without a way in from Python it compiles in less time."""
+    return cast(F, njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **LIGHT)(function))
 
 
-class Table(NamedTuple):
-    """All samples of a step; the engines share it. All columns but the last three are [samples]."""
-
-    prompt: Ints
-    target: Ints
-    group: Ints
-    tokens: Ints
-    """Drawn so far; of a sequence that decodes, when its engine was last asked to go on."""
-    has_kv: Flags
-    """Its KV comes with it, so that nothing has to be prefilled."""
-    arrival_s: Floats
-    start_s: Floats
-    finish_s: Floats
-    admitted: Ints
-    cached: Ints
-    finished: Flags
-    truncated: Flags
-    """Of those that have finished: by their length, not by themselves."""
-    cut: Flags
-    """Who will be; no policy sees it before."""
-    left: Ints  # [groups]: samples that have not finished
-    complete_s: Floats  # [groups]: when the last of those that have finished did
-    complete: Ints  # [1]: groups without any left
-
-
-class State(NamedTuple):
-    """One engine."""
-
-    clock: Floats  # [2]
-    counts: Ints  # [COUNTS]
-    heap: Ints  # [max_sequences]
-    filling: Ints  # [max_sequences]: samples that prefill, in order of admission
-    left: Ints  # [max_sequences]: tokens they have yet to prefill
-    done: Ints  # [max_sequences]: tokens of theirs that are in the cache
-    queue: Ints  # [samples]: a ring
-    phase: Ints  # [block_tokens]: see above
-    residents: Ints  # [groups]: sequences of the group that hold blocks
-    finished: Ints  # [samples]
+def inlined(function: F) -> F:
+    """The same, put where it is called: for what returns a record, which no function can, and for what is long and
+    called once, which then is optimised once."""
+    return cast(F, njit(inline="always", **LIGHT)(function))
 
 
 @compiled
-def run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float, one: bool) -> int:
-    """Runs all iterations that end at or before `until_s`; with `one`, the next one, whenever it ends. Returns why it
-    stopped."""
-    n, clock = state.counts, state.clock
-    while True:
+def advance(
+    pool: Pool, table: Table, costs: Costs, limits: Limits, first: int, last: int, until_s: float, one: bool
+) -> int:
+    """Runs, in the engines from `first` to before `last`, all iterations that end at or before `until_s`; with `one`,
+    the next one, whenever it ends. An idle engine's clock goes on to its next arrival.
+
+    Returns `last`, or the first engine that cannot go on: it lacks the price of a prefill, or room for a span.
+    """
+    stuck = last
+    for row in range(first, last):
+        if not _run(_state(pool, row), table, costs, limits, until_s, one):
+            stuck = min(stuck, row)
+    return stuck
+
+
+@inlined
+def _state(pool: Pool, row: int) -> State:
+    return State(
+        pool.engine[row],
+        pool.heap[row],
+        pool.filling[row],
+        pool.left[row],
+        pool.done[row],
+        pool.queue[row],
+        pool.phase[row],
+        pool.residents[row],
+        pool.ended,
+        pool.span,
+        pool.totals,
+    )
+
+
+@inlined
+def _run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float, one: bool) -> bool:
+    """As `advance`, of one engine. Returns whether it could go on."""
+    n = state.n
+    while n.running + n.filling + n.queued > 0:
+        if state.totals[OVER] == len(state.span):
+            return False
+        if not _awake(state, table, until_s):
+            return True
         _make_room(state, table, limits)
         _admit(state, table, limits)
-        if n[FILLING] > 0:
+        if n.filling > 0:
             spent_s = _filling_s(state, costs, limits)
             if spent_s < 0:
-                return UNPRICED
-            if clock[NOW] + spent_s > until_s and not one:
+                return False
+            if n.now_s + spent_s > until_s and not one:
                 _count_tokens(state, table)
-                return REACHED
-            clock[NOW] += spent_s
+                return True
+            n.now_s += spent_s
             _fill(state, table, limits)
-        elif n[RUNNING] > 0:
+        else:
             iterations = 1 if one else _jump(state, table, costs, limits, until_s)
             if iterations == 0:
                 _count_tokens(state, table)
-                return REACHED
-            clock[NOW] += _decode_s(state, costs, iterations)
+                return True
+            n.now_s += _decode_s(state, costs, iterations)
             _decode(state, limits, iterations)
-        else:
-            return IDLE
         _finish(state, table, limits)
+        if n.running + n.filling == 0:
+            n.rested_s = n.now_s
         if one:
-            return REACHED
+            return True
+    return True
+
+
+@part
+def _awake(state: State, table: Table, until_s: float) -> bool:
+    """Whether there is anything to do until then; somebody is there or queued."""
+    n = state.n
+    if n.running + n.filling > 0:
+        return True
+    start_s = max(n.now_s, table.sample[state.queue[n.head]].arrival_s)
+    if start_s > until_s:
+        return False
+    n.now_s = start_s
+    if start_s > n.rested_s + JOIN_S:
+        if n.rested_s > -math.inf:
+            over = state.span[state.totals[OVER]]
+            over.engine, over.start_s, over.end_s = n.row, n.since_s, n.rested_s
+            state.totals[OVER] += 1
+        n.since_s = start_s
+    return True
 
 
 @part
 def _count_tokens(state: State, table: Table) -> None:
     """Writes down how far those that decode have come."""
-    n = state.counts
-    for i in range(n[RUNNING]):
+    n = state.n
+    for i in range(n.running):
         sample = state.heap[i] % STRIDE
-        table.tokens[sample] = table.target[sample] - (state.heap[i] // STRIDE - n[ITERATION])
+        table.tokens[sample] = table.sample[sample].target - (state.heap[i] // STRIDE - n.iteration)
 
 
 @compiled
-def take_out(state: State, table: Table, limits: Limits, chosen: Flags) -> None:
-    """Takes the chosen samples out, wherever they are, with their tokens so far. Blocks are freed, KV is lost."""
-    n = state.counts
-    size, n[RUNNING] = n[RUNNING], 0
-    keys = state.heap[:size].copy()
-    for key in keys:
+def take_out(pool: Pool, table: Table, limits: Limits, row: int, chosen: Flags) -> None:
+    """Takes the chosen samples out of an engine, wherever they are, with their tokens so far. Blocks are freed, KV is
+    lost."""
+    state = _state(pool, row)
+    n = state.n
+    size, n.running = n.running, 0
+    for i in range(size):
+        key = state.heap[i]  # what stays is pushed to places before this one
         if chosen[key % STRIDE]:
             _stop(state, table, limits, key)
-            table.has_kv[key % STRIDE] = False
+            table.sample[key % STRIDE].has_kv = False
         else:
             _push(state, key)
     kept = 0
-    for i in range(n[FILLING]):
+    for i in range(n.filling):
         sample = state.filling[i]
         if chosen[sample]:
-            _release(state, table, limits, sample, table.prompt[sample] + table.tokens[sample])
+            _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample])
         else:
             state.filling[kept], state.left[kept], state.done[kept] = sample, state.left[i], state.done[i]
             kept += 1
-    n[FILLING] = kept
+    n.filling = kept
     kept = 0
-    for i in range(n[QUEUED]):
-        sample = state.queue[(n[HEAD] + i) % len(state.queue)]
+    for i in range(n.queued):
+        sample = state.queue[(n.head + i) % len(state.queue)]
         if chosen[sample]:
-            table.has_kv[sample] = False
+            table.sample[sample].has_kv = False
         else:
-            state.queue[(n[HEAD] + kept) % len(state.queue)] = sample
+            state.queue[(n.head + kept) % len(state.queue)] = sample
             kept += 1
-    n[QUEUED] = kept
+    n.queued = kept
 
 
 @part
 def _make_room(state: State, table: Table, limits: Limits) -> None:
     """Preempts until the next decode iteration has its blocks."""
-    n = state.counts
-    while state.phase[(1 - n[ITERATION]) % limits.block_tokens] > n[FREE]:
-        if n[FILLING] > 0:  # prompts prefill in order of admission, so whoever still does came last
-            n[FILLING] -= 1
-            sample = state.filling[n[FILLING]]
-            _release(state, table, limits, sample, table.prompt[sample] + table.tokens[sample])
+    n = state.n
+    while state.phase[(1 - n.iteration) % limits.block_tokens] > n.free:
+        if n.filling > 0:  # prompts prefill in order of admission, so whoever still does came last
+            n.filling -= 1
+            sample = state.filling[n.filling]
+            _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample])
         else:
             last = 0
-            for i in range(1, n[RUNNING]):
-                if table.admitted[state.heap[i] % STRIDE] > table.admitted[state.heap[last] % STRIDE]:
+            for i in range(1, n.running):
+                if table.sample[state.heap[i] % STRIDE].admitted > table.sample[state.heap[last] % STRIDE].admitted:
                     last = i
             key = state.heap[last]
             sample = key % STRIDE
             _remove(state, last)
             _stop(state, table, limits, key)
-        table.has_kv[sample] = False
-        n[HEAD] = (n[HEAD] - 1) % len(state.queue)
-        state.queue[n[HEAD]] = sample
-        n[QUEUED] += 1
-        n[PREEMPTED] += 1
+        table.sample[sample].has_kv = False
+        n.head = (n.head - 1) % len(state.queue)
+        state.queue[n.head] = sample
+        n.queued += 1
+        n.preempted += 1
 
 
 @part
 def _admit(state: State, table: Table, limits: Limits) -> None:
-    n = state.counts
-    while n[QUEUED] > 0 and n[RUNNING] + n[FILLING] < limits.max_sequences:
-        sample = state.queue[n[HEAD]]
-        group, context = table.group[sample], table.prompt[sample] + table.tokens[sample]
-        if table.has_kv[sample]:
+    n = state.n
+    while n.queued > 0 and n.running + n.filling < limits.max_sequences:
+        sample = state.queue[n.head]
+        group, context = table.sample[sample].group, table.sample[sample].prompt + table.tokens[sample]
+        if table.sample[sample].has_kv:
             context -= 1  # the token drawn last has no KV yet
-        shared = (table.prompt[sample] - 1) // limits.block_tokens
+        shared = (table.sample[sample].prompt - 1) // limits.block_tokens
         blocks = -(-context // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)
-        promised = state.phase[(1 - n[ITERATION]) % limits.block_tokens]
-        if table.has_kv[sample] and context % limits.block_tokens == 0:
+        promised = state.phase[(1 - n.iteration) % limits.block_tokens]
+        if table.sample[sample].has_kv and context % limits.block_tokens == 0:
             promised += 1  # it decodes at once, behind a full block
-        if table.arrival_s[sample] > state.clock[NOW] or blocks + promised > n[FREE]:
+        if table.sample[sample].arrival_s > n.now_s or blocks + promised > n.free:
             return
-        n[HEAD] = (n[HEAD] + 1) % len(state.queue)
-        n[QUEUED] -= 1
-        n[FREE] -= blocks
+        n.head = (n.head + 1) % len(state.queue)
+        n.queued -= 1
+        n.free -= blocks
         cached = shared * limits.block_tokens if state.residents[group] > 0 else 0
         state.residents[group] += 1
-        n[ADMITTED] += 1
-        table.admitted[sample] = n[ADMITTED]
-        if math.isnan(table.start_s[sample]):
-            table.start_s[sample] = state.clock[NOW]
-        if table.has_kv[sample]:
+        n.admitted += 1
+        table.sample[sample].admitted = n.admitted
+        if math.isnan(table.sample[sample].start_s):
+            table.sample[sample].start_s = n.now_s
+        if table.sample[sample].has_kv:
             _join(state, table, limits, sample)
             continue
-        table.cached[sample] = cached
-        n[CACHED] += cached
-        state.filling[n[FILLING]] = sample
-        state.left[n[FILLING]], state.done[n[FILLING]] = context - cached, cached
-        n[FILLING] += 1
+        table.sample[sample].cached = cached
+        n.cached += cached
+        state.filling[n.filling] = sample
+        state.left[n.filling], state.done[n.filling] = context - cached, cached
+        n.filling += 1
 
 
 @part
 def _filling_s(state: State, costs: Costs, limits: Limits) -> float:
     """Seconds of the next iteration, in which someone prefills; negative if a price is missing."""
-    n = state.counts
-    budget = limits.chunk_tokens - n[RUNNING]
+    n = state.n
+    budget = limits.chunk_tokens - n.running
     spent_s = 0.0
-    if limits.chunk_tokens > 0 and n[RUNNING] > 0:
-        spent_s = costs.iteration_s[n[RUNNING]] + costs.context_s * n[CONTEXT]
-    for i in range(n[FILLING]):
+    if limits.chunk_tokens > 0 and n.running > 0:
+        spent_s = costs.iteration_s[n.running] + costs.context_s * n.context
+    for i in range(n.filling):
         take = state.left[i] if limits.chunk_tokens == 0 else min(state.left[i], budget)
         if take == 0:
             break
         place = find_price(costs.price_key, take, state.done[i])
         if costs.price_key[place] < 0:
-            n[WANTED_TOKENS], n[WANTED_CONTEXT] = take, state.done[i]
+            n.wanted_tokens, n.wanted_context = take, state.done[i]
             return -1.0
         spent_s += costs.price_s[place]
         budget -= take
-    stretched_s: float = spent_s * state.clock[SLOWDOWN]
+    stretched_s: float = spent_s * n.slowdown
     return stretched_s
 
 
@@ -297,29 +296,29 @@ def price_key_of(tokens: int, context: int) -> int:
 @part
 def _fill(state: State, table: Table, limits: Limits) -> None:
     """One iteration in which someone prefills."""
-    n = state.counts
-    budget = limits.chunk_tokens - n[RUNNING]
-    if limits.chunk_tokens > 0 and n[RUNNING] > 0:
+    n = state.n
+    budget = limits.chunk_tokens - n.running
+    if limits.chunk_tokens > 0 and n.running > 0:
         _decode(state, limits, 1)
     ready = 0
-    for i in range(n[FILLING]):
+    for i in range(n.filling):
         take = state.left[i] if limits.chunk_tokens == 0 else min(state.left[i], budget)
         budget -= take
         state.left[i] -= take
         state.done[i] += take
-        n[PREFILLED] += take
+        n.prefilled += take
         if state.left[i] == 0:
             ready += 1
     for i in range(ready):
         sample = state.filling[i]
         table.tokens[sample] += 1
-        n[DECODED] += 1
-        if limits.hands_over or table.tokens[sample] == table.target[sample]:
+        n.decoded += 1
+        if limits.hands_over or table.tokens[sample] == table.sample[sample].target:
             _complete(state, table, limits, sample)
         else:
             _join(state, table, limits, sample)
-    n[FILLING] -= ready
-    for i in range(n[FILLING]):
+    n.filling -= ready
+    for i in range(n.filling):
         state.filling[i] = state.filling[i + ready]
         state.left[i], state.done[i] = state.left[i + ready], state.done[i + ready]
 
@@ -327,13 +326,13 @@ def _fill(state: State, table: Table, limits: Limits) -> None:
 @part
 def _jump(state: State, table: Table, costs: Costs, limits: Limits, until_s: float) -> int:
     """How many decode iterations pass until something else happens; 0 if the first ends after `until_s`."""
-    n = state.counts
-    most = _iterations_with_blocks(state, limits, state.heap[0] // STRIDE - n[ITERATION])
-    if n[QUEUED] > 0 and n[RUNNING] < limits.max_sequences:
-        arrival_s = table.arrival_s[state.queue[n[HEAD]]]
-        if arrival_s > state.clock[NOW]:
+    n = state.n
+    most = _iterations_with_blocks(state, limits, state.heap[0] // STRIDE - n.iteration)
+    if n.queued > 0 and n.running < limits.max_sequences:
+        arrival_s = table.sample[state.queue[n.head]].arrival_s
+        if arrival_s > n.now_s:
             before = _iterations_until(state, costs, most, arrival_s)
-            if state.clock[NOW] + _decode_s(state, costs, before) < arrival_s:
+            if n.now_s + _decode_s(state, costs, before) < arrival_s:
                 before += 1
             most = min(most, before)
     return _iterations_until(state, costs, most, until_s)
@@ -342,25 +341,29 @@ def _jump(state: State, table: Table, costs: Costs, limits: Limits, until_s: flo
 @part
 def _iterations_with_blocks(state: State, limits: Limits, most: int) -> int:
     """The largest number of iterations, up to `most`, that the free blocks suffice for."""
-    n, block = state.counts, limits.block_tokens
-    turns = min(most // block, n[FREE] // n[RUNNING])
+    n, block = state.n, limits.block_tokens
+    if n.running * (most // block + 1) <= n.free:
+        return most
+    turns = min(most // block, n.free // n.running)
     iterations: int = turns * block
-    needed = turns * n[RUNNING]
+    needed = turns * n.running
+    place = (1 - n.iteration) % block
     while iterations < most:
-        needed += state.phase[(1 - n[ITERATION] - iterations) % block]
-        if needed > n[FREE]:
+        needed += state.phase[place]
+        if needed > n.free:
             break
         iterations += 1
+        place = place - 1 if place > 0 else block - 1
     return iterations
 
 
 @part
 def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> int:
     """The largest number of decode iterations, up to `most`, that end at or before `until_s`."""
-    n, now_s = state.counts, state.clock[NOW]
+    n, now_s = state.n, state.n.now_s
     if now_s + _decode_s(state, costs, most) <= until_s:
         return most
-    growth_s = costs.context_s * n[RUNNING] * state.clock[SLOWDOWN]
+    growth_s = costs.context_s * n.running * n.slowdown
     first_s = _decode_s(state, costs, 1) - growth_s / 2
     wait_s = max(until_s - now_s, 0.0)
     root = 2 * wait_s / (first_s + math.sqrt(first_s * first_s + 2 * growth_s * wait_s))
@@ -376,28 +379,30 @@ def _iterations_until(state: State, costs: Costs, most: int, until_s: float) -> 
 @part
 def _decode_s(state: State, costs: Costs, iterations: int) -> float:
     """`rlhfless.scaling.engine_model.decode_s`, compiled."""
-    n = state.counts
-    grown = iterations * n[CONTEXT] + n[RUNNING] * iterations * (iterations - 1) / 2
-    spent_s: float = (iterations * costs.iteration_s[n[RUNNING]] + costs.context_s * grown) * state.clock[SLOWDOWN]
+    n = state.n
+    grown = iterations * n.context + n.running * iterations * (iterations - 1) / 2
+    spent_s: float = (iterations * costs.iteration_s[n.running] + costs.context_s * grown) * n.slowdown
     return spent_s
 
 
 @part
 def _decode(state: State, limits: Limits, iterations: int) -> None:
     """So many decode iterations of everyone who decodes."""
-    n, block = state.counts, limits.block_tokens
-    n[FREE] -= iterations // block * n[RUNNING]
-    for i in range(iterations % block):
-        n[FREE] -= state.phase[(1 - n[ITERATION] - i) % block]
-    n[ITERATION] += iterations
-    n[CONTEXT] += iterations * n[RUNNING]
-    n[DECODED] += iterations * n[RUNNING]
+    n, block = state.n, limits.block_tokens
+    n.free -= iterations // block * n.running
+    place = (1 - n.iteration) % block
+    for _ in range(iterations % block):
+        n.free -= state.phase[place]
+        place = place - 1 if place > 0 else block - 1
+    n.iteration += iterations
+    n.context += iterations * n.running
+    n.decoded += iterations * n.running
 
 
 @part
 def _finish(state: State, table: Table, limits: Limits) -> None:
-    n = state.counts
-    while n[RUNNING] > 0 and state.heap[0] // STRIDE == n[ITERATION]:
+    n = state.n
+    while n.running > 0 and state.heap[0] // STRIDE == n.iteration:
         key = state.heap[0]
         _remove(state, 0)
         _leave(state, table, limits, key)
@@ -407,21 +412,21 @@ def _finish(state: State, table: Table, limits: Limits) -> None:
 @part
 def _join(state: State, table: Table, limits: Limits, sample: int) -> None:
     """From the next iteration on it decodes."""
-    n = state.counts
-    context = table.prompt[sample] + table.tokens[sample]
-    n[CONTEXT] += context
-    state.phase[(context - n[ITERATION]) % limits.block_tokens] += 1
-    _push(state, (n[ITERATION] + table.target[sample] - table.tokens[sample]) * STRIDE + sample)
+    n = state.n
+    context = table.sample[sample].prompt + table.tokens[sample]
+    n.context += context
+    state.phase[(context - n.iteration) % limits.block_tokens] += 1
+    _push(state, (n.iteration + table.sample[sample].target - table.tokens[sample]) * STRIDE + sample)
 
 
 @part
 def _leave(state: State, table: Table, limits: Limits, key: int) -> None:
     """It no longer decodes; its tokens are written down."""
-    n, sample = state.counts, key % STRIDE
-    table.tokens[sample] = table.target[sample] - (key // STRIDE - n[ITERATION])
-    context = table.prompt[sample] + table.tokens[sample]
-    n[CONTEXT] -= context
-    state.phase[(context - n[ITERATION]) % limits.block_tokens] -= 1
+    n, sample = state.n, key % STRIDE
+    table.tokens[sample] = table.sample[sample].target - (key // STRIDE - n.iteration)
+    context = table.sample[sample].prompt + table.tokens[sample]
+    n.context -= context
+    state.phase[(context - n.iteration) % limits.block_tokens] -= 1
 
 
 @part
@@ -429,46 +434,48 @@ def _stop(state: State, table: Table, limits: Limits, key: int) -> None:
     """It no longer decodes, and is not done."""
     sample = key % STRIDE
     _leave(state, table, limits, key)
-    _release(state, table, limits, sample, table.prompt[sample] + table.tokens[sample] - 1)
+    _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample] - 1)
 
 
 @part
 def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
-    n = state.counts
-    _release(state, table, limits, sample, table.prompt[sample] + table.tokens[sample] - 1)
-    table.finish_s[sample] = state.clock[NOW]
-    state.finished[n[FINISHED]] = sample
-    n[FINISHED] += 1
-    if table.tokens[sample] < table.target[sample]:
+    n = state.n
+    _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample] - 1)
+    table.sample[sample].finish_s = n.now_s
+    table.home[sample], table.actor[sample] = NOBODY, n.place
+    state.ended[state.totals[ENDED]] = sample
+    state.totals[ENDED] += 1
+    if table.tokens[sample] < table.sample[sample].target:
         return  # it has only ended its prefill
-    group = table.group[sample]
-    table.finished[sample], table.truncated[sample] = True, table.cut[sample]
-    table.complete_s[group] = max(table.complete_s[group], state.clock[NOW])
+    group = table.sample[sample].group
+    table.finished[sample], table.truncated[sample] = True, table.sample[sample].cut
+    table.complete_s[group] = max(table.complete_s[group], n.now_s)
     table.left[group] -= 1
-    table.complete[0] += table.left[group] == 0
+    table.totals[GROUPS] += table.left[group] == 0
+    table.totals[FINISHED] += 1
 
 
 @part
 def _release(state: State, table: Table, limits: Limits, sample: int, held_tokens: int) -> None:
     """Frees the blocks of a sequence, and those of its prompt if no sibling is left."""
-    group, shared = table.group[sample], (table.prompt[sample] - 1) // limits.block_tokens
+    group, shared = table.sample[sample].group, (table.sample[sample].prompt - 1) // limits.block_tokens
     state.residents[group] -= 1
-    state.counts[FREE] += -(-held_tokens // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)
+    state.n.free += -(-held_tokens // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)
 
 
 @part
 def _push(state: State, key: int) -> None:
-    n, heap = state.counts, state.heap
-    heap[n[RUNNING]] = key
-    n[RUNNING] += 1
-    _rise(heap, n[RUNNING] - 1)
+    n, heap = state.n, state.heap
+    heap[n.running] = key
+    n.running += 1
+    _rise(heap, n.running - 1)
 
 
 @part
 def _remove(state: State, place: int) -> None:
-    n, heap = state.counts, state.heap
-    n[RUNNING] -= 1
-    size = n[RUNNING]
+    n, heap = state.n, state.heap
+    n.running -= 1
+    size = n.running
     if place == size:
         return
     heap[place] = heap[size]

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfless.sim.kernel import STRIDE, Flags, Ints, Table
+from rlhfless.scaling.policy import NOBODY
+from rlhfless.sim.kernel import FINISHED, GROUPS, STRIDE
+from rlhfless.sim.memory import SAMPLE, Flags, Ints, Table
 
 
 @dataclass(frozen=True)
@@ -69,30 +71,25 @@ class Progress:
     """`[samples]`: tokens that the driver has; what an engine drew since is lost with it."""
 
     def __post_init__(self) -> None:
-        count = self.batch.samples
-
-        def zeros() -> Ints:
-            return np.zeros(count, dtype=np.int64)
-
+        batch, count = self.batch, self.batch.samples
+        sample = np.zeros(count, dtype=SAMPLE)
+        sample["prompt"] = batch.prompt_tokens[batch.group]
+        sample["target"] = batch.response_tokens
+        sample["group"] = batch.group
+        sample["start_s"] = sample["finish_s"] = np.nan
+        sample["cut"] = False if batch.truncated is None else batch.truncated
         self.table = Table(
-            prompt=np.ascontiguousarray(self.batch.prompt_tokens[self.batch.group], dtype=np.int64),
-            target=np.ascontiguousarray(self.batch.response_tokens, dtype=np.int64),
-            group=np.ascontiguousarray(self.batch.group, dtype=np.int64),
-            tokens=zeros(),
-            has_kv=np.zeros(count, dtype=np.bool_),
-            arrival_s=np.zeros(count),
-            start_s=np.full(count, np.nan),
-            finish_s=np.full(count, np.nan),
-            admitted=zeros(),
-            cached=zeros(),
+            sample=sample,
+            tokens=np.zeros(count, dtype=np.int64),
             finished=np.zeros(count, dtype=np.bool_),
             truncated=np.zeros(count, dtype=np.bool_),
-            cut=np.zeros(count, dtype=np.bool_) if self.batch.truncated is None else self.batch.truncated.copy(),
-            left=np.bincount(self.batch.group, minlength=self.batch.groups),
-            complete_s=np.zeros(self.batch.groups),
-            complete=np.zeros(1, dtype=np.int64),
+            home=np.full(count, NOBODY, dtype=np.int64),
+            actor=np.full(count, NOBODY, dtype=np.int64),
+            left=np.bincount(batch.group, minlength=batch.groups),
+            complete_s=np.zeros(batch.groups),
+            totals=np.zeros(2, dtype=np.int64),
         )
-        self.safe_tokens = zeros()
+        self.safe_tokens = np.zeros(count, dtype=np.int64)
 
     @property
     def finished(self) -> Flags:
@@ -102,7 +99,7 @@ class Progress:
     @property
     def unfinished(self) -> int:
         """How many samples have not finished."""
-        return self.batch.samples - int(np.count_nonzero(self.table.finished))
+        return self.batch.samples - int(self.table.totals[FINISHED])
 
     @property
     def complete(self) -> Ints:
@@ -112,4 +109,4 @@ class Progress:
     @property
     def complete_groups(self) -> int:
         """How many there are."""
-        return int(self.table.complete[0])
+        return int(self.table.totals[GROUPS])

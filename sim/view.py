@@ -8,7 +8,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhfless.records import ReplicaState
 from rlhfless.scaling.placement import Seat
 from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Room, StepView
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
@@ -75,12 +74,7 @@ class Window:
         return self._view(places=self._places())
 
     def _places(self) -> tuple[PlaceView, ...]:
-        return tuple(self._place(place) for place in range(len(self._fleet.sites)))
-
-    def _place(self, place: int) -> PlaceView:
-        state = self._fleet.state(place)
-        tier = self._fleet.replicas[place].asleep if state is ReplicaState.SLEEPING else None
-        return place_view(state, tier, *self._generation.counts(place))
+        return tuple(map(place_view, *self._fleet.standing(), *self._generation.counts()))
 
 
 def _read_only(column: NDArray[N]) -> NDArray[N]:

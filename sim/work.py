@@ -13,13 +13,11 @@ import numpy as np
 from rlhfless.records import StepRecord, Work
 from rlhfless.scaling.intervals import Interval
 from rlhfless.sim.generation import Generation
-from rlhfless.sim.kernel import Flags, Floats
+from rlhfless.sim.kernel import JOIN_S
+from rlhfless.sim.memory import Flags, Floats
 from rlhfless.sim.replica import Replica
 from rlhfless.sim.setup import LearnerShape, ServiceShape
 from rlhfless.sim.view import Window
-
-JOIN_S = 0.030
-"""Groups whose work follows that closely are one call, as in the runtime (`rlhfless.loop.experience`)."""
 
 
 @dataclass

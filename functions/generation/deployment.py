@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply, Usage
 from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, SampleKey
@@ -58,7 +58,8 @@ class GenerationFunction(Function):
         self.admit(call)
         if not self._engine.usable:
             raise FunctionBroken("the engine is dead")
-        return await super().describe(call)
+        about = replace(self.info(), kv_capacity_tokens=self._engine.kv_capacity_tokens)
+        return self.reply(about, time.time())
 
     async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:
         """Load and check a version; returns its label. Idempotent: what is loaded is not loaded again.

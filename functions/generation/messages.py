@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhfless.functions.base import Reply
 from rlhfless.records import Rollout
@@ -57,18 +57,31 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class GroupFinished:
-    """All samples of one prompt that this actor was given have ended, or were aborted."""
+    """Samples of one prompt: all that this actor was given, or those that had ended when others of them were aborted,
+    and these. What was aborted goes on elsewhere, and cannot wait for its siblings."""
 
     incarnation: str
     rollouts: tuple[Rollout, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """The length of a response."""
+
+    tokens: int
+    truncated: bool
+    """By max_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """Tokens so far of the samples that are still running."""
+    """How far the samples of one request are."""
 
     incarnation: str
     tokens: Mapping[SampleKey, int]
+    """So far, of those that are still running; with what they brought along."""
+    ended: Mapping[SampleKey, Ended] = field(default_factory=dict)
+    """Those that have ended, and wait for their siblings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from rlhfless.functions.base import Reply, Usage
 from rlhfless.functions.generation.messages import (
+    Ended,
     GenerateRequest,
     GenerationEvent,
     GroupFinished,
@@ -26,6 +28,9 @@ from rlhfless.functions.generation.messages import (
 from rlhfless.functions.generation.vllm.adapter import Engine
 from rlhfless.functions.generation.vllm.messages import EngineError, Sampled, SampleRequest
 from rlhfless.records import FinishReason, IntArray, Rollout, VersionSpan
+
+_loading = threading.Lock()
+"""Moved responses may end together, and one of them is to load the tokenizer for all."""
 
 
 class RequestRun:
@@ -40,6 +45,7 @@ class RequestRun:
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._missing}
         self._usage = Usage(version=request.version)
         self._ids = {item.key: f"{incarnation}-{id(self):x}-{i}" for i, item in enumerate(request.items)}
+        self._brought = {item.key: 0 if item.prior is None else len(item.prior.token_ids) for item in request.items}
         self._queue: asyncio.Queue[Rollout | BaseException] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._sample(item)) for item in request.items]
 
@@ -52,7 +58,7 @@ class RequestRun:
         beat_s = time.time() + self._request.progress_interval_s
         while self._missing:
             try:
-                rollout = await asyncio.wait_for(self._queue.get(), max(0.0, beat_s - time.time()))
+                first = await asyncio.wait_for(self._queue.get(), max(0.0, beat_s - time.time()))
             except TimeoutError:
                 if time.time() > deadline:
                     raise TimeoutError(self._overdue()) from None
@@ -60,10 +66,7 @@ class RequestRun:
                 beat_s = time.time() + self._request.progress_interval_s
                 yield self._progress()
                 continue
-            if isinstance(rollout, BaseException):
-                raise rollout
-            group = self._add(rollout)
-            if group is not None:
+            for group in self._add(self._with_waiting(first)):
                 yield group
         yield StreamEnd(Reply(self._incarnation, None, self._start_s, time.time(), self._usage))
 
@@ -104,12 +107,11 @@ class RequestRun:
                     drawn_tokens=len(drawn),
                 )
             )
+            self._queue.put_nowait(await self._rollout(item, sampled, started_s))
         except Exception as error:
             self._queue.put_nowait(error)
-            return
-        self._queue.put_nowait(self._rollout(item, sampled, started_s))
 
-    def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:
+    async def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:
         token_ids = np.asarray(sampled.token_ids, dtype=np.int64)
         logprobs = np.asarray(sampled.logprobs, dtype=np.float32)
         spans, text, reason = sampled.version_spans, sampled.text, FinishReason(sampled.finish_reason)
@@ -120,7 +122,8 @@ class RequestRun:
             logprobs = np.concatenate([prior.logprobs, logprobs])
             moved = (VersionSpan(s.version, s.start + shift, s.end + shift) for s in spans)
             spans = prior.version_spans + tuple(moved)
-            text, end = self._text_and_end(token_ids)
+            # Beside the beats: the first time it imports a tokenizer, which may take longer than a beat may.
+            text, end = await asyncio.to_thread(self._text_and_end, token_ids)
             if end < len(token_ids):  # a stop text across the seam, which the second engine could not see
                 token_ids, logprobs, reason = token_ids[:end], logprobs[:end], FinishReason.STOP
                 spans = tuple(VersionSpan(s.version, s.start, min(s.end, end)) for s in spans if s.start < end)
@@ -152,7 +155,8 @@ class RequestRun:
         Decoding the parts one by one could differ at the seam.
         """
         settings, stops = self._engine.settings, self._request.sampling.stop
-        tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
+        with _loading:
+            tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
 
         def text_of(tokens: int) -> str:
             return str(tokenizer.decode(token_ids[:tokens], skip_special_tokens=True))
@@ -166,21 +170,40 @@ class RequestRun:
         text = text_of(end)
         return text[: min(text.find(stop) for stop in stops if stop in text)], end
 
-    def _add(self, rollout: Rollout) -> GroupFinished | None:
-        """Count a rollout in; returns its group if it was the last one missing."""
-        prompt_id = rollout.prompt_id
-        self._finished[prompt_id].append(rollout)
-        self._missing[prompt_id] -= 1
-        if self._missing[prompt_id]:
-            return None
-        del self._missing[prompt_id]
-        rollouts = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
-        return GroupFinished(self._incarnation, tuple(rollouts))
+    def _with_waiting(self, first: Rollout | BaseException) -> list[Rollout]:
+        """The first of the queue, and what else is in it. Raises what a sample raised."""
+        rollouts = []
+        while True:
+            if isinstance(first, BaseException):
+                raise first
+            rollouts.append(first)
+            if self._queue.empty():
+                return rollouts
+            first = self._queue.get_nowait()
+
+    def _add(self, rollouts: Sequence[Rollout]) -> Iterator[GroupFinished]:
+        """Count rollouts in. Those of a prompt come out when all are there, and at once if one was aborted."""
+        for rollout in rollouts:
+            self._finished[rollout.prompt_id].append(rollout)
+        self._missing.subtract(rollout.prompt_id for rollout in rollouts)
+        for prompt_id in dict.fromkeys(rollout.prompt_id for rollout in rollouts):
+            there = self._finished[prompt_id]
+            if self._missing[prompt_id] == 0:
+                del self._missing[prompt_id]
+            elif all(rollout.finish_reason != FinishReason.ABORT for rollout in there):
+                continue
+            self._finished[prompt_id] = []
+            yield GroupFinished(self._incarnation, tuple(sorted(there, key=lambda rollout: rollout.sample_index)))
 
     def _progress(self) -> Progress:
         tokens = self._engine.progress()
-        running = {key: tokens[name] for key, name in self._ids.items() if name in tokens}
-        return Progress(self._incarnation, running)
+        running = {key: self._brought[key] + tokens[name] for key, name in self._ids.items() if name in tokens}
+        ended = {
+            rollout.key: Ended(len(rollout.token_ids), rollout.finish_reason == FinishReason.LENGTH)
+            for siblings in self._finished.values()
+            for rollout in siblings
+        }
+        return Progress(self._incarnation, running, ended)
 
     def _overdue(self) -> str:
         left = sum(self._missing.values())

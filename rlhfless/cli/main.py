@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from rlhfless import __version__
-from rlhfless.cli import models, rewards, run, trace, validate
+from rlhfless.cli import models, rewards, run, simulate, trace, validate
 from rlhfless.spec.errors import UserError
 
 _USER_FAULT = 2
@@ -77,7 +77,7 @@ def _options(
     """The options of every command. `_Group` reads `debug`."""
 
 
-for _module in (run, validate, rewards, trace, models):
+for _module in (run, validate, rewards, simulate, trace, models):
     _module.register(app)
 
 

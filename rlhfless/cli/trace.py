@@ -29,7 +29,7 @@ def summary(folder: TraceFolder) -> None:
     from rlhfless.scaling.accounting import summarise
     from rlhfless.scaling.prices import PriceBook
 
-    trace = read_trace(_inner(folder))
+    trace = read_trace(inner_folder(folder))
     summary = summarise(trace, PriceBook.model_validate(trace.meta.prices))
     Console(highlight=False).print(trace_report(trace.meta.run_id, summary))
 
@@ -39,7 +39,7 @@ def compare(first: TraceFolder, second: TraceFolder) -> None:
     from rlhfless.records.compare import compare_samples
     from rlhfless.records.traces import read_trace
 
-    result = compare_samples(read_trace(_inner(first)), read_trace(_inner(second)))
+    result = compare_samples(read_trace(inner_folder(first)), read_trace(inner_folder(second)))
     typer.echo(f"{result.identical:,} of {result.compared:,} samples are token-identical ({result.fraction:.4f})")
     if result.first_difference is not None:
         step, prompt_id, index = result.first_difference
@@ -56,10 +56,11 @@ def lengths(folder: TraceFolder) -> None:
     from rlhfless.records.traces import read_trace
     from rlhfless.scaling.lengths.evaluate import evaluate
 
-    trace = read_trace(_inner(folder))
+    trace = read_trace(inner_folder(folder))
     Console(highlight=False).print(lengths_report(trace.meta.run_id, evaluate(trace)))
 
 
-def _inner(folder: Path) -> Path:
+def inner_folder(folder: Path) -> Path:
+    """The trace of a run, by its own folder or the run's."""
     inner = folder / "trace"
     return inner if inner.is_dir() else folder

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,10 @@ CONCURRENT_CALLS = 64
 
 
 _FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY, ApplicationStatus.DEPLOYING)
+
+
+_deploying = threading.Lock()
+"""Serve pickles one deployment at a time: meanwhile it alters what cloudpickle does with Serve's own modules."""
 
 
 class FleetError(RuntimeError):
@@ -85,20 +90,17 @@ class Cluster:
         self, name: str, function: type, arguments: Sequence[Any], seat: Seat | None, *, stop_s: float
     ) -> DeploymentHandle:
         """Begin to start one replica; returns at once. `seat` None: the function binds its parts itself."""
-        resources = {} if seat is None else seat_resources(seat)
-        deployment: Any = serve.deployment(function)
-        app = deployment.options(
-            name=name,
-            num_replicas=1,
-            max_ongoing_requests=CONCURRENT_CALLS,
-            graceful_shutdown_timeout_s=stop_s,
-            graceful_shutdown_wait_loop_s=0.1,
+        options = {
+            "name": name,
+            "num_replicas": 1,
+            "max_ongoing_requests": CONCURRENT_CALLS,
+            "graceful_shutdown_timeout_s": stop_s,
+            "graceful_shutdown_wait_loop_s": 0.1,
             # A constructor that fails will fail again: report the first failure instead of trying 20 times.
-            max_constructor_retry_count=1,
-            ray_actor_options={"num_cpus": 0, "resources": resources},
-        ).bind(*arguments)
-        target = serve.RunTarget(target=app, name=name, route_prefix=None)
-        await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
+            "max_constructor_retry_count": 1,
+            "ray_actor_options": {"num_cpus": 0, "resources": {} if seat is None else seat_resources(seat)},
+        }
+        await asyncio.to_thread(_deploy, function, arguments, options)
         return self.handle(name)
 
     def handle(self, name: str) -> DeploymentHandle:
@@ -172,6 +174,14 @@ def seat_resources(seat: Seat) -> dict[str, float]:
 
 def _resource(slot: Slot) -> str:
     return f"{SLOT_PREFIX}{slot.kind}:{slot.name}"
+
+
+def _deploy(function: type, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+    with _deploying:
+        deployment: Any = serve.deployment(function)
+        app = deployment.options(**options).bind(*arguments)
+        target = serve.RunTarget(target=app, name=options["name"], route_prefix=None)
+        serve.run_many([target], wait_for_applications_running=False)
 
 
 def _slots(resources: Mapping[str, float]) -> list[Slot]:

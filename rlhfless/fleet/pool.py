@@ -63,6 +63,16 @@ class Pool:
     def __getitem__(self, name: str) -> Replica:
         return self._replicas[name]
 
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """Where replicas may sit, one in each."""
+        return self._blueprint.seats
+
+    def at(self, number: int) -> Replica | None:
+        """The replica that holds a seat."""
+        seat = self.seats[number]
+        return next((replica for replica in self.replicas() if replica.seat is seat), None)
+
     def replicas(self) -> tuple[Replica, ...]:
         """All that hold a device, in the order in which they were started."""
         return tuple(r for r in self._replicas.values() if r.state.holds_device)
@@ -76,20 +86,23 @@ class Pool:
         alive = (ReplicaState.STALE, ReplicaState.SERVING)
         return tuple(r for r in self._replicas.values() if r.state in alive and r.name not in self._preparing)
 
-    async def add(self, prepare: Callable[[Replica], Awaitable[object]] | None = None) -> Replica:
-        """Start one more replica in the first free seat; returns when it is up (STALE), and prepared.
+    async def add(
+        self, prepare: Callable[[Replica], Awaitable[object]] | None = None, seat: int | None = None
+    ) -> Replica:
+        """Start one more replica, in the first free seat or in the one asked for; returns when it is up (STALE), and
+        prepared.
 
-        Raises FleetError if all seats are taken or the start fails, or what `prepare` raises.
+        Raises FleetError if the seat, or every seat, is taken or the start fails, or what `prepare` raises.
         """
         await self.bury()
-        replica = self._launch()
-        name, seat = replica.name, replica.seat
+        replica = self._launch(seat)
+        name, sits = replica.name, replica.seat
         try:
             handle = await self._cluster.deploy(
                 name,
                 self._blueprint.deployment,
-                [self._blueprint.settings(seat)],
-                seat if self._blueprint.takes_seat else None,
+                [self._blueprint.settings(sits)],
+                sits if self._blueprint.takes_seat else None,
                 stop_s=self._timeouts.drain_s,
             )
             await self._cluster.wait_running(name, self._timeouts.start_s)
@@ -159,13 +172,13 @@ class Pool:
     def _name(self, number: object) -> str:
         return f"{self._call.run_id}-{self.function}-{number}"
 
-    def _launch(self) -> Replica:
-        taken = {id(replica.seat) for replica in self.replicas()}
-        free = [seat for seat in self._blueprint.seats if id(seat) not in taken]
+    def _launch(self, number: int | None = None) -> Replica:
+        wanted = range(len(self.seats)) if number is None else (number,)
+        free = [self.seats[i] for i in wanted if self.at(i) is None]
         if not free:
             raise FleetError(
-                f"no device is free for another {self.function} replica: {len(taken)} of "
-                f"{len(self._blueprint.seats)} are running"
+                f"no device is free for another {self.function} replica: {len(self.replicas())} of "
+                f"{len(self.seats)} are running"
             )
         # Names are never used twice, so that a late answer cannot be taken for another replica's.
         name = self._name(self._launches)

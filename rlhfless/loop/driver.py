@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhfless.loop.actors import RECOVERABLE
 from rlhfless.loop.evaluation import evaluate_held_out
 from rlhfless.loop.opening import Opening, opened
-from rlhfless.loop.recovery import RECOVERABLE, Recovery
+from rlhfless.loop.recovery import Recovery
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import train_step
 

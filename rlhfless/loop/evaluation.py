@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlhfless.fleet.tasks import together
+from rlhfless.loop.draw import Draw
 from rlhfless.loop.experience import collect
 from rlhfless.loop.failures import log_failures
-from rlhfless.loop.generation import Draw, GenerationStage
 from rlhfless.loop.run import Run
 from rlhfless.loop.summary import mean_parts
 
@@ -29,8 +29,7 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
 
 
 async def _means(run: Run, draw: Draw) -> dict[str, float]:
-    stage = GenerationStage(run.generation, draw, run.spec)
-    experience = await collect(stage.groups(), run.scoring_of(draw.call), None)
+    experience = await collect(run.generate(draw), run.scoring_of(draw.call), None)
     scores = [score for group in experience.scores for score in group]
     log_failures(experience, draw.call.step)
     return mean_parts(scores)

@@ -1,253 +1,297 @@
 """The generation stage: samples go to actors, finished groups come back, and work can move while it runs.
 
-Samples of a prompt go to one actor, where they share the prompt's KV. Work moves in one way only: samples are aborted
-where they run, come back with the tokens so far, and go on elsewhere from there. Draining an actor, giving a new one
-something to do, and losing one are all that same move; nothing that was drawn is drawn again, except what a dead actor
-had not delivered. Finished samples go into the journal before they count, and what the journal has is not drawn.
+Who draws what is decided elsewhere (`steering`, from `rlhfless.scaling.policy`); here it is carried out. Work moves in
+one way only: samples are aborted where they run, come back with the tokens so far, and go on elsewhere from there.
+Draining an actor, giving a new one something to do, and losing one are all that same move; nothing that was drawn is
+drawn again, except what a dead actor had not delivered. Finished samples go into the journal before they count, and
+what the journal has is not drawn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica, ReplicaLost
-from rlhfless.functions.base import Call
-from rlhfless.functions.generation.messages import (
-    GenerateRequest,
-    GroupFinished,
-    Progress,
-    SampleItem,
-    SampleKey,
-    Sampling,
-    StreamEnd,
-)
-from rlhfless.records import FinishReason, Group, Prompt, Rollout, Work, sample_seed
+from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, GroupFinished, Progress, SampleKey
+from rlhfless.loop.board import Board
+from rlhfless.loop.draw import Draw
+from rlhfless.loop.steering import Steering
+from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
+from rlhfless.scaling.policy import NOBODY, Beat, Event, Generated, Lost, Serving, StepBegan
 from rlhfless.spec import RunSpec
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What one generation stage is asked to draw."""
-
-    call: Call
-    prompts: tuple[Prompt, ...]
-    samples_per_prompt: int
-    sampling: Sampling
-    version: str
-    work: Work
-    seed: int
-    seed_step: int
-    """Enters the seeds: the step, or one number for all evaluations, which then differ by the weights alone."""
-
-    def items(self, prompt: Prompt) -> tuple[SampleItem, ...]:
-        """The samples of one prompt. Their seeds do not depend on where they are drawn."""
-        return tuple(
-            SampleItem(
-                prompt.prompt_id,
-                index,
-                prompt.token_ids,
-                sample_seed(self.seed, self.seed_step, prompt.prompt_id, index),
-            )
-            for index in range(self.samples_per_prompt)
-        )
-
-
-def sampling_of(spec: RunSpec, *, greedy: bool = False) -> Sampling:
-    """The spec's sampling settings, or their greedy variant."""
-    generation = spec.generation
-    return Sampling(
-        max_tokens=generation.max_tokens,
-        temperature=0.0 if greedy else generation.temperature,
-        top_p=1.0 if greedy else generation.top_p,
-        top_k=0 if greedy else generation.top_k,
-        stop=generation.stop,
-        stop_token_ids=generation.stop_token_ids,
-    )
-
-
-def assign(prompts: Sequence[Prompt], actors: Sequence[str]) -> dict[str, tuple[Prompt, ...]]:
-    """Which prompts go to which actor: in turn, so that the actors get equally many."""
-    return {actor: tuple(prompts[i :: len(actors)]) for i, actor in enumerate(actors)}
-
-
 class GenerationStage:
-    """One stage's generation over the actors of a pool."""
+    """One stage's generation over the actors of a pool. A place is the number of a seat of the pool."""
 
-    def __init__(self, pool: Pool, draw: Draw, spec: RunSpec, journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        draw: Draw,
+        spec: RunSpec,
+        steering: Steering,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pool = pool
         self._draw = draw
         self._spec = spec
+        self._steering = steering
         self._journal = journal
+        self._clock = clock
+        self._board = Board(draw.call.step, [item for prompt in draw.prompts for item in draw.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in draw.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
-        self._where: dict[SampleKey, tuple[str, SampleItem]] = {}
-        self._events: asyncio.Queue[_Event] = asyncio.Queue()
-        self._streams: set[asyncio.Task[None]] = set()
-        self.progress: dict[SampleKey, int] = {}
-        """Tokens so far of the samples that are running, by the last beats."""
+        self._requests: list[Replica] = []
+        """The actor of each request."""
+        self._streams: dict[asyncio.Task[None], Replica] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._called_back: set[int] = set()
+        self._lost: set[str] = set()
+        self._lost_in_a_row = 0
+        """Actors that were lost since a sample ended."""
+        self._events: asyncio.Queue[_Said | Exception] = asyncio.Queue()
+        self._asked_s: float | None = None
+        self.over = False
+        """No sample is left, or the stage was given up."""
 
     @property
     def step(self) -> int:
         return self._draw.call.step
+
+    @property
+    def progress(self) -> dict[SampleKey, int]:
+        """Tokens so far of the samples that are running, by the last beats."""
+        return self._board.progress
 
     async def groups(self) -> AsyncIterator[Group]:
         """Groups as they are complete. Raises what an actor raised, JournalError, or ReplicaLost if none is left."""
         try:
             for group in self._recall():
                 yield group
-            unfinished = self._unfinished()
-            actors = [actor.name for actor in self._pool.serving()]
-            if unfinished and not actors:
-                raise ReplicaLost(f"no generation actor is there for {len(unfinished)} prompts")
-            for name, prompts in assign(unfinished, actors).items():
-                self._submit(name, [item for prompt in prompts for item in self._missing(prompt)])
+            if self._finished:
+                self._asked_s = self._clock()
+                self._steer(StepBegan())
             while self._finished:
                 for group in self._handle(await self._events.get()):
                     yield group
+            self.over = True
+            if self._asked_s is not None:
+                self._steer(Generated())
             # Each stream still has its end to deliver, which carries the call's entry in the ledger.
             await asyncio.gather(*self._streams)
         finally:
+            self.over = True
             await self._stop_streams()
 
-    def _recall(self) -> Iterable[Group]:
-        """Take what the journal has of this draw; yields the groups that are complete with it."""
-        if self._journal is None:
-            return
-        seeds = {item.key: item.seed for prompt in self._draw.prompts for item in self._draw.items(prompt)}
-        for rollout in self._journal.rollouts(self._draw.call.step):
-            # Another seed means another draw, such as one of a data set that has been edited since.
-            if seeds.get(rollout.key) == rollout.seed:
-                self._finished[rollout.prompt_id].append(rollout)
-        for prompt in self._draw.prompts:
-            yield from self._completed(prompt.prompt_id)
+    # -- those who come and go (rlhfless.loop.actors)
 
-    def _unfinished(self) -> list[Prompt]:
-        return [prompt for prompt in self._draw.prompts if prompt.prompt_id in self._finished]
+    def joined(self, place: int) -> None:
+        """Somebody serves at a place."""
+        self._happened(Serving(place))
 
-    def _missing(self, prompt: Prompt) -> list[SampleItem]:
-        there = {rollout.sample_index for rollout in self._finished[prompt.prompt_id]}
-        return [item for item in self._draw.items(prompt) if item.sample_index not in there]
+    def missed(self, place: int) -> None:
+        """Nobody will come to a place; what waits there becomes nobody's."""
+        if self._board.take_from(place).size:
+            self._happened(Lost(place, self._board.forgotten))
 
     async def drain(self, actor: Replica) -> None:
         """Take an actor out of the stage: its samples go on elsewhere. It gets no new ones from here on."""
         actor.drain()
-        await self._abort(actor, [key for key, (name, _) in self._where.items() if name == actor.name])
+        place = self._place_of(actor)
+        if self._board.take_from(place).size:
+            self._happened(Lost(place, self._board.forgotten))
+        limit_s = self._clock() + self._spec.timeouts.drain_s
+        while (streams := [task for task, of in self._streams.items() if of is actor]) and self._clock() < limit_s:
+            # An abort may come before the request that it means: it is said again until nothing is left.
+            await self._abort(actor, [n for n, request in self._board.on.items() if self._requests[request] is actor])
+            await asyncio.wait(streams, timeout=self._spec.generation.progress_interval_s)
 
-    async def rebalance(self) -> None:
-        """Move running samples from the busiest actor to the idlest, such as one that has just joined."""
-        load = Counter({actor.name: 0 for actor in self._pool.serving()})
-        load.update(name for name, _ in self._where.values() if name in load)
-        if len(load) < 2:
+    # -- what was decided
+
+    def _happened(self, event: Event) -> None:
+        """Something outside of the stage. What it leads to is raised where the groups are read."""
+        if self._asked_s is None or self.over:
             return
-        (busiest, most), (_, least) = load.most_common()[0], load.most_common()[-1]
-        keys = [key for key, (name, _) in self._where.items() if name == busiest]
-        # The last ones: whole groups, since the samples of a prompt were submitted one after the other.
-        moving = keys[len(keys) - (most - least) // 2 :]
-        if moving:
-            await self._abort(self._pool[busiest], moving)
+        try:
+            self._steer(event)
+        except Exception as error:
+            self._events.put_nowait(error)
 
-    async def _abort(self, actor: Replica, keys: Sequence[SampleKey]) -> None:
-        if keys:
-            await actor.call(
-                "abort", self._draw.call, keys, timeout_s=self._spec.timeouts.sync_s, waiting_for="an abort"
-            )
+    def _steer(self, event: Event) -> None:
+        self._steering.ask(event, self._board)
+        self._submit_waiting()
+        self._call_back_strays()
 
-    def _submit(self, name: str, items: Sequence[SampleItem]) -> None:
-        if not items:
-            return
-        self._where.update((item.key, (name, item)) for item in items)
+    def _submit_waiting(self) -> None:
+        """What waits goes to those that serve, in the order in which it was given to them."""
+        ready: dict[int, list[int]] = {}
+        for number in self._board.waiting:
+            ready.setdefault(int(self._board.home[number]), []).append(number)
+        for place, numbers in ready.items():
+            actor = self._pool.at(place)
+            if actor is not None and actor.state is ReplicaState.SERVING:
+                self._submit(actor, numbers)
+
+    def _submit(self, actor: Replica, numbers: Sequence[int]) -> None:
+        number = len(self._requests)
+        self._requests.append(actor)
+        for sample in numbers:
+            del self._board.waiting[sample]
+            self._board.on[sample] = number
         request = GenerateRequest(
-            items=tuple(items),
+            items=tuple(self._board.items[sample] for sample in numbers),
             sampling=self._draw.sampling,
             version=self._draw.version,
-            actor=name,
+            actor=actor.name,
             progress_interval_s=self._spec.generation.progress_interval_s,
             beat_s=self._spec.recovery.beat_s,
             timeout_s=self._spec.timeouts.generate_s,
         )
-        task = asyncio.create_task(self._stream(self._pool[name], request))
-        self._streams.add(task)
-        task.add_done_callback(self._streams.discard)
+        task = asyncio.create_task(self._stream(actor, number, request))
+        self._streams[task] = actor
+        task.add_done_callback(self._streams.pop)
 
-    async def _stream(self, actor: Replica, request: GenerateRequest) -> None:
+    def _call_back_strays(self) -> None:
+        """Samples that are on an actor of another place than theirs come back from it."""
+        strays: dict[str, list[int]] = {}
+        there = [self._pool.at(place) for place in range(len(self._pool.seats))]
+        for sample, request in self._board.on.items():
+            actor, home = self._requests[request], int(self._board.home[sample])
+            if home != NOBODY and there[home] is not actor and sample not in self._called_back:
+                strays.setdefault(actor.name, []).append(sample)
+        for name, samples in strays.items():
+            self._called_back.update(samples)
+            task = asyncio.create_task(self._call_back(self._pool[name], samples))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+
+    async def _call_back(self, actor: Replica, samples: Sequence[int]) -> None:
+        try:
+            await self._abort(actor, samples)
+        except Exception as error:
+            self._events.put_nowait(error)
+        finally:
+            self._called_back.difference_update(samples)
+
+    async def _abort(self, actor: Replica, samples: Sequence[int]) -> None:
+        keys = [self._board.items[sample].key for sample in samples]
+        with contextlib.suppress(ReplicaLost):  # its streams say so too
+            await actor.call(
+                "abort", self._draw.call, keys, timeout_s=self._spec.timeouts.sync_s, waiting_for="an abort"
+            )
+
+    # -- what the actors say
+
+    async def _stream(self, actor: Replica, number: int, request: GenerateRequest) -> None:
         try:
             events = actor.stream(
                 self._draw.work, "generate", self._draw.call, request, timeout_s=self._spec.recovery.beat_s
             )
             async for event in events:
-                self._events.put_nowait(event)
+                self._events.put_nowait(_Said(number, event))
         except ReplicaLost as lost:
-            self._events.put_nowait(_Lost(actor.name, [item.key for item in request.items], lost))
+            self._events.put_nowait(_Said(number, lost))
         except Exception as error:
             self._events.put_nowait(error)
 
-    def _handle(self, event: _Event) -> Iterable[Group]:
-        match event:
+    def _handle(self, said: _Said | Exception) -> Iterable[Group]:
+        if isinstance(said, Exception):
+            raise said
+        match said.event:
             case GroupFinished(rollouts=rollouts):
-                yield from self._take(rollouts)
-            case Progress(tokens=tokens):
-                self.progress.update(tokens)
-            case _Lost(actor=name, keys=keys, error=error):
-                self._move_lost(name, keys, error)
-            case Exception():
-                raise event
+                yield from self._take(said.request, rollouts)
+            case Progress(tokens=tokens, ended=ended):
+                self._board.progressed(said.request, tokens, ended)
+                self._beat()
+            case ReplicaLost() as lost:
+                self._lose(said.request, lost)
 
-    def _take(self, rollouts: Sequence[Rollout]) -> Iterable[Group]:
+    def _beat(self) -> None:
+        """Ask what to do now, an interval after it was asked last: each actor beats on its own."""
+        now_s = self._clock()
+        if self._asked_s is not None and now_s - self._asked_s >= self._spec.generation.progress_interval_s:
+            self._asked_s = now_s
+            self._steer(Beat())
+
+    def _take(self, request: int, rollouts: Sequence[Rollout]) -> Iterable[Group]:
         """Keep what has ended, and let go on elsewhere what was aborted; yields the group if it is complete."""
-        ended = [rollout for rollout in rollouts if rollout.finish_reason != FinishReason.ABORT]
+        mine = [rollout for rollout in rollouts if self._board.is_on(request, rollout.key)]
+        ended = [rollout for rollout in mine if rollout.finish_reason != FinishReason.ABORT]
+        if ended:
+            self._lost_in_a_row = 0
         if self._journal is not None and ended:
-            self._journal.add(self._draw.call.step, ended)
-        unfinished = []
-        for rollout in rollouts:
-            _, item = self._where.pop(rollout.key)
-            self.progress.pop(rollout.key, None)
-            if rollout.finish_reason == FinishReason.ABORT:
-                unfinished.append(replace(item, prior=rollout if len(rollout.token_ids) else item.prior))
-            else:
-                self._finished[rollout.prompt_id].append(rollout)
-        self._continue(unfinished)
+            self._journal.add(self.step, ended)
+        for rollout in mine:
+            self._board.came_back(rollout)
+        for rollout in ended:
+            self._finished[rollout.prompt_id].append(rollout)
+        self._submit_waiting()
         yield from self._completed(rollouts[0].prompt_id)
+
+    def _lose(self, request: int, error: ReplicaLost) -> None:
+        """A request's actor is lost. All of the actor's are, and with the first of them its place is."""
+        actor = self._requests[request]
+        place = self._place_of(actor)
+        gone = self._board.lost_with(request)
+        if first := actor.name not in self._lost:
+            self._lost.add(actor.name)
+            self._lost_in_a_row += 1
+            self._board.take_from(place)
+        log.warning("%s was lost with %d samples, which go to other actors: %s", actor.name, gone.size, error)
+        if self._lost_in_a_row > len(self._pool.seats) * (self._spec.recovery.per_step + 1):
+            raise ReplicaLost(
+                f"{self._lost_in_a_row} actors were lost before a single sample ended: {error}"
+            ) from error
+        if first or self._board.forgotten.size:
+            self._steer(Lost(place, self._board.forgotten))
+        else:
+            self._submit_waiting()
+
+    def _place_of(self, actor: Replica) -> int:
+        return next(place for place, seat in enumerate(self._pool.seats) if seat is actor.seat)
+
+    # -- groups
+
+    def _recall(self) -> Iterable[Group]:
+        """Take what the journal has of this draw; yields the groups that are complete with it."""
+        if self._journal is None:
+            return
+        missing = {item.key: item for item in self._board.items}
+        for rollout in self._journal.rollouts(self.step):
+            # Another seed means another draw, such as one of a data set that has been edited since.
+            if rollout.key in missing and missing[rollout.key].seed == rollout.seed:
+                self._finished[rollout.prompt_id].append(rollout)
+                del missing[rollout.key]
+        self._board = Board(self.step, list(missing.values()))
+        for prompt in self._draw.prompts:
+            yield from self._completed(prompt.prompt_id)
 
     def _completed(self, prompt_id: str) -> Iterable[Group]:
         """The prompt's group, once, when all of its samples are there."""
-        if len(self._finished[prompt_id]) == self._draw.samples_per_prompt:
+        if len(self._finished.get(prompt_id, ())) == self._draw.samples_per_prompt:
             complete = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
             yield Group(self._prompts[prompt_id], tuple(complete))
 
-    def _continue(self, items: Sequence[SampleItem]) -> None:
-        """Submit items to the actor that has least to do."""
-        if items:
-            load = Counter({actor.name: 0 for actor in self._pool.serving()})
-            if not load:
-                raise ReplicaLost(f"no generation actor is left for {len(items)} unfinished samples")
-            load.update(name for name, _ in self._where.values() if name in load)
-            self._submit(load.most_common()[-1][0], items)
-
-    def _move_lost(self, name: str, keys: Sequence[SampleKey], error: ReplicaLost) -> None:
-        items = [self._where.pop(key)[1] for key in keys if key in self._where]
-        log.warning("%s was lost with %d samples, which go to other actors: %s", name, len(items), error)
-        self._continue(items)
-
     async def _stop_streams(self) -> None:
-        streams = list(self._streams)
-        for task in streams:
+        tasks = [*self._streams, *self._calls]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
-    actor: str
-    keys: Sequence[SampleKey]
-    error: ReplicaLost
+class _Said:
+    """What came of a request."""
 
-
-_Event = GroupFinished | Progress | StreamEnd | _Lost | Exception
+    request: int
+    event: GenerationEvent | ReplicaLost

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rlhfless.fleet.pool import Pool
 from rlhfless.records import (
@@ -17,10 +16,12 @@ from rlhfless.records import (
     Holding,
     Invocation,
     ReplicaState,
+    Rollout,
     Score,
     StepRecord,
+    Work,
 )
-from rlhfless.records.traces import TraceWriter, holding_of, read_tables
+from rlhfless.records.traces import Trace, TracedRollout, TraceWriter
 from rlhfless.scaling.accounting import StepTimes, step_times
 from rlhfless.scaling.holding import HoldFigures, hold_figures
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
@@ -39,16 +40,16 @@ class Earlier:
     rollouts_of: frozenset[int] = frozenset()
     """Steps whose rollouts are there."""
     steps: frozenset[int] = frozenset()
+    starts: tuple[Holding, ...] = ()
+    """How long starts took."""
 
     @classmethod
-    def of(cls, trace: Path, prices: PriceBook) -> Earlier:
-        """Raises TraceError."""
-        tables = read_tables(trace)
-        holdings = [holding_of(row) for row in tables["holdings"].to_pylist()]
+    def of(cls, trace: Trace, prices: PriceBook) -> Earlier:
         return cls(
-            cost_usd=prices.cost_usd(holdings),
-            rollouts_of=frozenset(tables["rollouts"]["step"].unique().to_pylist()),
-            steps=frozenset(tables["steps"]["step"].to_pylist()),
+            cost_usd=prices.cost_usd(trace.holdings),
+            rollouts_of=frozenset(rollout.step for rollout in trace.rollouts),
+            steps=frozenset(record.step for record in trace.steps),
+            starts=tuple(holding for holding in trace.holdings if holding.state is ReplicaState.STARTING),
         )
 
 
@@ -58,19 +59,20 @@ class Ledger:
     def __init__(self, writer: TraceWriter, prices: PriceBook, earlier: Earlier | None = None) -> None:
         earlier = earlier or Earlier()
         self._writer = writer
-        self._prices = prices
+        self.prices = prices
         self._closed_usd = earlier.cost_usd
         self._rollouts_of = set(earlier.rollouts_of)
         self._steps = set(earlier.steps)
         self._flushed = time.monotonic(), 0
         self._of_step: list[Invocation] = []
-        self._starts: list[Holding] = []
+        self._drawn: list[TracedRollout] = []
+        self._starts: list[Holding] = list(earlier.starts)
         self._recent: dict[FunctionName, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
     def add_holding(self, holding: Holding) -> None:
         """A span of time in which a replica held a device, in one state."""
         self._writer.add_holding(holding)
-        self._closed_usd += self._prices.cost_usd([holding])
+        self._closed_usd += self.prices.cost_usd([holding])
         if holding.state == ReplicaState.STARTING:
             self._starts.append(holding)
 
@@ -91,23 +93,26 @@ class Ledger:
     def add_group(self, step: int, group: Group, scores: Iterable[Score]) -> None:
         """The rollouts of a group with their scores."""
         self._rollouts_of.add(step)
+        prompt_tokens = len(group.prompt.token_ids)
         for rollout, score in zip(group.rollouts, scores, strict=True):
-            self._writer.add_rollout(step, rollout, score, len(group.prompt.token_ids))
+            self._writer.add_rollout(step, rollout, score, prompt_tokens)
+            self._drawn.append(_traced(step, rollout, score, prompt_tokens))
 
     def add_decision(self, decision: Decision) -> None:
         """A decision of the scaler, with all it was decided from."""
         self._writer.add_decision(decision)
 
     def add_step(self, record: StepRecord) -> None:
-        """A finished step. Its invocations are not needed any more for `step_times`."""
+        """A finished step. What was done in it is not asked for any more."""
         self._steps.add(record.step)
         self._writer.add_step(record)
         self._of_step.clear()
+        self._drawn.clear()
 
     def cost_usd(self, pools: Iterable[Pool]) -> float:
         """Cost of the run up to now, with the holdings that are still open."""
         open_usd = sum(
-            device_s * self._prices.price_usd_per_hour(kind) / SECONDS_PER_HOUR
+            device_s * self.prices.price_usd_per_hour(kind) / SECONDS_PER_HOUR
             for pool in pools
             for replica in pool.replicas()
             for kind, device_s in replica.open_device_s.items()
@@ -117,7 +122,7 @@ class Ledger:
     def price_usd_per_hour(self, pools: Iterable[Pool]) -> float:
         """What all that these pools hold costs per hour."""
         return sum(
-            self._prices.price_usd_per_hour(slot.kind) * replica.seat.share
+            self.prices.price_usd_per_hour(slot.kind) * replica.seat.share
             for pool in pools
             for replica in pool.replicas()
             for slot in replica.seat.slots
@@ -126,6 +131,16 @@ class Ledger:
     def hold_figures(self, function: FunctionName) -> HoldFigures:
         """How long a function's gaps and cold starts have been, over its recent calls."""
         return hold_figures(function, self._starts, self._recent[function])
+
+    def mean_load_s(self) -> float:
+        """How long an actor's load of weights took, over the recent ones; 0 if there was none."""
+        recent = self._recent[FunctionName.GENERATION]
+        loads = [call.duration_s for call in recent if call.work is Work.LOAD_WEIGHTS]
+        return sum(loads) / len(loads) if loads else 0.0
+
+    def done_in_step(self) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:
+        """What was called in the step that is under way, and what it drew as far as it is in the ledger."""
+        return tuple(self._of_step), tuple(self._drawn)
 
     def step_times(self, step: int, start_s: float, end_s: float) -> StepTimes:
         """Where the time of the step that is under way went so far."""
@@ -158,3 +173,26 @@ class Ledger:
     def close(self) -> None:
         """Write what is left."""
         self._writer.close()
+
+
+def _traced(step: int, rollout: Rollout, score: Score, prompt_tokens: int) -> TracedRollout:
+    """The row that a scored rollout has in a trace without tokens."""
+    return TracedRollout(
+        step=step,
+        prompt_id=rollout.prompt_id,
+        sample_index=rollout.sample_index,
+        seed=rollout.seed,
+        prompt_tokens=prompt_tokens,
+        response_tokens=len(rollout.token_ids),
+        cached_tokens=rollout.cached_tokens,
+        reward=score.total,
+        reward_parts=score.parts,
+        reward_failures=score.failures,
+        finish_reason=rollout.finish_reason,
+        version_spans=rollout.version_spans,
+        actor=rollout.actor,
+        started_s=rollout.started_s,
+        finished_s=rollout.finished_s,
+        token_ids=None,
+        logprobs=None,
+    )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any
 
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
+from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
+from rlhfless.loop.actors import Actors
 from rlhfless.loop.holds import Keeper
 from rlhfless.loop.janitor import Janitor
 from rlhfless.loop.launch import Launcher
@@ -24,12 +26,13 @@ from rlhfless.loop.preflight import Prepared
 from rlhfless.loop.prompts import PromptOrder
 from rlhfless.loop.recovery import RECOVERABLE, clear
 from rlhfless.loop.run import Run
+from rlhfless.loop.scaler import scaler_of
 from rlhfless.records import FunctionName
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints
 from rlhfless.records.journal import Journal
-from rlhfless.records.traces import TraceMeta, TraceWriter, describe_machine
+from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
 from rlhfless.scaling.prices import load_price_book
-from rlhfless.spec import RunSpec
+from rlhfless.spec import RunSpec, ScalingSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
 
@@ -60,56 +63,54 @@ class Opening:
 async def opened(opening: Opening) -> AsyncIterator[tuple[Run, int]]:
     """The run with its fleet up and its weights served, and the step to begin with (0: the evaluation before all)."""
     with contextlib.closing(Journal(opening.folder / JOURNAL_FILE)) as journal:
-        attempt = journal.begin_attempt()
-        with contextlib.closing(_ledger(opening, attempt)) as ledger:
+        attempt, trace = journal.begin_attempt(), opening.folder / TRACE_FOLDER
+        earlier = read_trace(trace, tokens=False) if attempt > 1 and trace.exists() else None
+        with contextlib.closing(_ledger(opening, attempt, earlier)) as ledger:
             with opening.console.waiting("starting Ray"):
                 cluster = await Cluster.start(opening.spec.placement)
             try:
-                async with _fleet(opening, cluster, ledger, journal) as under_way:
+                async with _fleet(opening, cluster, ledger, journal, earlier) as under_way:
                     yield under_way
             finally:
                 await asyncio.shield(cluster.stop())
 
 
-def _ledger(opening: Opening, attempt: int) -> Ledger:
+def _ledger(opening: Opening, attempt: int, earlier: Trace | None) -> Ledger:
     spec, folder = opening.spec, opening.folder / TRACE_FOLDER
     prices = load_price_book(spec.scaling.prices)
-    earlier = Earlier.of(folder, prices) if attempt > 1 and folder.exists() else None
     spec_values: dict[str, Any] = spec.model_dump(mode="json")
     meta = TraceMeta(opening.run_id, attempt, prices.snapshot(), spec_values, describe_machine())
-    return Ledger(TraceWriter(folder, meta, spec.logging.record_tokens), prices, earlier)
+    before = None if earlier is None else Earlier.of(earlier, prices)
+    return Ledger(TraceWriter(folder, meta, spec.logging.record_tokens), prices, before)
 
 
 @asynccontextmanager
 async def _fleet(
-    opening: Opening, cluster: Cluster, ledger: Ledger, journal: Journal
+    opening: Opening, cluster: Cluster, ledger: Ledger, journal: Journal, earlier: Trace | None
 ) -> AsyncIterator[tuple[Run, int]]:
     spec = opening.spec
     call = Call(opening.run_id, journal.attempt, 0)
     launcher = Launcher.of(spec, opening.prepared, call, cluster, ledger, opening.folder)
     generation, scoring, reward_model, reference, learner = launcher.pools()
     pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
-    holds = ((scoring, spec.scaling.hold_scoring), (reward_model, spec.scaling.hold_scoring))
-    keepers = {
-        pool.function: Keeper(pool, hold, ledger, lambda: pools)
-        for pool, hold in (*holds, (reference, spec.scaling.hold_reference))
-        if pool is not None
-    }
+    keepers = _keepers(spec.scaling, pools, ledger)
     lease_s = spec.recovery.lease_s
     beat = Heartbeat(pools, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     heartbeat = asyncio.create_task(beat.run())
     store_folders = (launcher.store_folder, Path(f"{launcher.store_folder}-cache"))
+    actors = Actors(generation, spec)
     run = Run(
         run_id=opening.run_id,
         attempt=journal.attempt,
         spec=spec,
         order=PromptOrder(opening.prepared.train, spec.seed, spec.prompts.shuffle),
         held_out=opening.prepared.held_out,
-        generation=generation,
+        actors=actors,
         scoring=keepers[FunctionName.SCORING],
         reward_model=keepers.get(FunctionName.REWARD_MODEL),
         reference=keepers.get(FunctionName.REFERENCE),
         learner=learner,
+        scaler=scaler_of(spec, opening.prepared, call, actors, keepers, learner, ledger, earlier),
         ledger=ledger,
         sinks=opening.sinks,
         journal=journal,
@@ -121,10 +122,24 @@ async def _fleet(
         finally:
             heartbeat.cancel()
             with opening.console.waiting("stopping all functions"):
-                await together(run.close(), *(keeper.close() for keeper in keepers.values()))
+                await together(actors.close(), *(keeper.close() for keeper in keepers.values()))
                 await asyncio.shield(together(*(pool.stop(*pool.replicas()) for pool in pools)))
                 for folder in store_folders:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keepers(scaling: ScalingSpec, pools: Sequence[Pool], ledger: Ledger) -> dict[FunctionName, Keeper]:
+    """Of the functions that rest between their uses."""
+    holds = {
+        FunctionName.SCORING: scaling.hold_scoring,
+        FunctionName.REWARD_MODEL: scaling.hold_scoring,
+        FunctionName.REFERENCE: scaling.hold_reference,
+    }
+    return {
+        pool.function: Keeper(pool, holds[pool.function], ledger, lambda: pools)
+        for pool in pools
+        if pool.function in holds
+    }
 
 
 async def _begin(opening: Opening, run: Run, cluster: Cluster) -> int:
@@ -161,7 +176,7 @@ async def _start(opening: Opening, run: Run) -> int:
                 f"{newest.folder} was saved with weights {newest.notes.digest}, and gives "
                 f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
             )
-        await together(*(run.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
+        await together(*(run.actors.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
         await run.sync(run.call(step))
     if step:
         opening.console.show(f"resumed after step {step}, attempt {run.attempt}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.spec import ModelSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
@@ -43,6 +44,8 @@ class Policy:
     tokenizer_info: TokenizerInfo
     context_tokens: int | None
     """Longest prompt + response: the spec's, else the model's own; None if neither sets one."""
+    shape: ModelShape | None
+    """The sizes that decide how long it takes; None where its config has others."""
     warnings: tuple[str, ...]
 
 
@@ -59,7 +62,7 @@ def load_policy(spec: ModelSpec) -> Policy:
         problems.append(Problem("model.max_context_tokens", what, f"set it to {limit} or less, or leave it out"))
     if problems:
         raise InputError("model", problems)
-    return Policy(tokenizer, info, spec.max_context_tokens or limit, warnings)
+    return Policy(tokenizer, info, spec.max_context_tokens or limit, _shape(spec, config), warnings)
 
 
 def _check_folder(path: str, field: str) -> None:
@@ -152,6 +155,13 @@ def _loaded(load: Callable[[], T], field: str, thing: str) -> T:
         if "trust_remote_code" in str(error):
             mend = "it needs code of its own: set model.trust_remote_code: true if you trust its author"
         raise _error(field, f"cannot read {thing}: {type(error).__name__}: {lines[0]}", mend) from error
+
+
+def _shape(spec: ModelSpec, config: Any) -> ModelShape | None:
+    try:
+        return ModelShape.of_config({**config.get_text_config().to_dict(), "dtype": spec.dtype})
+    except UnknownShape:
+        return None
 
 
 def _tokenizer_info(spec: ModelSpec, tokenizer: Any) -> tuple[TokenizerInfo, tuple[str, ...]]:

@@ -18,6 +18,7 @@ from rlhfless.loop.prompts import PromptSets, load_prompts
 from rlhfless.loop.reward_checks import reward_problems, reward_warnings
 from rlhfless.loop.rows import read_rows
 from rlhfless.records import Prompt
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
@@ -34,6 +35,8 @@ class Prepared:
     held_out: tuple[Prompt, ...]
     max_model_len: int
     """Longest sequence the engine must hold, in tokens: at most the longest prompt + max_tokens."""
+    shape: ModelShape | None
+    """The policy's sizes, for a first guess of its speed; None where they cannot be told."""
     warnings: tuple[str, ...]
 
 
@@ -64,7 +67,9 @@ def preflight(spec: RunSpec) -> Prepared:
     wanted = longest + spec.generation.max_tokens
     max_model_len = min(wanted, policy.context_tokens or wanted)
     warnings = [*policy.warnings, *prompts.warnings, *_warnings(spec, everything, max_model_len)]
-    return Prepared(policy.tokenizer_info, prompts.train, prompts.held_out, max_model_len, tuple(warnings))
+    return Prepared(
+        policy.tokenizer_info, prompts.train, prompts.held_out, max_model_len, policy.shape, tuple(warnings)
+    )
 
 
 def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:

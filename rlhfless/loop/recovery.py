@@ -10,17 +10,13 @@ from __future__ import annotations
 import logging
 import time
 
-from rlhfless.fleet.cluster import FleetError
-from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
+from rlhfless.loop.actors import RECOVERABLE
 from rlhfless.loop.run import Run
 from rlhfless.records import Decision
 
 log = logging.getLogger(__name__)
-
-RECOVERABLE = (ReplicaLost, CallTimeout, FleetError)
-"""Faults of a machine or a process. Wrong weights, bad rewards and full disks are not mended by trying again."""
 
 
 async def clear(run: Run, call: Call) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,17 +9,19 @@ from pathlib import Path
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch, pack
-from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import Pool
-from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
+from rlhfless.loop.actors import Actors
+from rlhfless.loop.draw import Draw, sampling_of
 from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoredGroups, ScoreGroups
 from rlhfless.loop.failures import added_up
-from rlhfless.loop.generation import Draw, GenerationStage, sampling_of
+from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.prompts import PromptOrder
+from rlhfless.loop.scaler import Scaler
 from rlhfless.records import (
     FloatArray,
     Group,
@@ -34,8 +34,6 @@ from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
-
-log = logging.getLogger(__name__)
 
 HELD_OUT_SEED_STEP = -1
 """All evaluations draw with the same seeds, so that they differ by the weights alone."""
@@ -50,11 +48,12 @@ class Run:
     spec: RunSpec
     order: PromptOrder
     held_out: Sequence[Prompt]
-    generation: Pool
+    actors: Actors
     scoring: Keeper
     reward_model: Keeper | None
     reference: Keeper | None
     learner: Pool
+    scaler: Scaler
     ledger: Ledger
     sinks: MetricSinks
     journal: Journal
@@ -63,13 +62,13 @@ class Run:
     """Held-out figures before the first step."""
     latest: dict[str, float] = field(default_factory=dict)
     """The metrics that were measured last, by name."""
-    published: PublishedWeights = field(init=False)
-    """What the next step draws with; set by `open_weights`."""
-    perturbed: PublishedWeights = field(init=False)
-    """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
     stage: GenerationStage | None = None
-    """The generation that is under way."""
-    _replacing: asyncio.Task[None] | None = None
+    """The generation of the step that is under way."""
+
+    @property
+    def generation(self) -> Pool:
+        """The generation actors."""
+        return self.actors.pool
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -83,36 +82,23 @@ class Run:
 
     # -- weights
 
+    @property
+    def published(self) -> PublishedWeights:
+        """What the next step draws with; set by `open_weights` first."""
+        return self.actors.published
+
+    @published.setter
+    def published(self, weights: PublishedWeights) -> None:
+        self.actors.published = weights
+
     async def open_weights(self, step: int) -> None:
         """Publish the learner's weights as those of `step`, and a perturbed version of them."""
-        self.perturbed = await self.publish(self.call(step), perturbed=True)
+        self.actors.perturbed = await self.publish(self.call(step), perturbed=True)
         self.published = await self.publish(self.call(step))
 
     async def sync(self, call: Call) -> None:
-        """Bring all generation actors to the published weights.
-
-        Those that were lost are replaced beside the work of the others, and waited for only if there are none.
-        """
-        missing = self.spec.scaling.generation.min_actors - len(self.generation.replicas())
-        if missing > 0 and (self._replacing is None or self._replacing.done()):
-            self._replacing = asyncio.create_task(self._replace(missing, call))
-        if self._replacing is not None and not self.generation.up():
-            await self._replacing
-        await self.generation.sync(self.published, call)
-
-    async def _replace(self, count: int, call: Call) -> None:
-        try:
-            await together(*(self.add_actor(call) for _ in range(count)))
-        except (ReplicaLost, CallTimeout, FleetError) as error:
-            log.warning("a lost generation actor could not be replaced; the next step tries again: %s", error)
-            if not self.generation.up():
-                raise
-
-    async def close(self) -> None:
-        """Call off what goes on beside the steps."""
-        if self._replacing is not None:
-            self._replacing.cancel()
-            await asyncio.gather(self._replacing, return_exceptions=True)
+        """Bring all generation actors to the published weights; see Actors.sync."""
+        await self.actors.sync(call)
 
     # -- generation
 
@@ -145,34 +131,21 @@ class Run:
         )
 
     def generate(self, draw: Draw) -> AsyncIterator[Group]:
-        """Groups as they are complete."""
-        self.stage = GenerationStage(self.generation, draw, self.spec, self.journal)
-        return self.stage.groups()
+        """Groups as they are complete. Those of an evaluation are drawn anew each time."""
+        journal = self.journal if draw.work is Work.GENERATE else None
+        stage = GenerationStage(self.generation, draw, self.spec, self.scaler.steering_of(draw), journal)
+        self.actors.watch(stage)
+        if draw.work is Work.GENERATE:
+            self.stage = stage
+        return stage.groups()
 
     async def add_actor(self, call: Call) -> Replica:
-        """Start one more generation actor and give it the current weights; during a step it takes work over."""
-        actor = await self.generation.add(lambda new: self.prove_loading(new, call))
-        await self.generation.sync_one(actor, self.published, call)
-        if self.stage is not None:
-            await self.stage.rebalance()
-        return actor
+        """Start one more generation actor and give it the current weights; during a step it may take work over."""
+        return await self.actors.add(call)
 
     async def remove_actor(self, actor: Replica) -> None:
         """Drain a chosen generation actor and stop it; during a step its samples go on elsewhere."""
-        if self.stage is not None:
-            await self.stage.drain(actor)
-        await self.generation.stop(actor)
-
-    async def prove_loading(self, actor: Replica, call: Call) -> float:
-        """Check that loads reach every tensor of a new engine."""
-        return await actor.call(
-            "prove_loading",
-            call,
-            self.perturbed,
-            timeout_s=self.spec.timeouts.sync_s,
-            waiting_for="the proof that loads reach every tensor",
-            work=Work.LOAD_WEIGHTS,
-        )
+        await self.actors.remove(actor)
 
     # -- scoring and reference
 
@@ -207,6 +180,7 @@ class Run:
         """Scoring and reference have done their work of this step: keep them warm or release them."""
         for keeper in (self.scoring, self.reward_model, self.reference):
             if keeper is not None:
+                self.scaler.idle(keeper.pool.function, step)
                 keeper.idle(step)
 
     # -- learner
@@ -283,6 +257,7 @@ class Run:
         if not self.ledger.has_rollouts_of(record.step):
             for group, scores in zip(experience.groups, experience.scores, strict=True):
                 self.ledger.add_group(record.step, group, scores)
+        self.scaler.step_ended(record)
         self.ledger.cut(self.pools)
         self.latest.update(record.metrics)
         if not self.ledger.has_step(record.step):

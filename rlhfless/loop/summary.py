@@ -45,6 +45,7 @@ def step_metrics(
         "outside_s": times.outside_s,
         "generation_tokens_per_s": float(lengths.sum()) / generation_s if generation_s else 0.0,
         "actors": float(len(run.generation.serving())),
+        **run.scaler.figures(step),
         "cost_usd": run.ledger.cost_usd(run.pools),
         **learned,
     }

@@ -200,14 +200,21 @@ class TraceWriter:
         self._rows[table].append(row)
 
 
-def read_trace(folder: str | os.PathLike[str]) -> Trace:
-    """Reads the trace of a run as records.
+def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
+    """Reads the trace of a run as records; without `tokens`, its bulk is left out.
 
     Raises TraceError, naming the file, for an unknown version, a missing or mistyped column, or a file that
     is not Parquet. Temporary files of a writer that died are ignored.
     """
     meta = read_meta(folder)
-    rows = {name: table.to_pylist(maps_as_pydicts="strict") for name, table in read_tables(folder).items()}
+    tables = read_tables(folder)
+    if not tokens:
+        rollouts = tables["rollouts"]
+        for column in ("token_ids", "logprobs"):
+            empty = pa.nulls(len(rollouts), rollouts.schema.field(column).type)
+            rollouts = rollouts.set_column(rollouts.schema.get_field_index(column), column, empty)
+        tables["rollouts"] = rollouts
+    rows = {name: table.to_pylist(maps_as_pydicts="strict") for name, table in tables.items()}
     return Trace(
         meta=meta,
         holdings=tuple(holding_of(row) for row in rows["holdings"]),

@@ -18,11 +18,13 @@ being published and loaded, the driver's own bookkeeping.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import attrgetter
 from types import MappingProxyType
 
 import numpy as np
@@ -62,7 +64,6 @@ PHASES: Mapping[Work, Phase] = MappingProxyType(
         Work.RESTORE: Phase.CHECKPOINT,
     }
 )
-
 
 OVERHEAD = frozenset({Work.PUBLISH, Work.LOAD_WEIGHTS})
 """What is done only because learner and engines are apart: a single process would not have it."""
@@ -148,8 +149,8 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
     ]
     return Summary(
         functions=tuple(row for row in functions if row.invocations or row.provisioned_device_s),
-        total=usage("total", trace.holdings, trace.invocations, prices),
-        steps=tuple(step_times(step, trace.invocations) for step in trace.steps),
+        total=_total(functions, trace.invocations),
+        steps=tuple(map(step_times, trace.steps, _calls_within(trace.steps, trace.invocations))),
         response_tokens=_length_quantiles(trace.rollouts),
         reward_mean=_reward_by_step(trace.rollouts),
     )
@@ -181,6 +182,23 @@ def usage(name: str, holdings: Sequence[Holding], invocations: Sequence[Invocati
         cold_starts=len(cold_starts(holdings)),
         input_tokens=sum(call.input_tokens for call in invocations),
         output_tokens=sum(call.output_tokens for call in invocations),
+    )
+
+
+def _total(functions: Sequence[Usage], invocations: Iterable[Invocation]) -> Usage:
+    """All functions together: each life of a replica belongs to one of them."""
+    return Usage(
+        name="total",
+        busy_device_s=math.fsum(row.busy_device_s for row in functions),
+        idle_device_s=math.fsum(row.idle_device_s for row in functions),
+        cold_device_s=math.fsum(row.cold_device_s for row in functions),
+        cost_usd=math.fsum(row.cost_usd for row in functions),
+        working_s=length(union((call.start_s, call.end_s) for call in invocations)),
+        unheld_s=math.fsum(row.unheld_s for row in functions),
+        invocations=sum(row.invocations for row in functions),
+        cold_starts=sum(row.cold_starts for row in functions),
+        input_tokens=sum(row.input_tokens for row in functions),
+        output_tokens=sum(row.output_tokens for row in functions),
     )
 
 
@@ -237,6 +255,15 @@ def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
     for _, pieces in groupby(sorted(spans), key=lambda span: span[:2]):
         starts += union((start_s, end_s) for _, _, start_s, end_s in pieces)
     return starts
+
+
+def _calls_within(steps: Iterable[StepRecord], invocations: Iterable[Invocation]) -> Iterator[list[Invocation]]:
+    """For each step the calls that may overlap it, so that a long run is not gone through once per step."""
+    ordered = sorted(invocations, key=attrgetter("start_s"))
+    latest_s = list(accumulate((call.end_s for call in ordered), max))
+    for step in steps:
+        last = bisect_left(ordered, step.end_s, key=attrgetter("start_s"))
+        yield ordered[bisect_right(latest_s, step.start_s) : last]
 
 
 def _by_incarnation(invocations: Iterable[Invocation]) -> dict[str, list[Interval]]:

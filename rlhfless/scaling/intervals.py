@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 Interval = tuple[float, float]
@@ -28,11 +28,10 @@ def length(disjoint: Iterable[Interval]) -> float:
 def clip(disjoint: list[Interval], start: float, end: float) -> list[Interval]:
     """The part of sorted, disjoint intervals that lies within [start, end)."""
     first = max(bisect_right(disjoint, (start, math.inf)) - 1, 0)
-    inside: list[Interval] = []
-    for i in range(first, len(disjoint)):
-        low, high = disjoint[i]
-        if low >= end:
-            break
-        if high > start:
-            inside.append((max(low, start), min(high, end)))
+    inside = disjoint[first : bisect_left(disjoint, (end, -math.inf))]
+    if inside and inside[0][1] <= start:
+        del inside[0]
+    if inside:
+        inside[0] = (max(inside[0][0], start), inside[0][1])
+        inside[-1] = (inside[-1][0], min(inside[-1][1], end))
     return inside

@@ -84,12 +84,37 @@ class WeightedSpec(SpecModel):
 ContractSpec = Annotated[CheapestSpec | FastestSpec | WeightedSpec, Field(discriminator="type")]
 
 
+PolicyName = Literal[
+    "cost_aware",
+    "static",
+    "queue_reactive_ray_serve",
+    "queue_reactive_knative",
+    "queue_reactive_keda",
+    "rlhfuse_tail",
+    "rlhfless_published",
+]
+"""Policies that a live fleet can run, by their names in rlhfless.scaling.policies. Others there need to know the
+future, or are these with another placement."""
+
+
 class ScalingSpec(SpecModel):
-    """How many replicas, and when they give their device back."""
+    """How many replicas, who draws what, and when they give their device back."""
+
+    policy: PolicyName = "cost_aware"
+    """Who decides during a run, between the bounds below: `cost_aware` plans each step from forecasts of its lengths,
+    under the contract. `static` has `max_actors` at all times; the others are what others do. All are described in
+    docs/policies.md."""
+
+    contract: ContractSpec = WeightedSpec()
+    """What the run is to reach at what price. Left out, time and cost count alike: one percent of the one as much as
+    one percent of the other. A fleet with `min_actors` = `max_actors` costs the same whatever is decided, so only time
+    counts there. Policies other than `cost_aware` leave it aside."""
 
     generation: GenerationScalingSpec = GenerationScalingSpec()
     hold_scoring: Hold = "auto"
+    """Between its uses. With `auto` the policy may release it too."""
     hold_reference: Hold = "auto"
+    """Between its uses. With `auto` the policy may release it too."""
 
     prices: str | None = None
     """Price book (YAML); the bundled one when left out."""

@@ -105,6 +105,10 @@ METRICS = _table(
         Metric("cost_usd", Unit.USD, "Cost of all holdings so far", Kind.COUNTER),
         # The fleet
         Metric("actors", Unit.NONE, "Generation actors that took part in the step"),
+        Metric("actors_wanted", Unit.NONE, "Generation actors that the scaling policy gave work at the step's begin"),
+        Metric("moved_samples", Unit.NONE, "Samples that the scaling policy moved from one actor to another"),
+        Metric("planned_generation_s", _S, "What generation was to take by the policy's plan; see generation_s"),
+        Metric("policy_faults", Unit.NONE, "Failures of the scaling policy so far; see docs/faults.md", Kind.COUNTER),
         Metric("cold_starts", Unit.NONE, "Cold starts so far, of all functions", Kind.COUNTER),
         # The learner
         Metric("loss", Unit.NONE, "Loss, with KL if it is part of it"),

@@ -232,9 +232,9 @@ class HttpStore:
 
 
 def _is_sound(path: Path, version: WeightVersion) -> bool:
-    """Whether the file is there and has the version's bytes: one that a disk has damaged is fetched again, for whoever
-    loads it would be replaced, and load it again."""
+    """Whether the file is there and whole: one that was cut short is fetched again, for whoever loads it would be
+    replaced, and load it again. Whether its bytes are the version's is checked by who consumes them."""
     try:
-        return path.exists() and digest_of(read_file(path, version.digest)) == version.digest
+        return path.exists() and all(True for _ in read_file(path, version.digest))
     except WeightFileError:
         return False

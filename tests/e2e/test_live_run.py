@@ -17,8 +17,8 @@ from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call, StaleCall
 from rlhfless.functions.generation.deployment import WrongVersion
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem
+from rlhfless.loop.draw import sampling_of
 from rlhfless.loop.evaluation import evaluate_held_out
-from rlhfless.loop.generation import sampling_of
 from rlhfless.loop.step import train_step
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.records.traces import read_trace

@@ -10,8 +10,21 @@ from typing import Any
 import numpy as np
 
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.functions.generation.messages import GenerateRequest, GroupFinished, SampleItem, SampleKey
-from rlhfless.records import FinishReason, Group, Prompt, ReplicaState, Rollout
+from rlhfless.functions.generation.messages import (
+    Ended,
+    GenerateRequest,
+    GroupFinished,
+    Progress,
+    SampleItem,
+    SampleKey,
+)
+from rlhfless.loop.board import Board
+from rlhfless.loop.even_deal import EvenDeal
+from rlhfless.loop.steering import PolicyFault, Steering
+from rlhfless.records import Decision, FinishReason, FunctionName, Group, Prompt, ReplicaState, Rollout
+from rlhfless.scaling.latency import LinearEngine
+from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Policy, Room
 
 
 def prompt(name: str) -> Prompt:
@@ -47,7 +60,9 @@ class FakeActor:
     """An actor that holds what it was given until it is told to finish it."""
 
     name: str
+    seat: Seat
     state: ReplicaState = ReplicaState.SERVING
+    info: Any = None
     requests: list[GenerateRequest] = field(default_factory=list)
     running: dict[SampleKey, SampleItem] = field(default_factory=dict)
     queues: list[asyncio.Queue[Any]] = field(default_factory=list)
@@ -65,14 +80,15 @@ class FakeActor:
             event = await queue.get()
             if isinstance(event, Exception):
                 raise event
-            left -= len(event.rollouts)
+            left -= len(getattr(event, "rollouts", ()))
             yield event
 
     async def call(self, method: str, call: Any, keys: Sequence[SampleKey], **_: Any) -> int:
         assert method == "abort"
-        for prompt_id in dict.fromkeys(key[0] for key in keys):
-            self._deliver([key for key in keys if key[0] == prompt_id], 5, FinishReason.ABORT)
-        return len(keys)
+        running = [key for key in keys if key in self.running]  # the others have just ended, or are not there yet
+        for prompt_id in dict.fromkeys(key[0] for key in running):
+            self._deliver([key for key in running if key[0] == prompt_id], 5, FinishReason.ABORT)
+        return len(running)
 
     def drain(self) -> None:
         self.state = ReplicaState.DRAINING
@@ -83,8 +99,17 @@ class FakeActor:
             self._deliver([key for key in self.running if key[0] == prompt_id], tokens, FinishReason.STOP)
 
     def _deliver(self, keys: Sequence[SampleKey], tokens: int, reason: FinishReason) -> None:
-        done = tuple(rollout(self.running.pop(key), self.name, tokens, reason) for key in keys)
-        self.queue_of[keys[0]].put_nowait(GroupFinished("x", done))
+        for queue in dict.fromkeys(self.queue_of[key] for key in keys):  # each request has a stream of its own
+            mine = [key for key in keys if self.queue_of[key] is queue]
+            done = tuple(rollout(self.running.pop(key), self.name, tokens, reason) for key in mine)
+            queue.put_nowait(GroupFinished("x", done))
+
+    def beat(self, tokens: dict[SampleKey, int], ended: dict[SampleKey, Ended] | None = None) -> None:
+        """A beat of every request."""
+        for queue in self.queues:
+            mine = {key: count for key, count in tokens.items() if self.queue_of[key] is queue}
+            over = {key: end for key, end in (ended or {}).items() if self.queue_of[key] is queue}
+            queue.put_nowait(Progress("x", mine, over))
 
     def fail(self, error: Exception) -> None:
         for queue in self.queues:
@@ -96,17 +121,73 @@ class FakeActor:
 
 
 class FakePool:
-    """The part of a Pool that a generation stage uses."""
+    """The part of a Pool that a generation stage uses. Actors sit down in the order of their names here."""
 
-    def __init__(self, *names: str) -> None:
-        self.actors = {name: FakeActor(name) for name in names}
+    def __init__(self, *names: str, seats: int = 3) -> None:
+        self.seats = tuple(Seat((Slot(f"cpu-{i}", "cpu-core", i),), 1.0) for i in range(seats))
+        self.actors: dict[str, FakeActor] = {}
+        for name in names:
+            self.join(name)
 
     def __getitem__(self, name: str) -> FakeActor:
         return self.actors[name]
 
-    def serving(self) -> tuple[FakeActor, ...]:
-        return tuple(actor for actor in self.actors.values() if actor.state == ReplicaState.SERVING)
+    def at(self, number: int) -> FakeActor | None:
+        seat = self.seats[number]
+        return next((a for a in self.actors.values() if a.seat is seat and a.state.holds_device), None)
 
-    def join(self, name: str) -> FakeActor:
-        self.actors[name] = FakeActor(name)
+    def place_of(self, name: str) -> int:
+        return next(number for number in range(len(self.seats)) if self.seats[number] is self.actors[name].seat)
+
+    def join(self, name: str, seat: int | None = None) -> FakeActor:
+        if seat is None:
+            seat = next(number for number in range(len(self.seats)) if self.at(number) is None)
+        self.actors[name] = FakeActor(name, self.seats[seat])
         return self.actors[name]
+
+
+ENGINE = EngineRoom(LinearEngine(0.01, 0.0001, 0.0, 0.0, 0.0), kv_capacity_tokens=10_000, max_sequences=64)
+
+
+class FakeFleet:
+    """What a policy sees of a FakePool; what it wants of it is kept in lists."""
+
+    def __init__(self, pool: FakePool) -> None:
+        self.pool = pool
+        self.starting: set[int] = set()
+        self.started: list[tuple[int, float | None, int]] = []
+        self.released: list[tuple[int, str | None]] = []
+
+    def view(self) -> FleetView:
+        rooms = tuple(
+            Room(FunctionName.GENERATION, "cpu-core", (seat.slots[0].name,), "n", 1e-5, 20.0, {}, {}, ENGINE)
+            for seat in self.pool.seats
+        )
+        return FleetView(rooms, 0.05, 0.05, float("inf"), 0.5, 100)
+
+    def places(self, board: Board) -> tuple[PlaceView, ...]:
+        return tuple(PlaceView(self._state(place), None, *board.counts(place)) for place in range(len(self.pool.seats)))
+
+    def expects(self, place: int) -> bool:
+        return self._state(place) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
+
+    def start(self, place: int, at_s: float | None, step: int) -> None:
+        if self._state(place) is not None:
+            raise PolicyFault(f"place {place} has an actor")
+        self.started.append((place, at_s, step))
+        self.starting.add(place)
+
+    def release(self, place: int, tier: str | None, step: int) -> None:
+        self.released.append((place, tier))
+
+    def _state(self, place: int) -> ReplicaState | None:
+        actor = self.pool.at(place)
+        if actor is None:
+            return ReplicaState.STARTING if place in self.starting else None
+        return actor.state
+
+
+def steering(pool: FakePool, policy: Policy | None = None) -> Steering:
+    """Steers by a policy, or by none."""
+    notes: list[Decision] = []
+    return Steering(policy or EvenDeal(), FakeFleet(pool), notes.append, clock=lambda: 100.0)

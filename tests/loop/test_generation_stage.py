@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from fake_fleet import FakePool, prompt
+from fake_fleet import FakePool, prompt, steering
 
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.base import Call
-from rlhfless.loop.generation import Draw, GenerationStage, assign, sampling_of
+from rlhfless.loop.draw import Draw, sampling_of
+from rlhfless.loop.generation import GenerationStage
 from rlhfless.records import Group, Work, sample_seed
 from rlhfless.spec import RunSpec
 
@@ -55,7 +56,7 @@ class Reader:
 
 async def test_siblings_go_to_one_actor_with_the_seeds_of_their_names() -> None:
     pool = FakePool("a", "b")
-    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC))
+    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC, steering(pool)))
     await until(lambda: bool(pool["a"].requests and pool["b"].requests))
     assert {key[0] for key in pool["a"].running} == {"p", "r"}
     assert set(pool["b"].running) == {("q", 0), ("q", 1)}
@@ -70,7 +71,7 @@ async def test_siblings_go_to_one_actor_with_the_seeds_of_their_names() -> None:
 
 async def test_a_drained_actors_samples_go_on_elsewhere_with_their_tokens() -> None:
     pool = FakePool("a", "b")
-    stage = GenerationStage(pool, draw("pq"), SPEC)
+    stage = GenerationStage(pool, draw("pq"), SPEC, steering(pool))
     reader = Reader(stage)
     await until(lambda: bool(pool["a"].running and pool["b"].running))
     await stage.drain(pool["a"])
@@ -87,11 +88,11 @@ async def test_a_drained_actors_samples_go_on_elsewhere_with_their_tokens() -> N
 
 async def test_a_joining_actor_takes_half_of_the_difference() -> None:
     pool = FakePool("a")
-    stage = GenerationStage(pool, draw("pqrs"), SPEC)
+    stage = GenerationStage(pool, draw("pqrs"), SPEC, steering(pool))
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 8)
     joined = pool.join("b")
-    await stage.rebalance()
+    stage.joined(1)
     await until(lambda: len(joined.running) == 4)
     assert {key[0] for key in joined.running} == {"r", "s"}
     pool["a"].finish()
@@ -102,11 +103,11 @@ async def test_a_joining_actor_takes_half_of_the_difference() -> None:
 
 async def test_a_group_split_by_a_move_comes_out_whole() -> None:
     pool = FakePool("a")
-    stage = GenerationStage(pool, draw("p", samples=4), SPEC)
+    stage = GenerationStage(pool, draw("p", samples=4), SPEC, steering(pool))
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 4)
     joined = pool.join("b")
-    await stage.rebalance()
+    stage.joined(1)
     await until(lambda: len(joined.running) == 2)
     pool["a"].finish()
     joined.finish()
@@ -117,7 +118,7 @@ async def test_a_group_split_by_a_move_comes_out_whole() -> None:
 
 async def test_a_dead_actors_samples_are_drawn_again_by_others() -> None:
     pool = FakePool("a", "b")
-    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC))
+    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC, steering(pool)))
     await until(lambda: len(pool["a"].running) == 4 and bool(pool["b"].running))
     pool["a"].finish("p")
     await until(lambda: reader.names == ["p"])
@@ -131,7 +132,7 @@ async def test_a_dead_actors_samples_are_drawn_again_by_others() -> None:
 
 async def test_without_any_actor_left_the_stage_says_so() -> None:
     pool = FakePool("a")
-    reader = Reader(GenerationStage(pool, draw("p"), SPEC))
+    reader = Reader(GenerationStage(pool, draw("p"), SPEC, steering(pool)))
     await until(lambda: bool(pool["a"].running))
     pool["a"].die()
     with pytest.raises(ReplicaLost, match="no generation actor is left for 2 unfinished samples"):
@@ -140,16 +141,21 @@ async def test_without_any_actor_left_the_stage_says_so() -> None:
 
 async def test_an_error_of_an_actor_ends_the_stage() -> None:
     pool = FakePool("a")
-    reader = Reader(GenerationStage(pool, draw("p"), SPEC))
+    reader = Reader(GenerationStage(pool, draw("p"), SPEC, steering(pool)))
     await until(lambda: bool(pool["a"].running))
     pool["a"].fail(ValueError("bad sample"))
     with pytest.raises(ValueError, match="bad sample"):
         await reader.task
 
 
-def test_assign_deals_prompts_out_evenly() -> None:
-    plan = assign([prompt(name) for name in "pqrst"], ["a", "b"])
-    assert {actor: [p.prompt_id for p in prompts] for actor, prompts in plan.items()} == {
-        "a": ["p", "r", "t"],
-        "b": ["q", "s"],
-    }
+async def test_a_step_that_kills_every_actor_does_not_go_on_for_ever() -> None:
+    spec = SPEC.model_copy(update={"recovery": SPEC.recovery.model_copy(update={"per_step": 0})})
+    pool = FakePool("a", "b", seats=2)
+    stage = GenerationStage(pool, draw("p"), spec, steering(pool))
+    reader = Reader(stage)
+    for coming in "cde":
+        await until(lambda: any(actor.running for actor in pool.actors.values() if actor.state.holds_device))
+        next(actor for actor in pool.actors.values() if actor.running and actor.state.holds_device).die()
+        pool.join(coming)
+    with pytest.raises(ReplicaLost, match="3 actors were lost before a single sample ended"):
+        await reader.task

@@ -18,7 +18,7 @@ from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.latency import LatencyFit, LinearEngine
 from rlhfless.scaling.latency.fitted import _non_negative
-from rlhfless.scaling.latency.timeline import WORK, Requests, admitted_s, spans
+from rlhfless.scaling.latency.timeline import WORK, Requests, admitted_s, iterations, spans
 
 REPOSITORY = Path(__file__).parents[2]
 MEASURED = os.environ.get("RLHFLESS_MEASURED_RUNS")
@@ -54,20 +54,30 @@ def engine(model: LinearEngine, seed: int, sequences: int = 24) -> Requests:
 
 
 def test_the_sums_of_a_span_by_hand() -> None:
-    # A draws 10 tokens in 0..10, B 8 tokens in 4..8: two a second.
-    work, seconds = spans(requests([(100, 10, 0, 10), (50, 8, 4, 8)]))
+    # A draws 16 tokens in 0..10, B 8 tokens in 5..9: it begins at iteration 8.
+    work, seconds = spans(requests([(100, 16, 0, 10), (50, 8, 5, 9)]))
     assert dict(zip(WORK, work[0], strict=True)) == pytest.approx(
         {
-            "iterations": 10,
-            "sequences": 18,
-            "context": (100 * 10 + 10 * 10 / 2) + (50 * 8 + 8 * 8 / 2),
+            "iterations": 16,
+            "sequences": 24,
+            "context": (100 * 16 + 16 * 16 / 2) + (50 * 8 + 8 * 8 / 2),
             "prefill": 150,
             "prefill_context": 100 * 50 + 50 * 25,
         }
     )
-    # While B ran, A drew its tokens 5 to 8, and read 104 to 108.
-    assert work[1] == pytest.approx([8, 12, (100 * 4 + (8**2 - 4**2) / 2) + 432, 50, 50 * 25])
+    # While B ran, A drew its tokens 9 to 16, and read 108 to 116.
+    assert work[1] == pytest.approx([8, 16, (100 * 8 + (16**2 - 8**2) / 2) + 432, 50, 50 * 25])
     assert seconds.tolist() == [10, 4]
+
+
+def test_iterations_are_numbered_by_what_ended() -> None:
+    # All begin together; an engine that gets faster as it empties. The fourth begins when the first two have ended.
+    begin, end = iterations(requests([(9, 4, 0, 8), (9, 4, 0, 8), (9, 10, 0, 14), (9, 2, 10, 12)]))
+    assert begin.tolist() == [0, 0, 0, pytest.approx(6)]  # 4 at 8 s, 10 at 14 s: 6 at 10 s
+    assert end.tolist() == [4, 4, 10, pytest.approx(8)]
+    # Nothing ran between the two, and nothing is counted.
+    begin, _ = iterations(requests([(9, 4, 0, 8), (9, 4, 20, 28)]))
+    assert begin.tolist() == [0, 4]
 
 
 def test_cached_tokens_are_not_prefilled_but_read() -> None:

@@ -314,3 +314,14 @@ def test_misuse_is_refused() -> None:
         predictor.step_began(1, ("p",), 2)
     with pytest.raises(KeyError):
         predictor.finished(1, "q", 0, 3, truncated=False)
+
+
+def test_a_step_that_is_given_up_teaches_nothing() -> None:
+    predictor, fresh = LengthPredictor(64), LengthPredictor(64)
+    predictor.step_began(1, ("p",), 2)
+    predictor.finished(1, "p", 0, 60, truncated=False)
+    predictor.drop(1)
+    predictor.drop(7)  # never begun
+    for each in (predictor, fresh):
+        each.step_began(1, ("p",), 2)
+    assert (predictor.forecast(1).remaining_tokens == fresh.forecast(1).remaining_tokens).all()

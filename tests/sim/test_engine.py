@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from naive_engine import LinearModel, NaiveEngine, Sequence
 
 from rlhfless.scaling.engine_model import decode_s
-from rlhfless.sim.engine import Engine, EngineShape, PricedModel
+from rlhfless.sim.engine import Engine, EnginePool, EngineShape, PricedModel
 from rlhfless.sim.samples import Progress, RolloutBatch
 
 MODEL = LinearModel()
@@ -33,7 +33,11 @@ def batch_of(groups: list[tuple[int, list[int]]]) -> RolloutBatch:
 
 
 def engine_of(batch: RolloutBatch, shape: EngineShape, at_s: float = 0.0, slowdown: float = 1.0) -> Engine:
-    return Engine(shape, PRICES, Progress(batch), at_s, slowdown)
+    return engine_in(Progress(batch), shape, at_s, slowdown)
+
+
+def engine_in(progress: Progress, shape: EngineShape, at_s: float = 0.0, slowdown: float = 1.0) -> Engine:
+    return EnginePool(shape, PRICES, progress, [0]).open(0, at_s, slowdown)
 
 
 def everything(batch: RolloutBatch) -> np.ndarray:
@@ -114,12 +118,12 @@ def test_prefill_actor_hands_over_to_a_decode_actor() -> None:
     batch = batch_of([(10, [4])])
     progress = Progress(batch)
     shape = EngineShape(4, 100, 16, None, prefill_only=True)
-    prefill = Engine(shape, PRICES, progress, 0.0)
+    prefill = engine_in(progress, shape)
     prefill.submit(everything(batch), 0.0)
     assert prefill.advance(math.inf).tolist() == [0]
     assert progress.table.tokens.tolist() == [1]
     progress.table.has_kv[:] = True
-    decode = Engine(ROOMY, PRICES, progress, 0.0)
+    decode = engine_in(progress, ROOMY)
     decode.submit(everything(batch), 1.0)  # the KV arrives at 1 s
     assert decode.advance(math.inf).tolist() == [0]
     assert progress.table.finish_s == pytest.approx([1.0 + decode_s(MODEL, 1, 11, 3)], rel=EXACT)
@@ -151,8 +155,8 @@ class Scenario:
 
 @st.composite
 def scenarios(draw: st.DrawFn, *, with_cuts: bool = True) -> Scenario:
-    lengths = st.lists(st.integers(1, 60), min_size=1, max_size=5)
-    groups = draw(st.lists(st.tuples(st.integers(1, 50), lengths), min_size=1, max_size=6))
+    lengths = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+    groups = draw(st.lists(st.tuples(st.integers(1, 50), lengths), min_size=1, max_size=5))
     batch = batch_of(groups)
     block = draw(st.sampled_from([1, 2, 4, 7, 16]))
     longest = max(-(-(prompt + max(responses)) // block) for prompt, responses in groups)
@@ -222,7 +226,7 @@ def play_naively(scenario: Scenario) -> NaiveEngine:
 
 
 @given(scenarios())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_closed_form_equals_the_naive_loop(scenario: Scenario) -> None:
     engine, naive = play(scenario), play_naively(scenario)
     expected = [naive.finish_s[sample] for sample in range(scenario.batch.samples)]
@@ -232,7 +236,7 @@ def test_closed_form_equals_the_naive_loop(scenario: Scenario) -> None:
 
 
 @given(scenarios())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_nothing_is_lost_or_left_behind(scenario: Scenario) -> None:
     engine = play(scenario)
     assert engine.progress.finished.all()
@@ -243,7 +247,7 @@ def test_nothing_is_lost_or_left_behind(scenario: Scenario) -> None:
 
 
 @given(scenarios(), st.lists(st.floats(0.0, 5.0, allow_nan=False), max_size=6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_stopping_in_between_changes_nothing(scenario: Scenario, stops: list[float]) -> None:
     whole, split = play(scenario), play(scenario, tuple(sorted(stops)))
     assert split.progress.table.finish_s == pytest.approx(whole.progress.table.finish_s, rel=EXACT)

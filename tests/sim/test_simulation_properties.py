@@ -78,7 +78,7 @@ def crowd(holdings: Sequence[Holding]) -> float:
 
 
 @given(runs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_nothing_is_lost_doubled_or_billed_twice(run: Run) -> None:
     simulation, drawn = play(run.setup, run.batches, run.restless())
     for batch, generation in zip(run.batches, drawn, strict=True):

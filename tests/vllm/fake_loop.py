@@ -11,6 +11,8 @@ from rlhfless.records import FinishReason, PublishedWeights
 class FakeCore:
     """Draws the tokens 0, 1, 2, ... for every request, one per step."""
 
+    kv_capacity_tokens = 4096
+
     def __init__(self) -> None:
         self.requests: dict[str, SampleRequest] = {}
         self.drawn: dict[str, int] = {}

@@ -58,6 +58,8 @@ class Engine:
         """The version that serves; None while it is still the model folder's."""
         self.start_seconds: dict[str, float] = {}
         """Where the start went, by phase."""
+        self.kv_capacity_tokens = 0
+        """Tokens that the KV cache holds; 0 if the engine did not say."""
         self._process = process
         self._numbers = itertools.count()
         self._serials: dict[str, str] = {}  # of the requests in flight, by the caller's id
@@ -254,6 +256,7 @@ class Engine:
             case Returned():
                 _resolve(self._calls.get(message.call_id), message.error or message.value)
             case Started():
+                self.kv_capacity_tokens = message.kv_capacity_tokens
                 _resolve(self._started, message.seconds)
             case Crashed():
                 self._fail(EngineDead(f"the engine's process failed:\n{message.trace}"))

@@ -46,6 +46,7 @@ class Core:
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._engine.engine_core.collective_rpc("init_weight_transfer_engine", args=({"address": settings.store},))
         self.seconds = {"configure": configured - started, "build": time.monotonic() - configured}
+        self.kv_capacity_tokens: int = config.cache_config.kv_cache_size_tokens or 0
         self._vocabulary_tokens = config.model_config.get_vocab_size()
         self._internal_ids: dict[str, str] = {}
         self._usable = True

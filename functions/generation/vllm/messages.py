@@ -148,6 +148,8 @@ class Stop:
 class Started:
     seconds: dict[str, float]
     """Where the start went: import, configure, build."""
+    kv_capacity_tokens: int = 0
+    """Tokens that the KV cache holds; 0 where the engine does not say."""
 
 
 @dataclass(frozen=True, slots=True)

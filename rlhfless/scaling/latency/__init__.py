@@ -2,6 +2,7 @@
 
 from rlhfless.scaling.latency.devices import Device, load_devices
 from rlhfless.scaling.latency.fitted import LatencyFit, LinearEngine
+from rlhfless.scaling.latency.prior import prior_of
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import SleepTier, cold_start_s, wake_s
@@ -15,5 +16,6 @@ __all__ = [
     "SleepTier",
     "cold_start_s",
     "load_devices",
+    "prior_of",
     "wake_s",
 ]

@@ -72,8 +72,9 @@ class LinearEngine:
 class LatencyFit:
     """Learns one kind of engine, from any number of actors."""
 
-    def __init__(self, prior: EngineModel) -> None:
+    def __init__(self, prior: EngineModel, prior_weight: float = PRIOR_WEIGHT) -> None:
         self._prior = LinearEngine.of(prior)
+        self._prior_weight = prior_weight
         self._products = np.zeros((len(WORK), len(WORK)))
         self._targets = np.zeros(len(WORK))
 
@@ -111,8 +112,8 @@ class LatencyFit:
         before = self._prior.coefficients
         unit = np.where(before > 0, before, self._prior.fixed_s * _FREE)
         # In such units coefficients are about 1, and the soft bound is a multiple of the unit matrix.
-        products = self._products * np.outer(unit, unit) + PRIOR_WEIGHT * np.eye(len(WORK))
-        targets = self._targets * unit + PRIOR_WEIGHT * before / unit
+        products = self._products * np.outer(unit, unit) + self._prior_weight * np.eye(len(WORK))
+        targets = self._targets * unit + self._prior_weight * before / unit
         return LinearEngine(*(float(value) for value in unit * _non_negative(products, targets)))
 
 

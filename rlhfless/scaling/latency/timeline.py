@@ -3,12 +3,17 @@
 No engine reports its iterations, and they need not be reported: a running sequence draws one token per iteration. So
 while request i ran there were as many decode iterations as it drew tokens; the sum of batch sizes over them is the
 number of tokens that all drew meanwhile; the sum of contexts is what those tokens read; and what had to be prefilled is
-known from the prompts. Each request is one such span. Within its own span a sequence is taken to draw at an even pace.
+known from the prompts. Each request is one such span.
+
+All sequences that run draw in step, so the iterations can be numbered: a request that began at iteration i and drew n
+tokens ended at i + n, and one that began between two known iterations began in proportion. Only there, between two
+events, a pace is taken to be even.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,12 +69,43 @@ WORK = ("iterations", "sequences", "context", "prefill", "prefill_context")
 def spans(requests: Requests) -> tuple[Array, Array]:
     """Work [requests, WORK] done while each request ran, and how long that took [requests]."""
     start, end = requests.started_s, requests.finished_s
-    tokens, read = _drawn(requests, start, end)
+    first, last = iterations(requests)
+    tokens, read = _drawn(requests, first, last)
     new = requests.prompt_tokens - requests.cached_tokens
     prefilled = _between(start, new, start, end)
     prefill_read = _between(start, new * (requests.cached_tokens + new / 2), start, end)
     work = np.stack([requests.response_tokens, tokens, read, prefilled, prefill_read], axis=1)
     return work, end - start
+
+
+def iterations(requests: Requests) -> tuple[Array, Array]:
+    """Number of the engine's iteration at which each request [requests] began, and ended."""
+    begin, length = np.empty(len(requests.started_s)), requests.response_tokens
+    times: list[float] = []
+    numbers: list[float] = []
+    for index in np.argsort(requests.started_s, kind="stable").tolist():
+        start_s, end_s = float(requests.started_s[index]), float(requests.finished_s[index])
+        begin[index] = _number_at(start_s, times, numbers)
+        if not times or start_s > times[-1]:
+            times.append(start_s)
+            numbers.append(float(begin[index]))
+        place = bisect_left(times, end_s)
+        # What two requests say of one instant may differ by an iteration or two; numbers never fall.
+        number = max(float(begin[index] + length[index]), numbers[place - 1] if place else 0.0)
+        numbers.insert(place, min(number, numbers[place]) if place < len(numbers) else number)
+        times.insert(place, end_s)
+    return begin, begin + length
+
+
+def _number_at(time_s: float, times: list[float], numbers: list[float]) -> float:
+    """Between two known instants in proportion; after the last one nothing ran, and nothing was counted."""
+    place = bisect_left(times, time_s)
+    if place == len(times):
+        return numbers[-1] if numbers else 0.0
+    if place == 0 or times[place] == times[place - 1]:
+        return numbers[place]
+    share = (time_s - times[place - 1]) / (times[place] - times[place - 1])
+    return numbers[place - 1] + share * (numbers[place] - numbers[place - 1])
 
 
 def _between(at: Array, amount: Array, start: Array, end: Array) -> Array:
@@ -80,21 +116,16 @@ def _between(at: Array, amount: Array, start: Array, end: Array) -> Array:
     return result
 
 
-def _drawn(requests: Requests, start: Array, end: Array) -> tuple[Array, Array]:
-    """Tokens that all requests drew in each span, and the context that those tokens read.
+def _drawn(requests: Requests, first: Array, last: Array) -> tuple[Array, Array]:
+    """Tokens that all requests drew between iterations `first` and `last` of each, and the context that they read.
 
-    A request at an even pace v has drawn n = v (t - its start) tokens and read (prompt + n / 2) n: a polynomial in
-    time. Their sum is one polynomial between any two events; the coefficients are running sums over the events.
+    A request has drawn n = t - first tokens by iteration t, and read (prompt + n / 2) n: a polynomial in t. Their sum
+    is one polynomial between any two events; the coefficients are running sums over the events.
     """
-    origin = float(requests.started_s.min())
-    first, last = requests.started_s - origin, requests.finished_s - origin
-    pace = requests.response_tokens / np.maximum(last - first, 1e-9)
     prompt, length = requests.prompt_tokens, requests.response_tokens
-    # n = pace t - pace first; read = prompt n + n n / 2, as coefficients of 1, t, t t.
-    drawing = np.stack([-pace * first, pace, np.zeros_like(pace)], axis=1)
-    half_pace = pace**2 / 2
-    constant = -prompt * pace * first + half_pace * first**2
-    reading = np.stack([constant, prompt * pace - 2 * half_pace * first, half_pace], axis=1)
+    # n = t - first; read = prompt n + n n / 2, as coefficients of 1, t, t t.
+    drawing = np.stack([-first, np.ones_like(first), np.zeros_like(first)], axis=1)
+    reading = np.stack([first**2 / 2 - prompt * first, prompt - first, np.full_like(first, 0.5)], axis=1)
     done = np.stack([length, prompt * length + length**2 / 2], axis=1)
     coefficients = np.concatenate([drawing, reading], axis=1)  # [requests, 6]
     finished = np.concatenate([done[:, :1], 0 * done, done[:, 1:], 0 * done], axis=1)
@@ -108,5 +139,5 @@ def _drawn(requests: Requests, start: Array, end: Array) -> tuple[Array, Array]:
         powers = np.stack([np.ones_like(t), t, t * t], axis=1)
         return (row[:, :3] * powers).sum(axis=1), (row[:, 3:] * powers).sum(axis=1)
 
-    (tokens_end, read_end), (tokens_start, read_start) = upto(end - origin), upto(start - origin)
+    (tokens_end, read_end), (tokens_start, read_start) = upto(last), upto(first)
     return tokens_end - tokens_start, read_end - read_start

@@ -92,6 +92,10 @@ class LengthPredictor:
         prior, spread, seen = self._history.recall(tuple(prompt_ids), self._mean, between)
         self._open[step] = OpenStep(tuple(prompt_ids), samples, prior, spread, seen, between)
 
+    def drop(self, step: int) -> None:
+        """A step that has begun is given up, or begins anew: nothing is learned from it. Any other step is fine."""
+        self._open.pop(step, None)
+
     def progress(self, step: int, prompt_id: str, sample: int, tokens: int) -> None:
         """A sample has drawn so many tokens and goes on. Raises KeyError for a sample that is not in the step."""
         self._open[step].progress(prompt_id, sample, tokens)

@@ -2,6 +2,7 @@
 
 from rlhfless.scaling.policies.registry import POLICIES, PolicyKind, make_policy
 from rlhfless.scaling.policies.settings import (
+    CostAwareSettings,
     KedaSettings,
     KnativeSettings,
     PolicySettings,
@@ -13,6 +14,7 @@ from rlhfless.scaling.policies.settings import (
 
 __all__ = [
     "POLICIES",
+    "CostAwareSettings",
     "KedaSettings",
     "KnativeSettings",
     "PolicyKind",

@@ -79,7 +79,7 @@ class Forecaster(Protocol):
 
 
 class PredictedLengths:
-    """The run's own LengthPredictor, with its bias taken out.
+    """The run's own LengthPredictor, the one of an earlier attempt's trace or a new one, with its bias taken out.
 
     The predictor's law is a normal one of log lengths around each prompt's level. Where answers are of two kinds, it
     says too little of the prompts with the longest ones. So the prompts of each step are put into `PARTS` equal parts
@@ -87,8 +87,8 @@ class PredictedLengths:
     what is forecast of that part.
     """
 
-    def __init__(self) -> None:
-        self._predictor: LengthPredictor | None = None
+    def __init__(self, predictor: LengthPredictor | None = None) -> None:
+        self._predictor = predictor
         self._bias: Floats = np.ones(PARTS)
         self._part: Ints = np.empty(0, np.int64)
         """[groups]: of each prompt of the step."""
@@ -98,6 +98,7 @@ class PredictedLengths:
     def begin(self, view: StepView) -> None:
         if self._predictor is None:
             self._predictor = LengthPredictor(view.fleet.max_tokens)
+        self._predictor.drop(view.step)  # a step that failed begins anew
         self._predictor.step_began(view.step, view.prompt_ids, np.bincount(view.group))
         self._expected = np.bincount(view.group, self._predictor.forecast(view.step).mean_tokens).astype(np.float64)
         rank = np.argsort(np.argsort(self._expected / np.bincount(view.group), kind="stable"), kind="stable")

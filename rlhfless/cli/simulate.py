@@ -1,0 +1,98 @@
+"""`rlhfless simulate`: what policies would take on a scenario, or on a recorded run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rlhfless.sim.experiment.compare import Comparison
+    from rlhfless.sim.scenarios import Scenario
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(simulate)
+
+
+def simulate(
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="SCENARIO...", help="Scenario files; with --calibrate, folders of recorded runs."),
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Only these of the scenario's policies, by label.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds, instead of the scenario's number.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Folder of the reports; with --calibrate, the file to write.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that work in parallel.")] = 1,
+    step: Annotated[int | None, typer.Option(min=1, help="The step that the Gantt charts show.")] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Replay a recorded run: predicted beside measured seconds.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --replay: what another policy would have done.")
+    ] = None,
+    latency: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --replay: a file that --calibrate has written.")
+    ] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Fit the latency model to recorded runs.")] = False,
+) -> None:
+    """Compare scaling policies on a scenario, without any device: time, cost and regret, with confidence intervals."""
+    from rlhfless.cli import simulate_traces
+
+    given = inputs or []
+    if calibrate:
+        simulate_traces.calibrate(_some(given, "folder of a recorded run"), out or Path("latency.yaml"))
+    elif replay is not None:
+        if given:
+            raise typer.BadParameter(f"--replay takes no scenario, got {given[0]}; leave one of the two out")
+        simulate_traces.replay(replay, policy, latency)
+    else:
+        for path in _some(given, "scenario file"):
+            _compare(path, policies, seeds, out or Path("simulations"), jobs, step)
+
+
+def _some(given: list[Path], what: str) -> list[Path]:
+    if not given:
+        raise typer.BadParameter(f"no {what} was given; name at least one")
+    return given
+
+
+def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, jobs: int, step: int | None) -> None:
+    from rich.console import Console
+
+    from rlhfless.cli.simulate_table import comparison_table
+    from rlhfless.sim.report import write_report
+    from rlhfless.sim.scenarios import load_scenario
+
+    scenario = load_scenario(path)
+    if seeds is not None:
+        scenario = scenario.model_copy(update={"seeds": seeds})
+    if step is not None and step > scenario.steps:
+        raise typer.BadParameter(f"--step is {step}; the scenario has steps 1 to {scenario.steps}")
+    comparison = _run(scenario, policies.split(",") if policies else None, jobs)
+    console = Console(highlight=False)
+    console.print(comparison_table(comparison))
+    folder = out / scenario.name
+    write_report(comparison, folder, step)
+    console.print(f"\n{folder / 'report.html'}", soft_wrap=True)
+
+
+def _run(scenario: Scenario, policies: list[str] | None, jobs: int) -> Comparison:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from rlhfless.sim.experiment.compare import compare
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(scenario.name, total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        return compare(scenario, policies, jobs, show)

@@ -1,0 +1,43 @@
+"""The tables of `rlhfless simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhfless.sim.experiment.compare import Comparison, quoted_part
+from rlhfless.sim.experiment.rows import Row
+from rlhfless.sim.report.columns import COLUMNS, Column
+from rlhfless.sim.report.pictures import PARTS
+from rlhfless.sim.report.words import contract_text
+
+HALVES = (COLUMNS[:5], COLUMNS[5:])
+"""What it comes to, and why: side by side they would not fit a terminal of 80 columns."""
+
+
+def comparison_table(comparison: Comparison) -> RenderableType:
+    """One row per policy: means over the seeds, and below each the half width of its confidence interval."""
+    scenario, part = comparison.scenario, quoted_part(comparison.scenario)
+    rows = comparison.rows(part)
+    what = f"{PARTS[part]} of {scenario.steps} steps, {scenario.seeds} seeds; simulated"
+    legend = "dim: half of the 95 % confidence interval. times: by the first policy, in pairs of equal seeds."
+    title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
+    parts = [part for columns in HALVES for part in ("", _table(rows, columns))]
+    return Group(title, *parts, "", Text(legend, style="dim"))
+
+
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("policy", no_wrap=True)
+    for column in columns:
+        widest = max(len(text) for row in rows for text in (column.text(row), column.half(row)))
+        table.add_column(f"{column.title}\n{column.unit}", justify="right", min_width=widest)
+    for row in rows:
+        cells = [
+            column.text(row) + (f"\n[dim]{half}[/dim]" if (half := column.half(row)) else "") for column in columns
+        ]
+        table.add_row(row.label, *cells)
+    return table

@@ -1,0 +1,77 @@
+"""`rlhfless simulate --replay` and `--calibrate`: recorded runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhfless.cli.trace import inner_folder
+from rlhfless.records.traces import Trace, read_trace
+from rlhfless.scaling.policies import POLICIES
+from rlhfless.scaling.policy import Policy
+from rlhfless.sim.replay.calibrate import calibrate as fit
+from rlhfless.sim.replay.latency_file import load_latency, write_latency
+from rlhfless.sim.replay.replay import AS_RECORDED, Replay
+from rlhfless.sim.replay.replay import replay as simulate_again
+from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.spec.explain import nearest
+from rlhfless.telemetry.numbers import decimal, money
+
+
+def calibrate(folders: Sequence[Path], out: Path) -> None:
+    """Fits the latency model to all steps of the traces and writes it."""
+    latency = fit([read_trace(inner_folder(folder)) for folder in folders])
+    write_latency(latency, out)
+    typer.echo(f"{out}: fitted to {latency.steps} steps of {', '.join(latency.traces)}")
+
+
+def replay(folder: Path, policy: str | None, latency: Path | None) -> None:
+    """Prints predicted beside measured seconds; with a policy, what it would have taken."""
+    folder = inner_folder(folder)
+    trace = read_trace(folder)
+    chosen = None if policy is None else (policy, _policy(policy, trace))
+    again = simulate_again(trace, read_runtime(folder), load_latency(latency) if latency else None, chosen)
+    Console(highlight=False).print(replay_table(again))
+
+
+def _policy(name: str, trace: Trace) -> Policy:
+    """Under the contract that the run had. Raises BadParameter for a name that is none."""
+    if name not in POLICIES:
+        raise typer.BadParameter(f"--policy is {name!r}; {nearest(name, POLICIES)}There are {', '.join(POLICIES)}")
+    kind = POLICIES[name]
+    scaling = trace.meta.spec.get("scaling") or {}
+    told = {key: scaling[key] for key in ("contract",) if key in scaling}
+    return kind.make(kind.settings.model_validate({"steps": len(trace.steps), **told}))
+
+
+def replay_table(again: Replay) -> RenderableType:
+    """Seconds by stage, predicted / measured, of every step; and over all."""
+    stages = [error.stage for error in again.errors]
+    steps = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    steps.add_column("step", justify="right")
+    for stage in stages:
+        steps.add_column(stage, justify="right", no_wrap=True)
+    for step in again.steps:
+        pairs = [(step.predicted_s[stage], step.measured_s[stage]) for stage in stages]
+        steps.add_row(str(step.step), *(f"{predicted:.2f} / {measured:.2f}" for predicted, measured in pairs))
+    over_all = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    over_all.add_column("seconds per step", no_wrap=True)
+    off = "median error %" if again.policy == AS_RECORDED else "median change %"
+    for heading in ("predicted", "measured", off, "of the mean %"):
+        over_all.add_column(heading, justify="right")
+    for error in again.errors:
+        known = None if error.error_of_mean == float("inf") else 100 * error.error_of_mean
+        row = (decimal(error.predicted_s), decimal(error.measured_s), decimal(100 * error.error, 1), decimal(known, 1))
+        over_all.add_row(error.stage, *row)
+    cost = f"{money(again.predicted_usd)} predicted, {money(again.measured_usd)} measured"
+    legend = (
+        "above: predicted / measured seconds. of the mean: the median error of always saying the mean of the steps "
+        "that were fitted to."
+    )
+    title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}")
+    return Group(title, "", steps, "", over_all, "", f"cost of these steps  {cost}", Text(legend, style="dim"))

@@ -1,0 +1,155 @@
+"""The samples that a generation stage has to draw, as a policy sees them: how far each is, and where it belongs.
+
+A sample has a *home*, the place that a policy gave it, and it is *on* a request to the actor that draws it. The stage
+makes the second follow the first: what is on no request goes to its home as soon as somebody serves there, and what is
+on a request elsewhere is called back from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey
+from rlhfless.records import FinishReason, Rollout
+from rlhfless.scaling.policy import NOBODY, FleetView, Ints, PlaceView, StepView
+
+N = TypeVar("N", bound=np.generic)
+
+
+class Board:
+    """One number per sample, in the order of the draw: siblings one after the other."""
+
+    def __init__(self, step: int, items: Sequence[SampleItem]) -> None:
+        prompts = {item.prompt_id: len(item.prompt_token_ids) for item in items}
+        rank = {prompt_id: number for number, prompt_id in enumerate(prompts)}
+        self.step = step
+        self.items = list(items)
+        """With the tokens that each goes on from."""
+        self.on: dict[int, int] = {}
+        """Numbers of the requests, of the samples that are on one."""
+        self.waiting: dict[int, None] = {}
+        """Samples with a home and on no request, in the order in which they go to the engine."""
+        self._numbers = {item.key: number for number, item in enumerate(items)}
+        self._prompt_ids = tuple(prompts)
+        self._prompt_tokens = np.array(list(prompts.values()), np.int64)
+        self._group = np.array([rank[item.prompt_id] for item in items], np.int64)
+        self._tokens = np.zeros(len(items), np.int64)
+        self._finished = np.zeros(len(items), bool)
+        self._truncated = np.zeros(len(items), bool)
+        self.home: Ints = np.full(len(items), NOBODY, np.int64)
+
+    @property
+    def progress(self) -> dict[SampleKey, int]:
+        """Tokens so far of the samples that have drawn some and not ended."""
+        running = np.flatnonzero((self._tokens > 0) & ~self._finished)
+        return {self.items[number].key: int(self._tokens[number]) for number in running.tolist()}
+
+    @property
+    def left(self) -> Ints:
+        """Samples that have not ended."""
+        return np.flatnonzero(~self._finished)
+
+    @property
+    def forgotten(self) -> Ints:
+        """Those of them that belong to nobody."""
+        return np.flatnonzero(~self._finished & (self.home == NOBODY))
+
+    def view(self, fleet: FleetView, places: Sequence[PlaceView]) -> StepView:
+        """All of it, at this instant; whoever gets it cannot change it."""
+        return StepView(
+            fleet,
+            tuple(places),
+            self.step,
+            self._prompt_ids,
+            _read_only(self._prompt_tokens),
+            _read_only(self._group),
+            _read_only(self._tokens),
+            _read_only(self._finished),
+            _read_only(self._truncated),
+            _read_only(self.home),
+        )
+
+    def counts(self, place: int) -> tuple[int, int]:
+        """Samples of a place that draw, and that wait."""
+        mine = (self.home == place) & ~self._finished
+        drawing = int(np.count_nonzero(mine & (self._tokens > 0)))
+        return drawing, int(np.count_nonzero(mine)) - drawing
+
+    # -- what the actors say
+
+    def progressed(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
+        """A beat of a request. It may come late: nothing steps back."""
+        for key, count in tokens.items():
+            number = self._numbers[key]
+            if self.is_on(request, key) and not self._finished[number]:
+                self._tokens[number] = max(self._tokens[number], count)
+        for key, end in ended.items():
+            if self.is_on(request, key):
+                self._end(self._numbers[key], end.tokens, truncated=end.truncated)
+
+    def is_on(self, request: int, key: SampleKey) -> bool:
+        """Whether a request still speaks for a sample; what it says of one that was given up meanwhile counts for
+        nothing."""
+        return self.on.get(self._numbers[key]) == request
+
+    def came_back(self, rollout: Rollout) -> None:
+        """A request is done with a sample. If it has not ended, it goes on from its tokens."""
+        number = self._numbers[rollout.key]
+        del self.on[number]
+        if rollout.finish_reason != FinishReason.ABORT:
+            self._end(number, len(rollout.token_ids), truncated=rollout.finish_reason == FinishReason.LENGTH)
+            return
+        if len(rollout.token_ids):
+            self.items[number] = replace(self.items[number], prior=rollout)
+        self._restart(number)
+
+    def lost_with(self, request: int) -> Ints:
+        """A request is lost: what was on it starts again from what it had brought along. Returns those samples."""
+        gone = np.array([number for number, on in self.on.items() if on == request], np.int64)
+        for number in gone.tolist():
+            del self.on[number]
+            self._finished[number] = self._truncated[number] = False  # it may have ended, but was not delivered
+            self._restart(number)
+        return gone
+
+    # -- what the policy says
+
+    def give(self, samples: Iterable[int], place: int) -> None:
+        """Samples belong to a place from here on, NOBODY or another; those that have ended stay as they are."""
+        for number in samples:
+            if self._finished[number]:
+                continue
+            self.home[number] = place
+            self.waiting.pop(number, None)
+            if place != NOBODY and number not in self.on:
+                self.waiting[number] = None
+
+    def take_from(self, place: int) -> Ints:
+        """What belongs to a place becomes nobody's. Returns those samples."""
+        samples = np.flatnonzero((self.home == place) & ~self._finished)
+        self.give(samples.tolist(), NOBODY)
+        return samples
+
+    def _end(self, number: int, tokens: int, *, truncated: bool) -> None:
+        self._tokens[number], self._truncated[number] = tokens, truncated
+        self._finished[number] = True
+        self.home[number] = NOBODY
+        self.waiting.pop(number, None)
+
+    def _restart(self, number: int) -> None:
+        prior = self.items[number].prior
+        self._tokens[number] = 0 if prior is None else len(prior.token_ids)
+        if self.home[number] != NOBODY:
+            self.waiting[number] = None
+
+
+def _read_only(column: NDArray[N]) -> NDArray[N]:
+    """The same memory, protected."""
+    seen = column.view()
+    seen.flags.writeable = False
+    return seen

@@ -1,0 +1,50 @@
+"""What a generation stage draws: prompts, samples, seeds and sampling settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfless.functions.base import Call
+from rlhfless.functions.generation.messages import SampleItem, Sampling
+from rlhfless.records import Prompt, Work, sample_seed
+from rlhfless.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one generation stage is asked to draw."""
+
+    call: Call
+    prompts: tuple[Prompt, ...]
+    samples_per_prompt: int
+    sampling: Sampling
+    version: str
+    work: Work
+    seed: int
+    seed_step: int
+    """Enters the seeds: the step, or one number for all evaluations, which then differ by the weights alone."""
+
+    def items(self, prompt: Prompt) -> tuple[SampleItem, ...]:
+        """The samples of one prompt. Their seeds do not depend on where they are drawn."""
+        return tuple(
+            SampleItem(
+                prompt.prompt_id,
+                index,
+                prompt.token_ids,
+                sample_seed(self.seed, self.seed_step, prompt.prompt_id, index),
+            )
+            for index in range(self.samples_per_prompt)
+        )
+
+
+def sampling_of(spec: RunSpec, *, greedy: bool = False) -> Sampling:
+    """The spec's sampling settings, or their greedy variant."""
+    generation = spec.generation
+    return Sampling(
+        max_tokens=generation.max_tokens,
+        temperature=0.0 if greedy else generation.temperature,
+        top_p=1.0 if greedy else generation.top_p,
+        top_k=0 if greedy else generation.top_k,
+        stop=generation.stop,
+        stop_token_ids=generation.stop_token_ids,
+    )

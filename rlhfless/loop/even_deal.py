@@ -1,0 +1,57 @@
+"""Work dealt out evenly, without any forecast: what evaluations use, and what a run falls back to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhfless.records import ReplicaState
+from rlhfless.scaling.policy import Action, Assign, Event, Ints, Lost, Move, Serving, StepBegan, StepView
+
+
+class EvenDeal:
+    """Prompts in turn; what was lost to whoever has least; to one that joins, half of the busiest one's lead.
+
+    It starts and releases nobody, and gives work only to actors that serve.
+    """
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
+        """See rlhfless.scaling.policy.Policy."""
+        match event:
+            case StepBegan():
+                return deal(view, np.flatnonzero(~view.finished))
+            case Lost(samples=samples):
+                return deal(view, samples)
+            case Serving(place):
+                return _share(view, place)
+        return ()
+
+
+def deal(view: StepView, samples: Ints) -> list[Assign]:
+    """Gives samples that are nobody's to the actors that serve, a prompt at a time, each to whoever has least.
+
+    Nothing if nobody serves.
+    """
+    places = _serving(view)
+    load = {place: view.samples_at(place).size for place in places}
+    given: dict[int, list[Ints]] = {place: [] for place in places}
+    if not places or not samples.size:
+        return []
+    for siblings in np.split(samples, np.flatnonzero(np.diff(view.group[samples])) + 1):
+        place = min(places, key=lambda place: (load[place], place))
+        load[place] += siblings.size
+        given[place].append(siblings)
+    return [Assign(place, np.concatenate(blocks)) for place, blocks in given.items() if blocks]
+
+
+def _share(view: StepView, joined: int) -> list[Action]:
+    load = {place: view.samples_at(place).size for place in _serving(view)}
+    busiest = max(load, key=lambda place: (load[place], -place), default=joined)
+    lead = (load.get(busiest, 0) - load.get(joined, 0)) // 2
+    # The last ones: whole groups, since siblings lie one after the other.
+    return [Move(busiest, joined, view.samples_at(busiest)[-lead:])] if lead > 0 else []
+
+
+def _serving(view: StepView) -> list[int]:
+    return [place for place in view.fleet.generation() if view.places[place].state is ReplicaState.SERVING]

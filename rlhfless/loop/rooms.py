@@ -1,0 +1,159 @@
+"""The live fleet behind the policies' door: rooms with prices and measured times, who is there, starts and releases.
+
+A room is a seat of the placement. Co-located functions hold shares of a slot at the same time, so all rooms may be
+awake beside each other. There are no sleep tiers, and no KV moves between actors. The learner is always there. An actor
+costs what releasing it would save, so in a fleet that never changes it costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rlhfless.fleet.pool import Pool
+from rlhfless.functions.base import Call
+from rlhfless.loop.actors import Actors
+from rlhfless.loop.board import Board
+from rlhfless.loop.holds import Keeper
+from rlhfless.loop.ledger import Ledger
+from rlhfless.loop.speeds import EngineSpeeds
+from rlhfless.loop.steering import PolicyFault
+from rlhfless.records import Decision, FunctionName
+from rlhfless.scaling.latency.startup import START_S
+from rlhfless.scaling.placement import Seat
+from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Room
+from rlhfless.scaling.prices import SECONDS_PER_HOUR
+from rlhfless.spec import RunSpec
+
+MOVE_S = 0.05
+"""An abort, its way through the driver, and a new request, between actors whose cores are all at work."""
+
+NODE = "cluster"
+"""Slots do not say which node they are on."""
+
+
+class LiveFleet:
+    """All rooms of a run: those of its generation actors first, then one for each other function."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        call: Call,
+        actors: Actors,
+        keepers: Mapping[FunctionName, Keeper],
+        learner: Pool,
+        ledger: Ledger,
+        speeds: EngineSpeeds,
+        max_model_len: int,
+    ) -> None:
+        self._spec = spec
+        self._call = call
+        self._actors = actors
+        self._keepers = dict(enumerate(keepers.values(), start=len(actors.pool.seats)))
+        self._pools = [*(keeper.pool for keeper in keepers.values()), learner]
+        self._ledger = ledger
+        self._speeds = speeds
+        self._max_model_len = max_model_len
+
+    def place_of(self, function: FunctionName) -> int:
+        """The place of a function that has one replica."""
+        functions = [pool.function for pool in self._pools]
+        return len(self._actors.pool.seats) + functions.index(function)
+
+    def kinds(self) -> dict[str, str]:
+        """Device kinds of the generation actors, by name."""
+        return {actor.name: actor.seat.slots[0].kind for actor in self._actors.pool.replicas()}
+
+    def view(self) -> FleetView:
+        """See rlhfless.loop.steering.Fleet."""
+        pools = (self._actors.pool, *self._pools)
+        return FleetView(
+            rooms=tuple(room for pool in pools for room in self._rooms(pool)),
+            load_s=self._ledger.mean_load_s(),
+            move_s=MOVE_S,
+            kv_token_s=float("inf"),
+            beat_s=self._spec.generation.progress_interval_s,
+            max_tokens=self._spec.generation.max_tokens,
+        )
+
+    def places(self, board: Board) -> tuple[PlaceView, ...]:
+        """See rlhfless.loop.steering.Fleet."""
+        actors = [
+            PlaceView(self._actors.state(place), None, *board.counts(place))
+            for place in range(len(self._actors.pool.seats))
+        ]
+        others = (pool.at(0) for pool in self._pools)
+        return (*actors, *(PlaceView(None if replica is None else replica.state) for replica in others))
+
+    def expects(self, place: int) -> bool:
+        """See rlhfless.loop.steering.Fleet."""
+        return place < len(self._actors.pool.seats) and self._actors.expects(place)
+
+    def start(self, place: int, at_s: float | None, step: int) -> None:
+        """See rlhfless.loop.steering.Fleet. At once, or at a time to come; either way in the background.
+
+        A lost learner is started by the run's recovery: it has to go on from a checkpoint.
+        """
+        if place in self._keepers:
+            self._keepers[place].warm(at_s)
+        elif place >= len(self._actors.pool.seats):
+            return
+        elif at_s is None and (state := self._actors.state(place)) is not None:
+            raise PolicyFault(f"place {place} is asked to start, and has an actor ({state})")
+        else:
+            self._actors.start(place, Call(self._call.run_id, self._call.attempt, step), at_s)
+
+    def release(self, place: int, tier: str | None, step: int) -> None:
+        """See rlhfless.loop.steering.Fleet. Those of `min_actors` stay, and what the spec holds always or never."""
+        if tier is not None:
+            raise PolicyFault(f"place {place} is to sleep in {tier!r}: this fleet has no sleep tiers")
+        if place in self._keepers:
+            self._keepers[place].release()
+        elif place >= len(self._actors.pool.seats):
+            raise PolicyFault(f"place {place} is released: it is the learner's, which keeps the run's state")
+        elif not self._actors.expects(place):
+            raise PolicyFault(f"place {place} is released, and has no actor")
+        elif not self._actors.release(place):
+            inputs: dict[str, float | int | str | bool] = {"reason": "scaling.generation.min_actors are not released"}
+            self._ledger.add_decision(Decision(step, time.time(), "keep", f"place {place} stays", inputs))
+
+    def _rooms(self, pool: Pool) -> list[Room]:
+        """Those of a pool. A start takes as long as the pool's starts have taken on average."""
+        function = pool.function
+        start_s = self._ledger.hold_figures(function).mean_cold_start_s
+        kinds = {seat.slots[0].kind for seat in pool.seats} if function is FunctionName.GENERATION else ()
+        engines = {kind: self._engine(kind) for kind in kinds}
+        return [
+            Room(
+                function=function,
+                kind=seat.slots[0].kind,
+                devices=tuple(slot.name for slot in seat.slots),
+                node=NODE,
+                usd_per_s=self._usd_per_s(function, seat),
+                start_s=START_S if start_s is None else start_s,
+                wake_s={},
+                resident_usd_per_s={},
+                engine=engines.get(seat.slots[0].kind),
+                beside=True,
+            )
+            for seat in pool.seats
+        ]
+
+    def _usd_per_s(self, function: FunctionName, seat: Seat) -> float:
+        """What releasing it would save: nothing if it is never released."""
+        bounds = self._spec.scaling.generation
+        if function is FunctionName.GENERATION and bounds.min_actors == bounds.max_actors:
+            return 0.0
+        prices = (self._ledger.prices.device(slot.kind) for slot in seat.slots)
+        return sum(price.saved_usd_per_hour for price in prices) * seat.share / SECONDS_PER_HOUR
+
+    def _engine(self, kind: str) -> EngineRoom:
+        limits = self._spec.generation.engine
+        alike = (actor for actor in self._actors.pool.replicas() if actor.seat.slots[0].kind == kind)
+        told = [actor.info.kv_capacity_tokens for actor in alike if actor.info]
+        return EngineRoom(
+            model=self._speeds.model(kind),
+            # Until an engine has said how much it holds, only its limit of sequences is known.
+            kv_capacity_tokens=max(told, default=0) or limits.max_sequences * self._max_model_len,
+            max_sequences=limits.max_sequences,
+        )

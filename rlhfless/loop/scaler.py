@@ -1,0 +1,108 @@
+"""The scaling of a run: its policy, what the policy is told, and what it may do.
+
+The policy is of the same make as those that the simulator runs (rlhfless.scaling.policies), and knows nothing of where
+it runs. A resumed run's has seen all lengths of its trace, and the speeds of its engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlhfless.fleet.pool import Pool
+from rlhfless.functions.base import Call
+from rlhfless.loop.actors import Actors
+from rlhfless.loop.draw import Draw
+from rlhfless.loop.even_deal import EvenDeal
+from rlhfless.loop.holds import Keeper
+from rlhfless.loop.ledger import Ledger
+from rlhfless.loop.preflight import Prepared
+from rlhfless.loop.rooms import LiveFleet
+from rlhfless.loop.speeds import EngineSpeeds
+from rlhfless.loop.steering import Steering
+from rlhfless.records import FunctionName, StepRecord, Work
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.lengths import LengthPredictor
+from rlhfless.scaling.policies import POLICIES, CostAwareSettings, make_policy
+from rlhfless.scaling.policies.cost_aware import CostAware
+from rlhfless.scaling.policies.forecasters import PredictedLengths
+from rlhfless.scaling.policy import Idle, Policy, StepEnded
+from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, RunSpec, ScalingSpec, WeightedSpec
+
+
+class Scaler:
+    """Steers the training steps by the policy, and evaluations by none."""
+
+    def __init__(self, policy: Policy, fleet: LiveFleet, speeds: EngineSpeeds, ledger: Ledger) -> None:
+        self._steering = Steering(policy, fleet, ledger.add_decision)
+        self._fleet = fleet
+        self._speeds = speeds
+        self._ledger = ledger
+        self._ended = 0
+
+    def steering_of(self, draw: Draw) -> Steering:
+        """Who decides about a draw. Evaluations are dealt out evenly, so that the policy learns no lengths from them;
+        so is a step that is in the trace already, because its lengths are known."""
+        if draw.work is Work.GENERATE and not self._ledger.has_rollouts_of(draw.call.step):
+            return self._steering
+        return Steering(EvenDeal(), self._fleet, self._ledger.add_decision)
+
+    def figures(self, step: int) -> Mapping[str, float]:
+        """The metrics of a step; none if the policy did not steer it."""
+        return self._steering.figures if self._steering.step == step else {}
+
+    def idle(self, function: FunctionName, step: int) -> None:
+        """A function has done its work of a step."""
+        if self._steering.step == step:
+            self._steering.ask(Idle(self._fleet.place_of(function)))
+
+    def step_ended(self, record: StepRecord) -> None:
+        """A step is done: its engines' speeds and its lengths are learned, once."""
+        if record.step <= self._ended or self._steering.step != record.step:
+            return
+        self._ended = record.step
+        self._speeds.learn(*self._ledger.done_in_step(), self._fleet.kinds())
+        self._steering.ask(StepEnded(record.start_s, record.end_s))
+
+
+def scaler_of(
+    spec: RunSpec,
+    prepared: Prepared,
+    call: Call,
+    actors: Actors,
+    keepers: Mapping[FunctionName, Keeper],
+    learner: Pool,
+    ledger: Ledger,
+    earlier: Trace | None,
+) -> Scaler:
+    """The scaler that a spec asks for. `earlier` is what earlier attempts of the run have left."""
+    limits = spec.generation.engine
+    speeds = EngineSpeeds(prepared.shape, limits.tensor_parallel_size, limits.max_sequences)
+    if earlier is not None:
+        speeds.learn_trace(earlier)
+    fleet = LiveFleet(spec, call, actors, keepers, learner, ledger, speeds, prepared.max_model_len)
+    return Scaler(policy_of(spec, earlier, ledger.cost_usd(())), fleet, speeds, ledger)
+
+
+def policy_of(spec: RunSpec, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:
+    """The policy of `scaling.policy`. A resumed run's has seen the lengths of its trace, and what is left of a contract
+    for the whole run is that of the steps that are left."""
+    scaling = spec.scaling
+    done = () if earlier is None else earlier.steps
+    settings = POLICIES[scaling.policy].settings(
+        contract=_contract(scaling, sum(step.end_s - step.start_s for step in done), spent_usd),
+        steps=max(spec.steps - len(done), 1),
+    )
+    if isinstance(settings, CostAwareSettings) and earlier is not None:
+        return CostAware(settings, PredictedLengths(LengthPredictor.of_trace(earlier)))
+    return make_policy(scaling.policy, settings)
+
+
+def _contract(scaling: ScalingSpec, spent_s: float, spent_usd: float) -> ContractSpec:
+    contract, bounds = scaling.contract, scaling.generation
+    if bounds.min_actors == bounds.max_actors:
+        return WeightedSpec(time_weight=1.0)  # it costs the same whatever is decided
+    if isinstance(contract, CheapestSpec) and contract.per == "run":
+        return contract.model_copy(update={"deadline_s": max(contract.deadline_s - spent_s, 0.0)})
+    if isinstance(contract, FastestSpec) and contract.per == "run":
+        return contract.model_copy(update={"budget_usd": max(contract.budget_usd - spent_usd, 0.0)})
+    return contract

@@ -1,0 +1,50 @@
+"""How fast the run's own engines are, learned from its ledger while it runs, one fit per kind of device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rlhfless.records import FunctionName, Invocation
+from rlhfless.records.traces import Trace, TracedRollout
+from rlhfless.scaling.latency import LatencyFit, LinearEngine, ModelShape, prior_of
+
+STEPS_REPLAYED = 20
+"""Steps of a trace that a resumed run learns from: of older ones the fit would have kept less than a hundredth."""
+
+
+class EngineSpeeds:
+    """Before a kind's first step its model is the prior's."""
+
+    def __init__(self, shape: ModelShape | None, tensor_parallel: int, max_sequences: int) -> None:
+        self._shape = shape
+        self._tensor_parallel = tensor_parallel
+        self._max_sequences = max_sequences
+        self._fits: dict[str, LatencyFit] = {}
+
+    def model(self, kind: str) -> LinearEngine:
+        """The best that is known of the engines on a kind of device."""
+        return self._fit(kind).model()
+
+    def learn(
+        self, invocations: Iterable[Invocation], rollouts: Iterable[TracedRollout], kinds: Mapping[str, str]
+    ) -> None:
+        """A step of the ledger. `kinds` are those of the actors, by name; those that are not there teach nothing."""
+        calls, rows = list(invocations), list(rollouts)
+        for kind in sorted(set(kinds.values())):
+            mine = [row for row in rows if kinds.get(row.actor) == kind]
+            if mine:
+                self._fit(kind).observe_step(calls, mine, self._max_sequences)
+
+    def learn_trace(self, trace: Trace) -> None:
+        """What an earlier attempt has left."""
+        held = (holding for holding in trace.holdings if holding.function is FunctionName.GENERATION)
+        kinds = {holding.replica: holding.device_kind for holding in held}
+        steps = sorted({row.step for row in trace.rollouts})[-STEPS_REPLAYED:]
+        for step in steps:
+            calls = [call for call in trace.invocations if call.step == step]
+            self.learn(calls, [row for row in trace.rollouts if row.step == step], kinds)
+
+    def _fit(self, kind: str) -> LatencyFit:
+        if kind not in self._fits:
+            self._fits[kind] = LatencyFit(prior_of(kind, self._shape, self._tensor_parallel))
+        return self._fits[kind]

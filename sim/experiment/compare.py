@@ -1,0 +1,152 @@
+"""All policies of a scenario over all its seeds: the Python API behind `rlhfless simulate`.
+
+    scenario = load_scenario("examples/scenarios/gsm8k-3b-l40s.yaml")
+    comparison = compare(scenario)
+    for row in comparison.rows("later"):
+        print(row.label, row.step_s, row.step_usd)
+
+Policies share their seeds, so that each pair of them drew the same lengths. The result does not depend on how many
+processes worked on it, or in which order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhfless.sim.experiment.contracts import (
+    contract_of,
+    in_order,
+    judged,
+    measured_by,
+    measures_itself,
+    resolved,
+)
+from rlhfless.sim.experiment.rows import Part, Row, Totals, objective, row_of, steps_of
+from rlhfless.sim.experiment.run import RunResult, Task, fleet_of, settings_of
+from rlhfless.sim.experiment.static import best, fleets
+from rlhfless.sim.experiment.workers import Progress, Workers
+from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
+from rlhfless.spec import ContractSpec, WeightedSpec
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import nearest
+
+NO_BEATS_S = 3600.0
+"""A static fleet does nothing at a beat: without them its run is the same, and done in a third of the time."""
+
+Results = dict[str, tuple[RunResult, ...]]
+"""By label; one per seed."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of a scenario."""
+
+    scenario: Scenario
+    results: Results
+    contracts: dict[str, tuple[ContractSpec, ...]]
+    """By label: what it worked under with the first seed; one for the run, or one per step."""
+
+    def totals(self, label: str, part: Part) -> list[Totals]:
+        """By seed."""
+        return [Totals.of(steps_of(run.steps, part, self.scenario.epoch_steps)) for run in self.results[label]]
+
+    def rows(self, part: Part) -> list[Row]:
+        """One row per policy."""
+        first = self.totals(next(iter(self.results)), part)
+        return [row_of(label, self.totals(label, part), first, self.regrets(label, part)) for label in self.results]
+
+    def regrets(self, label: str, part: Part) -> list[float] | None:
+        """By seed; None if the clairvoyant did not run, or worked under another contract."""
+        same = self.contracts.get(CLAIRVOYANT) == self.contracts[label]
+        if CLAIRVOYANT not in self.results or not same:
+            return None
+        pairs = zip(self.totals(label, part), self.totals(CLAIRVOYANT, part), strict=True)
+        return [objective(self.contracts[label][0], run, bound) - 1 for run, bound in pairs]
+
+
+def compare(
+    scenario: Scenario, policies: Sequence[str] | None = None, jobs: int = 1, on_progress: Progress | None = None
+) -> Comparison:
+    """Runs the scenario's policies, or those with these labels; and those that their contracts are measured by.
+
+    Raises InputError, ContractError or WorkloadError for a scenario that cannot be run.
+    """
+    rounds = in_order(scenario, _wanted(scenario, policies))
+    found: Results = {}
+    contracts: dict[str, tuple[ContractSpec, ...]] = {}
+    with Workers(jobs, on_progress) as workers:
+        for index, entries in enumerate(rounds):
+            tasks = {entry.shown: _tasks(scenario, entry, found) for entry in entries}
+            later = sum(_runs(scenario, entry) for entries in rounds[index + 1 :] for entry in entries)
+            results = iter(workers.run([task for each in tasks.values() for task in each], later))
+            for entry in entries:
+                mine = [[next(results) for _ in range(_runs_of_seed(scenario, entry))] for _ in range(scenario.seeds)]
+                chosen = [_judged(scenario, entry, found, tried) for tried in mine]
+                found[entry.shown] = tuple(run for run, _ in chosen)
+                contracts[entry.shown] = chosen[0][1]
+    labels = [entry.shown for entry in scenario.policies if entry.shown in found]
+    return Comparison(scenario, {label: found[label] for label in labels}, contracts)
+
+
+def quoted_part(scenario: Scenario) -> Part:
+    """The part that figures are quoted for: later epochs, or all steps where there is one epoch."""
+    return "later" if scenario.epoch_steps < scenario.steps else "all"
+
+
+def _wanted(scenario: Scenario, labels: Sequence[str] | None) -> list[PolicyEntry]:
+    entries = {entry.shown: entry for entry in scenario.policies}
+    for label in labels or ():
+        if label not in entries:
+            what, mend = f"{label!r} is not one of them", f"{nearest(label, entries)}There are {', '.join(entries)}"
+            raise InputError(scenario.name, [Problem("policies", what, mend)])
+    for entry in scenario.policies:
+        if entry.name != BEST_STATIC:
+            settings_of(scenario, entry, (WeightedSpec(),))
+    return [entry for entry in scenario.policies if labels is None or entry.shown in labels]
+
+
+def _tasks(scenario: Scenario, entry: PolicyEntry, found: Results) -> list[Task]:
+    """By seed; of the best static fleet, every fleet of each seed."""
+    tasks = []
+    for seed in range(scenario.seeds):
+        contracts = _contracts(scenario, entry, found, seed)
+        if entry.name == BEST_STATIC:
+            plain = entry.model_copy(update={"name": "static", "label": entry.shown})
+            unwatched = scenario.model_copy(update={"beat_s": NO_BEATS_S})
+            tasks += [Task(unwatched, plain, fleet, contracts, seed) for fleet in fleets(scenario)]
+        else:
+            tasks.append(Task(scenario, entry, fleet_of(scenario, entry), contracts, seed, traced=seed == 0))
+    return tasks
+
+
+def _runs_of_seed(scenario: Scenario, entry: PolicyEntry) -> int:
+    return len(fleets(scenario)) if entry.name == BEST_STATIC else 1
+
+
+def _runs(scenario: Scenario, entry: PolicyEntry) -> int:
+    return scenario.seeds * _runs_of_seed(scenario, entry)
+
+
+def _contracts(scenario: Scenario, entry: PolicyEntry, found: Results, seed: int) -> tuple[ContractSpec, ...]:
+    """What a run works under, in numbers."""
+    if measures_itself(scenario, entry):
+        return (WeightedSpec(),)
+    label = measured_by(scenario, entry)
+    return tuple(resolved(contract_of(scenario, entry), None if label is None else found[label][seed].steps))
+
+
+def _judged(
+    scenario: Scenario, entry: PolicyEntry, found: Results, tried: Sequence[RunResult]
+) -> tuple[RunResult, tuple[ContractSpec, ...]]:
+    """The run of a seed, the best of them if several were tried, with what its contract says of each step."""
+    contracts, part = _contracts(scenario, entry, found, tried[0].seed), quoted_part(scenario)
+    steps = [judged(run.steps, contracts) for run in tried]
+    limits = [step.limit for step in steps_of(steps[0], part, scenario.epoch_steps) if step.limit is not None]
+    totals = [Totals.of(steps_of(each, part, scenario.epoch_steps)) for each in steps]
+    index = best(totals, contracts[0], sum(limits) if limits else None)
+    if measures_itself(scenario, entry):
+        contracts = tuple(resolved(scenario.contract, tried[index].steps))
+    kept = tuple(judged(tried[index].steps, contracts))
+    return dataclasses.replace(tried[index], steps=kept), contracts

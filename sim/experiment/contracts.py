@@ -1,0 +1,131 @@
+"""The contract that a run works under: as the scenario says it, or as a multiple of what another policy took."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from rlhfless.sim.experiment.figures import StepFigures
+from rlhfless.sim.scenarios.scenario import (
+    CheapestContract,
+    FastestContract,
+    MultipleOf,
+    PolicyEntry,
+    Scenario,
+    ScenarioContract,
+)
+from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, WeightedSpec
+from rlhfless.spec.errors import UserError
+from rlhfless.spec.explain import nearest
+
+
+class ContractError(UserError):
+    """A contract that is measured by a policy which is not there, or by itself."""
+
+
+def contract_of(scenario: Scenario, entry: PolicyEntry) -> ScenarioContract:
+    """The entry's own contract, or the scenario's."""
+    return entry.contract if entry.contract is not None else scenario.contract
+
+
+def measure_of(contract: ScenarioContract) -> MultipleOf | None:
+    """What a relative contract is measured by."""
+    if isinstance(contract, CheapestContract):
+        return contract.deadline
+    if isinstance(contract, FastestContract):
+        return contract.budget
+    return None
+
+
+def measured_by(scenario: Scenario, entry: PolicyEntry) -> str | None:
+    """Label of the policy whose figures the entry's contract is a multiple of; None for one in numbers."""
+    measure = measure_of(contract_of(scenario, entry))
+    return None if measure is None else measure.policy
+
+
+def measures_itself(scenario: Scenario, entry: PolicyEntry) -> bool:
+    """Whether the scenario's contract is measured by this very policy, which then works without one."""
+    return entry.contract is None and measured_by(scenario, entry) == entry.shown
+
+
+def in_order(scenario: Scenario, wanted: Sequence[PolicyEntry]) -> list[list[PolicyEntry]]:
+    """The policies in rounds, with those that their contracts are measured by: each in a round behind its measure.
+
+    Raises ContractError for a measure that is missing, or a circle of them.
+    """
+    entries = {entry.shown: entry for entry in scenario.policies}
+    needs: dict[str, str | None] = {}
+    pending = list(wanted)
+    while pending:
+        entry = pending.pop()
+        measure = None if measures_itself(scenario, entry) else measured_by(scenario, entry)
+        if measure is not None and measure not in entries:
+            raise ContractError(
+                f"the contract of policy {entry.shown!r} is measured by {measure!r}, which is not among the "
+                f"policies; {nearest(measure, entries)}There are {', '.join(entries)}"
+            )
+        needs[entry.shown] = measure
+        if measure is not None and measure not in needs:
+            pending.append(entries[measure])
+    rounds: list[list[PolicyEntry]] = []
+    done: set[str | None] = {None}
+    while missing := [label for label in entries if label in needs and label not in done]:
+        ready = [label for label in missing if needs[label] in done]
+        if not ready:
+            raise ContractError(
+                f"the contracts of {', '.join(missing)} are measured by each other; give one of them in numbers"
+            )
+        rounds.append([entries[label] for label in ready])
+        done |= set(ready)
+    return rounds
+
+
+def resolved(contract: ScenarioContract, measured: Sequence[StepFigures] | None) -> list[ContractSpec]:
+    """The contract in numbers: one for the whole run, or one per step where it is a multiple per step.
+
+    `measured` are the steps, with the same seed, of the policy that a relative contract names.
+    """
+    measure = measure_of(contract)
+    if isinstance(contract, CheapestContract):
+        if measure is None:
+            return [CheapestSpec(deadline_s=_given(contract.deadline_s), per=contract.per)]
+        times = [measure.times * figures.step_s for figures in _measured(measured)]
+        if contract.per == "step":
+            return [CheapestSpec(deadline_s=value) for value in times]
+        return [CheapestSpec(deadline_s=measure.times * sum(each.time_s for each in _measured(measured)), per="run")]
+    if isinstance(contract, FastestContract):
+        if measure is None:
+            return [FastestSpec(budget_usd=_given(contract.budget_usd), per=contract.per)]
+        costs = [measure.times * figures.usd for figures in _measured(measured)]
+        if contract.per == "step":
+            return [FastestSpec(budget_usd=value) for value in costs]
+        return [FastestSpec(budget_usd=sum(costs), per="run")]
+    return [WeightedSpec(time_weight=contract.time_weight)]
+
+
+def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec]) -> list[StepFigures]:
+    """The figures with what the contract gave each step, and whether it was kept. A limit of the whole run is shared
+    out evenly among the steps."""
+    found = []
+    for index, each in enumerate(figures):
+        contract = contracts[min(index, len(contracts) - 1)]
+        if isinstance(contract, CheapestSpec):
+            limit, took = contract.deadline_s, each.step_s if contract.per == "step" else each.time_s
+        elif isinstance(contract, FastestSpec):
+            limit, took = contract.budget_usd, each.usd
+        else:
+            found.append(each)
+            continue
+        share = limit / len(figures) if contract.per == "run" else limit
+        found.append(dataclasses.replace(each, limit=share, kept=took <= share))
+    return found
+
+
+def _given(value: float | None) -> float:
+    assert value is not None, "the schema asks for one of the two"
+    return value
+
+
+def _measured(figures: Sequence[StepFigures] | None) -> Sequence[StepFigures]:
+    assert figures is not None, "policies are run in rounds, each behind what it is measured by"
+    return figures

@@ -1,0 +1,126 @@
+"""A simulated run in figures, step by step, from its trace alone. Pure.
+
+A step's window lasts from the end of the step before to its own end, so that the windows cover the run, starts and
+waits included; with overlapping steps (one_step_off) a window is what one more step costs. The bill of a window is
+
+    holdings within it x price  +  what is paid for devices that nobody holds
+
+and the second part is 0 for rented devices that are given back. Owned devices are paid for anyway, less what others
+give for them; and a policy whose users reserve all devices for the whole run pays for those it leaves idle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhfless.records import Holding
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.accounting import usage
+from rlhfless.scaling.intervals import Interval, length, union
+from rlhfless.scaling.leases import leased_usd
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """One step. Device-seconds are those of accelerators: CPU cores are in the cost alone."""
+
+    step: int
+    time_s: float
+    """Its window."""
+    step_s: float
+    """From its own start to its end."""
+    generation_s: float
+    usd: float
+    busy_device_s: float
+    idle_device_s: float
+    """Held, and nothing ran on it; the reserved or owned ones that nobody holds are not in it."""
+    cold_device_s: float
+    response_tokens: float
+    limit: float | None = None
+    """Deadline in seconds, or budget in US dollars, that the contract gave this step; None without one."""
+    kept: bool | None = None
+    """Whether the limit was kept."""
+
+    @property
+    def held_device_s(self) -> float:
+        return self.busy_device_s + self.idle_device_s + self.cold_device_s
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What the policy may hold."""
+
+    count: Mapping[str, int]
+    """Slots by device kind."""
+    reserved: bool
+    """Those that nobody holds are paid for as well."""
+
+
+def step_figures(trace: Trace, prices: PriceBook, devices: Devices) -> list[StepFigures]:
+    """One entry per step. Raises PriceError for a device kind without a price, LedgerError for broken holdings."""
+    ends = [record.end_s for record in trace.steps]
+    last_s = max((holding.end_s for holding in trace.holdings), default=0.0)
+    bounds = [0.0, *ends[:-1], max(ends[-1], last_s)] if ends else []
+    held = _by_window(trace.holdings, bounds)
+    calls: dict[str, list[Interval]] = defaultdict(list)
+    figures = []
+    by_incarnation = defaultdict(list)
+    for call in trace.invocations:
+        by_incarnation[call.incarnation].append(call)
+        calls[call.incarnation].append((call.start_s, call.end_s))
+    # Rounding by the seller belongs to the machines and not to a step: it is shared out evenly.
+    rounding_usd = (leased_usd(trace.holdings, prices) - prices.cost_usd(trace.holdings)) / max(len(ends), 1)
+    for index, record in enumerate(trace.steps):
+        within = held[index]
+        window_s = bounds[index + 1] - bounds[index]
+        on_devices = [each for each in within if each.device_kind != prices.cpu_kind and prices.occupies(each)]
+        mine = [call for who in {each.incarnation for each in on_devices} for call in by_incarnation[who]]
+        used = usage("devices", on_devices, mine, prices)
+        figures.append(
+            StepFigures(
+                step=record.step,
+                time_s=record.end_s - bounds[index],
+                step_s=record.end_s - record.start_s,
+                generation_s=record.metrics["generation_s"],
+                usd=prices.cost_usd(within) + unheld_usd(on_devices, window_s, prices, devices) + rounding_usd,
+                busy_device_s=used.busy_device_s,
+                idle_device_s=used.idle_device_s,
+                cold_device_s=used.cold_device_s,
+                response_tokens=record.metrics["response_tokens"],
+            )
+        )
+    return figures
+
+
+def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, devices: Devices) -> float:
+    """What devices cost in a window while nobody holds them."""
+    held: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
+    for holding in holdings:
+        held[holding.device_kind][holding.device].append((holding.start_s, holding.end_s))
+    total = []
+    for kind, count in devices.count.items():
+        price = prices.device(kind)
+        per_hour = price.usd_per_hour if devices.reserved else price.released_usd_per_hour
+        held_s = math.fsum(length(union(spans)) for spans in held[kind].values())
+        total.append(per_hour * max(count * window_s - held_s, 0.0) / SECONDS_PER_HOUR)
+    return math.fsum(total)
+
+
+def _by_window(holdings: Sequence[Holding], bounds: Sequence[float]) -> list[list[Holding]]:
+    """The holdings cut at the bounds [windows + 1], those of each window together."""
+    windows: list[list[Holding]] = [[] for _ in range(max(len(bounds) - 1, 0))]
+    for holding in holdings:
+        first = max(bisect_left(bounds, holding.start_s) - 1, 0)
+        for index in range(first, len(windows)):
+            low, high = max(holding.start_s, bounds[index]), min(holding.end_s, bounds[index + 1])
+            if bounds[index] >= holding.end_s:
+                break
+            if high > low:
+                windows[index].append(dataclasses.replace(holding, start_s=low, end_s=high))
+    return windows

@@ -1,0 +1,135 @@
+"""One policy through one run of a scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.policies import POLICIES, PolicyKind, PolicySettings
+from rlhfless.scaling.policies.settings import CostAwareSettings
+from rlhfless.sim.experiment.bounds import bound
+from rlhfless.sim.experiment.figures import Devices, StepFigures, step_figures
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.scenarios.build import Layout, price_book, setup
+from rlhfless.sim.scenarios.draw import batches
+from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, DISTRIBUTION_ORACLE, PolicyEntry, Scenario
+from rlhfless.sim.scenarios.work import PlacementSpec
+from rlhfless.sim.simulation import Simulation
+from rlhfless.spec import ContractSpec
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import explain, nearest
+
+BOUNDED = "cost_aware"
+"""The policy that the bounds are: with more knowledge."""
+
+BOUNDS = frozenset({CLAIRVOYANT, DISTRIBUTION_ORACLE})
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The devices that a policy may use."""
+
+    placement: PlacementSpec
+    devices: int | None = None
+    """Of the first kind; all of them if None."""
+
+    def __str__(self) -> str:
+        size = "all devices" if self.devices is None else f"{self.devices} devices"
+        if self.placement.mode == "colocated":
+            return f"{size}, co-located"
+        return f"{size}, {self.placement.learner_devices or 'half'} of them the learner's"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One run, with all it depends on: it can be done in any process."""
+
+    scenario: Scenario
+    entry: PolicyEntry
+    fleet: Fleet
+    contracts: tuple[ContractSpec, ...]
+    seed: int
+    traced: bool = False
+    """Whether the result keeps the whole trace, for pictures."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What came of it."""
+
+    label: str
+    fleet: Fleet
+    seed: int
+    steps: tuple[StepFigures, ...]
+    trace: Trace | None = None
+    batches: tuple[RolloutBatch, ...] = ()
+    """Those of the trace."""
+
+    @property
+    def time_s(self) -> float:
+        return sum(step.time_s for step in self.steps)
+
+    @property
+    def usd(self) -> float:
+        return sum(step.usd for step in self.steps)
+
+
+def policy_kind(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
+    """The policy in the registry; of a bound, the policy that it bounds. Raises InputError for an unknown name."""
+    name = BOUNDED if entry.name in BOUNDS else entry.name
+    if name not in POLICIES:
+        known = [*POLICIES, *BOUNDS, BEST_STATIC]
+        what, mend = f"{name!r} is no policy", f"{nearest(name, known)}There are {', '.join(known)}"
+        raise InputError(scenario.name, [Problem("policies", what, mend)])
+    return POLICIES[name]
+
+
+def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
+    """The entry's own placement; else that which the policy is about; else the scenario's."""
+    if entry.placement is not None:
+        return Fleet(entry.placement)
+    mode = policy_kind(scenario, entry).placement or scenario.placement.mode
+    return Fleet(PlacementSpec(mode=mode, learner_devices=scenario.placement.learner_devices))
+
+
+def settings_of(scenario: Scenario, entry: PolicyEntry, contracts: Sequence[ContractSpec]) -> PolicySettings:
+    """The policy's settings; `contracts` are one for the run, or one per step. Raises InputError for a setting that it
+    does not have."""
+    kind = policy_kind(scenario, entry)
+    told = {
+        "contract": contracts[0],
+        "step_contracts": contracts if len(contracts) > 1 else (),
+        "steps": scenario.steps,
+    }
+    try:
+        return kind.settings.model_validate({**told, **entry.settings})
+    except ValidationError as error:
+        raise InputError(
+            f"{scenario.name}, settings of policy {entry.shown}", explain(error, kind.settings, {})
+        ) from error
+
+
+def run(task: Task) -> RunResult:
+    """Simulates it. Raises InputError for what does not fit, SimulationError for a policy that cannot work."""
+    scenario, entry = task.scenario, task.entry
+    kind = policy_kind(scenario, entry)
+    layout = Layout(scenario, task.fleet.placement, task.fleet.devices)
+    prices = price_book(scenario)
+    drawn = batches(scenario, task.seed)
+    settings = settings_of(scenario, entry, task.contracts)
+    if isinstance(settings, CostAwareSettings) and entry.name in BOUNDS:
+        policy = bound(entry.name, settings, scenario, drawn, task.seed)
+    else:
+        policy = kind.make(settings)
+    simulation = Simulation(setup(scenario, layout, task.seed), policy, prices)
+    for batch in drawn:
+        simulation.step(batch)
+    trace = simulation.close()
+    count = {machines.kind: machines.devices for machines in scenario.cluster.machines}
+    count[scenario.cluster.machines[0].kind] = layout.devices
+    figures = step_figures(trace, prices, Devices(count, kind.reserved))
+    kept = (trace, tuple(drawn)) if task.traced else (None, ())
+    return RunResult(entry.shown, task.fleet, task.seed, tuple(figures), *kept)

@@ -1,0 +1,43 @@
+"""The best static fleet in hindsight: every size and both placements are tried, and the contract's best one is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhfless.sim.experiment.rows import Totals
+from rlhfless.sim.experiment.run import Fleet
+from rlhfless.sim.scenarios import timing
+from rlhfless.sim.scenarios.scenario import Scenario
+from rlhfless.sim.scenarios.work import PlacementSpec
+from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
+
+
+def fleets(scenario: Scenario) -> list[Fleet]:
+    """Every fleet of the scenario's first kind that the model fits on: co-located on 1, 2, 3, ... actors' devices; and
+    apart, with every number of actors beside a learner of 1, 2, 4, ... times the devices it needs."""
+    machines, each = scenario.cluster.machines[0], scenario.engine.tensor_parallel
+    needed = timing.learner_devices_needed(scenario, machines.kind)
+    found: list[Fleet] = []
+    if scenario.schedule == "sync":
+        sizes = range(each, machines.devices + 1, each)
+        found += [Fleet(PlacementSpec(mode="colocated"), size) for size in sizes if size >= needed]
+    learner = needed
+    while learner <= machines.devices - each:
+        placement = PlacementSpec(mode="disaggregated", learner_devices=learner)
+        found += [Fleet(placement, learner + size) for size in range(each, machines.devices - learner + 1, each)]
+        learner *= 2
+    return found
+
+
+def best(runs: Sequence[Totals], contract: ContractSpec, limit: float | None) -> int:
+    """Index of the run that keeps the contract best. `limit` is what it allows these steps together, in seconds or US
+    dollars. If none keeps it, the one that comes nearest."""
+    indices = range(len(runs))
+    if isinstance(contract, CheapestSpec):
+        kept = [i for i in indices if limit is None or runs[i].time_s <= limit]
+        return min(kept, key=lambda i: runs[i].usd) if kept else min(indices, key=lambda i: runs[i].time_s)
+    if isinstance(contract, FastestSpec):
+        kept = [i for i in indices if limit is None or runs[i].usd <= limit]
+        return min(kept, key=lambda i: runs[i].time_s) if kept else min(indices, key=lambda i: runs[i].usd)
+    least_s, least_usd, weight = min(run.time_s for run in runs), min(run.usd for run in runs), contract.time_weight
+    return min(indices, key=lambda i: weight * runs[i].time_s / least_s + (1 - weight) * runs[i].usd / least_usd)

@@ -1,0 +1,94 @@
+"""Means over seeds with confidence intervals, and ratios of two policies that shared their seeds. Pure.
+
+The seeds of a scenario are independent draws of one workload, so the mean of a figure over n of them has Student's t
+with n - 1 degrees of freedom. Two policies with the same seed drew the same lengths; their ratio within each seed
+varies far less than either figure, so it is the logarithms of those ratios that are averaged: a geometric mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+"""Of every interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and its confidence interval, which is the mean alone where there is only one value."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4g} ({self.low:.4g} to {self.high:.4g})"
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The mean of independent values. Raises ValueError for none."""
+    if not values:
+        raise ValueError("no values to average; give at least 1")
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return Interval(mean, mean, mean)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    half = student_quantile((1 + CONFIDENCE) / 2, count - 1) * math.sqrt(variance / count)
+    return Interval(mean, mean - half, mean + half)
+
+
+def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """The geometric mean of values[i] / others[i], which came from the same seed.
+
+    Raises ValueError for values that are not above 0, or not in pairs.
+    """
+    if len(values) != len(others):
+        raise ValueError(f"{len(values)} values and {len(others)} others; ratios need pairs")
+    if min((*values, *others), default=1.0) <= 0:
+        raise ValueError("a ratio needs values above 0")
+    logs = mean_interval([math.log(value / other) for value, other in zip(values, others, strict=True)])
+    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
+
+
+def difference_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """The mean of values[i] - others[i], which came from the same seed."""
+    return mean_interval([value - other for value, other in zip(values, others, strict=True)])
+
+
+def quantile(values: Sequence[float], level: float) -> float:
+    """The quantile at `level`, by a straight line between the two values around it. Raises ValueError for none."""
+    if not values:
+        raise ValueError("no values to take a quantile of; give at least 1")
+    ordered = sorted(values)
+    place = level * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def student_quantile(level: float, freedom: int) -> float:
+    """The quantile of Student's t with `freedom` degrees of freedom, for a level of at least one half."""
+    low, high = 0.0, 1.0
+    while _student_cdf(high, freedom) < level:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_cdf(middle, freedom) < level else (low, middle)
+    return (low + high) / 2
+
+
+def _student_cdf(value: float, freedom: int) -> float:
+    """Of Student's t, for a value of at least 0: the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    angle = math.atan(value / math.sqrt(freedom))
+    cosine = math.cos(angle)
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for power in range(3 if odd else 2, freedom - 1, 2):
+        term *= (power - 1) / power * cosine**2
+        total += term
+    between = (angle + math.sin(angle) * total) * 2 / math.pi if odd else math.sin(angle) * total
+    return (1 + between) / 2

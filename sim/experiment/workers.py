@@ -1,0 +1,43 @@
+"""Runs in parallel processes. The results are in the order of the tasks, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from types import TracebackType
+
+from rlhfless.sim.experiment.run import RunResult, Task, run
+
+Progress = Callable[[int, int], None]
+"""Told how many runs are done, and how many are needed as far as is known."""
+
+
+class Workers:
+    """One or more processes. With one, everything is done in this process."""
+
+    def __init__(self, jobs: int, on_progress: Progress | None) -> None:
+        # A new interpreter each: threads of this process, which a fork would copy half, are none of its business.
+        self._pool = ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else None
+        self._on_progress = on_progress
+        self._done = 0
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def run(self, tasks: Sequence[Task], later: int) -> list[RunResult]:
+        """Does all tasks; `later` are those that are still to come after these. Raises what a run raised."""
+        total = self._done + len(tasks) + later
+        results = []
+        for result in map(run, tasks) if self._pool is None else self._pool.map(run, tasks):
+            results.append(result)
+            self._done += 1
+            if self._on_progress is not None:
+                self._on_progress(self._done, total)
+        return results

@@ -1,0 +1,188 @@
+"""What `sim.kernel` works on, and nothing else does: one row per sample, per group and per engine.
+
+All engines of one shape and latency model are rows of one pool, so that one call brings all of them to an instant.
+What is read together lies together: a record per sample, a record per engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Records = npt.NDArray[np.void]
+
+SPANS = 1024
+"""Spans of work that a pool keeps before they are fetched."""
+
+SAMPLE = np.dtype(
+    [
+        ("prompt", np.int64),
+        ("target", np.int64),  # tokens it will have when it ends
+        ("group", np.int64),
+        ("admitted", np.int64),  # its number in its engine's order of admission
+        ("arrival_s", np.float64),
+        ("start_s", np.float64),
+        ("finish_s", np.float64),
+        ("cached", np.int64),
+        ("has_kv", np.bool_),  # its KV comes with it, so that nothing has to be prefilled
+        ("cut", np.bool_),  # it will end by its length, not by itself; no policy sees it before
+    ],
+    align=True,
+)
+
+ENGINE = np.dtype(
+    [
+        ("now_s", np.float64),
+        ("slowdown", np.float64),
+        ("since_s", np.float64),  # begin of its last span of work
+        ("rested_s", np.float64),  # end of that span, unless it is at work; -inf before the first
+        ("row", np.int64),  # of the pool
+        ("place", np.int64),
+        ("iteration", np.int64),
+        ("context", np.int64),  # tokens of those that decode
+        ("running", np.int64),  # that decode
+        ("filling", np.int64),  # that prefill
+        ("head", np.int64),  # of the queue
+        ("queued", np.int64),
+        ("free", np.int64),  # blocks
+        ("admitted", np.int64),
+        ("preempted", np.int64),
+        ("prefilled", np.int64),  # tokens
+        ("cached", np.int64),  # tokens
+        ("decoded", np.int64),  # tokens
+        ("wanted_tokens", np.int64),  # the prefill without a price; 0: none
+        ("wanted_context", np.int64),
+    ]
+)
+
+SPAN = np.dtype([("engine", np.int64), ("start_s", np.float64), ("end_s", np.float64)])
+
+
+class Limits(NamedTuple):
+    """What bounds the batch."""
+
+    max_sequences: int
+    block_tokens: int
+    chunk_tokens: int
+    """Tokens of a mixed iteration; 0: prompts are prefilled whole, in iterations in which nobody decodes."""
+    hands_over: bool
+    """A sequence leaves after its prefill: it decodes on another actor."""
+
+
+class Costs(NamedTuple):
+    """An EngineModel as numbers."""
+
+    iteration_s: Floats  # [max_sequences + 1]
+    context_s: float
+    price_key: Ints  # [prices]: open addressing; -1 is empty
+    price_s: Floats  # [prices]
+
+
+class Table(NamedTuple):
+    """All samples of a step; the engines share it."""
+
+    sample: Records  # [samples] of SAMPLE
+    tokens: Ints
+    """`[samples]`: drawn so far; of a sequence that decodes, when its engine was last asked to go on."""
+    finished: Flags  # [samples]
+    truncated: Flags  # [samples]: of those that have finished, who did by length
+    home: Ints  # [samples]: the place that each belongs to
+    actor: Ints  # [samples]: the place that drew the end of each
+    left: Ints  # [groups]: samples that have not finished
+    complete_s: Floats  # [groups]: when the last of those that have finished did
+    totals: Ints  # [2]: groups without any left, samples that have finished
+
+    @property
+    def prompt(self) -> Ints:
+        return cast(Ints, self.sample["prompt"])
+
+    @property
+    def target(self) -> Ints:
+        return cast(Ints, self.sample["target"])
+
+    @property
+    def group(self) -> Ints:
+        return cast(Ints, self.sample["group"])
+
+    @property
+    def admitted(self) -> Ints:
+        return cast(Ints, self.sample["admitted"])
+
+    @property
+    def cached(self) -> Ints:
+        return cast(Ints, self.sample["cached"])
+
+    @property
+    def arrival_s(self) -> Floats:
+        return cast(Floats, self.sample["arrival_s"])
+
+    @property
+    def start_s(self) -> Floats:
+        return cast(Floats, self.sample["start_s"])
+
+    @property
+    def finish_s(self) -> Floats:
+        return cast(Floats, self.sample["finish_s"])
+
+    @property
+    def has_kv(self) -> Flags:
+        return cast(Flags, self.sample["has_kv"])
+
+
+class Pool(NamedTuple):
+    """Engines of one shape and model that draw a step."""
+
+    engine: Records  # [engines] of ENGINE
+    heap: Ints  # [engines, max_sequences]: of those that decode
+    filling: Ints  # [engines, max_sequences]: samples that prefill, in order of admission
+    left: Ints  # [engines, max_sequences]: tokens they have yet to prefill
+    done: Ints  # [engines, max_sequences]: tokens of theirs that are in the cache
+    queue: Ints  # [engines, samples]: a ring
+    phase: Ints  # [engines, block_tokens]: how many decode whose `(context - iteration) mod block` it is
+    residents: Ints  # [engines, groups]: sequences of the group that hold blocks
+    ended: Ints  # [samples]: those that ended, in order, since the pool was last asked to go on
+    span: Records  # [SPANS] of SPAN: work that is over
+    totals: Ints  # [2]: how many ended, how many spans
+
+
+class State(NamedTuple):
+    """One engine: its rows of a pool, and what the pool's engines share."""
+
+    n: Any
+    heap: Ints
+    filling: Ints
+    left: Ints
+    done: Ints
+    queue: Ints
+    phase: Ints
+    residents: Ints
+    ended: Ints
+    span: Records
+    totals: Ints
+
+
+def pool_of(engines: int, limits: Limits, samples: int, groups: int) -> Pool:
+    """Room for so many engines, all of them without anything to do."""
+
+    def columns(width: int) -> Ints:
+        return np.empty((engines, width), dtype=np.int64)
+
+    places = limits.max_sequences
+    return Pool(
+        engine=np.zeros(engines, dtype=ENGINE),
+        heap=columns(places),
+        filling=columns(places),
+        left=columns(places),
+        done=columns(places),
+        queue=columns(max(samples, 1)),
+        phase=np.zeros((engines, limits.block_tokens), dtype=np.int64),
+        residents=np.zeros((engines, groups), dtype=np.int64),
+        ended=np.empty(samples, dtype=np.int64),
+        span=np.empty(SPANS, dtype=SPAN),
+        totals=np.zeros(2, dtype=np.int64),
+    )

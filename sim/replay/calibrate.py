@@ -1,0 +1,197 @@
+"""Fits how long each stage takes to recorded runs. Pure.
+
+The engine is fitted by `rlhfless.scaling.latency.LatencyFit`, to every request of every actor. The other stages are
+lines in the tokens of a call, by medians (Theil, Sen): a few calls that were held up do not move them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from rlhfless.records import FunctionName, Invocation, StepRecord, Work
+from rlhfless.records.schema import TraceError
+from rlhfless.records.traces import Trace, TracedRollout
+from rlhfless.scaling.accounting import cold_starts
+from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.intervals import clip, length, union
+from rlhfless.scaling.latency import LatencyFit, LinearEngine, ModelShape, Roofline
+from rlhfless.scaling.latency.devices import UnknownDevice, device_of
+from rlhfless.scaling.latency.shape import UnknownShape
+from rlhfless.scaling.latency.timeline import BoolArray, Requests
+from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
+
+MOST_PAIRS = 200
+"""Calls of which every pair's slope is taken; of more, as many spread over all."""
+
+
+PRIOR_WEIGHT = 1e-4
+"""A whole trace has rows enough: the prior only speaks for what none of them shows."""
+
+
+class _WholeTrace(LatencyFit):
+    """All steps count alike: the run is over, and nothing is outdated.
+
+    As in the simulator, the iterations that prefill a prompt also draw its first token, and all they take is the price
+    of its prefill; decoding draws the others.
+    """
+
+    def forget(self) -> None:
+        pass
+
+    def observe(self, requests: Requests, learn: BoolArray) -> None:
+        super().observe(dataclasses.replace(requests, response_tokens=requests.response_tokens - 1), learn)
+
+
+def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None) -> LatencyFile:
+    """The fit to all steps of the traces, or those that `keep` says by number. Raises TraceError if there is nothing
+    to learn from."""
+    keep = keep or _every_step
+    steps = [record for trace in traces for record in trace.steps if keep(record.step)]
+    if not steps:
+        raise TraceError(f"the trace of {traces[0].meta.run_id} has no step to fit to; record at least one")
+    engine = _WholeTrace(_prior(traces[0]), PRIOR_WEIGHT)
+    calls: list[Invocation] = []
+    for trace in traces:
+        kept = [call for call in trace.invocations if keep(call.step)]
+        calls += kept
+        for step, rollouts, generated in _generation_by_step(trace, kept):
+            if keep(step):
+                engine.observe_step(generated, rollouts, max_sequences(trace))
+    by_work: dict[Work, list[Invocation]] = defaultdict(list)
+    for call in calls:
+        by_work[call.work].append(call)
+    if not by_work[Work.GENERATE] or not by_work[Work.LEARN]:
+        raise TraceError(f"the trace of {traces[0].meta.run_id} has no generate or no learn calls; record a whole step")
+    model = engine.model()
+    return LatencyFile(
+        traces=tuple(trace.meta.run_id for trace in traces),
+        steps=len(steps),
+        device_kind=device_kind(traces[0]),
+        generation=EngineFit(**{name: getattr(model, name) for name in EngineFit.model_fields}),
+        call_s=_call_s(traces, by_work[Work.GENERATE]),
+        load_weights_s=_median_s(by_work[Work.LOAD_WEIGHTS]),
+        start_s=_start_s(traces),
+        group_s=_group_s(traces, by_work[Work.SCORE]),
+        reference=_line(by_work[Work.LOGPROBS]),
+        evaluate=_line(by_work[Work.EVALUATE]),
+        learn=_line(by_work[Work.LEARN]) or LineFit(fixed_s=0.0),
+        publish_s=_median_s(by_work[Work.PUBLISH]),
+        driver_s=median(_outside_s(record, trace) for trace in traces for record in trace.steps if keep(record.step)),
+    )
+
+
+def device_kind(trace: Trace) -> str:
+    """Of the generation actors. Raises TraceError if the trace has none."""
+    kinds = {holding.device_kind for holding in trace.holdings if holding.function is FunctionName.GENERATION}
+    if len(kinds) != 1:
+        raise TraceError(
+            f"the trace of {trace.meta.run_id} has generation on {sorted(kinds) or 'no device'}; one kind can be fitted"
+        )
+    return kinds.pop()
+
+
+def max_sequences(trace: Trace) -> int:
+    """Most sequences that an engine of the run had at once. Raises TraceError if its spec does not say."""
+    try:
+        return int(trace.meta.spec["generation"]["engine"]["max_sequences"])
+    except (KeyError, TypeError) as error:
+        raise TraceError(
+            f"the spec in the trace of {trace.meta.run_id} has no generation.engine.max_sequences; "
+            "restore meta.json from a copy of the run"
+        ) from error
+
+
+def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
+    """The line whose slope is the median of those between all pairs, with no negative part (Theil 1950, Sen 1968)."""
+    count = len(sizes)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_PAIRS)).astype(int))
+    points = [(float(sizes[index]), float(seconds[index])) for index in chosen]
+    slopes = [(s2 - s1) / (x2 - x1) for (x1, s1), (x2, s2) in combinations(points, 2) if x1 != x2]
+    slope = max(median(slopes), 0.0) if slopes else 0.0
+    fixed = median(s - slope * x for x, s in points)
+    if fixed >= 0:
+        return LineFit(fixed_s=fixed, token_s=slope)
+    return LineFit(fixed_s=0.0, token_s=median(s / x for x, s in points if x > 0))
+
+
+def _every_step(step: int) -> bool:
+    return step > 0  # evaluations before the first one have step 0
+
+
+def _prior(trace: Trace) -> EngineModel:
+    """A roofline of the run's model and devices; where they are not known, as many seconds a token as were measured."""
+    try:
+        config = json.loads((Path(trace.meta.spec["model"]["path"]) / "config.json").read_text())
+        dtype = trace.meta.spec["model"].get("dtype")
+        shape = ModelShape.of_config(config | ({"dtype": dtype} if dtype else {}))
+        return Roofline(shape, device_of(device_kind(trace)))
+    except (OSError, KeyError, TypeError, ValueError, UnknownShape, UnknownDevice):
+        pace_s = median((row.finished_s - row.started_s) / row.response_tokens for row in trace.rollouts)
+        return LinearEngine(pace_s, 0.0, 0.0, pace_s / 100, 0.0)
+
+
+def _generation_by_step(
+    trace: Trace, calls: Iterable[Invocation]
+) -> Iterable[tuple[int, list[TracedRollout], list[Invocation]]]:
+    rollouts: dict[int, list[TracedRollout]] = defaultdict(list)
+    generated: dict[int, list[Invocation]] = defaultdict(list)
+    for row in trace.rollouts:
+        rollouts[row.step].append(row)
+    for call in calls:
+        if call.work is Work.GENERATE:
+            generated[call.step].append(call)
+    return [(step, rows, generated[step]) for step, rows in sorted(rollouts.items())]
+
+
+def _call_s(traces: Sequence[Trace], calls: Sequence[Invocation]) -> float:
+    """The part of a generation call in which none of its samples ran."""
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for trace in traces:
+        for row in trace.rollouts:
+            spans[row.actor, row.step].append((row.started_s, row.finished_s))
+    beside = [
+        call.duration_s - length(clip(union(spans[call.replica, call.step]), call.start_s, call.end_s))
+        for call in calls
+        if spans[call.replica, call.step]
+    ]
+    return max(median(beside), 0.0) if beside else 0.0
+
+
+def _group_s(traces: Sequence[Trace], calls: Sequence[Invocation]) -> float:
+    """Scoring time of a group; several may be in one call."""
+    siblings = max((row.sample_index + 1 for trace in traces for row in trace.rollouts), default=1)
+    per_group = [call.duration_s * siblings / call.sequences for call in calls if call.sequences]
+    return median(per_group) if per_group else 0.0
+
+
+def _start_s(traces: Sequence[Trace]) -> float:
+    starts = [
+        end_s - start_s
+        for trace in traces
+        for start_s, end_s in cold_starts([h for h in trace.holdings if h.function is FunctionName.GENERATION])
+    ]
+    return median(starts) if starts else 0.0
+
+
+def _outside_s(record: StepRecord, trace: Trace) -> float:
+    """Time of a step in which no function did anything at all."""
+    worked = union((call.start_s, call.end_s) for call in trace.invocations)
+    return max(record.end_s - record.start_s - length(clip(worked, record.start_s, record.end_s)), 0.0)
+
+
+def _line(calls: Sequence[Invocation]) -> LineFit | None:
+    if not calls:
+        return None
+    return line_through([call.input_tokens for call in calls], [call.duration_s for call in calls])
+
+
+def _median_s(calls: Sequence[Invocation]) -> float:
+    return median(call.duration_s for call in calls) if calls else 0.0

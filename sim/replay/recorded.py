@@ -1,0 +1,138 @@
+"""A recorded run as a setup of the simulator: its actors on their devices, with fitted latencies. Pure.
+
+What a trace does not say is taken to have been no limit: KV memory suffices, and no actor was interrupted. The start
+of the fleet lies before the first step and is no part of a replay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rlhfless.records import FunctionName, Holding, Work
+from rlhfless.records.schema import TraceError
+from rlhfless.records.traces import Trace, TracedRollout
+from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.policy import Action, Assign, Event, Ints, Start, StepBegan, StepView
+from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.replay.calibrate import max_sequences
+from rlhfless.sim.replay.latency_file import LatencyFile
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+
+BLOCK_TOKENS = 16
+MOVE_S = 0.01
+"""A sample from one actor to another: a request."""
+
+
+def actors_of(trace: Trace) -> tuple[str, ...]:
+    """Names of the generation replicas, by place. Raises TraceError if there are none."""
+    names = {holding.replica for holding in trace.holdings if holding.function is FunctionName.GENERATION}
+    if not names:
+        raise TraceError(f"the trace of {trace.meta.run_id} has no generation actor; name the trace of a whole run")
+    return tuple(sorted(names))
+
+
+def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
+    """The run's fleet. Raises TraceError if the trace lacks a part of it."""
+    seats = _seats(trace)
+    actors = actors_of(trace)
+    services = [_service(seats, FunctionName.SCORING, Work.SCORE, latency.group_s, 0.0)]
+    if latency.reference is not None:
+        line = latency.reference
+        services.append(_service(seats, FunctionName.REFERENCE, Work.LOGPROBS, line.fixed_s, line.token_s))
+    evaluates = latency.evaluate
+    learner = LearnerShape(
+        _site(_one(seats, FunctionName.LEARNER)),
+        latency.learn.fixed_s + (evaluates.fixed_s if evaluates else 0.0),
+        evaluates.token_s if evaluates else 0.0,
+        latency.learn.token_s,
+        latency.publish_s,
+    )
+    shape = _engine_shape(trace)
+    prices = PricedModel(latency.engine, shape.max_sequences)
+    return Setup(
+        tuple(ActorShape(_site(seats[FunctionName.GENERATION, name]), shape, prices) for name in actors),
+        tuple(services),
+        learner,
+        Transport(TransportKind.FOLDER, 1.0, latency.load_weights_s, 0),
+        Links(_beat_s(trace), MOVE_S),
+        "sync",
+        0.0,
+        max(row.response_tokens for row in trace.rollouts),
+        0,
+    )
+
+
+class AsRecorded:
+    """The policy that the run had, as far as its trace shows it: every sample on the actor that finished it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._place = {name: place for place, name in enumerate(actors_of(trace))}
+        self._rows: dict[tuple[int, str], list[TracedRollout]] = defaultdict(list)
+        for row in sorted(trace.rollouts, key=lambda row: row.sample_index):
+            self._rows[row.step, row.prompt_id].append(row)
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
+        if not isinstance(event, StepBegan):
+            return []
+        absent = [place for place, there in enumerate(view.places) if there.state is None]
+        return [*(Start(place) for place in absent), *self._assigned(view)]
+
+    def _assigned(self, view: StepView) -> list[Action]:
+        first = np.searchsorted(view.group, np.arange(len(view.prompt_ids))).tolist()
+        begun: dict[int, list[tuple[float, int]]] = defaultdict(list)
+        for sample, group in enumerate(view.group.tolist()):
+            row = self._rows[view.step, view.prompt_ids[group]][sample - first[group]]
+            begun[self._place[row.actor]].append((row.started_s, sample))
+        return [Assign(place, _samples(of)) for place, of in sorted(begun.items())]
+
+
+def _samples(begun: list[tuple[float, int]]) -> Ints:
+    """In the order in which they began."""
+    return np.array([sample for _, sample in sorted(begun)], dtype=np.int64)
+
+
+def _seats(trace: Trace) -> Mapping[tuple[FunctionName, str], Seat]:
+    """Seat of every replica, by its first life."""
+    by_replica: dict[tuple[FunctionName, str], dict[str, Holding]] = {}
+    for holding in trace.holdings:
+        by_replica.setdefault((holding.function, holding.replica), {}).setdefault(holding.device, holding)
+    return {
+        who: Seat(
+            tuple(Slot(name, of.device_kind, index) for index, (name, of) in enumerate(sorted(held.items()))),
+            min(of.share for of in held.values()),
+        )
+        for who, held in by_replica.items()
+    }
+
+
+def _one(seats: Mapping[tuple[FunctionName, str], Seat], function: FunctionName) -> Seat:
+    found = [seat for (of, _), seat in sorted(seats.items()) if of is function]
+    if not found:
+        raise TraceError(f"the trace has no {function}; name the trace of a whole run")
+    return found[0]
+
+
+def _service(
+    seats: Mapping[tuple[FunctionName, str], Seat], function: FunctionName, work: Work, group_s: float, token_s: float
+) -> ServiceShape:
+    return ServiceShape(_site(_one(seats, function)), function, work, group_s, token_s)
+
+
+def _site(seat: Seat) -> Site:
+    """The live fleet keeps all functions of a slot up at once, each with its share of it."""
+    return Site(seat, "recorded", 0.0, {}, beside=True)
+
+
+def _engine_shape(trace: Trace) -> EngineShape:
+    sequences = max_sequences(trace)
+    longest = max(row.prompt_tokens + row.response_tokens for row in trace.rollouts)
+    blocks = sequences * (longest // BLOCK_TOKENS + 1)
+    tokens = int(trace.meta.spec["generation"]["engine"].get("max_batch_tokens", sequences))
+    return EngineShape(sequences, blocks, BLOCK_TOKENS, max(tokens, sequences))
+
+
+def _beat_s(trace: Trace) -> float:
+    return float(trace.meta.spec["generation"].get("progress_interval_s", 0.5))

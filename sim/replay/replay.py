@@ -1,0 +1,185 @@
+"""Predicted beside measured seconds, stage by stage, of a recorded run. Pure.
+
+Generation, scoring, reference, learning and weights are simulated with fitted latencies; `outside`, in which no
+function works, is the fitted constant. The error of a forecast is judged beside that of one that always says the mean
+of the steps it was fitted to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from rlhfless.records import StepRecord, Work
+from rlhfless.records.schema import TraceError
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.accounting import Phase, step_times
+from rlhfless.scaling.intervals import clip, length, union
+from rlhfless.scaling.policy import Policy
+from rlhfless.scaling.prices import PriceBook
+from rlhfless.sim.replay.calibrate import calibrate
+from rlhfless.sim.replay.latency_file import LatencyFile
+from rlhfless.sim.replay.recorded import AsRecorded, setup_of
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.simulation import Simulation
+
+STAGES = (Phase.GENERATION, Phase.SCORING, Phase.REFERENCE, Phase.LEARN, Phase.SYNC)
+"""What is simulated of a step."""
+
+NOT_SIMULATED = frozenset({Work.HELD_OUT, Work.CHECKPOINT, Work.RESTORE})
+
+WALL = "step"
+
+AS_RECORDED = "as recorded"
+"""The policy of a replay that asks for no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """Seconds by stage (of STAGES, by text, and WALL)."""
+
+    step: int
+    predicted_s: Mapping[str, float]
+    measured_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StageError:
+    """How far off one stage is, over all steps."""
+
+    stage: str
+    measured_s: float
+    """Mean."""
+    predicted_s: float
+    error: float
+    """Median of |predicted - measured| / measured."""
+    error_of_mean: float
+    """The same of a forecast that always says the mean of the steps that were fitted to; infinite if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A recorded run, simulated again."""
+
+    run_id: str
+    policy: str
+    """AS_RECORDED, or the name of another one."""
+    fitted_to: str
+    steps: tuple[ReplayedStep, ...]
+    predicted_usd: float
+    """Of the steps, by the run's own price book."""
+    measured_usd: float
+    mean_s: Mapping[str, float]
+    """By stage, of the steps that were fitted to; empty if they are not in this trace."""
+
+    @property
+    def errors(self) -> list[StageError]:
+        """By stage; those that the run did not have are left out."""
+        return [
+            self._error(stage)
+            for stage in (*map(str, STAGES), WALL)
+            if any(step.measured_s[stage] > 0 for step in self.steps)
+        ]
+
+    def _error(self, stage: str) -> StageError:
+        pairs = [(step.predicted_s[stage], step.measured_s[stage]) for step in self.steps if step.measured_s[stage] > 0]
+        constant = self.mean_s.get(stage, math.inf)
+        return StageError(
+            stage,
+            fmean(measured for _, measured in pairs),
+            fmean(predicted for predicted, _ in pairs),
+            median(abs(predicted - measured) / measured for predicted, measured in pairs),
+            median(abs(constant - measured) / measured for _, measured in pairs),
+        )
+
+
+def replay(
+    trace: Trace,
+    drawn: Sequence[RolloutBatch],
+    latency: LatencyFile | None = None,
+    policy: tuple[str, Policy] | None = None,
+) -> Replay:
+    """Simulates the steps of a trace again; `drawn` are their batches (`read_runtime`).
+
+    Without `latency` the first half of its steps is fitted to, and the second one predicted. Without `policy` samples
+    go to the actors that drew them. Raises TraceError for a trace without whole steps.
+    """
+    batches = {batch.step: batch for batch in drawn}
+    records = [record for record in trace.steps if record.step in batches]
+    if not records:
+        raise TraceError(f"the trace of {trace.meta.run_id} has no step with rollouts; record at least one")
+    fitted_to, judged, mean_s = "the file given", records, {}
+    if latency is None:
+        learned = records[: max(len(records) // 2, 1)]
+        judged = records[len(learned) :] or records
+        last = learned[-1].step
+        latency, fitted_to = calibrate([trace], keep=lambda step: step <= last), f"steps 1 to {last}"
+        mean_s = _means_s(learned, trace)
+    name, chosen = policy if policy is not None else (AS_RECORDED, AsRecorded(trace))
+    prices = PriceBook.model_validate(trace.meta.prices)
+    simulated = _simulated(trace, latency, chosen, [batches[record.step] for record in judged], prices)
+    steps = [
+        ReplayedStep(
+            record.step, _predicted_s(again, simulated, latency, batches[record.step]), measured_s(record, trace)
+        )
+        for record, again in zip(judged, simulated.steps, strict=True)
+    ]
+    return Replay(
+        trace.meta.run_id,
+        name,
+        fitted_to,
+        tuple(steps),
+        _usd(simulated, simulated.steps, prices),
+        _usd(trace, judged, prices),
+        mean_s,
+    )
+
+
+def measured_s(record: StepRecord, trace: Trace) -> dict[str, float]:
+    """Seconds of a recorded step by stage, without evaluations and checkpoints, which are not simulated."""
+    times = step_times(record, trace.invocations)
+    apart = union(
+        (max(call.start_s, record.start_s), min(call.end_s, record.end_s))
+        for call in trace.invocations
+        if call.work in NOT_SIMULATED
+    )
+    return {**{str(stage): times.phases_s[stage] for stage in STAGES}, WALL: times.wall_s - length(apart)}
+
+
+def _means_s(records: Sequence[StepRecord], trace: Trace) -> dict[str, float]:
+    measured = [measured_s(record, trace) for record in records]
+    return {stage: fmean(each[stage] for each in measured) for stage in measured[0]}
+
+
+def _predicted_s(record: StepRecord, simulated: Trace, latency: LatencyFile, batch: RolloutBatch) -> dict[str, float]:
+    times = step_times(record, simulated.invocations)
+    seconds = {str(stage): times.phases_s[stage] for stage in STAGES}
+    seconds[Phase.GENERATION] += latency.call_s
+    # The simulator joins calls that follow each other closely; the recorded ones have pauses between them.
+    seconds[Phase.SCORING] = latency.group_s * batch.groups
+    if latency.reference is not None:
+        tokens = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
+        seconds[Phase.REFERENCE] = latency.reference.fixed_s * batch.groups + latency.reference.token_s * tokens
+    return {**seconds, WALL: times.wall_s + latency.call_s + latency.driver_s}
+
+
+def _simulated(
+    trace: Trace, latency: LatencyFile, policy: Policy, batches: Sequence[RolloutBatch], prices: PriceBook
+) -> Trace:
+    simulation = Simulation(setup_of(trace, latency), policy, prices)
+    for batch in batches:
+        simulation.step(batch)
+    return simulation.close()
+
+
+def _usd(trace: Trace, records: Sequence[StepRecord], prices: PriceBook) -> float:
+    """What the holdings cost while these steps went on."""
+    spans = union((record.start_s, record.end_s) for record in records)
+    return prices.cost_usd(
+        dataclasses.replace(holding, start_s=low, end_s=high)
+        for holding in trace.holdings
+        for low, high in clip(spans, holding.start_s, holding.end_s)
+    )

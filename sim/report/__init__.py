@@ -1,0 +1,30 @@
+"""What a comparison is written as: summary, pictures, one page, and a trace for Perfetto."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlhfless.sim.experiment.compare import Comparison
+from rlhfless.sim.report.page import write_page
+from rlhfless.sim.report.perfetto import write_perfetto
+from rlhfless.sim.report.pictures import pictures
+from rlhfless.sim.report.png import write_png
+from rlhfless.sim.report.summary import write_summary
+from rlhfless.sim.scenarios.load import resolved_yaml
+
+
+def write_report(comparison: Comparison, folder: str | os.PathLike[str], step: int | None = None) -> None:
+    """Writes everything into a folder, which is made if need be: scenario.yaml, summary.json, report.html, a PNG per
+    picture, and a Perfetto trace per policy. Raises ValueError for a step there is not, OSError."""
+    folder = Path(folder)
+    drawn = pictures(comparison, step)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "scenario.yaml").write_text(resolved_yaml(comparison.scenario), "utf-8")
+    write_summary(comparison, folder / "summary.json")
+    write_page(comparison, drawn, folder / "report.html")
+    for name, drawing in drawn.by_name.items():
+        write_png(drawing, folder / f"{name}.png")
+    for label, runs in comparison.results.items():
+        if runs[0].trace is not None:
+            write_perfetto(runs[0].trace, folder / f"perfetto-{label}.json")

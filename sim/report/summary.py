@@ -1,0 +1,43 @@
+"""A comparison as JSON: every figure of the table for each part of the run, and every step of every run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhfless.sim.experiment.compare import Comparison, quoted_part
+from rlhfless.sim.experiment.rows import Part
+from rlhfless.sim.experiment.statistics import CONFIDENCE
+
+SUMMARY_VERSION = 1
+"""Raised with any change of a key's name, unit or meaning."""
+
+
+def summary(comparison: Comparison) -> dict[str, Any]:
+    """Plain values. The same scenario and seeds give the same ones, on any machine and with any number of jobs."""
+    scenario = comparison.scenario
+    parts: list[Part] = ["all", "first", "later"] if quoted_part(scenario) == "later" else ["all"]
+    return {
+        "summary_version": SUMMARY_VERSION,
+        "scenario": scenario.model_dump(mode="json"),
+        "confidence": CONFIDENCE,
+        "quoted_part": quoted_part(scenario),
+        "parts": {part: [asdict(row) for row in comparison.rows(part)] for part in parts},
+        "policies": {
+            label: {
+                "contract": [contract.model_dump(mode="json") for contract in comparison.contracts[label]],
+                "runs": [
+                    {"seed": run.seed, "fleet": str(run.fleet), "steps": [asdict(step) for step in run.steps]}
+                    for run in runs
+                ],
+            }
+            for label, runs in comparison.results.items()
+        },
+    }
+
+
+def write_summary(comparison: Comparison, path: Path) -> None:
+    """Writes it. Raises OSError."""
+    path.write_text(json.dumps(summary(comparison), indent=1) + "\n", "utf-8")

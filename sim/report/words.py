@@ -1,0 +1,38 @@
+"""What a contract and a fleet are called in a report."""
+
+from __future__ import annotations
+
+from rlhfless.sim.experiment.compare import Comparison
+from rlhfless.sim.scenarios.scenario import (
+    BEST_STATIC,
+    CheapestContract,
+    FastestContract,
+    MultipleOf,
+    ScenarioContract,
+)
+
+
+def contract_text(contract: ScenarioContract) -> str:
+    """Such as `as cheap as can be, in at most 1.5 x the time of static_colocated over the run`."""
+    if isinstance(contract, CheapestContract):
+        limit = f"{contract.deadline_s:g} s" if contract.deadline is None else _multiple(contract.deadline, "time")
+        return f"as cheap as can be, in at most {limit} {_per(contract.per)}"
+    if isinstance(contract, FastestContract):
+        limit = f"${contract.budget_usd:g}" if contract.budget is None else _multiple(contract.budget, "cost")
+        return f"as fast as can be, for at most {limit} {_per(contract.per)}"
+    return f"time weighs {contract.time_weight:g}, cost {1 - contract.time_weight:g}"
+
+
+def best_fleets(comparison: Comparison) -> str:
+    """Which static fleets were best, by seed; empty if that was not asked."""
+    labels = [entry.shown for entry in comparison.scenario.policies if entry.name == BEST_STATIC]
+    found = [f"{label}: {run.fleet}" for label in labels for run in comparison.results.get(label, ())]
+    return "; ".join(dict.fromkeys(found))
+
+
+def _multiple(measure: MultipleOf, of: str) -> str:
+    return f"{measure.times:g} x the {of} of {measure.policy}"
+
+
+def _per(per: str) -> str:
+    return "over the run" if per == "run" else "in each step"

@@ -1,0 +1,221 @@
+"""A scenario to what the simulator runs: price book, rooms and workload.
+
+Co-located, actor i has the devices i x tp ... of its node, and the learner all devices of the first kind; they take
+turns. Disaggregated, the learner side has the last devices of the first kind. Scoring runs on a CPU core of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlhfless.records import FunctionName, Work
+from rlhfless.scaling.latency.devices import device_of
+from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.prices import DevicePrice, Owned, PriceBook, Residency, load_price_book
+from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.scenarios import timing
+from rlhfless.sim.scenarios.cluster import MachinesSpec
+from rlhfless.sim.scenarios.scenario import Scenario
+from rlhfless.sim.scenarios.work import PlacementSpec
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+from rlhfless.spec.errors import InputError, Problem
+
+SECONDS_PER_HOUR = 3600.0
+MOVE_S = 0.01
+"""Seconds until a moved sample is at its new actor by its tokens: a request on the cluster's network."""
+
+
+def price_book(scenario: Scenario) -> PriceBook:
+    """The book as the scenario's cluster pays it. Raises InputError or PriceError for a kind that it cannot price."""
+    book = load_price_book(scenario.cluster.prices)
+    tenures = {machines.kind: machines for machines in scenario.cluster.machines}
+    for kind in tenures:
+        book.device(kind)
+    asleep_usd = timing.sleeping_usd_per_hour(scenario)
+    devices = tuple(
+        _priced(device, tenures[device.kind], asleep_usd, scenario) if device.kind in tenures else device
+        for device in book.devices
+    )
+    return book.model_copy(update={"devices": devices})
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Part of the cluster's devices, by node, in the order in which they are taken."""
+
+    slots: tuple[tuple[str, tuple[Slot, ...]], ...]
+    """Node, and its slots."""
+
+    @classmethod
+    def of(cls, machines: MachinesSpec, devices: int) -> Fleet:
+        """The first `devices` devices of these machines."""
+        nodes = []
+        for node in range(machines.nodes):
+            first = node * machines.devices_per_node
+            count = min(machines.devices_per_node, devices - first)
+            if count > 0:
+                slots = tuple(Slot(f"{machines.kind}-{first + i}", machines.kind, i) for i in range(count))
+                nodes.append((f"{machines.kind}-node-{node}", slots))
+        return cls(tuple(nodes))
+
+    @property
+    def all(self) -> list[Slot]:
+        return [slot for _, slots in self.slots for slot in slots]
+
+    def without(self, taken: list[Slot]) -> Fleet:
+        """The rest of it."""
+        names = {slot.name for slot in taken}
+        return Fleet(tuple((node, tuple(s for s in slots if s.name not in names)) for node, slots in self.slots))
+
+    def actors(self, devices_each: int) -> Iterator[tuple[str, tuple[Slot, ...]]]:
+        """Node and slots of each actor; none spans two nodes."""
+        for node, slots in self.slots:
+            for first in range(0, len(slots) - devices_each + 1, devices_each):
+                yield node, slots[first : first + devices_each]
+
+
+class Layout:
+    """Rooms of one placement on the first `devices` devices of the scenario's first kind, and on all of the others.
+
+    Raises InputError if the learner or an actor does not fit.
+    """
+
+    def __init__(self, scenario: Scenario, placement: PlacementSpec, devices: int | None = None) -> None:
+        self._scenario = scenario
+        self._placement = placement
+        first = scenario.cluster.machines[0]
+        self.devices = first.devices if devices is None else devices
+        self._first = Fleet.of(first, self.devices)
+        slots = self._first.all
+        apart = placement.mode == "disaggregated"
+        self.learner_slots = slots[-(placement.learner_devices or -(-len(slots) // 2)) :] if apart else slots
+        needed = timing.learner_devices_needed(scenario, first.kind)
+        if len(self.learner_slots) < needed:
+            what = f"the learner has {len(self.learner_slots)} x {first.kind}, and its state needs {needed}"
+            mend = "give it more devices, or lower learner.state_bytes_per_parameter"
+            raise timing.DoesNotFit(scenario.name, [Problem("placement", what, mend)])
+
+    def actors(self) -> tuple[ActorShape, ...]:
+        """Rooms for generation, those of the first kind first."""
+        found: list[ActorShape] = []
+        for index, machines in enumerate(self._scenario.cluster.machines):
+            fleet = self._first if index == 0 else Fleet.of(machines, machines.devices)
+            if index == 0 and self._placement.mode == "disaggregated":
+                fleet = fleet.without(self.learner_slots)
+            found += self._of_kind(machines, fleet)
+        if not found:
+            tensor_parallel = self._scenario.engine.tensor_parallel
+            what = f"no node has {tensor_parallel} devices left for an actor"
+            mend = "lower engine.tensor_parallel or placement.learner_devices, or take more devices"
+            raise timing.DoesNotFit(self._scenario.name, [Problem("engine.tensor_parallel", what, mend)])
+        return tuple(found)
+
+    def _of_kind(self, machines: MachinesSpec, fleet: Fleet) -> list[ActorShape]:
+        engine = self._scenario.engine
+        blocks = timing.kv_tokens(self._scenario, machines.kind) // engine.block_tokens
+        shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens)
+        prices = PricedModel(timing.engine_model(self._scenario, machines.kind), engine.max_sequences)
+        model, device = self._scenario.model.shape, device_of(machines.kind)
+        wakes = timing.wake_times_s(engine, model, device, self._scenario.cluster.store_bytes_per_s)
+        slow_from = machines.devices - int(machines.stragglers * machines.devices)
+        return [
+            ActorShape(
+                Site(Seat(slots, 1.0), node, timing.start_s(model), wakes),
+                shape,
+                prices,
+                machines.straggler_slowdown if _number(slots[-1]) >= slow_from else 1.0,
+                _spot_mean_s(self._scenario, machines),
+            )
+            for node, slots in fleet.actors(engine.tensor_parallel)
+        ]
+
+    def learner(self) -> LearnerShape:
+        """Room for the learner."""
+        scenario, kind, count = self._scenario, self._scenario.cluster.machines[0].kind, len(self.learner_slots)
+        site = Site(
+            Seat(tuple(self.learner_slots), 1.0),
+            self._first.slots[0][0],
+            timing.start_s(scenario.model.shape),
+            {"host_weights": timing.learner_wake_s(scenario, kind, count)},
+        )
+        evaluates = scenario.learner.mini_batches > 1
+        return LearnerShape(
+            site,
+            scenario.learner.fixed_s,
+            timing.forward_token_s(scenario, kind, count) if evaluates else 0.0,
+            timing.learn_token_s(scenario, kind, count),
+            timing.publish_s(scenario, kind, count),
+        )
+
+    def services(self) -> tuple[ServiceShape, ...]:
+        """Scoring, and the reference if there is one."""
+        scoring = self._scenario.scoring
+        cores = tuple(Slot(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
+        site = Site(Seat(cores, 1.0), self._first.slots[0][0], scoring.start_s, {}, beside=True)
+        group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
+        found = [ServiceShape(site, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
+        if self._scenario.reference is not None:
+            found.append(self._reference(self._scenario.reference.devices))
+        return tuple(found)
+
+    def _reference(self, devices: int) -> ServiceShape:
+        scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
+        model, device = scenario.model.shape, device_of(kind)
+        slots = tuple(self.learner_slots[-devices:])
+        wake_s = model.total_bytes / (len(slots) * device.host_bytes_per_s.value)
+        site = Site(Seat(slots, 1.0), self._first.slots[-1][0], timing.start_s(model), {"host_weights": wake_s})
+        token_s = timing.forward_token_s(scenario, kind, len(slots))
+        return ServiceShape(site, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
+
+
+def setup(scenario: Scenario, layout: Layout, seed: int) -> Setup:
+    """What the simulator runs, without its policy. Raises InputError for a schedule that the placement forbids."""
+    transport, engine = scenario.transport, scenario.engine
+    size = scenario.model.shape.total_bytes
+    per_actor = transport.device_bytes_per_s * engine.tensor_parallel
+    kv_token_s = scenario.model.shape.kv_bytes / scenario.cluster.kv_bytes_per_s
+    try:
+        return Setup(
+            layout.actors(),
+            layout.services(),
+            layout.learner(),
+            Transport(TransportKind(transport.kind), per_actor, transport.fixed_s, size),
+            Links(scenario.beat_s, MOVE_S, kv_token_s),
+            scenario.schedule,
+            scenario.cluster.provisioning_s,
+            scenario.max_tokens,
+            seed,
+        )
+    except ValueError as error:
+        problem = Problem("schedule", str(error), "set placement.mode to `disaggregated`, or the schedule to `sync`")
+        raise InputError(scenario.name, [problem]) from error
+
+
+def _priced(device: DevicePrice, machines: MachinesSpec, asleep_usd: float, scenario: Scenario) -> DevicePrice:
+    changes: dict[str, object] = {}
+    if device.residency is None:
+        source = "weights per device x cluster.host_memory_usd_per_gb_hour"
+        changes["residency"] = Residency(usd_per_hour=asleep_usd, source=source, as_of=device.as_of)
+    if machines.tenure == "owned":
+        changes |= {"owned": Owned(released_value=machines.released_value or 0.0), "spot": None, "billing": None}
+    if machines.tenure == "spot":
+        if device.spot is None:
+            problem = Problem("cluster.machines", f"{device.kind} has no spot price", "add `spot` to the price book")
+            raise InputError(scenario.name, [problem])
+        changes["usd_per_hour"] = device.spot.usd_per_hour
+    return device.model_copy(update=changes)
+
+
+def _spot_mean_s(scenario: Scenario, machines: MachinesSpec) -> float:
+    """Mean life of an actor: each of its devices is taken away at the book's rate."""
+    if machines.tenure != "spot":
+        return math.inf
+    spot = load_price_book(scenario.cluster.prices).device(machines.kind).spot
+    rate = spot.interruptions_per_hour * scenario.engine.tensor_parallel if spot is not None else 0.0
+    return SECONDS_PER_HOUR / rate if rate else math.inf
+
+
+def _number(slot: Slot) -> int:
+    return int(slot.name.rpartition("-")[2])

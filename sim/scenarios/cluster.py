@@ -1,0 +1,105 @@
+"""The machines of a scenario, what they cost, and how weights and KV get from one to another."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless.scaling.latency.devices import load_devices
+from rlhfless.spec.base import SpecModel
+from rlhfless.spec.explain import nearest
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class MachinesSpec(SpecModel):
+    """Machines of one kind."""
+
+    kind: str
+    """Device kind, as the price book and the device table name it."""
+
+    nodes: Count = 1
+    """How many machines."""
+
+    devices_per_node: Count
+    """Devices of each."""
+
+    tenure: Literal["rented", "spot", "owned"] = "rented"
+    """`rented`: on demand. `spot`: at the spot price, and taken away at times. `owned`: paid for, used or not."""
+
+    released_value: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Of owned devices: share of the price that a released one is worth, because somebody else uses it."""
+
+    stragglers: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the devices that are slow, rounded down to whole devices: the last ones."""
+
+    straggler_slowdown: Annotated[float, Field(ge=1)] = 1.3
+    """How much longer an iteration takes on those."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> MachinesSpec:
+        known = load_devices()
+        if self.kind not in known:
+            raise ValueError(
+                f"kind is {self.kind!r}, of which nothing is known; {nearest(self.kind, known)}"
+                f"The device table has {', '.join(known)}"
+            )
+        if (self.tenure == "owned") != (self.released_value is not None):
+            raise ValueError(
+                f"tenure is {self.tenure!r} and released_value {self.released_value}; owned machines need a "
+                "released_value from 0 (idle ones are worth nothing) to 1, and others have none"
+            )
+        return self
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+
+class ClusterSpec(SpecModel):
+    """All machines that a policy may use, and how they are billed."""
+
+    machines: Annotated[tuple[MachinesSpec, ...], Field(min_length=1)]
+    """One entry per kind; the learner lives on the first."""
+
+    prices: str | None = None
+    """Price book (YAML); the bundled one when left out."""
+
+    provisioning_s: NotNegative = 0.0
+    """Until a machine is there that nobody has used yet. 0: all are there from the start."""
+
+    host_memory_usd_per_gb_hour: NotNegative = 0.0031
+    """What a sleeping replica pays for its weights in host memory, where the price book has no residency. The default
+    is what memory costs between AWS r6a.4xlarge (128 GB, 0.9072 per hour) and c6a.4xlarge (32 GB, 0.612)."""
+
+    store_bytes_per_s: Positive = 1.75e9
+    """Rate at which a cold start reads its first weights. The default is what vLLM's loader reached on an A100 node
+    (1.6 to 1.85 GB/s, arXiv 2606.07362)."""
+
+    kv_bytes_per_s: Positive = 12.5e9
+    """Rate at which the KV of a sample moves to another actor, where it does: 100 Gbit/s by default."""
+
+    @model_validator(mode="after")
+    def _kinds_differ(self) -> ClusterSpec:
+        kinds = [machines.kind for machines in self.machines]
+        twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+        if twice:
+            raise ValueError(f"kind {twice[0]!r} has two entries; merge them")
+        return self
+
+
+class TransportSpec(SpecModel):
+    """How weights reach the actors at the beginning of a step."""
+
+    kind: Literal["folder", "http", "nccl", "p2p"] = "p2p"
+    """`http` divides one server's link among all that pull; the others do not."""
+
+    device_bytes_per_s: Positive = 6.4e9
+    """Rate at which one device receives its part. The default is what Moonshot's checkpoint-engine reached: 26.5 GB per
+    device in 4.12 s (GLM-4.5-Air, bf16, 8 x H800, its README)."""
+
+    fixed_s: NotNegative = 0.2
+    """Seconds of each load, whatever its size; an assumption: metadata and one barrier."""

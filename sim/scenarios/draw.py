@@ -1,0 +1,89 @@
+"""The batches of a scenario's run, and what is known of their lengths beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.scenarios.scenario import Scenario
+from rlhfless.sim.scenarios.work import (
+    AzureWorkload,
+    BimodalWorkload,
+    LognormalSpec,
+    LognormalWorkload,
+    RecordedWorkload,
+)
+from rlhfless.sim.workloads.azure import read_azure
+from rlhfless.sim.workloads.mooncake import read_mooncake
+from rlhfless.sim.workloads.rows import batches_of
+from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.sim.workloads.synthetic import BimodalLengths, LengthShape, LognormalLengths, SyntheticWorkload
+from rlhfless.spec.errors import InputError, Problem
+
+
+def batches(scenario: Scenario, seed: int) -> list[RolloutBatch]:
+    """The batches of all steps. Raises InputError if there are too few; WorkloadError, TraceError for a bad file."""
+    workload = scenario.workload
+    if isinstance(workload, LognormalWorkload | BimodalWorkload):
+        return list(synthetic(scenario, workload, seed).batches(scenario.steps))
+    if isinstance(workload, RecordedWorkload):
+        return _enough(scenario, read_runtime(workload.path))
+    requests = read_azure(workload.path) if isinstance(workload, AzureWorkload) else read_mooncake(workload.path)
+    if len(requests) < scenario.prompts_per_step:
+        return _enough(scenario, [])
+    drawn = batches_of(
+        requests,
+        prompts_per_step=scenario.prompts_per_step,
+        samples_per_prompt=scenario.samples_per_prompt,
+        seed=seed,
+    )
+    # Each seed begins elsewhere in the file, so that runs differ by more than the order of siblings.
+    first = int(np.random.default_rng(seed).integers(len(drawn)))
+    turned = [dataclasses.replace(batch, step=i + 1) for i, batch in enumerate(drawn[first:] + drawn[:first])]
+    return _enough(scenario, [_capped(batch, scenario.max_tokens) for batch in turned])
+
+
+def synthetic(scenario: Scenario, workload: LognormalWorkload | BimodalWorkload, seed: int) -> SyntheticWorkload:
+    """The generator behind a made-up workload. Raises InputError if an epoch is smaller than a step."""
+    try:
+        return SyntheticWorkload(
+            _shape(workload),
+            workload.prompts,
+            scenario.prompts_per_step,
+            scenario.samples_per_prompt,
+            workload.median_prompt_tokens,
+            scenario.max_tokens,
+            workload.drift_per_step,
+            seed,
+        )
+    except ValueError as error:
+        mend = "raise workload.prompts or lower prompts_per_step"
+        raise InputError(scenario.name, [Problem("workload.prompts", str(error), mend)]) from error
+
+
+def _shape(workload: LognormalWorkload | BimodalWorkload) -> LengthShape:
+    if isinstance(workload, LognormalWorkload):
+        return _lognormal(workload.lengths)
+    return BimodalLengths(_lognormal(workload.short), _lognormal(workload.long), workload.long_share)
+
+
+def _lognormal(spec: LognormalSpec) -> LognormalLengths:
+    return LognormalLengths(spec.median_tokens, spec.spread, spec.persistence)
+
+
+def _capped(batch: RolloutBatch, max_tokens: int) -> RolloutBatch:
+    return dataclasses.replace(batch, response_tokens=np.minimum(batch.response_tokens, max_tokens))
+
+
+def _enough(scenario: Scenario, found: list[RolloutBatch]) -> list[RolloutBatch]:
+    if len(found) < scenario.steps:
+        what = f"the workload has {len(found)} steps of {scenario.prompts_per_step} prompts, and steps is "
+        problem = Problem("steps", f"{what}{scenario.steps}", "lower steps or prompts_per_step")
+        raise InputError(scenario.name, [problem])
+    kept = found[: scenario.steps]
+    if isinstance(scenario.workload, RecordedWorkload) and kept[0].groups != scenario.prompts_per_step:
+        what = f"{scenario.prompts_per_step}, but the recorded run has {kept[0].groups}"
+        raise InputError(scenario.name, [Problem("prompts_per_step", what, f"set it to {kept[0].groups}")])
+    return kept

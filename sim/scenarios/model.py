@@ -1,0 +1,134 @@
+"""The model of a scenario, and the engine that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless.scaling.latency import ModelShape
+from rlhfless.scaling.latency.shape import UnknownShape
+from rlhfless.spec.base import SpecModel
+from rlhfless.spec.explain import nearest
+
+
+def _config(
+    layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, tied: bool = False
+) -> Mapping[str, Any]:
+    return MappingProxyType(
+        {
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": mlp,
+            "vocab_size": vocabulary,
+            "tie_word_embeddings": tied,
+        }
+    )
+
+
+BUILT_IN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "qwen2.5-0.5b": _config(24, 896, 14, 2, 4864, 151936, tied=True),
+        "qwen2.5-1.5b": _config(28, 1536, 12, 2, 8960, 151936, tied=True),
+        "qwen2.5-3b": _config(36, 2048, 16, 2, 11008, 151936, tied=True),
+        "qwen2.5-7b": _config(28, 3584, 28, 4, 18944, 152064),
+        "qwen2.5-14b": _config(48, 5120, 40, 8, 13824, 152064),
+        "qwen2.5-32b": _config(64, 5120, 40, 8, 27648, 152064),
+        "llama-3.1-8b": _config(32, 4096, 32, 8, 14336, 128256),
+        "llama-2-70b": _config(80, 8192, 64, 8, 28672, 32000),
+        "llama-3.1-70b": _config(80, 8192, 64, 8, 28672, 128256),
+    }
+)
+"""Sizes by the models' own `config.json` on the hub, in bf16."""
+
+
+class ScenarioModelSpec(SpecModel):
+    """A model by name, or by the values of its `config.json`."""
+
+    name: str | None = None
+    """Such as `qwen2.5-7b`."""
+
+    config: dict[str, Any] | None = None
+    """Values of a `config.json` of a decoder-only transformer, for a model that has no name here."""
+
+    @model_validator(mode="after")
+    def _known(self) -> ScenarioModelSpec:
+        if (self.name is None) == (self.config is None):
+            raise ValueError(f"give `name` ({', '.join(BUILT_IN)}) or `config`, one of the two")
+        if self.name is not None and self.name not in BUILT_IN:
+            raise ValueError(
+                f"name is {self.name!r}; {nearest(self.name, BUILT_IN)}Built in are {', '.join(BUILT_IN)}; "
+                "give others by `config`"
+            )
+        try:
+            self.shape  # noqa: B018 (checks it)
+        except UnknownShape as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape.of_config(self.config if self.config is not None else BUILT_IN[str(self.name)])
+
+
+class RooflineLatency(SpecModel):
+    """By the devices' data sheets."""
+
+    type: Literal["roofline"] = "roofline"
+
+
+class KernelsLatency(SpecModel):
+    """By the measured kernel tables of aiconfigurator-core, which must be installed."""
+
+    type: Literal["kernels"] = "kernels"
+
+
+class FittedLatency(SpecModel):
+    """By a file that `rlhfless simulate --calibrate` wrote."""
+
+    type: Literal["fitted"] = "fitted"
+
+    path: str
+    """The file."""
+
+
+LatencySpec = Annotated[RooflineLatency | KernelsLatency | FittedLatency, Field(discriminator="type")]
+
+
+class EngineSpec(SpecModel):
+    """One generation actor."""
+
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Devices of each actor."""
+
+    max_sequences: Annotated[int, Field(ge=1)] = 256
+    """Most sequences that it runs at once (vLLM's default for large devices is 256 or more)."""
+
+    max_batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    """Tokens of one iteration, prefill and decode together."""
+
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of a device's memory that the engine may use."""
+
+    reserved_gb: Annotated[float, Field(ge=0)] = 3.9
+    """Of that, what neither weights nor KV can have: CUDA graphs, activations, NCCL (aiconfigurator reserves 3.5 GB and
+    0.4 GB)."""
+
+    block_tokens: Annotated[int, Field(ge=1)] = 16
+    """Tokens of one KV block."""
+
+    latency: LatencySpec = RooflineLatency()
+    """How long it takes."""
+
+    @model_validator(mode="after")
+    def _everyone_decodes(self) -> EngineSpec:
+        if self.max_batch_tokens < self.max_sequences:
+            raise ValueError(
+                f"max_batch_tokens ({self.max_batch_tokens}) is below max_sequences ({self.max_sequences}): with all "
+                "of them decoding no prompt would ever be prefilled; raise it"
+            )
+        return self

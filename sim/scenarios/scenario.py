@@ -1,0 +1,190 @@
+"""A scenario: everything that decides what a simulated run does, but for its seed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhfless.scaling.policies import POLICIES
+from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, Positive, TransportSpec
+from rlhfless.sim.scenarios.model import EngineSpec, ScenarioModelSpec
+from rlhfless.sim.scenarios.work import (
+    SYNTHETIC,
+    LearnerTimingSpec,
+    PlacementSpec,
+    ReferenceTimingSpec,
+    ScoringTimingSpec,
+    WorkloadSpec,
+)
+from rlhfless.spec.base import SpecModel
+from rlhfless.spec.fleet import Per
+
+BEST_STATIC = "best_static"
+"""The best static fleet in hindsight, which is no policy of its own."""
+
+CLAIRVOYANT, DISTRIBUTION_ORACLE = "clairvoyant", "distribution_oracle"
+"""The bounds: they know each length, or each prompt's distribution of lengths."""
+
+
+class MultipleOf(SpecModel):
+    """A limit measured by another policy of the scenario, with the same seed."""
+
+    times: Positive
+    """Factor on what the policy took."""
+
+    policy: str
+    """Label of the policy; it need not be among those compared."""
+
+
+class CheapestContract(SpecModel):
+    """The least cost under a deadline."""
+
+    type: Literal["cheapest"] = "cheapest"
+
+    deadline_s: Positive | None = None
+    """Wall clock seconds."""
+
+    deadline: MultipleOf | None = None
+    """Or a multiple of another policy's time; per step, of its time in the same step."""
+
+    per: Per = "step"
+    """Whether the deadline is each step's or the whole run's."""
+
+    @model_validator(mode="after")
+    def _one(self) -> CheapestContract:
+        if (self.deadline_s is None) == (self.deadline is None):
+            raise ValueError("give `deadline_s` or `deadline`, one of the two")
+        return self
+
+
+class FastestContract(SpecModel):
+    """The shortest time under a budget."""
+
+    type: Literal["fastest"] = "fastest"
+
+    budget_usd: Positive | None = None
+    """US dollars, by the price book."""
+
+    budget: MultipleOf | None = None
+    """Or a multiple of another policy's cost; per step, of its cost in the same step."""
+
+    per: Per = "step"
+    """Whether the budget is each step's or the whole run's."""
+
+    @model_validator(mode="after")
+    def _one(self) -> FastestContract:
+        if (self.budget_usd is None) == (self.budget is None):
+            raise ValueError("give `budget_usd` or `budget`, one of the two")
+        return self
+
+
+class WeightedContract(SpecModel):
+    """A compromise of time and cost."""
+
+    type: Literal["weighted"] = "weighted"
+
+    time_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """1 is as fast as the devices allow, 0 as cheap."""
+
+
+ScenarioContract = Annotated[CheapestContract | FastestContract | WeightedContract, Field(discriminator="type")]
+
+
+class PolicyEntry(SpecModel):
+    """One policy to compare."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """As docs/policies.md names it."""
+
+    label: str | None = None
+    """What the report calls it; its name when left out. Needed if a policy is there twice."""
+
+    placement: PlacementSpec | None = None
+    """Devices of its functions; those of the policy's kind, or else of the scenario, when left out."""
+
+    contract: ScenarioContract | None = None
+    """The contract it works under; the scenario's when left out."""
+
+    settings: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    """Settings of the policy itself."""
+
+    @property
+    def shown(self) -> str:
+        """What the report calls it."""
+        return self.label or self.name
+
+
+class Scenario(SpecModel):
+    """A cluster, a model, a workload, a contract, and the policies to compare."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    """Names the folder of the report."""
+
+    description: str = ""
+    """One or two sentences for the report."""
+
+    cluster: ClusterSpec
+    model: ScenarioModelSpec
+    engine: EngineSpec = EngineSpec()
+    workload: WorkloadSpec
+
+    prompts_per_step: Count
+    """Prompts of a step. A recorded run has its own, which must be the same."""
+
+    samples_per_prompt: Count
+    """Responses to each."""
+
+    max_tokens: Count
+    """Where responses are cut off."""
+
+    steps: Annotated[int, Field(ge=2)]
+    """Steps of a run."""
+
+    seeds: Count = 5
+    """Runs of each policy; the policies share their seeds, so that they can be compared in pairs."""
+
+    schedule: Literal["sync", "one_step_off"] = "sync"
+    """Whether generation waits for the weights of the step before."""
+
+    placement: PlacementSpec = PlacementSpec()
+    transport: TransportSpec = TransportSpec()
+    learner: LearnerTimingSpec = LearnerTimingSpec()
+    scoring: ScoringTimingSpec = ScoringTimingSpec()
+    reference: ReferenceTimingSpec | None = None
+
+    beat_s: Positive = 0.5
+    """Seconds between two looks of a policy at a step that is under way, as in the live fleet."""
+
+    contract: ScenarioContract = WeightedContract()
+    """What the policies work under that take a contract."""
+
+    policies: Annotated[tuple[PolicyEntry, ...], Field(min_length=1)]
+    """Those to compare; all there are when left out. Times and costs are shown relative to the first one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_policies(cls, data: Any) -> Any:
+        """Without `policies`: all with their own settings, the best static fleet, and the bounds that can be known."""
+        if not isinstance(data, dict) or "policies" in data:
+            return data
+        workload = data.get("workload")
+        known = isinstance(workload, dict) and workload.get("type") in SYNTHETIC
+        bounds = (DISTRIBUTION_ORACLE, CLAIRVOYANT) if known else (CLAIRVOYANT,)
+        # `static` is what the best static fleet is made of.
+        names = (*(name for name in POLICIES if name != "static"), BEST_STATIC, *bounds)
+        return {**data, "policies": [{"name": name} for name in names]}
+
+    @model_validator(mode="after")
+    def _labels_differ(self) -> Scenario:
+        labels = [entry.shown for entry in self.policies]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(f"policy {twice[0]!r} is there twice; give one of them a `label` of its own")
+        return self
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps that visit each prompt once; all steps, where the workload does not say."""
+        prompts = getattr(self.workload, "prompts", None)
+        return self.steps if prompts is None else max(prompts // self.prompts_per_step, 1)

@@ -1,0 +1,145 @@
+"""Seconds and sizes of a scenario's parts, by the formulas of docs/simulate.md. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.latency import LinearEngine, ModelShape, Roofline, SleepTier, wake_s
+from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
+from rlhfless.scaling.latency.devices import Device, device_of
+from rlhfless.scaling.latency.shape import UnknownShape
+from rlhfless.scaling.latency.startup import START_S, START_S_PER_PARAMETER
+from rlhfless.sim.replay.latency_file import load_latency
+from rlhfless.sim.scenarios.model import EngineSpec, FittedLatency, KernelsLatency
+from rlhfless.sim.scenarios.scenario import Scenario
+from rlhfless.spec.errors import InputError, Problem
+
+GB = 1e9
+
+LEARNER_MEMORY_SHARE = 0.8
+"""Of the devices' memory, what weights, gradients and the optimiser's state may take; the rest is for activations."""
+
+
+class DoesNotFit(InputError):
+    """A model, its engine or its learner needs more than the devices have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An engine model in which prompts share their iterations: each pays for its part of a full one.
+
+    The models price a prompt as if it were alone in an iteration, and would read the weights once for each.
+    """
+
+    model: EngineModel
+    line: LinearEngine
+    """Through the model: its prices of a token in a large prefill, and of a pair of tokens in attention."""
+
+    @classmethod
+    def of(cls, model: EngineModel) -> Packed:
+        return cls(model, LinearEngine.of(model))
+
+    @property
+    def context_s(self) -> float:
+        return self.model.context_s
+
+    def iteration_s(self, sequences: int) -> float:
+        return self.model.iteration_s(sequences)
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        return self.line.prefill_s(tokens, context_tokens)
+
+
+def engine_model(scenario: Scenario, kind: str) -> EngineModel:
+    """The latency model of one actor on devices of this kind. Raises InputError if there is none."""
+    return Packed.of(_engine_model(scenario, kind))
+
+
+def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
+    engine, shape = scenario.engine, scenario.model.shape
+    if isinstance(engine.latency, FittedLatency):
+        return load_latency(engine.latency.path).engine
+    if not isinstance(engine.latency, KernelsLatency):
+        return Roofline(shape, device_of(kind), engine.tensor_parallel)
+    try:
+        model = MeasuredKernels(shape, kind, engine.tensor_parallel, tables_folder())
+        model.iteration_s(1)
+    except (NoTables, UnknownShape) as error:
+        problem = Problem("engine.latency", f"type `kernels`: {error}", "or use type `roofline`")
+        raise InputError(scenario.name, [problem]) from error
+    return model
+
+
+def kv_tokens(scenario: Scenario, kind: str) -> int:
+    """Tokens whose KV fits beside the weights on one actor's devices. Raises DoesNotFit."""
+    shape, engine, device = scenario.model.shape, scenario.engine, device_of(kind)
+    share = 1 / min(engine.tensor_parallel, shape.kv_heads)
+    usable = device.memory_bytes.value * engine.memory_fraction - engine.reserved_gb * GB
+    left = usable - shape.total_bytes / engine.tensor_parallel
+    tokens = int(left / (shape.kv_bytes * share))
+    if tokens < scenario.max_tokens:
+        what = (
+            f"{engine.tensor_parallel} x {kind} leaves KV memory for {max(tokens, 0)} tokens beside weights of "
+            f"{shape.total_bytes / GB:.0f} GB, fewer than max_tokens ({scenario.max_tokens})"
+        )
+        problem = Problem("engine.tensor_parallel", what, "raise it, or take devices with more memory")
+        raise DoesNotFit(scenario.name, [problem])
+    return tokens
+
+
+def start_s(shape: ModelShape) -> float:
+    """A cold start until the engine is up, without its weights."""
+    return START_S + START_S_PER_PARAMETER * shape.parameters
+
+
+def wake_times_s(
+    engine: EngineSpec, shape: ModelShape, device: Device, store_bytes_per_s: float
+) -> Mapping[str, float]:
+    """By sleep tier, until the engine is up again."""
+    tiers = (SleepTier.HOST_WEIGHTS, SleepTier.PROCESS)
+    return {str(tier): wake_s(tier, shape, device, store_bytes_per_s, engine.tensor_parallel) for tier in tiers}
+
+
+def sleeping_usd_per_hour(scenario: Scenario) -> float:
+    """Host memory of one device's part of the weights, for an hour."""
+    per_device = scenario.model.shape.total_bytes / scenario.engine.tensor_parallel / GB
+    return per_device * scenario.cluster.host_memory_usd_per_gb_hour
+
+
+def learner_devices_needed(scenario: Scenario, kind: str) -> int:
+    """The fewest devices of this kind that hold the learner's state."""
+    state = scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
+    return max(1, -(-int(state) // int(device_of(kind).memory_bytes.value * LEARNER_MEMORY_SHARE)))
+
+
+def learn_token_s(scenario: Scenario, kind: str, devices: int) -> float:
+    """Seconds per token of forward and backward passes on so many devices."""
+    return 6 * _token_s(scenario, kind, devices)
+
+
+def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:
+    """Seconds per token of a forward pass alone, at the rate at which devices work while activations are computed
+    again: 8 operations in the time of 6."""
+    return 2 * _token_s(scenario, kind, devices) * 6 / 8
+
+
+def learner_wake_s(scenario: Scenario, kind: str, devices: int) -> float:
+    """Until the learner's state is back from host memory; each device has its own way there."""
+    state = scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
+    return state / (devices * device_of(kind).host_bytes_per_s.value)
+
+
+def publish_s(scenario: Scenario, kind: str, devices: int) -> float:
+    """Gathering the weights from the learner's devices: each sends its part over its link, as the actors receive
+    them."""
+    transport = scenario.transport
+    parts = scenario.model.shape.total_bytes / devices
+    return transport.fixed_s + parts / min(transport.device_bytes_per_s, device_of(kind).link_bytes_per_s.value)
+
+
+def _token_s(scenario: Scenario, kind: str, devices: int) -> float:
+    """Seconds per token for each operation per parameter."""
+    rate = device_of(kind).flops_per_s.value * devices * scenario.learner.mfu
+    return scenario.model.shape.active / rate

@@ -1,0 +1,150 @@
+"""What a scenario draws: synthetic lengths, a recorded run, or the requests of a public trace."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhfless.sim.scenarios.cluster import Count, Positive
+from rlhfless.spec.base import SpecModel
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Source = Annotated[str, Field(min_length=1)]
+
+
+class LognormalSpec(SpecModel):
+    """Response lengths of one kind of answer."""
+
+    median_tokens: Positive
+    """Half of the responses are longer."""
+
+    spread: Annotated[float, Field(ge=0)]
+    """Standard deviation of the log of the length; 0.5 puts two thirds between 0.6 and 1.6 times the median."""
+
+    persistence: Share
+    """Correlation of a response's log length with its prompt's own level, which stays the same over all epochs."""
+
+
+class _SyntheticSpec(SpecModel):
+    """What all made-up workloads have."""
+
+    prompts: Count
+    """Prompts of the data set: an epoch visits each once."""
+
+    median_prompt_tokens: Positive
+    """Prompt lengths are lognormal with this median and a spread of 0.5."""
+
+    drift_per_step: Annotated[float, Field(gt=-1, lt=1)] = 0.0
+    """Added to the log of the lengths at each step: 0.01 is one per cent longer per step."""
+
+    source: Source
+    """Where the lengths were read; an assumption should say so."""
+
+
+class LognormalWorkload(_SyntheticSpec):
+    """One kind of answer."""
+
+    type: Literal["lognormal"] = "lognormal"
+
+    lengths: LognormalSpec
+    """Of the responses."""
+
+
+class BimodalWorkload(_SyntheticSpec):
+    """Short answers and long reasoning."""
+
+    type: Literal["bimodal"] = "bimodal"
+
+    short: LognormalSpec
+    """Of the short responses."""
+
+    long: LognormalSpec
+    """Of the long ones."""
+
+    long_share: Annotated[float, Field(gt=0, lt=1)]
+    """Share of the long ones among all; harder prompts have more of them."""
+
+
+class RecordedWorkload(SpecModel):
+    """The responses of a recorded run."""
+
+    type: Literal["recorded"] = "recorded"
+
+    path: str
+    """Folder of the run, or its trace."""
+
+
+class AzureWorkload(SpecModel):
+    """Requests of the Azure LLM inference trace 2023 (CSV), as prompts in the order of the file."""
+
+    type: Literal["azure"] = "azure"
+
+    path: str
+    """The CSV file."""
+
+
+class MooncakeWorkload(SpecModel):
+    """Requests of a Mooncake trace (JSON lines), as prompts in the order of the file."""
+
+    type: Literal["mooncake"] = "mooncake"
+
+    path: str
+    """The file."""
+
+
+SYNTHETIC = frozenset({"lognormal", "bimodal"})
+"""Types of workloads whose distributions are known."""
+
+WorkloadSpec = Annotated[
+    LognormalWorkload | BimodalWorkload | RecordedWorkload | AzureWorkload | MooncakeWorkload,
+    Field(discriminator="type"),
+]
+
+
+class LearnerTimingSpec(SpecModel):
+    """How long learning takes: 6 floating-point operations per parameter and token at the model's utilisation."""
+
+    mfu: Annotated[float, Field(gt=0, le=1)] = 0.24
+    """Model FLOP utilisation: those 6 operations by the devices' peak; activations that are computed again count as
+    lost time. The default lies between two public logs of verl: 0.185 (GRPO of a 7B model, MI300) and 0.288 (LoRA of a
+    72B model). With recomputation a device does 8 operations, so a forward pass alone runs at 8/6 of it."""
+
+    mini_batches: Count = 2
+    """Updates per step. With more than one the old logprobs take a forward pass of their own."""
+
+    state_bytes_per_parameter: Positive = 16.0
+    """Weights, gradients and Adam's state on the devices in mixed precision (ZeRO, arXiv 1910.02054)."""
+
+    fixed_s: Annotated[float, Field(ge=0)] = 1.0
+    """Seconds of each step whatever its size: collating, the optimiser, barriers. An assumption."""
+
+
+class ScoringTimingSpec(SpecModel):
+    """Verifiers on CPU cores, which take the samples of a group in parallel."""
+
+    sample_s: Annotated[float, Field(ge=0)] = 0.002
+    """Seconds per sample on one core; an assumption: text comparison takes less, running code much more."""
+
+    cores: Count = 16
+    """CPU cores of the one replica."""
+
+    start_s: Annotated[float, Field(ge=0)] = 5.0
+    """A cold start. An assumption: a Python process with its imports."""
+
+
+class ReferenceTimingSpec(SpecModel):
+    """The frozen policy's logprobs, on the learner's side."""
+
+    devices: Count = 1
+    """Devices of the one replica."""
+
+
+class PlacementSpec(SpecModel):
+    """Which devices the functions have."""
+
+    mode: Literal["colocated", "disaggregated"] = "colocated"
+    """`colocated`: actors and learner take turns on all devices. `disaggregated`: the learner has its own."""
+
+    learner_devices: Count | None = None
+    """Devices set aside for the learner side, when disaggregated; half of the first kind's when left out."""

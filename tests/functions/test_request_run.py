@@ -1,0 +1,114 @@
+"""What comes out of a request, and when: whole groups, what was aborted at once, and beats that count all tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhfless.functions.generation.messages import Ended, GenerateRequest, GroupFinished, Progress, SampleItem, Sampling
+from rlhfless.functions.generation.sampling import RequestRun
+from rlhfless.functions.generation.vllm.messages import Sampled, SampleRequest
+from rlhfless.records import FinishReason, Rollout
+
+
+class FakeEngine:
+    """Draws when the test says so. Samples are known by their seed here."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, SampleRequest] = {}
+        self._futures: dict[str, asyncio.Future[Sampled]] = {}
+        self.drawn: dict[int, int] = {}
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        assert request.seed is not None
+        self.asked[request.seed] = request
+        self._futures[request.request_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._futures[request.request_id]
+        finally:
+            del self._futures[request.request_id]
+
+    def progress(self) -> dict[str, int]:
+        running = {seed: asked.request_id for seed, asked in self.asked.items() if asked.request_id in self._futures}
+        return {name: self.drawn.get(seed, 0) for seed, name in running.items()}
+
+    def require_beat(self, limit_s: float) -> None: ...
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        for seed, request in self.asked.items():
+            if request.request_id in request_ids and request.request_id in self._futures:
+                self._end(seed, self.drawn.get(seed, 0), FinishReason.ABORT)
+
+    def finish(self, *seeds: int, tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
+        for seed in seeds:
+            self._end(seed, tokens, reason)
+
+    def _end(self, seed: int, tokens: int, reason: FinishReason) -> None:
+        name = self.asked[seed].request_id
+        sampled = Sampled(name, (7,) * tokens, (-1.0,) * tokens, reason, (), 0, "text")
+        self._futures[name].set_result(sampled)
+
+
+def request(items: Sequence[SampleItem], interval_s: float = 60.0) -> GenerateRequest:
+    return GenerateRequest(tuple(items), Sampling(100, 1.0), "v", "a", interval_s, 60.0, 60.0)
+
+
+ITEMS = [SampleItem("p", 0, (1,), seed=0), SampleItem("p", 1, (1,), seed=1), SampleItem("p", 2, (1,), seed=2)]
+
+
+async def groups_of(events: Any, count: int) -> list[list[tuple[int, FinishReason]]]:
+    """(sample, reason) of the next groups."""
+    found: list[list[tuple[int, FinishReason]]] = []
+    while len(found) < count:
+        event = await anext(events)
+        assert isinstance(event, GroupFinished)
+        found.append([(rollout.sample_index, rollout.finish_reason) for rollout in event.rollouts])
+    return found
+
+
+async def test_a_group_comes_when_its_last_sample_has_ended() -> None:
+    engine = FakeEngine()
+    events = RequestRun(engine, request(ITEMS), "i").events()
+    await asyncio.sleep(0)
+    engine.finish(2, 0, tokens=4)
+    engine.finish(1, tokens=5)
+    assert await groups_of(events, 1) == [[(i, FinishReason.STOP) for i in range(3)]]
+
+
+async def test_what_was_aborted_comes_at_once_with_those_that_had_ended() -> None:
+    engine = FakeEngine()
+    run = RequestRun(engine, request(ITEMS), "i")
+    events = run.events()
+    await asyncio.sleep(0)
+    engine.finish(0, tokens=4)
+    engine.drawn = {1: 3}
+    await run.abort([("p", 1)])
+    assert await groups_of(events, 1) == [[(0, FinishReason.STOP), (1, FinishReason.ABORT)]]
+    engine.finish(2, tokens=9)  # the one that stayed
+    assert await groups_of(events, 1) == [[(2, FinishReason.STOP)]]
+
+
+async def test_samples_aborted_together_come_together() -> None:
+    engine = FakeEngine()
+    run = RequestRun(engine, request(ITEMS), "i")
+    events = run.events()
+    await asyncio.sleep(0)
+    await run.abort([("p", 1), ("p", 2)])
+    await asyncio.sleep(0)
+    assert await groups_of(events, 1) == [[(1, FinishReason.ABORT), (2, FinishReason.ABORT)]]
+
+
+async def test_beats_count_what_was_brought_along_and_name_those_that_wait_for_siblings() -> None:
+    tokens = np.full(10, 7)
+    prior = Rollout("p", 1, 1, tokens, np.zeros(10, np.float32), "", FinishReason.ABORT, (), "b", 0.0, 1.0)
+    items = [ITEMS[0], SampleItem("p", 1, (1,), seed=1, prior=prior), ITEMS[2]]
+    engine = FakeEngine()
+    events = RequestRun(engine, request(items, interval_s=0.01), "i").events()
+    await asyncio.sleep(0)
+    engine.drawn = {1: 3, 2: 6}
+    engine.finish(0, tokens=100, reason=FinishReason.LENGTH)
+    beat = await anext(events)
+    assert beat == Progress("i", {("p", 1): 13, ("p", 2): 6}, {("p", 0): Ended(100, truncated=True)})

@@ -1,0 +1,110 @@
+"""A trace as the runtime would have written it, of a run whose latencies are known: the simulator's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless.records import FinishReason, FunctionName, Holding, Invocation, Rollout, Score, Work
+from rlhfless.records.traces import TraceMeta, TraceWriter
+from rlhfless.scaling.latency import LinearEngine
+from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.policies import POLICIES
+from rlhfless.scaling.prices import load_price_book
+from rlhfless.sim.engine import EngineShape, PricedModel
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+from rlhfless.sim.simulation import Simulation
+from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
+
+ENGINE = LinearEngine(6e-3, 1.5e-4, 2e-6, 2e-5, 1e-9)
+LEARN_S, LEARN_TOKEN_S, EVALUATE_TOKEN_S = 0.3, 1e-4, 2e-5
+LOAD_S, PUBLISH_S, GROUP_S = 0.05, 0.02, 4e-4
+EPOCH_S = 1_795_000_000.0
+
+
+def record(folder: Path, actors: int, prompts: int = 16, median_tokens: float = 20.0, steps: int = 8) -> Path:
+    """Writes the trace of a run with static actors on CPU cores, and returns its folder."""
+    shape = LognormalLengths(median_tokens, 0.7, 0.5)
+    workload = SyntheticWorkload(shape, 64, prompts, 4, 7.0, 112, 0.0, seed=actors)
+    batches = list(workload.batches(steps))
+    kind = POLICIES["static"]
+    simulation = Simulation(_setup(actors), kind.make(kind.settings()), load_price_book())
+    generations = [simulation.step(batch) for batch in batches]
+    trace = simulation.close()
+    meta = TraceMeta(f"demo-{actors}", 1, load_price_book().snapshot(), _spec(), {})
+    with TraceWriter(folder, meta, record_tokens=False) as writer:
+        for holding in trace.holdings:
+            writer.add_holding(_later(holding))
+        for call in trace.invocations:
+            writer.add_invocation(_later(_told(call, batches)))
+        for batch, generation in zip(batches, generations, strict=True):
+            table = generation.progress.table
+            for sample in range(batch.samples):
+                length = int(batch.response_tokens[sample])
+                rollout = Rollout(
+                    batch.prompt_ids[batch.group[sample]],
+                    int(batch.sample_index[sample]),
+                    0,
+                    np.zeros(length, np.int32),
+                    np.zeros(length, np.float32),
+                    "",
+                    FinishReason.LENGTH if length == 112 else FinishReason.STOP,
+                    (),
+                    f"generation-{generation.actor_of[sample]}",
+                    EPOCH_S + float(table.start_s[sample]),
+                    EPOCH_S + float(table.finish_s[sample]),
+                )
+                writer.add_rollout(batch.step, rollout, Score(0.0, {}), int(table.prompt[sample]))
+        for step in trace.steps:
+            moved = dataclasses.replace(step, start_s=EPOCH_S + step.start_s, end_s=EPOCH_S + step.end_s)
+            writer.add_step(moved)
+    return folder
+
+
+def _setup(actors: int) -> Setup:
+    def site(core: int, start_s: float = 1.0) -> Site:
+        return Site(Seat((Slot(f"cpu-{core}", "cpu-core", core),), 0.3), "node", start_s, {}, beside=True)
+
+    shape = EngineShape(256, 100_000, 16, 8192)
+    prices = PricedModel(ENGINE, shape.max_sequences)
+    scoring = ServiceShape(site(0), FunctionName.SCORING, Work.SCORE, GROUP_S, 0.0)
+    learner = LearnerShape(site(1), LEARN_S, EVALUATE_TOKEN_S, LEARN_TOKEN_S, PUBLISH_S)
+    return Setup(
+        tuple(ActorShape(site(i % 2), shape, prices) for i in range(actors)),
+        (scoring,),
+        learner,
+        Transport(TransportKind.FOLDER, 1.0, LOAD_S, 0),
+        Links(0.5, 0.01),
+        "sync",
+        0.0,
+        112,
+        0,
+    )
+
+
+def _spec() -> dict[str, Any]:
+    engine = {"max_sequences": 256, "max_batch_tokens": 8192}
+    return {"model": {"path": "nowhere"}, "generation": {"max_tokens": 112, "engine": engine}}
+
+
+def _told(call: Invocation, batches: Sequence[RolloutBatch]) -> Invocation:
+    """With the tokens and sequences that the runtime writes down."""
+    batch = next((batch for batch in batches if batch.step == call.step), None)
+    if batch is None or call.work in (Work.LOAD_WEIGHTS, Work.PUBLISH):
+        return call
+    if call.work is Work.SCORE:
+        groups = round(call.duration_s / GROUP_S)
+        return dataclasses.replace(call, sequences=4 * max(groups, 1))
+    tokens = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
+    return dataclasses.replace(call, input_tokens=tokens, sequences=batch.samples)
+
+
+def _later(record: Any) -> Any:
+    """At a time of this century."""
+    assert isinstance(record, Holding | Invocation)
+    return dataclasses.replace(record, start_s=EPOCH_S + record.start_s, end_s=EPOCH_S + record.end_s)

@@ -1,0 +1,99 @@
+"""Recorded runs whose true latencies are known: found by calibration, and carried over to other fleets and batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recorded_run import ENGINE, EVALUATE_TOKEN_S, LEARN_S, LEARN_TOKEN_S, LOAD_S, PUBLISH_S, record
+
+from rlhfless.records.schema import TraceError
+from rlhfless.records.traces import Trace, read_trace
+from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.policies import POLICIES
+from rlhfless.sim.replay.calibrate import calibrate, line_through
+from rlhfless.sim.replay.latency_file import LatencyFile, LineFit, load_latency, write_latency
+from rlhfless.sim.replay.replay import replay
+from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.spec.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def one_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("one"), actors=1)
+
+
+@pytest.fixture(scope="module")
+def latency(one_actor: Path) -> LatencyFile:
+    return calibrate([read_trace(one_actor)])
+
+
+def test_calibration_finds_the_latencies(latency: LatencyFile) -> None:
+    # What a sequence costs and what its context costs can hardly be told apart: contexts grow alike in all steps.
+    found_s = decode_s(latency.engine, 40, 40 * 20, 10)
+    assert found_s == pytest.approx(decode_s(ENGINE, 40, 40 * 20, 10), rel=0.02)
+    assert latency.learn.fixed_s == pytest.approx(LEARN_S, rel=1e-3)
+    assert latency.learn.token_s == pytest.approx(LEARN_TOKEN_S, rel=1e-3)
+    assert latency.evaluate is not None
+    assert latency.evaluate.token_s == pytest.approx(EVALUATE_TOKEN_S, rel=1e-3)
+    assert latency.load_weights_s == pytest.approx(LOAD_S)
+    assert latency.publish_s == pytest.approx(PUBLISH_S)
+    assert latency.steps == 8
+    assert latency.device_kind == "cpu-core"
+
+
+def test_one_actor_tells_of_two_of_other_batches_and_of_other_lengths(latency: LatencyFile, tmp_path: Path) -> None:
+    """The goal is 10 %; here nothing but the model itself can be off."""
+    others = {"two": (2, 16, 20.0), "batch": (1, 40, 20.0), "longer": (1, 16, 40.0)}
+    for name, (actors, prompts, median) in others.items():
+        folder = record(tmp_path / name, actors, prompts, median)
+        again = replay(read_trace(folder), read_runtime(folder), latency)
+        errors = {error.stage: error.error for error in again.errors}
+        assert errors["generation"] < 0.05, name
+        assert errors["step"] < 0.03, name
+
+
+def test_half_of_a_trace_foretells_the_other(one_actor: Path) -> None:
+    again = replay(read_trace(one_actor), read_runtime(one_actor))
+    assert [step.step for step in again.steps] == [5, 6, 7, 8]
+    assert again.fitted_to == "steps 1 to 4"
+    wall = again.errors[-1]
+    assert wall.stage == "step"
+    assert wall.error < 0.03
+    assert wall.error < wall.error_of_mean
+    assert again.predicted_usd == pytest.approx(again.measured_usd, rel=0.05)
+
+
+def test_another_policy_is_asked(one_actor: Path, latency: LatencyFile) -> None:
+    kind = POLICIES["static"]
+    again = replay(read_trace(one_actor), read_runtime(one_actor), latency, ("static", kind.make(kind.settings())))
+    assert again.policy == "static"
+    assert again.errors[0].error_of_mean == float("inf")
+    assert again.errors[-1].error < 0.03  # it is the policy that the run had
+
+
+def test_the_file_reads_back_and_is_checked(latency: LatencyFile, tmp_path: Path) -> None:
+    write_latency(latency, tmp_path / "deep" / "latency.yaml")
+    assert load_latency(tmp_path / "deep" / "latency.yaml") == latency
+    (tmp_path / "latency.yaml").write_text("steps: 3\ngroups_s: 1\n")
+    with pytest.raises(InputError, match=r"groups_s \(line 2\): unknown key\n    did you mean `group_s`"):
+        load_latency(tmp_path / "latency.yaml")
+    with pytest.raises(InputError, match="name a file that `rlhfless simulate --calibrate` has written"):
+        load_latency(tmp_path / "missing.yaml")
+
+
+def test_lines_by_hand() -> None:
+    line = line_through([1, 2, 3, 4, 5], [3.0, 5.0, 7.0, 9.0, 900.0])  # 1 + 2 x, and one that was held up
+    assert line == LineFit(fixed_s=1.0, token_s=2.0)
+    assert line_through([5.0, 5.0], [2.0, 4.0]) == LineFit(fixed_s=3.0)
+    assert line_through([1.0, 2.0], [1.0, 3.0]) == LineFit(fixed_s=0.0, token_s=1.25)  # never negative
+
+
+def test_traces_without_what_is_needed_are_refused(one_actor: Path) -> None:
+    whole = read_trace(one_actor)
+    with pytest.raises(TraceError, match="has no step to fit to"):
+        calibrate([Trace(whole.meta)])
+    with pytest.raises(TraceError, match="has no step with rollouts"):
+        replay(whole, [])
+    with pytest.raises(TraceError, match="no generate or no learn calls"):
+        calibrate([Trace(whole.meta, whole.holdings, rollouts=whole.rollouts, steps=whole.steps)])

@@ -1,0 +1,85 @@
+"""`rlhfless simulate`, as a user types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from recorded_run import record
+from tiny import values
+from typer.testing import CliRunner
+
+from rlhfless.cli import main
+
+
+def invoke(*arguments: Any) -> Result:
+    return CliRunner().invoke(main.app, ["simulate", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values(steps=2)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    record(folder / "trace", actors=2, steps=4)
+    return folder
+
+
+def test_a_comparison_is_shown_and_written(scenario: Path, tmp_path: Path) -> None:
+    result = invoke(scenario, "--policies", "static_colocated,clairvoyant", "--seeds", 1, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "static_colocated" in result.stdout
+    assert "best_static" not in result.stdout
+    written = {path.name for path in (tmp_path / "out" / "tiny").iterdir()}
+    assert {"report.html", "summary.json", "scenario.yaml", "pareto.png", "perfetto-clairvoyant.json"} <= written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml: 1 problem\n- no such file"),
+        ([], "no scenario file was given"),
+        (["--calibrate"], "no folder of a recorded run was given"),
+        (["--replay", "nowhere"], "name the `trace` folder of a run"),
+        (["a.yaml", "--replay", "nowhere"], "--replay takes no scenario, got a.yaml"),
+    ],
+)
+def test_faults_are_one_message_and_exit_code_2(arguments: list[str], told: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert told in " ".join(result.stderr.split("\u2502")) or told in result.stderr
+
+
+def test_a_step_that_is_not_there(scenario: Path) -> None:
+    result = invoke(scenario, "--step", 3)
+    assert result.exit_code == 2
+    assert "the scenario has steps 1 to 2" in result.stderr
+
+
+def test_a_policy_that_is_not_there(scenario: Path, run: Path) -> None:
+    result = invoke(scenario, "--policies", "static_colocted")
+    assert result.exit_code == 2
+    assert "did you mean `static_colocated`?" in result.stderr
+    result = invoke("--replay", run, "--policy", "statik")
+    assert result.exit_code == 2
+    assert "did you mean `static`?" in result.stderr
+
+
+def test_a_run_is_calibrated_and_replayed(run: Path, tmp_path: Path) -> None:
+    result = invoke("--calibrate", run, "--out", tmp_path / "latency.yaml")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{tmp_path / 'latency.yaml'}: fitted to 4 steps of demo-2\n"
+    result = invoke("--replay", run, "--latency", tmp_path / "latency.yaml")
+    assert result.exit_code == 0, result.output
+    assert "as recorded; fitted to the file given" in result.stdout
+    assert "generation" in result.stdout
+    assert "cost of these steps" in result.stdout
