@@ -139,7 +139,7 @@ class StepPlanner:
         ends_s = now.at_s + limit_s, now.at_s + max(limit_s, board.last_s)
         aim = StepAim(now.at_s, *ends_s, asked.after_s, found.time_usd_per_s)
         known = ahead.levels.size == 1
-        self._limits.begin(aim, None if known else (board.grid, board.sequences.sum(axis=0)))
+        self._limits.begin(aim, None if known else (board.grid, board.nobody.sum(axis=0)))
         return Made(found, dealt, later)
 
     def _sooner(self, contract: Contract, reserve: float) -> Contract:

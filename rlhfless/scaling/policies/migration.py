@@ -27,9 +27,6 @@ LEAST_GAIN = 0.1
 SOURCES = 4
 """So many actors, those with the fewest samples, are tried as ones to dissolve; fuller ones hardly ever pay."""
 
-NOTHING: Floats = np.zeros(1)
-"""No samples more."""
-
 KV_SHARE = 0.95
 """Of an actor's KV memory, how much may be filled by expectation."""
 
@@ -54,7 +51,16 @@ class Part:
 
     sequences: Floats  # [T]
     context: Floats  # [T]
+    nobody: Floats  # [T]
     count: int
+
+    def without(self) -> Part:
+        """As much less."""
+        return Part(-self.sequences, -self.context, -self.nobody, -self.count)
+
+
+NOTHING = Part(np.zeros(1), np.zeros(1), np.zeros(1), 0)
+"""No samples more."""
 
 
 class Board:
@@ -67,6 +73,7 @@ class Board:
         self.grid = state.grid
         self.sequences = state.sequences.copy()
         self.context = state.context_tokens.copy()
+        self.nobody = state.nobody.copy()
         self.ready_s = ready_s.copy()
         self.freed = freed_usd_per_s
         self.count = count.copy()
@@ -77,24 +84,34 @@ class Board:
 
     def judge(self, places: Ints, confidence: float) -> None:
         """Brings `hold_s` and `end_s` of places up to date."""
-        self.hold_s[places], self.end_s[places] = self.trial(places, NOTHING, NOTHING, 0.0, confidence)
+        self.hold_s[places], self.end_s[places] = self.trial(places, NOTHING, 0.0, confidence)
 
-    def trial(
-        self, places: Ints, sequences: Floats, context: Floats, delay_s: float | Floats, confidence: float
-    ) -> tuple[Floats, Floats]:
+    def part(self, place: int) -> Part:
+        """All that an actor has."""
+        sequences, context, nobody = (rows[place].copy() for rows in (self.sequences, self.context, self.nobody))
+        return Part(sequences, context, nobody, int(self.count[place]))
+
+    def add(self, place: int, part: Part) -> None:
+        """Gives an actor more, without judging it."""
+        pairs = (self.sequences, part.sequences), (self.context, part.context), (self.nobody, part.nobody)
+        for rows, more in pairs:
+            rows[place] = np.maximum(rows[place] + more, 0.0)
+        self.count[place] += part.count
+
+    def trial(self, places: Ints, part: Part, delay_s: float | Floats, confidence: float) -> tuple[Floats, Floats]:
         """`hold_s` and `end_s` [rows] of actors with so much more (or less) to do, after a delay."""
-        more = np.maximum(self.sequences[places] + sequences, 0.0)
-        read = np.maximum(self.context[places] + context, 0.0)
-        spans = self.engines.spans_s(places, (more, read), self.grid)
+        sequences = np.maximum(self.sequences[places] + part.sequences, 0.0)
+        context = np.maximum(self.context[places] + part.context, 0.0)
+        nobody = np.maximum(self.nobody[places] + part.nobody, 0.0)
+        seconds = self.engines.spans_s(places, sequences, context, self.grid)
         before = self.ready_s[places] + delay_s
-        return before + work_s(spans), before + end_s(spans, more, confidence)
+        return before + work_s(seconds, nobody), before + end_s(seconds, nobody, confidence)
 
     def chance(self, limit_s: float) -> float:
         """The probability that all have ended by then."""
         places = np.flatnonzero(self.count)
-        sequences = self.sequences[places]
-        spans = self.engines.spans_s(places, (sequences, self.context[places]), self.grid)
-        return float(chance(spans, sequences, limit_s - self.ready_s[places]).prod())
+        seconds = self.engines.spans_s(places, self.sequences[places], self.context[places], self.grid)
+        return float(chance(seconds, self.nobody[places], limit_s - self.ready_s[places]).prod())
 
     @property
     def last_s(self) -> float:
@@ -128,9 +145,7 @@ def dissolve(board: Board, aim: Aim, sources: Ints, able: Ints, recompute_s: Flo
         targets = able[(able != source) & (board.count[able] > 0)]
         if not targets.size:
             continue
-        hold_s, end = board.trial(
-            targets, board.sequences[source], board.context[source], recompute_s[source], aim.caution
-        )
+        hold_s, end = board.trial(targets, board.part(source), recompute_s[source], aim.caution)
         given_up = board.freed[source] * board.hold_s[source]
         saves = given_up - board.freed[targets] * (hold_s - board.hold_s[targets])
         saves -= aim.time_usd_per_s * (np.maximum(end, _last_without(board, source, targets)) - board.last_s)
@@ -152,8 +167,8 @@ def relieve(board: Board, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -
     if not targets.size:
         return None
     one = np.array([source])
-    left_hold_s, left_end = board.trial(one, -part.sequences, -part.context, 0.0, aim.confidence)
-    hold_s, end = board.trial(targets, part.sequences, part.context, wait_s, aim.confidence)
+    left_hold_s, left_end = board.trial(one, part.without(), 0.0, aim.confidence)
+    hold_s, end = board.trial(targets, part, wait_s, aim.confidence)
     ends = np.maximum(end, left_end)
     costs = board.freed[targets] * (hold_s - board.hold_s[targets])
     costs += board.freed[source] * (left_hold_s - board.hold_s[source])
@@ -173,16 +188,10 @@ def relieve(board: Board, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -
 def carry_out(board: Board, move: Transfer, recompute_s: float, confidence: float) -> None:
     """Moves the samples on the board."""
     source, target = move.source, move.target
-    if move.part is None:
-        moved = Part(board.sequences[source].copy(), board.context[source].copy(), int(board.count[source]))
-    else:
-        moved = move.part
-    for rows, more in ((board.sequences, moved.sequences), (board.context, moved.context)):
-        rows[target] += more
-        rows[source] = np.maximum(rows[source] - more, 0.0)
+    moved = board.part(source) if move.part is None else move.part
+    board.add(target, moved)
+    board.add(source, moved.without())
     board.ready_s[target] += recompute_s
-    board.count[target] += moved.count
-    board.count[source] -= moved.count
     board.hold_s[source] = board.end_s[source] = 0.0
     board.judge(np.array([target] if move.part is None else [source, target]), confidence)
 

@@ -5,9 +5,10 @@ sums over samples, so the outlook of two actors whose samples are put together i
 judged by adding two rows. From them
 
     an iteration           a(max(S, 1)) + g C / min(S, 1), stretched by the actor's measured pace
-    any sample is alive    1 - exp(-S): the number alive is taken to be Poisson, which it is where it matters, late
-    expected work          sum of iterations x that chance
-    end at a confidence p  after the k iterations with exp(-S(k)) = p
+    nobody is alive        exp(-N), with N(k) the sum of -log(1 - s) over samples alive with a chance of s each; of an
+                           actor with many samples S(k) is taken for it, which it is where it matters, late
+    expected work          sum of iterations x the chance that somebody is alive
+    end at a confidence p  after the k iterations with exp(-N(k)) = p
 
 Samples that wait for others to end are alive as well, but not in the batch; what they wait is added to their lengths.
 """
@@ -43,6 +44,12 @@ def grid_to(most_tokens: float) -> Floats:
     return np.array([*points, max(most_tokens, 12.0)])
 
 
+FEW = 16
+"""Of an actor with so many samples or fewer each one counts for itself in whether anybody is alive."""
+
+SURE = 0.999
+"""More certain than that of being alive is nobody, so that sums stay finite."""
+
 AROUND = 64
 """So many neighbours in a sorted list are alike."""
 
@@ -54,6 +61,8 @@ class Alive:
     grid: Floats  # [T]
     sequences: Floats  # [places, T]
     context_tokens: Floats  # [places, T]
+    nobody: Floats
+    """[places, T]: -log of the probability that all samples there have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +111,32 @@ def queue_tokens(rows: Rows, most: Ints) -> Floats:
     return delay
 
 
-def alive(rows: Rows, places: int, most: Ints) -> Alive:
-    """What is expected of all places; `most` [places] is how many sequences an engine there runs at once."""
+def alive(rows: Rows, places: int, most: Ints, few: Flags | None = None) -> Alive:
+    """What is expected of all places; `most` [places] is how many sequences an engine there runs at once, `few`
+    [places] whether each of its samples counts for itself (see `FEW`)."""
     delay = queue_tokens(rows, most)
     single = rows.ahead.levels.size == 1
     left = (rows.ahead.remaining_tokens if single else rows.ahead.at(RANKS)) + delay[:, None]
     grid = grid_to(float(left.max()))
-    weights = (np.ones(1) if single else WEIGHTS) * rows.counts[:, None]
-    cells = np.minimum(np.searchsorted(grid, left), grid.size - 1) + (rows.home * grid.size)[:, None]
-    shape = (places, grid.size)
+    shares = np.broadcast_to(np.ones(1) if single else WEIGHTS, left.shape)
+    cells = np.minimum(np.searchsorted(grid, left), grid.size - 1)
+    if few is None:
+        few = np.bincount(rows.home, rows.counts, minlength=places) <= FEW
 
-    def beyond(weight: Floats) -> Floats:
-        """Sums of all that ends after each point."""
-        ends = np.bincount(cells.ravel(), weight.ravel(), minlength=places * grid.size).reshape(shape)
+    def beyond(weight: Floats, row: Ints, count: int) -> Floats:
+        """`[count, T]`: sums of all that ends after each point, by row."""
+        flat = (cells[row >= 0] + (row[row >= 0] * grid.size)[:, None]).ravel()
+        ends = np.bincount(flat, weight[row >= 0].ravel(), minlength=count * grid.size).reshape(count, grid.size)
         return np.asarray(ends[:, ::-1].cumsum(axis=1)[:, ::-1] - ends)
 
-    sequences = beyond(weights)
-    context = beyond((rows.context - delay)[:, None] * weights) + sequences * grid
-    return Alive(grid, sequences, np.maximum(context, 0.0))
+    weights = shares * rows.counts[:, None]
+    sequences = beyond(weights, rows.home, places)
+    context = beyond((rows.context - delay)[:, None] * weights, rows.home, places) + sequences * grid
+    chosen = few[rows.home]
+    chance = np.clip(beyond(shares, np.where(chosen, np.cumsum(chosen) - 1, -1), int(chosen.sum())), 0.0, SURE)
+    nobody = np.where(few[:, None], 0.0, sequences)
+    np.add.at(nobody, rows.home[chosen], -np.log1p(-chance) * rows.counts[chosen][:, None])
+    return Alive(grid, sequences, np.maximum(context, 0.0), nobody)
 
 
 def ends_by(ahead: Ahead, samples: Ints, confidence: float) -> Floats:
@@ -155,12 +172,11 @@ class Engines:
         self.kv_tokens = np.array([0 if device is None else device.kv_capacity_tokens for device in devices])
         self._pace = pace
 
-    def spans_s(self, places: Ints, state: tuple[Floats, Floats], grid: Floats) -> tuple[Floats, Floats]:
-        """Seconds [rows, T - 1] between the points of the grid while anybody is alive, and the mean number alive
-        there; `state` holds sequences and context [rows, T] of actors at `places` [rows]."""
-        sequences, context = (np.asarray((column[:, 1:] + column[:, :-1]) / 2) for column in state)
-        paced = self.iteration_s(places, sequences, context) * self._pace[places][:, None]
-        return paced * np.diff(grid), sequences
+    def spans_s(self, places: Ints, sequences: Floats, context: Floats, grid: Floats) -> Floats:
+        """Seconds [rows, T - 1] between the points of the grid while anybody is alive; `sequences` and `context`
+        [rows, T] are those of actors at `places` [rows]."""
+        middle = (np.asarray((column[:, 1:] + column[:, :-1]) / 2) for column in (sequences, context))
+        return self.iteration_s(places, *middle) * self._pace[places][:, None] * np.diff(grid)
 
     def iteration_s(self, places: Ints, sequences: Floats, context: Floats) -> Floats:
         """Seconds [rows, points] by which everybody alive comes one token on, by the models; at least one is alive."""
@@ -175,22 +191,22 @@ class Engines:
         return np.asarray(iteration_s + self._context_s[places][:, None] * read)
 
 
-def work_s(spans: tuple[Floats, Floats]) -> Floats:
-    """[rows]: expected seconds of work."""
-    seconds, sequences = spans
-    return np.asarray((seconds * -np.expm1(-sequences)).sum(axis=1))
+def work_s(seconds: Floats, nobody: Floats) -> Floats:
+    """[rows]: expected seconds of work; `seconds` [rows, T - 1] between the points, `nobody` [rows, T] at them."""
+    somebody = -np.expm1(-nobody)
+    return np.asarray((seconds * (somebody[:, 1:] + somebody[:, :-1])).sum(axis=1) / 2)
 
 
-def end_s(spans: tuple[Floats, Floats], sequences: Floats, confidence: float) -> Floats:
-    """[rows]: seconds until the last sample has ended, with this probability; `sequences` [rows, T] are those alive."""
-    total = np.concatenate([np.zeros((len(sequences), 1)), spans[0].cumsum(axis=1)], axis=1)
-    return _crossing(sequences, total, -math.log(confidence))
+def end_s(seconds: Floats, nobody: Floats, confidence: float) -> Floats:
+    """[rows]: seconds until the last sample has ended, with this probability."""
+    total = np.concatenate([np.zeros((len(nobody), 1)), seconds.cumsum(axis=1)], axis=1)
+    return _crossing(nobody, total, -math.log(confidence))
 
 
-def chance(spans: tuple[Floats, Floats], sequences: Floats, within_s: Floats) -> Floats:
+def chance(seconds: Floats, nobody: Floats, within_s: Floats) -> Floats:
     """[rows]: the probability that the last sample has ended within so many seconds [rows]."""
-    total = np.concatenate([np.zeros((len(sequences), 1)), spans[0].cumsum(axis=1)], axis=1)
-    left = [float(np.interp(limit_s, *row)) for limit_s, *row in zip(within_s, total, sequences, strict=True)]
+    total = np.concatenate([np.zeros((len(nobody), 1)), seconds.cumsum(axis=1)], axis=1)
+    left = [float(np.interp(limit_s, *row)) for limit_s, *row in zip(within_s, total, nobody, strict=True)]
     return np.asarray(np.exp(-np.array(left)) * (within_s >= 0))
 
 

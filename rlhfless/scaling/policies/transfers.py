@@ -10,7 +10,7 @@ from rlhfless.records import Decision
 from rlhfless.scaling.policies.crew import Inputs, Moment, start
 from rlhfless.scaling.policies.forecasters import Ahead, Floats
 from rlhfless.scaling.policies.migration import Aim, Board, Part, Transfer
-from rlhfless.scaling.policies.outlook import Rows, alive
+from rlhfless.scaling.policies.outlook import FEW, Rows, alive
 from rlhfless.scaling.policy import Action, Flags, Ints, Move, Note, StepView
 
 
@@ -22,14 +22,15 @@ def rows_now(ahead: Ahead, view: StepView) -> Rows:
 
 
 def part_of(rows: Rows, chosen: Ints, board: Board) -> Part:
-    """Some of the rows as the outlook counts them, on the board's grid, as if none of them waited."""
+    """Some of an actor's rows as the outlook counts them, on the board's grid, as if none of them waited."""
     ahead = Ahead(rows.ahead.samples[chosen], rows.ahead.levels, rows.ahead.remaining_tokens[chosen])
     some = Rows(ahead, np.zeros(chosen.size, np.int64), rows.context[chosen], rows.begun[chosen], rows.counts[chosen])
-    found = alive(some, 1, np.array([chosen.size]))
-    sequences, context = (
-        np.interp(board.grid, found.grid, row, right=0.0) for row in (found.sequences[0], found.context_tokens[0])
-    )
-    return Part(sequences, context, chosen.size)
+    # Counted as they are on the board, to be taken off it.
+    few = board.count[rows.home[chosen[:1]]] <= FEW
+    found = alive(some, 1, np.array([chosen.size]), few)
+    columns = found.sequences[0], found.context_tokens[0], found.nobody[0]
+    sequences, context, nobody = (np.interp(board.grid, found.grid, row, right=0.0) for row in columns)
+    return Part(sequences, context, nobody, chosen.size)
 
 
 class Recompute:
