@@ -42,7 +42,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.spec import FastestSpec
+from rlhfless.spec import FastestSpec, WeightedSpec
 
 
 class CostAware:
@@ -113,10 +113,12 @@ class CostAware:
 
     def _asked(self, now: Moment) -> Asked:
         self._run_s = now.at_s if self._run_s is None else self._run_s
-        after_s = self._resting.after_at_s(self._settings.confidence)
         steps_left = max(self._settings.steps - self._steps, 1)
+        spec = self._settings.contract_of(self._steps)
+        self._limits.share(1 if isinstance(spec, WeightedSpec) or spec.per == "step" else steps_left)
+        after_s = self._resting.after_at_s(self._limits.confidence)
         contract = contract_for_step(
-            self._settings.contract_of(self._steps),
+            spec,
             steps_left=steps_left,
             spent_s=now.at_s - self._run_s,
             spent_usd=self._meter.usd,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -46,8 +47,10 @@ class Limits:
     """State of one run."""
 
     def __init__(self, confidence: float) -> None:
+        """`confidence`: with which deadlines are to be kept."""
+        self._asked = confidence
         self.confidence = confidence
-        """With which deadlines are to be kept."""
+        """With which this step's is to be."""
         self.aim = StepAim()
         self._coverage = Coverage()
         self._used = Recent(1.0, FIRST_SCATTER)
@@ -55,6 +58,12 @@ class Limits:
         self._alive: tuple[Floats, Floats] | None = None
         """Iterations, and how many samples were expected to be alive after each, when the step began."""
         self._steps = 0
+
+    def share(self, steps: int) -> None:
+        """The deadline of the step that begins is its part of one for so many steps together, with itself: 1 if it has
+        its own. What some take longer others make up for, so the scatter of their mean counts, 1 / sqrt(steps)."""
+        normal = NormalDist()
+        self.confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
 
     @property
     def level(self) -> float:
