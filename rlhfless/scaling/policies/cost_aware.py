@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfless.scaling.plan import contract_for_step
+from rlhfless.scaling.plan import CheapestUnderDeadline, Contract, FastestUnderBudget, contract_for_step
 from rlhfless.scaling.policies.crew import LayoutCache, Moment, awake, dealt_to_least, load, make_way, start
 from rlhfless.scaling.policies.dispatch import Asked, StepPlanner
 from rlhfless.scaling.policies.forecasters import Forecaster
@@ -43,6 +43,9 @@ from rlhfless.scaling.policy import (
     StepView,
 )
 from rlhfless.spec import FastestSpec, WeightedSpec
+
+UNSEEN_SHARE = 0.5
+"""Of the first step's contract, for generation: what comes after it was not seen yet, and takes about as much."""
 
 
 class CostAware:
@@ -125,6 +128,8 @@ class CostAware:
             other_s=after_s,
             other_usd=self._meter.others_usd.value,
         )
+        if self._steps == 0:
+            contract = _unseen(contract)
         return Asked(contract, self._resting.waiting_usd_per_s(now), after_s, steps_left)
 
     def _beat(self, now: Moment) -> list[Action]:
@@ -149,3 +154,13 @@ class CostAware:
         alive = [other for other in now.layout.generation if other != place and awake(now.view.places[other])]
         again: list[Action] = [] if alive or not samples.size else [Start(place)]
         return [*again, *(dealt_to_least(samples, alive or [place], load(now.view)) if samples.size else ())]
+
+
+def _unseen(contract: Contract) -> Contract:
+    """Of the first step, for its generation."""
+    match contract:
+        case CheapestUnderDeadline(deadline_s):
+            return CheapestUnderDeadline(UNSEEN_SHARE * deadline_s)
+        case FastestUnderBudget(budget_usd):
+            return FastestUnderBudget(UNSEEN_SHARE * budget_usd)
+    return contract
