@@ -66,6 +66,11 @@ class Limits:
         self.confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
 
     @property
+    def tested(self) -> bool:
+        """Whether any step has shown how good forecasts are, or lengths are known."""
+        return self._steps > 0 or self._alive is None
+
+    @property
     def level(self) -> float:
         """The confidence to ask of forecasts."""
         return self._coverage.level(self.confidence)

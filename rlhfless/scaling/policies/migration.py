@@ -145,11 +145,13 @@ def dissolve(board: Board, aim: Aim, sources: Ints, able: Ints, recompute_s: Flo
         targets = able[(able != source) & (board.count[able] > 0)]
         if not targets.size:
             continue
-        hold_s, end = board.trial(targets, board.part(source), recompute_s[source], aim.caution)
+        part, delay_s = board.part(source), recompute_s[source]
+        hold_s, end = board.trial(targets, part, delay_s, aim.confidence)
+        sure = board.trial(targets, part, delay_s, aim.caution)[1] if math.isfinite(aim.limit_s) else end
         given_up = board.freed[source] * board.hold_s[source]
         saves = given_up - board.freed[targets] * (hold_s - board.hold_s[targets])
         saves -= aim.time_usd_per_s * (np.maximum(end, _last_without(board, source, targets)) - board.last_s)
-        allowed = (end <= aim.limit_s) & _fits(board, source, targets) & (saves > LEAST_GAIN * given_up)
+        allowed = (sure <= aim.limit_s) & _fits(board, source, targets) & (saves > LEAST_GAIN * given_up)
         if allowed.any():
             at = int(np.argmax(np.where(allowed, saves, -math.inf)))
             if best is None or saves[at] > best.saves_usd:
@@ -172,8 +174,10 @@ def relieve(board: Board, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -
     ends = np.maximum(end, left_end)
     costs = board.freed[targets] * (hold_s - board.hold_s[targets])
     costs += board.freed[source] * (left_hold_s - board.hold_s[source])
-    gained_s = board.last_s - np.maximum(ends, _last_without(board, source, targets))
     late = board.last_s > aim.limit_s
+    # Too late, every actor counts: where several end last, relieving one of them does not help the step yet.
+    others = 0.0 if late else _last_without(board, source, targets)
+    gained_s = board.last_s - np.maximum(ends, others)
     saves = aim.time_usd_per_s * gained_s - costs
     fits = board.count[targets] + part.count <= board.engines.most[targets]
     allowed = fits & (gained_s > LEAST_GAIN * board.last_s) & (late | (saves > LEAST_GAIN * np.abs(costs)))

@@ -30,6 +30,10 @@ LEFT_SHARE = 0.75
 PASSED_SHARE = 0.25
 """Or when so much of the time that the last one foresaw has passed."""
 
+UNTESTED_SHARE = 0.1
+"""No actor is dissolved in a run's first step while more than this share of its samples is left: who has ended by then
+are the shortest ones, and nothing says yet how good a forecast made of those is."""
+
 SURE = 0.99
 """Confidence that a move does not delay the step, where nothing may."""
 
@@ -155,6 +159,8 @@ class Reviewer:
         return Aim(limit_s, aim.time_usd_per_s, each(confidence, board), each(limits.level, board))
 
     def _dissolve(self, now: Moment, board: Board, aim: Aim, again: Recompute) -> Transfer | None:
+        if not self._limits.tested and now.left > UNTESTED_SHARE * now.view.finished.size:
+            return None
         sources = [place for place in now.layout.generation if place not in self.needed]
         able = [place for place in now.layout.generation if now.view.places[place].state is ReplicaState.SERVING]
         return dissolve(board, aim, np.array(sources, np.int64), np.array(able, np.int64), again.seconds)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from views import ABSENT, UP, fleet_of, learner, room, view_of
+from views import ABSENT, ENGINE, MODEL, UP, fleet_of, learner, room, view_of
 
 from rlhfless.scaling.plan import CheapestUnderDeadline, Plan
 from rlhfless.scaling.policies import CostAwareSettings
@@ -81,12 +82,13 @@ def test_time_alone_spreads_similar_lengths_and_cost_alone_shares_every_iteratio
 
 
 def test_a_deadline_is_kept_for_the_least_money() -> None:
-    """Alone, all six take 0.67 s and the load of the weights."""
-    for deadline_s, actors in ((100.0, 1), (1.66, 2)):
+    """On one actor, all six take 0.67 s and the load of the weights, 1 s. Of the first step's deadline generation gets
+    half, for nobody knows yet what comes after it."""
+    for deadline_s, actors in ((100.0, 1), (2 * 1.66, 2)):
         actions = knowing(CheapestSpec(deadline_s=deadline_s)).decide(0.0, StepBegan(), fresh())
         (made,) = notes(actions, "plan")
         assert made["feasible"] is True
-        assert made["step_s"] <= deadline_s  # type: ignore[operator]
+        assert made["step_s"] <= deadline_s / 2  # type: ignore[operator]
         assert len(dealt(actions)) == actors
     (made,) = notes(knowing(CheapestSpec(deadline_s=0.1)).decide(0.0, StepBegan(), fresh()), "plan")
     assert made["feasible"] is False
@@ -114,6 +116,36 @@ def test_an_actor_with_little_left_is_dissolved_and_rests() -> None:
     given_up = shorter if move.source == 1 else longer
     takes_longer = {0: 50 * 0.0005 + 0.01, 1: 60 * 0.011 + 0.01 - shorter}[move.target]
     assert why["saves_usd"] == pytest.approx(0.001 * (given_up - takes_longer), rel=0.1)
+
+
+def test_all_who_end_too_late_are_relieved_though_one_alone_would_not_help() -> None:
+    """Two sequences take 30 ms an iteration, one takes 20: place 0 ends after 1.6 s and place 1 after 1.3 s, both late.
+    The third takes the shorter sample of each: 1.2 s, 1.0 s, and itself 30 x 30 + 10 x 20 ms."""
+    slow = dataclasses.replace(ENGINE, model=dataclasses.replace(MODEL, sequence_s=0.01))
+    fleet = fleet_of(room(0, engine=slow), room(1, engine=slow), room(2, engine=slow), learner(9))
+    policy = knowing(CheapestSpec(deadline_s=5.0))
+    policy.decide(0.0, StepBegan(), dataclasses.replace(fresh(), fleet=fleet))
+    late = dataclasses.replace(view({0: [4, 0], 1: [5, 2]}, tokens=0), fleet=fleet)
+    actions = policy.decide(10.0, Beat(), late)
+    moved = {(a.source, a.target): a.samples.tolist() for a in actions if isinstance(a, Move)}
+    assert moved == {(0, 2): [0], (1, 2): [2]}
+    assert [why["why"] for why in notes(actions, "migrate")] == ["relieve", "relieve"]
+
+
+def test_in_a_first_step_nobody_is_dissolved_before_its_tail() -> None:
+    """Who has ended by then are the shortest ones, of which forecasts are too short."""
+    moves = []
+    for steps in (1, 2):
+        policy = make_bound(CostAwareSettings(contract=WeightedSpec(time_weight=0.0), steps=8), PredictedLengths())
+        for step in range(1, steps):
+            policy.decide(0.0, StepBegan(), dataclasses.replace(fresh(), step=step))
+            policy.decide(1.0, Generated(), dataclasses.replace(view({}, 0), step=step))
+            policy.decide(2.0, StepEnded(0.0, 41.0), dataclasses.replace(view({}, 0), step=step))
+        policy.decide(41.0, StepBegan(), dataclasses.replace(fresh(), step=steps))
+        now = dataclasses.replace(view({0: [4], 1: [5]}, tokens=30), step=steps)
+        moves.append([a for a in policy.decide(51.0, Beat(), now) if isinstance(a, Move)])
+    assert moves[0] == []
+    assert len(moves[1]) == 1
 
 
 def test_nothing_moves_where_only_time_counts_and_nobody_would_end_sooner() -> None:
