@@ -146,8 +146,9 @@ def dissolve(board: Board, aim: Aim, sources: Ints, able: Ints, recompute_s: Flo
         if not targets.size:
             continue
         part, delay_s = board.part(source), recompute_s[source]
-        hold_s, end = board.trial(targets, part, delay_s, aim.confidence)
-        sure = board.trial(targets, part, delay_s, aim.caution)[1] if math.isfinite(aim.limit_s) else end
+        # Two actors that each end in time with probability p both do with p^2: so much is asked of the one in their stead.
+        hold_s, end = board.trial(targets, part, delay_s, aim.confidence**2)
+        sure = board.trial(targets, part, delay_s, aim.caution**2)[1] if math.isfinite(aim.limit_s) else end
         given_up = board.freed[source] * board.hold_s[source]
         saves = given_up - board.freed[targets] * (hold_s - board.hold_s[targets])
         saves -= aim.time_usd_per_s * (np.maximum(end, _last_without(board, source, targets)) - board.last_s)
