@@ -133,7 +133,8 @@ def means(goals: Sequence[Goals]) -> list[str]:
         f"{fastest.mean:.2f}x), and {1 - saving.mean:.0%} cheaper in no more time (the clairvoyant "
         f"{1 - most.mean:.0%}); b, "
         f"{sum(gaps) / max(len(gaps), 1):.0%} of the gap captured where there is one; c, {1 - published.mean:.0%} "
-        f"cheaper than RLHFless as published (the clairvoyant {1 - possible.mean:.0%}); d, {regret:.1%} regret; e, deadlines kept in {shares}.",
+        f"cheaper than RLHFless as published (the clairvoyant {1 - possible.mean:.0%}); d, {regret:.1%} "
+        f"regret; e, deadlines kept in {shares}.",
     ]
 
 

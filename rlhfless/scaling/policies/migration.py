@@ -146,7 +146,7 @@ def dissolve(board: Board, aim: Aim, sources: Ints, able: Ints, recompute_s: Flo
         if not targets.size:
             continue
         part, delay_s = board.part(source), recompute_s[source]
-        # Two actors that each end in time with probability p both do with p^2: the one in their stead is asked for that.
+        # Two actors that each end in time with probability p both do with p^2: so much is asked of one for both.
         hold_s, end = board.trial(targets, part, delay_s, aim.confidence**2)
         sure = board.trial(targets, part, delay_s, aim.caution**2)[1] if math.isfinite(aim.limit_s) else end
         given_up = board.freed[source] * board.hold_s[source]
