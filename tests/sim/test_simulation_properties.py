@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from simple_policies import Evenly, InTurns, Restless
 from small_fleet import FOLDER, LEARNER, LINKS, MODEL, PRICES, REFERENCE, SCORING, SHAPE, actor, on, setup_of, site
 from test_engine import batch_of
@@ -19,11 +20,16 @@ from test_engine import batch_of
 from rlhfless.records import Holding, ReplicaState
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.policies import POLICIES, CostAwareSettings, make_policy
+from rlhfless.scaling.policies.forecasters import Clairvoyant, DistributionOracle
+from rlhfless.scaling.policies.registry import make_bound
 from rlhfless.scaling.policy import Policy
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import Simulation
+from rlhfless.spec import CheapestSpec, FastestSpec, WeightedSpec
+from rlhfless.spec.fleet import ContractSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +83,9 @@ def crowd(holdings: Sequence[Holding]) -> float:
     return max(total for slot in sums for total in slot)
 
 
-@given(runs())
-@settings(max_examples=40, deadline=None)
-def test_nothing_is_lost_doubled_or_billed_twice(run: Run) -> None:
-    simulation, drawn = play(run.setup, run.batches, run.restless())
+def check_books(run: Run, policy: Policy) -> None:
+    """Plays a run: every sample is drawn once, and the bill is what was held."""
+    simulation, drawn = play(run.setup, run.batches, policy)
     for batch, generation in zip(run.batches, drawn, strict=True):
         table = generation.progress.table
         assert table.tokens.tolist() == batch.response_tokens.tolist()
@@ -99,6 +104,42 @@ def test_nothing_is_lost_doubled_or_billed_twice(run: Run) -> None:
     needed = sum(int(batch.response_tokens.sum()) for batch in run.batches)
     crashes = any(actor.spot_mean_s < math.inf for actor in run.setup.actors)
     assert drawn_tokens >= needed if crashes else drawn_tokens == needed
+
+
+@given(runs())
+@settings(max_examples=40, deadline=None)
+def test_nothing_is_lost_doubled_or_billed_twice(run: Run) -> None:
+    check_books(run, run.restless())
+
+
+CONTRACTS = st.one_of(
+    st.builds(WeightedSpec, time_weight=st.sampled_from([0.0, 0.5, 1.0])),
+    st.builds(CheapestSpec, deadline_s=st.sampled_from([0.5, 5.0, 500.0]), per=st.sampled_from(["step", "run"])),
+    st.builds(FastestSpec, budget_usd=st.sampled_from([1e-6, 0.01, 1.0]), per=st.sampled_from(["step", "run"])),
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(run=runs(), contract=CONTRACTS)
+@settings(max_examples=10, deadline=None)
+def test_so_it_is_with_every_policy_under_any_contract(name: str, run: Run, contract: ContractSpec) -> None:
+    check_books(run, make_policy(name, POLICIES[name].settings(contract=contract, steps=len(run.batches))))
+
+
+@given(run=runs(), contract=CONTRACTS)
+@settings(max_examples=10, deadline=None)
+def test_and_with_the_bounds(run: Run, contract: ContractSpec) -> None:
+    lengths = {batch.step: batch.response_tokens for batch in run.batches}
+    by_step = {batch.step: batch for batch in run.batches}
+
+    def quantiles(step: int) -> NDArray[np.float64]:
+        batch = by_step[step]
+        rows = [np.resize(np.sort(batch.response_tokens[batch.group == g]), 4) for g in range(len(batch.prompt_ids))]
+        return np.sort(np.array(rows, np.float64), axis=1)
+
+    limits = CostAwareSettings(contract=contract, steps=len(run.batches))
+    for forecaster in (Clairvoyant(lengths.__getitem__), DistributionOracle(quantiles)):
+        check_books(run, make_bound(limits, forecaster))
 
 
 @given(runs())

@@ -67,6 +67,29 @@ class Layout:
         return any(self.rooms[other].function is not self.rooms[place].function for other in self.neighbours[place])
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a policy is asked, and what it sees."""
+
+    at_s: float
+    view: StepView
+    layout: Layout
+
+    @property
+    def left(self) -> int:
+        """Samples that have not ended."""
+        return int(self.view.finished.size - np.count_nonzero(self.view.finished))
+
+    @property
+    def tokens(self) -> float:
+        """Drawn so far in the step, with a prompt for each sample."""
+        return float(self.view.tokens.sum() + self.view.prompt_tokens[self.view.group].sum())
+
+    @property
+    def places(self) -> int:
+        return len(self.view.places)
+
+
 class LayoutCache:
     """The layout of the fleet that was shown last: rooms hardly ever change."""
 

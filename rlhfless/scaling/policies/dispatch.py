@@ -20,12 +20,14 @@ import numpy as np
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.lengths.forecast import mean_weights
 from rlhfless.scaling.plan import CheapestUnderDeadline, Contract, Plan, Responses, plan, responses
-from rlhfless.scaling.policies.crew import Layout, awake
+from rlhfless.scaling.policies.crew import Moment, awake
 from rlhfless.scaling.policies.forecasters import Ahead, Floats
 from rlhfless.scaling.policies.learned import Recent, Starts
+from rlhfless.scaling.policies.limits import Limits, StepAim
 from rlhfless.scaling.policies.offers import COLD, STARTING, WARM, Offers
-from rlhfless.scaling.policies.outlook import longest
-from rlhfless.scaling.policies.review import Dealt, Reviewer, StepAim
+from rlhfless.scaling.policies.outlook import ends_by
+from rlhfless.scaling.policies.reserve import asleep_instead, gain_usd, is_due, wait_for
+from rlhfless.scaling.policies.review import Dealt, Reviewer
 from rlhfless.scaling.policy import StepView
 
 
@@ -38,27 +40,20 @@ def even_ranks(count: int) -> Floats:
     return ranks + 0.5 ** (bits + 1)
 
 
-def typical(ahead: Ahead, view: StepView, confidence: float, sizes: Floats) -> Responses:
-    """The step as the planner is shown it. All samples of the step must be in `ahead`.
-
-    `sizes` [groups of the last plan, the shortest first] are shares of the samples: how large a group there will be,
-    in each part of the list. All groups together end by the lengths that they are given with this probability.
-    """
+def typical(ahead: Ahead, view: StepView, confidence: float) -> Responses:
+    """The step as the planner is shown it. All samples of the step must be in `ahead`. All groups together end by the
+    lengths that they are given with this probability."""
     if ahead.levels.size == 1:  # each length is known, and so is which sibling is long
         return responses(ahead.remaining_tokens[:, 0], view.group, view.prompt_tokens)
     means = ahead.remaining_tokens @ mean_weights(ahead.levels)
-    siblings = np.bincount(view.group)
-    by_mean = np.argsort(np.bincount(view.group, means) / siblings, kind="stable")
+    by_mean = np.argsort(np.bincount(view.group, means) / np.bincount(view.group), kind="stable")
     rank = np.empty(by_mean.size, np.int64)
     rank[by_mean] = np.arange(by_mean.size)
     order = np.argsort(rank[view.group], kind="stable")
     ranks = np.empty(order.size)
     ranks[order] = even_ranks(order.size)
-    part = np.searchsorted(np.cumsum(sizes), (np.arange(order.size) + 0.5) / order.size)
-    size = np.ceil(sizes[np.minimum(part, sizes.size - 1)] * order.size).astype(np.int64)
-    ends_by = longest(ahead, order, size, float(confidence ** (1 / sizes.size)))
     step = responses(ahead.one_each(ranks), view.group, view.prompt_tokens)
-    return replace(step, order=order, longest=ends_by)
+    return replace(step, order=order, longest=ends_by(ahead, order, confidence))
 
 
 def deal(found: Plan, behind: dict[tuple[str, str], list[int]], step: Responses) -> Dealt:
@@ -85,60 +80,95 @@ class Made:
 
     found: Plan
     dealt: Dealt
+    later: tuple[int, ...]
+    """Places to start for later steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a step is planned for."""
+
+    contract: Contract
+    waiting_usd_per_s: float
+    """What a second of it costs beside its actors."""
+    after_s: float
+    """What the contract was told that a step takes after generation."""
+    steps_left: int
+    """With this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What the planner was given."""
+
+    step: Responses
+    wanted: Contract
+    asked: Asked
 
 
 class StepPlanner:
     """State of one run."""
 
-    def __init__(self, starts: Starts) -> None:
+    def __init__(self, starts: Starts, limits: Limits) -> None:
         self.offers = Offers()
         self._starts = starts
+        self._limits = limits
         self._margin = Recent(1.0)
-        self._shares: Floats | None = None
-        """Of the samples, by the groups of the last plan, the shortest first."""
+        """By how much later than planned the outlook is confident that generation ends."""
+        self._steps = 0
 
-    def plan(
-        self,
-        at_s: float,
-        view: StepView,
-        layout: Layout,
-        ahead: Ahead,
-        contract: Contract,
-        waiting_usd_per_s: float,
-        reviewer: Reviewer,
-    ) -> Made:
-        """Plans the step, and tells the reviewer what counts in it."""
-        waits = {place: self._wait(place, layout, view, at_s) for place in layout.generation}
-        options, behind = self.offers.options(view, layout, waits, len(waits))
-        deadline = isinstance(contract, CheapestUnderDeadline)
-        even = np.full(len(waits), 1 / len(waits))
-        sizes = even if self._shares is None else self._shares
-        step = typical(ahead, view, reviewer.level if deadline else 0.5, sizes)
-        asked, margin = contract, self._margin.value
-        for _ in range(2):
-            if isinstance(contract, CheapestUnderDeadline):
-                asked = CheapestUnderDeadline(contract.deadline_s / max(margin, 1.0))
-            found = plan(step, options, asked, waiting_usd_per_s=waiting_usd_per_s)
-            dealt = deal(found, behind, step)
-            board = reviewer.begin(at_s, view, layout, ahead, dealt)
-            margin = board.last_s / found.step_s
-            if (
-                not isinstance(contract, CheapestUnderDeadline)
-                or board.last_s <= contract.deadline_s
-                or not found.feasible
-            ):
+    def plan(self, now: Moment, ahead: Ahead, asked: Asked, reviewer: Reviewer) -> Made:
+        """Plans the step, and says what counts in it."""
+        waits = {place: self._wait(now, place) for place in now.layout.generation}
+        options, behind = self.offers.options(now.view, now.layout, waits, len(waits))
+        contract = asked.contract
+        for confidence, reserve in self._limits.ways(contract):
+            step, wanted = typical(ahead, now.view, confidence), self._sooner(contract, reserve)
+            found = plan(step, options, wanted, waiting_usd_per_s=asked.waiting_usd_per_s)
+            if found.feasible:
                 break
-        self._margin.add(margin)
-        self._shares = np.array([samples.size / view.group.size for samples in dealt.samples[::-1]])
-        limit_s = max(contract.deadline_s, board.last_s) if isinstance(contract, CheapestUnderDeadline) else math.inf
-        reviewer.aim = StepAim(at_s + limit_s, found.time_usd_per_s)
-        return Made(found, dealt)
+        dealt = deal(found, behind, step)
+        later = self._later(now, waits, found, dealt, Problem(step, wanted, asked))
+        late = [place for place in later if now.layout.shared(place) and waits[place][1] > found.step_s]
+        if late:
+            dealt = wait_for(dealt, late, max(waits[place][1] for place in late) + now.view.fleet.load_s)
+        board = reviewer.begin(now, ahead, dealt, confidence)
+        if not late:
+            self._margin.add(board.last_s / found.step_s)
+        limit_s = contract.deadline_s / reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
+        ends_s = now.at_s + limit_s, now.at_s + max(limit_s, board.last_s)
+        aim = StepAim(now.at_s, *ends_s, asked.after_s, found.time_usd_per_s)
+        known = ahead.levels.size == 1
+        self._limits.begin(aim, None if known else (board.grid, board.nobody.sum(axis=0)))
+        return Made(found, dealt, later)
 
-    def _wait(self, place: int, layout: Layout, view: StepView, at_s: float) -> tuple[str, float]:
+    def _sooner(self, contract: Contract, reserve: float) -> Contract:
+        """What to ask of the planner: less time than there is, by the reserve and by what its ends are too early."""
+        if not isinstance(contract, CheapestUnderDeadline):
+            return contract
+        return CheapestUnderDeadline(contract.deadline_s / reserve / max(self._margin.value, 1.0))
+
+    def _later(
+        self, now: Moment, waits: dict[int, tuple[str, float]], found: Plan, dealt: Dealt, problem: Problem
+    ) -> tuple[int, ...]:
+        """Places to start for later steps."""
+        self._steps += 1
+        spare = [place for place, (tier, _) in waits.items() if tier == COLD and place not in dealt.places]
+        steps = problem.asked.steps_left - 1
+        if not spare or steps == 0 or not is_due(self._steps - 1, found):
+            return ()
+        instead = asleep_instead(now.layout, waits, self._starts)
+        richer, behind = self.offers.options(now.view, now.layout, instead, len(waits))
+        other = plan(problem.step, richer, problem.wanted, waiting_usd_per_s=problem.asked.waiting_usd_per_s)
+        chosen = tuple(place for place in deal(other, behind, problem.step).places if place in spare)
+        price = sum(now.layout.rooms[place].usd_per_s * waits[place][1] for place in chosen)
+        return chosen if gain_usd(found, other) * steps > price else ()
+
+    def _wait(self, now: Moment, place: int) -> tuple[str, float]:
         """The tier that a place stands by in, and how long until it is up."""
-        room, there = layout.rooms[place], view.places[place]
+        room, there = now.layout.rooms[place], now.view.places[place]
         if there.state is ReplicaState.STARTING:
-            return STARTING, self._starts.left_s(place, room, at_s)
+            return STARTING, self._starts.left_s(place, room, now.at_s)
         if awake(there):
             return WARM, 0.0
         return there.tier or COLD, self._starts.wait_s(room, there.tier)

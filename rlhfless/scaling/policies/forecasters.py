@@ -20,6 +20,13 @@ from rlhfless.scaling.policy import Ints, StepView
 Floats = NDArray[np.float64]
 
 
+PARTS = 6
+"""Few enough for each to hold some hundreds of samples of a step, many enough to set the longest apart."""
+
+LEARNED = 0.3
+"""Weight of each step in the bias: a memory of about three steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """The unfinished samples of a step, and what each has still to draw."""
@@ -72,27 +79,48 @@ class Forecaster(Protocol):
 
 
 class PredictedLengths:
-    """The run's own LengthPredictor: the one of an earlier attempt's trace, or a new one."""
+    """The run's own LengthPredictor, the one of an earlier attempt's trace or a new one, with its bias taken out.
+
+    The predictor's law is a normal one of log lengths around each prompt's level. Where answers are of two kinds, it
+    says too little of the prompts with the longest ones. So the prompts of each step are put into `PARTS` equal parts
+    by what was expected of them, and each part's real tokens by the expected ones, learned from step to step, scale
+    what is forecast of that part.
+    """
 
     def __init__(self, predictor: LengthPredictor | None = None) -> None:
         self._predictor = predictor
+        self._bias: Floats = np.ones(PARTS)
+        self._part: Ints = np.empty(0, np.int64)
+        """[groups]: of each prompt of the step."""
+        self._expected: Floats = np.empty(0)
+        """[groups]: tokens of all its samples, by the predictor itself."""
 
     def begin(self, view: StepView) -> None:
         if self._predictor is None:
             self._predictor = LengthPredictor(view.fleet.max_tokens)
         self._predictor.drop(view.step)  # a step that failed begins anew
         self._predictor.step_began(view.step, view.prompt_ids, np.bincount(view.group))
+        self._expected = np.bincount(view.group, self._predictor.forecast(view.step).mean_tokens).astype(np.float64)
+        rank = np.argsort(np.argsort(self._expected / np.bincount(view.group), kind="stable"), kind="stable")
+        self._part = rank * PARTS // rank.size
 
     def look(self, view: StepView) -> Ahead:
         assert self._predictor is not None  # begin comes first
         self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
-        forecast = self._predictor.forecast(view.step)
-        return Ahead(np.flatnonzero(~view.finished), QUANTILE_LEVELS, forecast.remaining_tokens)
+        remaining = self._predictor.forecast(view.step).remaining_tokens
+        samples = np.flatnonzero(~view.finished)
+        most = np.maximum(view.fleet.max_tokens - view.tokens[samples], 1.0)
+        scaled = remaining * self._bias[self._part[view.group[samples]]][:, None]
+        return Ahead(samples, QUANTILE_LEVELS, np.clip(scaled, 1.0, most[:, None]))
 
     def end(self, view: StepView) -> None:
         assert self._predictor is not None
         self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
         self._predictor.step_ended(view.step)
+        real = np.bincount(self._part, np.bincount(view.group, view.tokens), minlength=PARTS)
+        expected = np.bincount(self._part, self._expected, minlength=PARTS)
+        there = expected > 0
+        self._bias[there] *= (real[there] / expected[there] / self._bias[there]) ** LEARNED
 
 
 class Clairvoyant:

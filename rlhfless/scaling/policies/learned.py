@@ -16,7 +16,7 @@ from rlhfless.scaling.policies.crew import Layout, awake
 from rlhfless.scaling.policies.forecasters import Floats
 from rlhfless.scaling.policy import Action, Ints, Release, Room, Start, StepView
 
-OBSERVATIONS = 11
+OBSERVATIONS = 8
 """So many are remembered: enough for a median that shrugs off a few, few enough to follow a drift."""
 
 TO_DEVIATION = 1.4826
@@ -40,22 +40,25 @@ class Recent:
     """The median of the last observations, and how far they scatter around it. One that stands out, such as a first
     step with its cold starts, moves neither much."""
 
-    def __init__(self, value: float = 0.0) -> None:
-        """`value` is what it is before anything was seen."""
+    def __init__(self, value: float = 0.0, scatter: float = 0.0) -> None:
+        """`value` and `scatter` are what they are before anything was seen."""
         self.value = value
         self.count = 0
-        self._scatter = 0.0
+        self.scatter = scatter
         self._seen: deque[float] = deque(maxlen=OBSERVATIONS)
 
     def add(self, value: float) -> None:
         self._seen.append(value)
         self.count += 1
         self.value = median(self._seen)
-        self._scatter = TO_DEVIATION * median(abs(seen - self.value) for seen in self._seen)
+        self.scatter = TO_DEVIATION * median(abs(seen - self.value) for seen in self._seen)
 
     def at(self, confidence: float) -> float:
-        """What it stays below with this probability, taken to be normal."""
-        return self.value + NormalDist().inv_cdf(confidence) * self._scatter
+        """What it stays below with this probability: Student's t, for the scatter is known from few (the first two
+        terms of Cornish and Fisher's series for its quantile)."""
+        normal = NormalDist().inv_cdf(confidence)
+        freedom = max(len(self._seen) - 1, 1)
+        return self.value + normal * (1 + (normal**2 + 1) / (4 * freedom)) * self.scatter
 
 
 class Starts:
@@ -173,23 +176,29 @@ class Pace:
         self._at_s = -math.inf
         self._tokens: Ints = np.empty(0, np.int64)
         self._home: Ints = np.empty(0, np.int64)
+        self._iteration_s: Floats = np.zeros(places)
 
     def begin(self) -> None:
         """Another step: nothing was seen of it yet."""
         self._at_s = -math.inf
 
     def look(self, at_s: float, tokens: Ints, home: Ints, iteration_s: Floats) -> None:
-        """`tokens` and `home` [samples] as they stand; `iteration_s` [places] is what an iteration should take,
+        """`tokens` and `home` [samples] as they stand; `iteration_s` [places] is what an iteration should take now,
         not positive where nothing can be said. Samples that were at the same place at the last look tell its pace."""
         passed_s, places = at_s - self._at_s, self.factor.size
         if 0 < passed_s < math.inf:
             same = (home >= 0) & (home == self._home) & (self._tokens > 0)
             drawn = np.bincount(home[same], tokens[same] - self._tokens[same], minlength=places)
             count = np.bincount(home[same], minlength=places)
-            told = (count > 0) & (iteration_s > 0) & (drawn >= LEAST_TOKENS * count)
-            measured = passed_s * count[told] / drawn[told] / iteration_s[told]
+            expected_s = (self._iteration_s + iteration_s) / 2
+            told = (drawn >= LEAST_TOKENS * count) & (count > 0) & (self._iteration_s > 0) & (iteration_s > 0)
+            measured = passed_s * count[told] / drawn[told] / expected_s[told]
             self.factor[told] *= (measured / self.factor[told]) ** (1 - KEPT)
         self._at_s, self._tokens, self._home = at_s, tokens.copy(), home.copy()
+
+    def go_on(self, iteration_s: Floats) -> None:
+        """What an iteration should take [places] from this look on, after all that it led to."""
+        self._iteration_s = iteration_s
 
 
 LEAST_TOKENS = 32

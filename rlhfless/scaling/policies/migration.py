@@ -3,6 +3,9 @@
     dissolve   all samples of an actor go to another one. It saves what the actor would still have cost, and costs
                what the other one takes longer: more sequences in a batch, and the KV of those that came, computed
                again or moved. It is done if it saves more than `LEAST_GAIN` of what it gives up, and ends in time.
+    relieve    of the actor that ends last, the half that is expected to end first goes to another one, that has
+               little left or is started for it. It is done while the actor would end too late, or where the time it
+               saves is worth more than it costs.
 
 All is judged by the outlook: rows of expected sequences and contexts, which add up (`outlook`).
 """
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless.scaling.policies.forecasters import Floats
-from rlhfless.scaling.policies.outlook import Alive, Engines, end_s, work_s
+from rlhfless.scaling.policies.outlook import Alive, Engines, chance, end_s, work_s
 from rlhfless.scaling.policy import Ints
 
 LEAST_GAIN = 0.1
@@ -38,6 +41,26 @@ class Aim:
     """What a second less of the step is worth."""
     confidence: float
     """With which the end of an actor is foreseen."""
+    caution: float
+    """With which one must end in time that takes the samples of another: no less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some samples of an actor, as the outlook counts them."""
+
+    sequences: Floats  # [T]
+    context: Floats  # [T]
+    nobody: Floats  # [T]
+    count: int
+
+    def without(self) -> Part:
+        """As much less."""
+        return Part(-self.sequences, -self.context, -self.nobody, -self.count)
+
+
+NOTHING = Part(np.zeros(1), np.zeros(1), np.zeros(1), 0)
+"""No samples more."""
 
 
 class Board:
@@ -50,6 +73,7 @@ class Board:
         self.grid = state.grid
         self.sequences = state.sequences.copy()
         self.context = state.context_tokens.copy()
+        self.nobody = state.nobody.copy()
         self.ready_s = ready_s.copy()
         self.freed = freed_usd_per_s
         self.count = count.copy()
@@ -60,17 +84,34 @@ class Board:
 
     def judge(self, places: Ints, confidence: float) -> None:
         """Brings `hold_s` and `end_s` of places up to date."""
-        self.hold_s[places], self.end_s[places] = self.trial(places, np.zeros((1, self.grid.size)), (), 0.0, confidence)
+        self.hold_s[places], self.end_s[places] = self.trial(places, NOTHING, 0.0, confidence)
 
-    def trial(
-        self, places: Ints, sequences: Floats, context: Floats | tuple[()], delay_s: float | Floats, confidence: float
-    ) -> tuple[Floats, Floats]:
+    def part(self, place: int) -> Part:
+        """All that an actor has."""
+        sequences, context, nobody = (rows[place].copy() for rows in (self.sequences, self.context, self.nobody))
+        return Part(sequences, context, nobody, int(self.count[place]))
+
+    def add(self, place: int, part: Part) -> None:
+        """Gives an actor more, without judging it."""
+        pairs = (self.sequences, part.sequences), (self.context, part.context), (self.nobody, part.nobody)
+        for rows, more in pairs:
+            rows[place] = np.maximum(rows[place] + more, 0.0)
+        self.count[place] += part.count
+
+    def trial(self, places: Ints, part: Part, delay_s: float | Floats, confidence: float) -> tuple[Floats, Floats]:
         """`hold_s` and `end_s` [rows] of actors with so much more (or less) to do, after a delay."""
-        more = self.sequences[places] + sequences
-        read = self.context[places] + (0.0 if isinstance(context, tuple) else context)
-        spans = self.engines.spans_s(places, (more, read), self.grid)
+        sequences = np.maximum(self.sequences[places] + part.sequences, 0.0)
+        context = np.maximum(self.context[places] + part.context, 0.0)
+        nobody = np.maximum(self.nobody[places] + part.nobody, 0.0)
+        seconds = self.engines.spans_s(places, sequences, context, self.grid)
         before = self.ready_s[places] + delay_s
-        return before + work_s(spans), before + end_s(spans, more, confidence)
+        return before + work_s(seconds, nobody), before + end_s(seconds, nobody, confidence)
+
+    def chance(self, limit_s: float) -> float:
+        """The probability that all have ended by then."""
+        places = np.flatnonzero(self.count)
+        seconds = self.engines.spans_s(places, self.sequences[places], self.context[places], self.grid)
+        return float(chance(seconds, self.nobody[places], limit_s - self.ready_s[places]).prod())
 
     @property
     def last_s(self) -> float:
@@ -79,53 +120,90 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True)
-class Dissolve:
-    """One actor's samples to another."""
+class Transfer:
+    """Samples of one actor to another."""
 
     source: int
     target: int
     saves_usd: float
+    """Time counted as money."""
     end_s: float
-    """Of the target, then."""
+    """Of the later one of the two, then."""
+    part: Part | None = None
+    """What is moved; all of it if None."""
 
 
-def dissolve(board: Board, aim: Aim, able: Ints, recompute_s: Floats) -> Dissolve | None:
-    """The actor whose samples are best moved to another one, or None. The board is left as it is.
+def dissolve(board: Board, aim: Aim, sources: Ints, able: Ints, recompute_s: Floats) -> Transfer | None:
+    """The one of `sources` whose samples are best moved to another actor, or None. The board is left as it is.
 
     `able`: places that serve. `recompute_s` [places]: to compute the KV of a place's samples again elsewhere, or to
     move it.
     """
-    working = np.flatnonzero(board.count > 0)
-    best: Dissolve | None = None
+    working = sources[board.count[sources] > 0]
+    best: Transfer | None = None
     for source in working[np.argsort(board.sequences[working, 0], kind="stable")][:SOURCES].tolist():
         targets = able[(able != source) & (board.count[able] > 0)]
         if not targets.size:
             continue
-        hold_s, end = board.trial(
-            targets, board.sequences[source], board.context[source], recompute_s[source], aim.confidence
-        )
+        part, delay_s = board.part(source), recompute_s[source]
+        # Two actors that each end in time with probability p both do with p^2: so much is asked of one for both.
+        hold_s, end = board.trial(targets, part, delay_s, aim.confidence**2)
+        sure = board.trial(targets, part, delay_s, aim.caution**2)[1] if math.isfinite(aim.limit_s) else end
         given_up = board.freed[source] * board.hold_s[source]
         saves = given_up - board.freed[targets] * (hold_s - board.hold_s[targets])
-        others_s = _last_without(board, source, targets)
-        saves -= aim.time_usd_per_s * (np.maximum(end, others_s) - board.last_s) if aim.time_usd_per_s else 0.0
-        allowed = (end <= max(aim.limit_s, 0.0)) & _fits(board, source, targets) & (saves > LEAST_GAIN * given_up)
+        saves -= aim.time_usd_per_s * (np.maximum(end, _last_without(board, source, targets)) - board.last_s)
+        allowed = (sure <= aim.limit_s) & _fits(board, source, targets) & (saves > LEAST_GAIN * given_up)
         if allowed.any():
             at = int(np.argmax(np.where(allowed, saves, -math.inf)))
             if best is None or saves[at] > best.saves_usd:
-                best = Dissolve(source, int(targets[at]), float(saves[at]), float(end[at]))
+                best = Transfer(source, int(targets[at]), float(saves[at]), float(end[at]))
     return best
 
 
-def carry_out(board: Board, move: Dissolve, recompute_s: float, confidence: float) -> None:
+def relieve(board: Board, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -> Transfer | None:
+    """Where `part` of the actor that ends last is best moved, or None if that does not help. The board stays as it is.
+
+    `wait_s` [targets]: until the samples can go on there, on top of what the board knows.
+    """
+    source = int(np.argmax(board.end_s))
+    targets, wait_s = targets[targets != source], wait_s[targets != source]
+    if not targets.size:
+        return None
+    one = np.array([source])
+    left_hold_s, left_end = board.trial(one, part.without(), 0.0, aim.confidence)
+    hold_s, end = board.trial(targets, part, wait_s, aim.confidence)
+    ends = np.maximum(end, left_end)
+    costs = board.freed[targets] * (hold_s - board.hold_s[targets])
+    costs += board.freed[source] * (left_hold_s - board.hold_s[source])
+    late = board.last_s > aim.limit_s
+    # Too late, every actor counts: where several end last, relieving one of them does not help the step yet.
+    others = 0.0 if late else _last_without(board, source, targets)
+    gained_s = board.last_s - np.maximum(ends, others)
+    saves = aim.time_usd_per_s * gained_s - costs
+    fits = board.count[targets] + part.count <= board.engines.most[targets]
+    allowed = fits & (gained_s > LEAST_GAIN * board.last_s) & (late | (saves > LEAST_GAIN * np.abs(costs)))
+    if not allowed.any():
+        return None
+    # In time if that can be, and then for the least; else as early as can be.
+    short_s = np.maximum(ends - aim.limit_s, 0.0) if late else np.zeros(ends.size)
+    at = int(np.lexsort((-saves, short_s, ~allowed))[0])
+    return Transfer(source, int(targets[at]), float(saves[at]), float(ends[at]), part)
+
+
+def carry_out(board: Board, move: Transfer, recompute_s: float, confidence: float) -> None:
     """Moves the samples on the board."""
-    for rows in (board.sequences, board.context):
-        rows[move.target] += rows[move.source]
-        rows[move.source] = 0.0
-    board.ready_s[move.target] += recompute_s
-    board.count[move.target] += board.count[move.source]
-    board.count[move.source] = 0
-    board.hold_s[move.source] = board.end_s[move.source] = 0.0
-    board.judge(np.array([move.target]), confidence)
+    source, target = move.source, move.target
+    moved = board.part(source) if move.part is None else move.part
+    board.add(target, moved)
+    board.add(source, moved.without())
+    board.ready_s[target] += recompute_s
+    board.hold_s[source] = board.end_s[source] = 0.0
+    board.judge(np.array([target] if move.part is None else [source, target]), confidence)
+
+
+def each(confidence: float, board: Board) -> float:
+    """The confidence to ask of each actor, so that all of them end in time with the one that is given."""
+    return float(confidence ** (1 / max(int(np.count_nonzero(board.count)), 1)))
 
 
 def _last_without(board: Board, source: int, targets: Ints) -> Floats:

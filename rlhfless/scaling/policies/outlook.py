@@ -5,11 +5,12 @@ sums over samples, so the outlook of two actors whose samples are put together i
 judged by adding two rows. From them
 
     an iteration           a(max(S, 1)) + g C / min(S, 1), stretched by the actor's measured pace
-    any sample is alive    1 - exp(-S): the number alive is taken to be Poisson, which it is where it matters, late
-    expected work          sum of iterations x that chance
-    end at a confidence p  after the k iterations with exp(-S(k)) = p
+    nobody is alive        exp(-N), with N(k) the sum of -log(1 - s) over samples alive with a chance of s each; of an
+                           actor with many samples S(k) is taken for it, which it is where it matters, late
+    expected work          sum of iterations x the chance that somebody is alive
+    end at a confidence p  after the k iterations with exp(-N(k)) = p
 
-An iteration of more samples than the engine runs at once is stretched by how many times they are too many.
+Samples that wait for others to end are alive as well, but not in the batch; what they wait is added to their lengths.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhfless.scaling.lengths.forecast import mean_weights
 from rlhfless.scaling.plan import DeviceOption
 from rlhfless.scaling.policies.forecasters import Ahead, Floats
-from rlhfless.scaling.policy import Ints, StepView
+from rlhfless.scaling.policy import Flags, Ints, StepView
 
 GRID_STEP = 1.25
 """Each point of the grid of iterations lies so many times as far ahead as the one before."""
 
-_EDGES = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.9995, 1.0])
+_EDGES = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.9995, 0.9999, 1.0])
 RANKS: Floats = (_EDGES[1:] + _EDGES[:-1]) / 2
 """A sample's distribution as so many lengths, of which the longest are fine: they decide when an actor ends."""
 WEIGHTS: Floats = np.diff(_EDGES)
@@ -42,6 +44,16 @@ def grid_to(most_tokens: float) -> Floats:
     return np.array([*points, max(most_tokens, 12.0)])
 
 
+FEW = 16
+"""Of an actor with so many samples or fewer each one counts for itself in whether anybody is alive."""
+
+SURE = 0.999
+"""More certain than that of being alive is nobody, so that sums stay finite."""
+
+AROUND = 64
+"""So many neighbours in a sorted list are alike."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alive:
     """What is expected to be alive at each place."""
@@ -49,54 +61,102 @@ class Alive:
     grid: Floats  # [T]
     sequences: Floats  # [places, T]
     context_tokens: Floats  # [places, T]
+    nobody: Floats
+    """[places, T]: -log of the probability that all samples there have ended."""
 
 
-def alive(
-    ahead: Ahead, home: Ints, context_tokens: Ints, places: int, grid: Floats, counts: Ints | None = None
-) -> Alive:
-    """Each [rows of ahead]: `home` is the place of a sample, `context_tokens` what it has with its prompt, and `counts`
-    how many alike it stands for."""
-    single = ahead.levels.size == 1
-    left = ahead.remaining_tokens if single else ahead.at(RANKS)
-    weights = np.ones((1, 1)) if single else WEIGHTS[None, :]
-    weights = np.broadcast_to(weights, left.shape) if counts is None else weights * counts[:, None]
-    cells = np.searchsorted(grid, left)
-    np.minimum(cells, grid.size - 1, out=cells)
-    cells += (home * grid.size)[:, None]
-    shape = (places, grid.size)
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The unfinished samples of a step, or kinds of them."""
 
-    def beyond(weight: Floats) -> Floats:
-        """Sums of all that ends after each point."""
-        ends = np.bincount(cells.ravel(), weight.ravel(), minlength=places * grid.size).reshape(shape)
+    ahead: Ahead
+    home: Ints
+    """[rows]: the place of each."""
+    context: Ints
+    """[rows]: what it has drawn, with its prompt."""
+    begun: Flags
+    """[rows]: whether it has drawn anything."""
+    counts: Ints
+    """[rows]: how many alike it stands for."""
+
+    @property
+    def means(self) -> Floats:
+        """[rows]: expected tokens still to draw."""
+        return np.asarray(self.ahead.remaining_tokens @ mean_weights(self.ahead.levels))
+
+
+def rows_at_begin(ahead: Ahead, view: StepView, home: Ints) -> Rows:
+    """A step that begins, with the place of each sample: all samples of a prompt at one place are alike, unless their
+    lengths are known."""
+    pairs = view.group * len(view.places) + home if ahead.levels.size > 1 else np.arange(home.size)
+    _, first, counts = np.unique(pairs, return_index=True, return_counts=True)
+    some = Ahead(first, ahead.levels, ahead.remaining_tokens[first])
+    return Rows(some, home[first], view.prompt_tokens[view.group[first]], np.zeros(first.size, np.bool_), counts)
+
+
+def queue_tokens(rows: Rows, most: Ints) -> Floats:
+    """[rows]: iterations until a sample that waits is admitted; 0 for those that an engine runs at once (`most` by
+    place). They are taken to wait from long to short; a slot is free for the next one when the work of all before it
+    has been done by all slots, but for the halves of what runs."""
+    means = rows.means
+    order = np.lexsort((-means, ~rows.begun, rows.home))
+    home, mean, count = rows.home[order], means[order], rows.counts[order]
+    places, begins = np.unique(home, return_index=True)
+    of = np.searchsorted(places, home)
+    ahead, work = np.cumsum(count) - count, np.cumsum(mean * count) - mean * count
+    ahead, work = ahead - ahead[begins][of], work - work[begins][of]
+    waits = np.maximum(work / most[home] - mean / 2, 0.0) * (ahead + count / 2 > most[home])
+    delay = np.empty(order.size)
+    delay[order] = waits
+    return delay
+
+
+def alive(rows: Rows, places: int, most: Ints, few: Flags | None = None) -> Alive:
+    """What is expected of all places; `most` [places] is how many sequences an engine there runs at once, `few`
+    [places] whether each of its samples counts for itself (see `FEW`)."""
+    delay = queue_tokens(rows, most)
+    single = rows.ahead.levels.size == 1
+    left = (rows.ahead.remaining_tokens if single else rows.ahead.at(RANKS)) + delay[:, None]
+    grid = grid_to(float(left.max()))
+    shares = np.broadcast_to(np.ones(1) if single else WEIGHTS, left.shape)
+    cells = np.minimum(np.searchsorted(grid, left), grid.size - 1)
+    if few is None:
+        few = np.bincount(rows.home, rows.counts, minlength=places) <= FEW
+
+    def beyond(weight: Floats, row: Ints, count: int) -> Floats:
+        """`[count, T]`: sums of all that ends after each point, by row."""
+        flat = (cells[row >= 0] + (row[row >= 0] * grid.size)[:, None]).ravel()
+        ends = np.bincount(flat, weight[row >= 0].ravel(), minlength=count * grid.size).reshape(count, grid.size)
         return np.asarray(ends[:, ::-1].cumsum(axis=1)[:, ::-1] - ends)
 
-    sequences = beyond(weights)
-    return Alive(grid, sequences, beyond(context_tokens[:, None] * weights) + sequences * grid)
+    weights = shares * rows.counts[:, None]
+    sequences = beyond(weights, rows.home, places)
+    context = beyond((rows.context - delay)[:, None] * weights, rows.home, places) + sequences * grid
+    chosen = few[rows.home]
+    chance = np.clip(beyond(shares, np.where(chosen, np.cumsum(chosen) - 1, -1), int(chosen.sum())), 0.0, SURE)
+    nobody = np.where(few[:, None], 0.0, sequences)
+    np.add.at(nobody, rows.home[chosen], -np.log1p(-chance) * rows.counts[chosen][:, None])
+    return Alive(grid, sequences, np.maximum(context, 0.0), nobody)
 
 
-def alive_at_begin(ahead: Ahead, view: StepView, home: Ints, grid: Floats) -> Alive:
-    """The outlook of a step that begins, in which all samples of a prompt at one place are alike."""
-    places = len(view.places)
-    if ahead.levels.size == 1:
-        return alive(ahead, home, view.prompt_tokens[view.group], places, grid)
-    pairs, first, counts = np.unique(view.group * places + home, return_index=True, return_counts=True)
-    some = Ahead(first, ahead.levels, ahead.remaining_tokens[first])
-    return alive(some, pairs % places, view.prompt_tokens[view.group[first]], places, grid, counts)
+def ends_by(ahead: Ahead, samples: Ints, confidence: float) -> Floats:
+    """[rows]: by which length a group is over that ends at a row of a list, so that all groups of the list are with
+    this probability. `samples` [rows] are rows of `ahead`, in the order of the list.
 
-
-def longest(ahead: Ahead, samples: Ints, sizes: Ints, confidence: float) -> Floats:
-    """[rows]: what all samples of a group end by with this probability, if the group ends at a row of a list and takes
-    `sizes` [rows] of its samples from there backwards. `samples` [rows] are rows of `ahead`, in the order of the list.
+    Each sample may take longer with the same small probability, so a group's length depends on what is in it, not on
+    how many; but none is longer than what all samples of the list together are over by.
     """
     left = ahead.at(RANKS)[samples]
     grid = grid_to(float(left.max()))
     cells = np.searchsorted(grid, left) + (np.arange(len(left)) * grid.size)[:, None]
     weights = np.broadcast_to(WEIGHTS, left.shape).ravel()
     ends = np.bincount(cells.ravel(), weights, minlength=len(left) * grid.size).reshape(len(left), grid.size)
-    alive = np.concatenate([np.zeros((1, grid.size)), (ends[:, ::-1].cumsum(axis=1)[:, ::-1] - ends).cumsum(axis=0)])
-    rows = np.arange(1, len(left) + 1)
-    within = alive[rows] - alive[np.maximum(rows - sizes, 0)]
-    return np.maximum.accumulate(_crossing(within, np.broadcast_to(grid, within.shape), -math.log(confidence)))
+    total = np.concatenate([np.zeros((1, grid.size)), (ends[:, ::-1].cumsum(axis=1)[:, ::-1] - ends).cumsum(axis=0)])
+    rows, allowed = np.arange(1, len(left) + 1), -math.log(confidence)
+    first = np.maximum(rows - AROUND, 0)
+    alone = _crossing((total[rows] - total[first]) / (rows - first)[:, None], grid, allowed / len(left))
+    together = _crossing(total[-1:], grid, allowed)
+    return np.asarray(np.minimum(np.maximum.accumulate(alone), together))
 
 
 class Engines:
@@ -112,36 +172,47 @@ class Engines:
         self.kv_tokens = np.array([0 if device is None else device.kv_capacity_tokens for device in devices])
         self._pace = pace
 
-    def spans_s(self, places: Ints, state: tuple[Floats, Floats], grid: Floats) -> tuple[Floats, Floats]:
-        """Seconds [rows, T - 1] between the points of the grid while anybody is alive, and the mean number alive
-        there; `state` holds sequences and context [rows, T] of actors at `places` [rows]."""
-        sequences, context = (np.asarray((column[:, 1:] + column[:, :-1]) / 2) for column in state)
+    def spans_s(self, places: Ints, sequences: Floats, context: Floats, grid: Floats) -> Floats:
+        """Seconds [rows, T - 1] between the points of the grid while anybody is alive; `sequences` and `context`
+        [rows, T] are those of actors at `places` [rows]."""
+        middle = (np.asarray((column[:, 1:] + column[:, :-1]) / 2) for column in (sequences, context))
+        return self.iteration_s(places, *middle) * self._pace[places][:, None] * np.diff(grid)
+
+    def iteration_s(self, places: Ints, sequences: Floats, context: Floats) -> Floats:
+        """Seconds [rows, points] by which everybody alive comes one token on, by the models; at least one is alive."""
         most = self.most[places][:, None]
         batch = np.clip(sequences, 1.0, most)
         iteration_s = np.empty_like(batch)
         for number, device in enumerate(self._kinds):
             rows = self._kind[places] == number
             if rows.any():
-                iteration_s[rows] = device.curve.iteration_s(np.minimum(batch[rows], device.curve.knots[-1]))
-        iteration_s += self._context_s[places][:, None] * context * np.minimum(batch / np.maximum(sequences, 1e-9), 1e3)
-        waves = np.maximum(sequences / most, 1.0)
-        return iteration_s * waves * self._pace[places][:, None] * np.diff(grid), sequences
+                iteration_s[rows] = device.curve.iteration_s(batch[rows])
+        read = context * np.minimum(batch / np.maximum(sequences, 1e-9), 1e3)
+        return np.asarray(iteration_s + self._context_s[places][:, None] * read)
 
 
-def work_s(spans: tuple[Floats, Floats]) -> Floats:
-    """[rows]: expected seconds of work."""
-    seconds, sequences = spans
-    return np.asarray((seconds * -np.expm1(-sequences)).sum(axis=1))
+def work_s(seconds: Floats, nobody: Floats) -> Floats:
+    """[rows]: expected seconds of work; `seconds` [rows, T - 1] between the points, `nobody` [rows, T] at them."""
+    somebody = -np.expm1(-nobody)
+    return np.asarray((seconds * (somebody[:, 1:] + somebody[:, :-1])).sum(axis=1) / 2)
 
 
-def end_s(spans: tuple[Floats, Floats], sequences: Floats, confidence: float) -> Floats:
-    """[rows]: seconds until the last sample has ended, with this probability; `sequences` [rows, T] are those alive."""
-    total = np.concatenate([np.zeros((len(sequences), 1)), spans[0].cumsum(axis=1)], axis=1)
-    return _crossing(sequences, total, -math.log(confidence))
+def end_s(seconds: Floats, nobody: Floats, confidence: float) -> Floats:
+    """[rows]: seconds until the last sample has ended, with this probability."""
+    total = np.concatenate([np.zeros((len(nobody), 1)), seconds.cumsum(axis=1)], axis=1)
+    return _crossing(nobody, total, -math.log(confidence))
+
+
+def chance(seconds: Floats, nobody: Floats, within_s: Floats) -> Floats:
+    """[rows]: the probability that the last sample has ended within so many seconds [rows]."""
+    total = np.concatenate([np.zeros((len(nobody), 1)), seconds.cumsum(axis=1)], axis=1)
+    left = [float(np.interp(limit_s, *row)) for limit_s, *row in zip(within_s, total, nobody, strict=True)]
+    return np.asarray(np.exp(-np.array(left)) * (within_s >= 0))
 
 
 def _crossing(falling: Floats, at: Floats, limit: float) -> Floats:
-    """[rows]: where rows that fall to 0 come below the limit, between the points `at` [rows, T]; 0 if they start so."""
+    """[rows]: where rows that fall to 0 come below the limit, between the points `at`; 0 if they start so."""
+    at = np.broadcast_to(at, falling.shape)
     over = falling > limit
     last = np.where(over[:, 0], over.shape[1] - 1 - over[:, ::-1].argmax(axis=1), 0)
     after = np.minimum(last + 1, over.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Looks at a step again while it runs: forecasts what is left, and dissolves actors where that pays. Pure.
+"""Looks at a step again while it runs: forecasts what is left, dissolves actors and relieves the last one. Pure.
 
 A review is due when a share of the samples that were left at the last one has ended, or when much of the time that was
 foreseen then has passed without that; so a step has a dozen of them, however many samples and beats it has.
@@ -7,21 +7,22 @@ foreseen then has passed without that; so a step has a dozen of them, however ma
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.records import Decision, ReplicaState
+from rlhfless.records import ReplicaState
 from rlhfless.scaling.plan import DeviceOption
-from rlhfless.scaling.policies.crew import Inputs, Layout, load
+from rlhfless.scaling.policies.crew import Moment, load
 from rlhfless.scaling.policies.forecasters import Ahead, Floats, Forecaster
-from rlhfless.scaling.policies.learned import Coverage, Pace, Starts
-from rlhfless.scaling.policies.migration import Aim, Board, Dissolve, carry_out, dissolve
+from rlhfless.scaling.policies.learned import Pace, Starts
+from rlhfless.scaling.policies.limits import Limits
+from rlhfless.scaling.policies.migration import Aim, Board, Transfer, carry_out, dissolve, each, relieve
 from rlhfless.scaling.policies.offers import Offers
-from rlhfless.scaling.policies.outlook import Alive, Engines, alive, alive_at_begin, grid_to
+from rlhfless.scaling.policies.outlook import Engines, Rows, alive, rows_at_begin
 from rlhfless.scaling.policies.resting import Resting
-from rlhfless.scaling.policy import Action, Flags, Ints, Move, Note, StepView
+from rlhfless.scaling.policies.transfers import Recompute, moves, note, part_of, rows_now
+from rlhfless.scaling.policy import Action, Ints
 
 LEFT_SHARE = 0.75
 """A review is due when only this share of the samples that were left at the last one is still left."""
@@ -29,19 +30,12 @@ LEFT_SHARE = 0.75
 PASSED_SHARE = 0.25
 """Or when so much of the time that the last one foresaw has passed."""
 
+UNTESTED_SHARE = 0.1
+"""No actor is dissolved in a run's first step while more than this share of its samples is left: who has ended by then
+are the shortest ones, and nothing says yet how good a forecast made of those is."""
 
 SURE = 0.99
 """Confidence that a move does not delay the step, where nothing may."""
-
-
-@dataclass(slots=True)
-class StepAim:
-    """What counts in a step."""
-
-    limit_s: float = math.inf
-    """When it has to have ended."""
-    time_usd_per_s: float = 0.0
-    """What a second of it is worth; infinite: nothing may delay its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,155 +52,150 @@ class Reviewer:
     """State of one run."""
 
     def __init__(
-        self, forecaster: Forecaster, offers: Offers, resting: Resting, starts: Starts, confidence: float
+        self, forecaster: Forecaster, offers: Offers, resting: Resting, starts: Starts, limits: Limits
     ) -> None:
         self._forecaster = forecaster
         self._offers = offers
         self._resting = resting
         self._starts = starts
-        self._confidence = confidence
-        self.coverage = Coverage()
-        self.aim = StepAim()
-        self.pace = Pace(0)
-        self._foreseen: tuple[Floats, Floats] | None = None
-        """Iterations, and how many samples were expected to be alive after each, when the step began."""
+        self._limits = limits
+        self._pace = Pace(0)
+        self.needed: set[int] = set()
+        """Places that start for later steps, and keep what they have."""
         self._left = 0
         self._next_s = 0.0
-        self._beat_s = 0.0
 
-    def _level_each(self, board: Board) -> float:
-        """The confidence to ask of each actor, so that all of them end in time with the confidence asked for."""
-        level = self.level if math.isfinite(self.aim.limit_s) else 0.5
-        return float(level ** (1 / max(int(np.count_nonzero(board.count)), 1)))
-
-    @property
-    def level(self) -> float:
-        """The confidence to ask of forecasts."""
-        return self.coverage.level(self._confidence)
-
-    def begin(self, at_s: float, view: StepView, layout: Layout, ahead: Ahead, dealt: Dealt) -> Board:
+    def begin(self, now: Moment, ahead: Ahead, dealt: Dealt, confidence: float) -> Board:
         """A step has been planned: the outlook with all samples where the plan has them."""
-        grid = grid_to(float(ahead.remaining_tokens.max()))
-        state = alive_at_begin(ahead, view, dealt.home, grid)
-        ready_s = np.zeros(len(view.places))
+        ready_s = np.zeros(now.places)
         ready_s[list(dealt.places)] = dealt.ready_s
-        count = np.bincount(dealt.home, minlength=len(view.places))
-        board = self._board(at_s, view, layout, state, ready_s, count)
-        self._foreseen = (grid, state.sequences.sum(axis=0)) if ahead.levels.size > 1 else None
-        self._left = view.group.size
-        self._beat_s = view.fleet.beat_s
-        self.pace.begin()
-        self.expect(at_s, float(board.hold_s.max()))
+        count = np.bincount(dealt.home, minlength=now.places)
+        board = self._board(now, rows_at_begin(ahead, now.view, dealt.home), ready_s, count)
+        board.judge(np.flatnonzero(count), each(confidence, board))
+        self._pace.begin()
+        self._look_again(now, board, now.view.group.size)
         return board
-
-    def learn(self, view: StepView) -> None:
-        """Generation has ended: whether its longest response was as likely as forecast. One that was cut off at
-        max_tokens could not have been any longer, and says nothing."""
-        if self._foreseen is not None and not view.truncated.any():
-            grid, sequences = self._foreseen
-            self.coverage.add(math.exp(-float(np.interp(view.tokens.max(), grid, sequences))))
-
-    def expect(self, at_s: float, seconds: float) -> None:
-        """Generation is foreseen to last so much longer."""
-        self._resting.generated_s = at_s + seconds
-        self._next_s = at_s + max(PASSED_SHARE * seconds, self._beat_s)
 
     def hurry(self) -> None:
         """The next beat is to look at all again."""
         self._next_s = -math.inf
 
-    def due(self, at_s: float, left: int) -> bool:
-        return left <= LEFT_SHARE * self._left or at_s >= self._next_s
+    def due(self, now: Moment) -> bool:
+        return now.left <= LEFT_SHARE * self._left or now.at_s >= self._next_s
 
-    def _engines(self, view: StepView, layout: Layout) -> Engines:
-        """All places as the outlook needs them."""
-        if self.pace.factor.size != len(view.places):
-            self.pace = Pace(len(view.places))
-        devices: list[DeviceOption | None] = [None] * len(view.places)
-        for place in layout.generation:
-            devices[place] = self._offers.device(layout.rooms[place])
-        return Engines(devices, self.pace.factor)
+    def review(self, now: Moment) -> list[Action]:
+        """Moves samples where that pays. Actors that are empty then are released by the caller."""
+        view = now.view
+        rows = rows_now(self._forecaster.look(view), view)
+        board = self._board(now, rows, self._ready_s(now), load(view))
+        self._pace.look(now.at_s, view.tokens, view.home, _iteration_s(now, board))
+        self._resting.tokens = now.tokens + float(rows.means.sum())
+        aim, again = self._aim(now, board), Recompute(now, rows)
+        notes: list[Action] = []
+        while (move := self._dissolve(now, board, aim, again)) is not None:
+            carry_out(board, move, float(again.seconds[move.source]), aim.confidence)
+            rows.home[rows.home == move.source] = move.target
+            notes.append(note(now, move, "dissolve", aim))
+        notes += self._relieve(now, board, aim, rows, again)
+        self._pace.go_on(_iteration_s(now, board))
+        self._look_again(now, board, rows.home.size)
+        return [*moves(view, rows, again), *notes]
 
-    def review(self, at_s: float, view: StepView, layout: Layout) -> list[Action]:
-        """Forecasts what is left and dissolves actors. Those that are empty then are released by the caller."""
-        ahead = self._forecaster.look(view)
-        context = view.tokens[ahead.samples] + view.prompt_tokens[view.group[ahead.samples]]
-        grid = grid_to(float(ahead.remaining_tokens.max()))
-        state = alive(ahead, view.home[ahead.samples], context, len(view.places), grid)
-        board = self._board(at_s, view, layout, state, self._ready_s(at_s, view, layout), load(view))
-        aim = self._aim(at_s, view, layout, board)
-        recompute_s, with_kv = self._recompute(view, layout, ahead.samples, context)
-        able = np.array([p for p in layout.generation if view.places[p].state is ReplicaState.SERVING], np.int64)
-        moves: list[Dissolve] = []
-        while able.size and (move := dissolve(board, aim, able, recompute_s)) is not None:
-            carry_out(board, move, float(recompute_s[move.source]), aim.confidence)
-            moves.append(move)
-        self._left = ahead.samples.size
-        self.expect(at_s, float(board.hold_s.max()))
-        return self._actions(at_s, view, moves, with_kv, aim)
+    def _look_again(self, now: Moment, board: Board, left: int) -> None:
+        """Notes when generation is expected to end, and when the next review is due."""
+        seconds = float(board.hold_s.max())
+        self._left = left
+        self._resting.generated_s = now.at_s + seconds
+        self._next_s = now.at_s + max(PASSED_SHARE * seconds, now.view.fleet.beat_s)
 
-    def _board(self, at_s: float, view: StepView, layout: Layout, state: Alive, ready_s: Floats, count: Ints) -> Board:
-        """The actors of the step, judged."""
-        freed = np.zeros(count.size)
+    def _board(self, now: Moment, rows: Rows, ready_s: Floats, count: Ints) -> Board:
+        """The actors of the step, `ready_s` and `count` [places]."""
+        if self._pace.factor.size != now.places:
+            self._pace = Pace(now.places)
+        devices: list[DeviceOption | None] = [None] * now.places
+        freed = np.zeros(now.places)
         rests: dict[tuple[str, bool], float] = {}
-        for place in layout.generation:
-            room = layout.rooms[place]
-            key = room.kind, layout.shared(place)
+        for place in now.layout.generation:
+            room = now.layout.rooms[place]
+            devices[place] = self._offers.device(room)
+            key = room.kind, now.layout.shared(place)
             if key not in rests:
-                rests[key] = self._resting.rest(at_s, view, layout, place).freed_usd_per_s
+                rests[key] = self._resting.rest(now, place).freed_usd_per_s
             freed[place] = rests[key]
-        board = Board(self._engines(view, layout), state, ready_s, freed, count)
-        board.judge(np.flatnonzero(count), self._level_each(board))
-        return board
+        engines = Engines(devices, self._pace.factor)
+        return Board(engines, alive(rows, now.places, engines.most), ready_s, freed, count)
 
-    def _ready_s(self, at_s: float, view: StepView, layout: Layout) -> Floats:
-        """[places]: until each actor of the step can work."""
-        ready_s = np.zeros(len(view.places))
-        for place in layout.generation:
-            if view.places[place].state is not ReplicaState.SERVING:
-                ready_s[place] = self._starts.left_s(place, layout.rooms[place], at_s) + view.fleet.load_s
+    def _ready_s(self, now: Moment) -> Floats:
+        """[places]: until each actor that is there can work."""
+        ready_s = np.zeros(now.places)
+        for place in now.layout.generation:
+            state = now.view.places[place].state
+            if state is not None and state is not ReplicaState.SLEEPING:
+                ready_s[place] = self._wait_s(now, place)
         return ready_s
 
-    def _aim(self, at_s: float, view: StepView, layout: Layout, board: Board) -> Aim:
-        waiting = self._resting.waiting_usd_per_s(view, layout)
-        if math.isinf(self.aim.time_usd_per_s):
-            return Aim(board.last_s, 0.0, SURE)
-        return Aim(self.aim.limit_s - at_s, self.aim.time_usd_per_s + waiting, self._level_each(board))
+    def _wait_s(self, now: Moment, place: int) -> float:
+        """Until an actor at a place can take samples."""
+        room, there = now.layout.rooms[place], now.view.places[place]
+        if there.state is ReplicaState.SERVING:
+            return 0.0
+        if there.state is ReplicaState.STARTING:
+            return self._starts.left_s(place, room, now.at_s) + now.view.fleet.load_s
+        up_s = 0.0 if there.state is ReplicaState.STALE else self._starts.wait_s(room, there.tier)
+        return up_s + now.view.fleet.load_s
 
-    def _recompute(self, view: StepView, layout: Layout, samples: Ints, context: Ints) -> tuple[Floats, Flags]:
-        """[places]: seconds to have the KV of a place's samples elsewhere, and whether it is moved for that."""
-        places = len(view.places)
-        home, begun = view.home[samples], view.tokens[samples] > 0
-        count = np.bincount(home[begun], minlength=places)
-        tokens = np.bincount(home[begun], context[begun], minlength=places)
-        again_s = np.zeros(places)
-        for place in np.flatnonzero(count).tolist():
-            engine = layout.rooms[place].engine
-            assert engine is not None  # samples are at places for generation
-            again_s[place] = engine.model.prefill_s(int(tokens[place] / count[place])) * count[place]
-        moved_s = np.full(places, math.inf)
-        if math.isfinite(view.fleet.kv_token_s):
-            moved_s = tokens / np.maximum(count, 1) * view.fleet.kv_token_s
-        return view.fleet.move_s + np.minimum(again_s, moved_s), moved_s < again_s
+    def _aim(self, now: Moment, board: Board) -> Aim:
+        """What counts now; the board is judged by it."""
+        limits, aim = self._limits, self._limits.aim
+        # The longer the responses turn out, the longer takes what follows them.
+        later_s = self._resting.after_at_s(limits.confidence) - aim.after_s
+        limit_s, confidence = aim.limit_s - later_s - now.at_s, limits.even
+        if math.isfinite(limit_s):
+            # What is not certain any more need not be kept certain; but a deadline is not given up.
+            confidence = min(max(board.chance(limit_s), confidence), limits.level)
+        board.judge(np.flatnonzero(board.count), each(confidence, board))
+        if math.isinf(aim.time_usd_per_s):
+            return Aim(board.last_s, 0.0, SURE, SURE)
+        return Aim(limit_s, aim.time_usd_per_s, each(confidence, board), each(limits.level, board))
 
-    @staticmethod
-    def _actions(at_s: float, view: StepView, moves: Sequence[Dissolve], with_kv: Flags, aim: Aim) -> list[Action]:
-        """The moves on the fleet. Samples that move twice are taken from where they are to where they end up."""
-        actions: list[Action] = []
-        final = {move.source: move.target for move in moves}
-        for move in moves:
-            target = move.target
-            while target in final:
-                target = final[target]
-            samples = view.samples_at(move.source)
-            kv = bool(with_kv[move.source])
-            inputs: Inputs = {
-                "samples": samples.size,
-                "saves_usd": move.saves_usd,
-                "end_s": move.end_s,
-                "limit_s": aim.limit_s if math.isfinite(aim.limit_s) else -1.0,
-                "with_kv": kv,
-            }
-            actions.append(Move(move.source, target, samples, kv))
-            actions.append(Note(Decision(view.step, at_s, "migrate", f"place {move.source} to {target}", inputs)))
-        return actions
+    def _dissolve(self, now: Moment, board: Board, aim: Aim, again: Recompute) -> Transfer | None:
+        if not self._limits.tested and now.left > UNTESTED_SHARE * now.view.finished.size:
+            return None
+        sources = [place for place in now.layout.generation if place not in self.needed]
+        able = [place for place in now.layout.generation if now.view.places[place].state is ReplicaState.SERVING]
+        return dissolve(board, aim, np.array(sources, np.int64), np.array(able, np.int64), again.seconds)
+
+    def _relieve(self, now: Moment, board: Board, aim: Aim, rows: Rows, again: Recompute) -> list[Action]:
+        """Relieves the actor that ends last, as long as that helps."""
+        notes: list[Action] = []
+        if board.last_s <= aim.limit_s and aim.time_usd_per_s <= 0:
+            return notes
+        means, wait_s = rows.means, {place: self._wait_s(now, place) for place in now.layout.generation}
+        for _ in now.layout.generation:
+            source = int(np.argmax(board.end_s))
+            mine = np.flatnonzero(rows.home == source)
+            half = mine[np.argsort(means[mine], kind="stable")][: mine.size // 2]
+            if not half.size:
+                break
+            delay_s = again.seconds[source] * half.size / mine.size
+            # Of actors that have work, the board knows how long they are waited for.
+            waits = {place: delay_s + (0.0 if board.count[place] else wait_s[place]) for place in wait_s}
+            targets = np.array([p for p in waits if board.end_s[p] < board.end_s[source]], np.int64)
+            move = relieve(board, aim, part_of(rows, half, board), targets, np.array([waits[p] for p in targets]))
+            if move is None:
+                break
+            carry_out(board, move, waits[move.target], aim.confidence)
+            rows.home[half] = move.target
+            notes.append(note(now, move, "relieve", aim))
+        return notes
+
+
+def _iteration_s(now: Moment, board: Board) -> Floats:
+    """[places]: what an iteration takes now by the models; 0 where an engine does not decode alone."""
+    steady = [there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.places]
+    places = np.flatnonzero(np.array(steady) & (board.count > 0))
+    iteration_s = np.zeros(now.places)
+    if places.size:
+        column = board.sequences[places, :1], board.context[places, :1]
+        iteration_s[places] = board.engines.iteration_s(places, *column)[:, 0]
+    return iteration_s

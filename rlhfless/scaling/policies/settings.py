@@ -114,5 +114,5 @@ class TailSettings(PolicySettings):
 class CostAwareSettings(PolicySettings):
     """The run's own scaler (docs/policies.md)."""
 
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.99
     """With this probability a deadline is to be kept."""

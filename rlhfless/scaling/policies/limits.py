@@ -1,0 +1,108 @@
+"""Until when a step's generation has to have ended, and how sure of that the scaler is. Pure.
+
+Two things are learned from how its own forecasts turned out. Which confidence to ask of a forecast, so that "ends
+before, with probability p" comes true as often as p (`Coverage`). And how much of the time that is left to keep in
+reserve: of the time that steps were given they took a share, and a deadline is divided by what that share stays below.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from rlhfless.scaling.plan import CheapestUnderDeadline, Contract
+from rlhfless.scaling.policies.forecasters import Floats
+from rlhfless.scaling.policies.learned import Coverage, Recent
+from rlhfless.scaling.policy import StepView
+
+EVEN = 0.5
+"""Confidence of what is as likely as not."""
+
+FIRST_SCATTER = 0.02
+"""Of the time that steps take, as a share of the time they were given, until some were seen."""
+
+TRIES = 3
+"""Confidences that a plan is tried with, if a deadline is tight."""
+
+
+@dataclass(slots=True)
+class StepAim:
+    """What counts in a step."""
+
+    began_s: float = 0.0
+    limit_s: float = math.inf
+    """When its generation is to have ended."""
+    foreseen_s: float = math.inf
+    """When it was foreseen to, if that is later."""
+    after_s: float = 0.0
+    """What the step takes from then on, as it was foreseen."""
+    time_usd_per_s: float = 0.0
+    """What a second of it is worth; infinite: nothing may delay its end."""
+
+
+class Limits:
+    """State of one run."""
+
+    def __init__(self, confidence: float) -> None:
+        """`confidence`: with which deadlines are to be kept."""
+        self._asked = confidence
+        self.confidence = confidence
+        """With which this step's is to be."""
+        self.aim = StepAim()
+        self._coverage = Coverage()
+        self._used = Recent(1.0, FIRST_SCATTER)
+        """What share of the time that steps were given, or seemed to need, they took."""
+        self._alive: tuple[Floats, Floats] | None = None
+        """Iterations, and how many samples were expected to be alive after each, when the step began."""
+        self._steps = 0
+
+    def share(self, steps: int) -> None:
+        """The deadline of the step that begins is its part of one for so many steps together, with itself: 1 if it has
+        its own. What some take longer others make up for, so the scatter of their mean counts, 1 / sqrt(steps)."""
+        normal = NormalDist()
+        self.confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
+
+    @property
+    def tested(self) -> bool:
+        """Whether any step has shown how good forecasts are, or lengths are known."""
+        return self._steps > 0 or self._alive is None
+
+    @property
+    def level(self) -> float:
+        """The confidence to ask of forecasts."""
+        return self._coverage.level(self.confidence)
+
+    @property
+    def even(self) -> float:
+        """The confidence to ask of forecasts for what is to come true as often as not."""
+        return self._coverage.level(EVEN)
+
+    @property
+    def reserve(self) -> float:
+        """By how many times less time a step is to be given than it has; 1 at least."""
+        return max(self._used.at(self.confidence), 1.0)
+
+    def ways(self, contract: Contract) -> list[tuple[float, float]]:
+        """Confidences, and reserves of time, to try in turn: a deadline that cannot be kept with the confidence asked
+        for is kept with the most there is."""
+        if not isinstance(contract, CheapestUnderDeadline):
+            return [(self.even, 1.0)]
+        levels = np.linspace(self.level, self.even, TRIES).tolist()
+        return list(zip(levels, (self.reserve ** np.linspace(1.0, 0.0, TRIES)).tolist(), strict=True))
+
+    def begin(self, aim: StepAim, alive: tuple[Floats, Floats] | None) -> None:
+        """A step has been planned. `alive`: see there; None if lengths are known."""
+        self.aim, self._alive = aim, alive
+
+    def learn(self, at_s: float, view: StepView) -> None:
+        """Generation has ended: how much of its time it took, and whether its longest response was as likely as
+        forecast. One that was cut off at max_tokens could not have been any longer, and says nothing."""
+        self._steps += 1
+        if math.isfinite(self.aim.limit_s) and self._steps > 1:  # the first step knows nothing, and is no measure
+            self._used.add((at_s - self.aim.began_s) / (self.aim.foreseen_s - self.aim.began_s))
+        if self._alive is not None and not view.truncated.any():
+            grid, sequences = self._alive
+            self._coverage.add(math.exp(-float(np.interp(view.tokens.max(), grid, sequences))))

@@ -1,0 +1,67 @@
+"""Actors that are started for later steps, although this one would not pay for their cold start. Pure.
+
+A cold start takes as long as a step, so no step by itself would ever pay for one more actor. What it is worth is what
+a plan would gain if the places that have no replica had one that sleeps, in this step and each one that is left:
+
+    gain per step x steps left > price of the cold starts
+
+The gain is money under a deadline, money and time by the contract's weights, and beyond price where only more actors
+keep the deadline, or where nothing but time counts. It is looked at in the steps 1, 2, 4, 8 ... of a run, and whenever
+a deadline cannot be kept.
+
+Where generation shares its devices, an actor that still starts when generation ends would be in the others' way. So if
+the step is shorter than a cold start, each of the new ones gets one sample: the step lasts until they are up, once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhfless.scaling.plan import Plan
+from rlhfless.scaling.policies.crew import Layout, quickest_tier
+from rlhfless.scaling.policies.learned import Starts
+from rlhfless.scaling.policies.offers import COLD
+from rlhfless.scaling.policies.review import Dealt
+
+FASTER = 0.98
+"""A plan that ends two percent earlier is a faster one."""
+
+
+def asleep_instead(layout: Layout, waits: dict[int, tuple[str, float]], starts: Starts) -> dict[int, tuple[str, float]]:
+    """The standby of all places if those without replica had one asleep, in a tier of the name `COLD` + its own."""
+    found = {}
+    for place, (tier, wait_s) in waits.items():
+        asleep = quickest_tier(layout.rooms[place])
+        if tier == COLD and asleep is not None:
+            found[place] = f"{COLD}, then {asleep}", starts.wait_s(layout.rooms[place], asleep)
+        else:
+            found[place] = tier, wait_s
+    return found
+
+
+def is_due(steps: int, found: Plan) -> bool:
+    """Whether to look at it in this step, with so many steps behind."""
+    return not found.feasible or (steps + 1) & steps == 0
+
+
+def gain_usd(found: Plan, other: Plan) -> float:
+    """What the other plan is worth more, in one step."""
+    faster = other.step_s < found.step_s * FASTER
+    if math.isinf(found.time_usd_per_s) or not found.feasible:
+        return math.inf if faster else 0.0
+    return found.usd - other.usd + found.time_usd_per_s * (found.step_s - other.step_s)
+
+
+def wait_for(dealt: Dealt, places: Sequence[int], ready_s: float) -> Dealt:
+    """Gives each of these places one sample of the largest group, to be up before the step ends."""
+    largest = max(range(len(dealt.places)), key=lambda index: dealt.samples[index].size)
+    places = places[: dealt.samples[largest].size - 1]
+    taken = dealt.samples[largest][dealt.samples[largest].size - len(places) :]
+    kept = dealt.samples[largest][: dealt.samples[largest].size - len(places)]
+    home = dealt.home.copy()
+    home[taken] = places
+    samples = [*dealt.samples[:largest], kept, *dealt.samples[largest + 1 :], *np.split(taken, len(taken))]
+    return Dealt((*dealt.places, *places), (*dealt.ready_s, *(ready_s for _ in places)), tuple(samples), home)

@@ -1,0 +1,72 @@
+"""Samples on their way from one actor to another: what that takes, and the actions for it. Pure."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rlhfless.records import Decision
+from rlhfless.scaling.policies.crew import Inputs, Moment, start
+from rlhfless.scaling.policies.forecasters import Ahead, Floats
+from rlhfless.scaling.policies.migration import Aim, Board, Part, Transfer
+from rlhfless.scaling.policies.outlook import FEW, Rows, alive
+from rlhfless.scaling.policy import Action, Flags, Ints, Move, Note, StepView
+
+
+def rows_now(ahead: Ahead, view: StepView) -> Rows:
+    """The unfinished samples as they stand. Their homes are a copy, to be changed as samples are moved."""
+    samples, one_each = ahead.samples, np.ones(ahead.samples.size, np.int64)
+    context = view.tokens[samples] + view.prompt_tokens[view.group[samples]]
+    return Rows(ahead, view.home[samples].copy(), context, view.tokens[samples] > 0, one_each)
+
+
+def part_of(rows: Rows, chosen: Ints, board: Board) -> Part:
+    """Some of an actor's rows as the outlook counts them, on the board's grid, as if none of them waited."""
+    ahead = Ahead(rows.ahead.samples[chosen], rows.ahead.levels, rows.ahead.remaining_tokens[chosen])
+    some = Rows(ahead, np.zeros(chosen.size, np.int64), rows.context[chosen], rows.begun[chosen], rows.counts[chosen])
+    # Counted as they are on the board, to be taken off it.
+    few = board.count[rows.home[chosen[:1]]] <= FEW
+    found = alive(some, 1, np.array([chosen.size]), few)
+    columns = found.sequences[0], found.context_tokens[0], found.nobody[0]
+    sequences, context, nobody = (np.interp(board.grid, found.grid, row, right=0.0) for row in columns)
+    return Part(sequences, context, nobody, chosen.size)
+
+
+class Recompute:
+    """What it takes to have the KV of a place's samples elsewhere: computed again, or moved, whichever is sooner."""
+
+    def __init__(self, now: Moment, rows: Rows) -> None:
+        home, context = rows.home[rows.begun], rows.context[rows.begun]
+        count = np.bincount(home, minlength=now.places)
+        mean = np.bincount(home, context, minlength=now.places) / np.maximum(count, 1)
+        again_s, moved_s = np.zeros(now.places), np.full(now.places, math.inf)
+        for place in np.flatnonzero(count).tolist():
+            engine = now.layout.rooms[place].engine
+            assert engine is not None  # samples are at places for generation
+            again_s[place] = engine.model.prefill_s(int(mean[place])) * count[place]
+        if math.isfinite(now.view.fleet.kv_token_s):
+            moved_s = mean * now.view.fleet.kv_token_s
+        self.seconds: Floats = now.view.fleet.move_s + np.minimum(again_s, moved_s)
+        """[places]: all samples of a place one after the other, or their KV side by side."""
+        self.with_kv: Flags = moved_s < again_s
+        """[places]: whether it is moved."""
+
+
+def moves(view: StepView, rows: Rows, again: Recompute) -> list[Action]:
+    """From where samples are to where `rows` have them now; whoever takes some and is not there is started."""
+    before = view.home[rows.ahead.samples]
+    pairs = np.unique(np.stack([before, rows.home], axis=1)[before != rows.home], axis=0).tolist()
+    actions = start(view, sorted({target for _, target in pairs}))
+    for source, target in pairs:
+        samples = rows.ahead.samples[(before == source) & (rows.home == target)]
+        actions.append(Move(source, target, samples, bool(again.with_kv[source])))
+    return actions
+
+
+def note(now: Moment, move: Transfer, why: str, aim: Aim) -> Note:
+    """The decision, and what it was made from."""
+    inputs: Inputs = {"why": why, "saves_usd": move.saves_usd, "end_s": move.end_s, "confidence": aim.confidence}
+    if math.isfinite(aim.limit_s):
+        inputs["limit_s"] = aim.limit_s
+    return Note(Decision(now.view.step, now.at_s, "migrate", f"place {move.source} to {move.target}", inputs))

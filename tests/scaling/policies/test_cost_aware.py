@@ -1,0 +1,217 @@
+"""The run's own scaler by hand: plan, dissolve, relieve, rest, start ahead. Lengths are known, so figures are exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from views import ABSENT, ENGINE, MODEL, UP, fleet_of, learner, room, view_of
+
+from rlhfless.scaling.plan import CheapestUnderDeadline, Plan
+from rlhfless.scaling.policies import CostAwareSettings
+from rlhfless.scaling.policies.forecasters import Clairvoyant, PredictedLengths
+from rlhfless.scaling.policies.registry import make_bound
+from rlhfless.scaling.policies.reserve import gain_usd, is_due, wait_for
+from rlhfless.scaling.policies.review import Dealt
+from rlhfless.scaling.policy import (
+    Action,
+    Assign,
+    Beat,
+    Generated,
+    Lost,
+    Move,
+    Note,
+    PlaceView,
+    Policy,
+    Release,
+    Start,
+    StepBegan,
+    StepEnded,
+    StepView,
+)
+from rlhfless.spec import CheapestSpec, WeightedSpec
+from rlhfless.spec.fleet import ContractSpec
+
+FLEET = fleet_of(room(0), room(1), room(2), learner(9))
+LENGTHS = np.array([40, 10, 30, 20, 60, 50])
+ALL_UP = (UP, UP, UP, UP)
+
+
+def knowing(contract: ContractSpec, steps: int = 8) -> Policy:
+    return make_bound(CostAwareSettings(contract=contract, steps=steps), Clairvoyant(lambda step: LENGTHS))
+
+
+def fresh(places: Iterable[PlaceView] = ALL_UP) -> StepView:
+    return view_of(FLEET, list(places), prompts=6, siblings=1)
+
+
+def view(left: dict[int, list[int]], tokens: int, places: Iterable[PlaceView] = ALL_UP) -> StepView:
+    """All samples have drawn so many tokens or ended; those in `left` (place: samples) have not."""
+    home = [-1] * 6
+    for place, samples in left.items():
+        for sample in samples:
+            home[sample] = place
+    done = [place == -1 for place in home]
+    drawn = [int(length) if end else tokens for length, end in zip(LENGTHS, done, strict=True)]
+    return view_of(FLEET, list(places), prompts=6, siblings=1, tokens=drawn, finished=done, home=home)
+
+
+def dealt(actions: Iterable[Action]) -> dict[int, list[int]]:
+    return {a.place: a.samples.tolist() for a in actions if isinstance(a, Assign)}
+
+
+def notes(actions: Iterable[Action], kind: str) -> list[dict[str, object]]:
+    return [dict(a.decision.inputs) for a in actions if isinstance(a, Note) and a.decision.kind == kind]
+
+
+def test_time_alone_spreads_similar_lengths_and_cost_alone_shares_every_iteration() -> None:
+    fast = dealt(knowing(WeightedSpec(time_weight=1.0)).decide(0.0, StepBegan(), fresh()))
+    assert len(fast) == 2  # a third would not end it any sooner
+    assert sorted(itertools.chain(*fast.values())) == [0, 1, 2, 3, 4, 5]
+    assert [4] in fast.values()  # the longest decodes alone: 60 x 10.5 ms and nothing beside it
+    for samples in fast.values():
+        assert LENGTHS[samples].tolist() == sorted(LENGTHS[samples], reverse=True)
+    cheap = list(knowing(WeightedSpec(time_weight=0.0)).decide(0.0, StepBegan(), fresh()))
+    (place,) = dealt(cheap)
+    assert dealt(cheap)[place] == [4, 5, 0, 2, 3, 1]
+    # Who is not needed rests: to sleep 40 s costs a tenth of holding on, and to leave means to start again.
+    assert [a for a in cheap if isinstance(a, Release)] == [Release(p, "host") for p in range(3) if p != place]
+
+
+def test_a_deadline_is_kept_for_the_least_money() -> None:
+    """On one actor, all six take 0.67 s and the load of the weights, 1 s. Of the first step's deadline generation gets
+    half, for nobody knows yet what comes after it."""
+    for deadline_s, actors in ((100.0, 1), (2 * 1.66, 2)):
+        actions = knowing(CheapestSpec(deadline_s=deadline_s)).decide(0.0, StepBegan(), fresh())
+        (made,) = notes(actions, "plan")
+        assert made["feasible"] is True
+        assert made["step_s"] <= deadline_s / 2  # type: ignore[operator]
+        assert len(dealt(actions)) == actors
+    (made,) = notes(knowing(CheapestSpec(deadline_s=0.1)).decide(0.0, StepBegan(), fresh()), "plan")
+    assert made["feasible"] is False
+
+
+def test_samples_of_an_unknown_length_are_all_dealt_out() -> None:
+    policy = make_bound(CostAwareSettings(contract=WeightedSpec(), steps=2), PredictedLengths())
+    actions = list(policy.decide(0.0, StepBegan(), fresh((ABSENT, ABSENT, ABSENT, UP))))
+    given = dealt(actions)
+    assert sorted(itertools.chain(*given.values())) == [0, 1, 2, 3, 4, 5]
+    assert {a.place for a in actions if isinstance(a, Start)} >= set(given)
+
+
+def test_an_actor_with_little_left_is_dissolved_and_rests() -> None:
+    """50 iterations alone cost 0.525 s; beside another sample they cost 0.025 s of its actor's time."""
+    policy = knowing(WeightedSpec(time_weight=0.0))
+    policy.decide(0.0, StepBegan(), fresh())
+    actions = list(policy.decide(10.0, Beat(), view({0: [4], 1: [5]}, tokens=0)))
+    (move,) = (a for a in actions if isinstance(a, Move))
+    assert {move.source, move.target} == {0, 1}
+    assert [a.place for a in actions if isinstance(a, Release)] == [move.source, 2]
+    (why,) = notes(actions, "migrate")
+    assert why["why"] == "dissolve"
+    longer, shorter = 60 * 0.0105, 50 * 0.0105
+    given_up = shorter if move.source == 1 else longer
+    takes_longer = {0: 50 * 0.0005 + 0.01, 1: 60 * 0.011 + 0.01 - shorter}[move.target]
+    assert why["saves_usd"] == pytest.approx(0.001 * (given_up - takes_longer), rel=0.1)
+
+
+def test_all_who_end_too_late_are_relieved_though_one_alone_would_not_help() -> None:
+    """Two sequences take 30 ms an iteration, one takes 20: place 0 ends after 1.6 s and place 1 after 1.3 s, both late.
+    The third takes the shorter sample of each: 1.2 s, 1.0 s, and itself 30 x 30 + 10 x 20 ms."""
+    slow = dataclasses.replace(ENGINE, model=dataclasses.replace(MODEL, sequence_s=0.01))
+    fleet = fleet_of(room(0, engine=slow), room(1, engine=slow), room(2, engine=slow), learner(9))
+    policy = knowing(CheapestSpec(deadline_s=5.0))
+    policy.decide(0.0, StepBegan(), dataclasses.replace(fresh(), fleet=fleet))
+    late = dataclasses.replace(view({0: [4, 0], 1: [5, 2]}, tokens=0), fleet=fleet)
+    actions = policy.decide(10.0, Beat(), late)
+    moved = {(a.source, a.target): a.samples.tolist() for a in actions if isinstance(a, Move)}
+    assert moved == {(0, 2): [0], (1, 2): [2]}
+    assert [why["why"] for why in notes(actions, "migrate")] == ["relieve", "relieve"]
+
+
+def test_in_a_first_step_nobody_is_dissolved_before_its_tail() -> None:
+    """Who has ended by then are the shortest ones, of which forecasts are too short."""
+    moves = []
+    for steps in (1, 2):
+        policy = make_bound(CostAwareSettings(contract=WeightedSpec(time_weight=0.0), steps=8), PredictedLengths())
+        for step in range(1, steps):
+            policy.decide(0.0, StepBegan(), dataclasses.replace(fresh(), step=step))
+            policy.decide(1.0, Generated(), dataclasses.replace(view({}, 0), step=step))
+            policy.decide(2.0, StepEnded(0.0, 41.0), dataclasses.replace(view({}, 0), step=step))
+        policy.decide(41.0, StepBegan(), dataclasses.replace(fresh(), step=steps))
+        now = dataclasses.replace(view({0: [4], 1: [5]}, tokens=30), step=steps)
+        moves.append([a for a in policy.decide(51.0, Beat(), now) if isinstance(a, Move)])
+    assert moves[0] == []
+    assert len(moves[1]) == 1
+
+
+def test_nothing_moves_where_only_time_counts_and_nobody_would_end_sooner() -> None:
+    policy = knowing(WeightedSpec(time_weight=1.0))
+    policy.decide(0.0, StepBegan(), fresh())
+    actions = policy.decide(10.0, Beat(), view({0: [4], 1: [5]}, tokens=0))
+    assert not [a for a in actions if isinstance(a, Move)]
+
+
+def test_lost_samples_go_to_who_is_awake_or_wait_for_the_same_place() -> None:
+    policy = knowing(WeightedSpec())
+    policy.decide(0.0, StepBegan(), fresh())
+    lost = Lost(0, np.array([4, 5]))
+    there = policy.decide(1.0, lost, view({1: [0, 1]}, tokens=5, places=(ABSENT, UP, UP, UP)))
+    assert dealt(there) == {2: [4, 5]}
+    nobody = policy.decide(1.0, lost, view({}, tokens=5, places=(ABSENT, ABSENT, ABSENT, UP)))
+    assert [a for a in nobody if isinstance(a, Start)] == [Start(0)]
+    assert dealt(nobody) == {0: [4, 5]}
+
+
+def test_all_rest_after_generation_and_wake_ahead_of_the_next_step() -> None:
+    policy = knowing(WeightedSpec(time_weight=1.0))
+    for begin_s in (0.0, 60.0):
+        crew = dealt(policy.decide(begin_s, StepBegan(), fresh()))
+        actions = list(policy.decide(begin_s + 20, Generated(), view({}, 0)))
+        policy.decide(begin_s + 60, StepEnded(begin_s, begin_s + 60), view({}, 0))
+    assert [a for a in actions if isinstance(a, Release)] == [Release(place, "host") for place in range(3)]
+    # The learner took 40 s after generation in the step before, and waking takes 2 s.
+    assert {a.place: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(crew, 60 + 20 + 40 - 2)
+
+
+def test_starts_for_later_steps_are_looked_at_in_steps_1_2_4_8() -> None:
+    assert [steps + 1 for steps in range(9) if is_due(steps, plan_of(1.0))] == [1, 2, 4, 8]
+    assert is_due(2, plan_of(1.0, feasible=False))
+
+
+def test_what_one_more_actor_is_worth_in_a_step() -> None:
+    """Two dollars less, and three seconds at half a dollar; beyond price where only time counts, and it is shorter."""
+    assert gain_usd(plan_of(10.0, usd=5.0, time_usd_per_s=0.5), plan_of(7.0, usd=3.0)) == pytest.approx(3.5)
+    assert gain_usd(plan_of(10.0, time_usd_per_s=np.inf), plan_of(7.0)) == np.inf
+    assert gain_usd(plan_of(10.0, time_usd_per_s=np.inf), plan_of(9.9)) == 0.0
+    assert gain_usd(plan_of(10.0, feasible=False), plan_of(7.0)) == np.inf
+
+
+def test_who_starts_for_later_steps_keeps_the_step_until_it_is_up() -> None:
+    before = Dealt((0, 1), (1.0, 1.0), (np.array([4, 5, 0]), np.array([1])), np.array([0, 1, -1, -1, 0, 0]))
+    after = wait_for(before, [2, 3, 4], 40.0)  # one sample stays, so only two can wait
+    assert after.places == (0, 1, 2, 3)
+    assert after.ready_s == (1.0, 1.0, 40.0, 40.0)
+    assert [samples.tolist() for samples in after.samples] == [[4], [1], [5], [0]]
+    assert after.home.tolist() == [3, 1, -1, -1, 0, 2]
+
+
+def plan_of(step_s: float, usd: float = 1.0, time_usd_per_s: float = 0.0, *, feasible: bool = True) -> Plan:
+    """A plan of which only these figures count."""
+    contract = CheapestUnderDeadline(10.0)
+    return Plan(
+        contract=contract,
+        feasible=feasible,
+        nearest=contract,
+        actors=(),
+        wake={},
+        release={},
+        step_s=step_s,
+        usd=usd,
+        split_prompts=0,
+        reason="",
+        time_usd_per_s=time_usd_per_s,
+    )

@@ -1,0 +1,94 @@
+"""RLHFuse's migration of the tail: once a step, to the fewest actors that decode it about as fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from views import ABSENT, ENGINE, UP, fleet_of, learner, room, view_of
+
+from rlhfless.scaling.policies import make_policy
+from rlhfless.scaling.policy import (
+    Assign,
+    Beat,
+    Generated,
+    Idle,
+    Lost,
+    Move,
+    Note,
+    PlaceView,
+    Policy,
+    Release,
+    Start,
+    StepBegan,
+    StepView,
+)
+
+ALONE = fleet_of(room(0), room(1), room(2), learner(9))
+SHARED = fleet_of(room(0), room(1), room(2), learner(1, 2))
+
+
+def view(left: dict[int, list[int]], places: tuple[PlaceView, ...] = (UP,) * 4, fleet: object = ALONE) -> StepView:
+    """Ten prompts of one sample each, of which those in `left` (place: samples) have not ended."""
+    home = [-1] * 10
+    for place, samples in left.items():
+        for sample in samples:
+            home[sample] = place
+    done = [place == -1 for place in home]
+    return view_of(fleet, places, prompts=10, siblings=1, tokens=[5] * 10, finished=done, home=home)  # type: ignore[arg-type]
+
+
+def begun(fleet: object = ALONE) -> Policy:
+    policy = make_policy("rlhfuse_tail")
+    fresh = view_of(fleet, [ABSENT, ABSENT, ABSENT, UP], prompts=10, siblings=1)  # type: ignore[arg-type]
+    actions = policy.decide(0.0, StepBegan(), fresh)
+    assert [a.place for a in actions if isinstance(a, Start)] == [0, 1, 2]
+    assert [a.samples.tolist() for a in actions if isinstance(a, Assign)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
+    return policy
+
+
+def test_the_tail_goes_to_whoever_has_most_of_it_once() -> None:
+    policy = begun()
+    assert list(policy.decide(1.0, Beat(), view({0: [1], 1: [3], 2: [9]}))) == []  # 3 of 10: no tail yet
+    actions = list(policy.decide(2.0, Beat(), view({0: [1], 2: [9]})))
+    moved = [a for a in actions if isinstance(a, Move)]
+    assert [(a.source, a.target, a.samples.tolist(), a.with_kv) for a in moved] == [(2, 0, [9], False)]
+    assert [a.decision.choice for a in actions if isinstance(a, Note)] == ["1 actors keep the tail"]
+    assert list(policy.decide(3.0, Beat(), view({0: [1, 9]}))) == []
+
+
+def test_kv_travels_where_a_connector_carries_it() -> None:
+    fleet = dataclasses.replace(ALONE, kv_token_s=1e-6)
+    actions = begun(fleet).decide(2.0, Beat(), view({0: [1], 2: [9]}, fleet=fleet))
+    assert [a.with_kv for a in actions if isinstance(a, Move)] == [True]
+    assert math.isinf(ALONE.kv_token_s)
+
+
+@pytest.mark.parametrize(("kv_tokens", "moves"), [(219, 0), (220, 1)])
+def test_a_tail_that_would_not_fit_into_one_memory_stays_with_two(kv_tokens: int, moves: int) -> None:
+    """Two samples of prompts of 10 tokens may grow to 100 each: 220 tokens."""
+    engine = dataclasses.replace(ENGINE, kv_capacity_tokens=kv_tokens)
+    fleet = fleet_of(*(room(i, engine=engine) for i in range(3)), learner(9))
+    actions = begun(fleet).decide(2.0, Beat(), view({0: [1], 2: [9]}, fleet=fleet))
+    assert len([a for a in actions if isinstance(a, Move)]) == moves
+
+
+def test_only_devices_that_others_want_are_given_up() -> None:
+    """Scoring, reference and learner begin on them; a static fleet keeps the rest."""
+    actions = begun(SHARED).decide(2.0, Beat(), view({0: [1], 2: [9]}, fleet=SHARED))
+    assert [a for a in actions if isinstance(a, Release)] == [Release(1, "host"), Release(2, "host")]
+    policy = begun()
+    assert not [a for a in policy.decide(2.0, Beat(), view({0: [1], 2: [9]})) if isinstance(a, Release)]
+    assert list(policy.decide(3.0, Generated(), view({}))) == []
+    assert list(policy.decide(4.0, Idle(3), view({}))) == []
+    assert list(begun(SHARED).decide(4.0, Idle(3), view({}, fleet=SHARED))) == [Release(3, "host")]
+
+
+def test_what_was_lost_goes_to_those_with_least_while_its_place_starts_again() -> None:
+    policy = begun()
+    states = (ABSENT, UP, UP, UP)
+    lost = view({1: [3, 4, 5], 2: [9]}, states)
+    actions = list(policy.decide(1.0, Lost(0, lost.group[:2]), lost))
+    assert actions[0] == Start(0)
+    assert [(a.place, a.samples.tolist()) for a in actions if isinstance(a, Assign)] == [(2, [0, 1])]
