@@ -20,7 +20,7 @@ from test_engine import batch_of
 from rlhfless.records import Holding, ReplicaState
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.engine_model import decode_s
-from rlhfless.scaling.policies import POLICIES, CostAwareSettings, make_policy
+from rlhfless.scaling.policies import CostAwareSettings, make_policy
 from rlhfless.scaling.policies.forecasters import Clairvoyant, DistributionOracle
 from rlhfless.scaling.policies.registry import make_bound
 from rlhfless.scaling.policy import Policy
@@ -119,11 +119,10 @@ CONTRACTS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("name", POLICIES)
 @given(run=runs(), contract=CONTRACTS)
-@settings(max_examples=10, deadline=None)
-def test_so_it_is_with_every_policy_under_any_contract(name: str, run: Run, contract: ContractSpec) -> None:
-    check_books(run, make_policy(name, POLICIES[name].settings(contract=contract, steps=len(run.batches))))
+@settings(max_examples=20, deadline=None)
+def test_so_it_is_with_the_runs_own_scaler_under_any_contract(run: Run, contract: ContractSpec) -> None:
+    check_books(run, make_policy("cost_aware", CostAwareSettings(contract=contract, steps=len(run.batches))))
 
 
 @given(run=runs(), contract=CONTRACTS)

@@ -152,7 +152,9 @@ class CostAware:
         self._reviewer.needed.discard(place)
         self._reviewer.hurry()
         alive = [other for other in now.layout.generation if other != place and awake(now.view.places[other])]
-        again: list[Action] = [] if alive or not samples.size else [Start(place)]
+        again: list[Action] = []
+        if samples.size and not alive:
+            again = [*make_way(now.view, now.layout, [place]), Start(place)]
         return [*again, *(dealt_to_least(samples, alive or [place], load(now.view)) if samples.size else ())]
 
 

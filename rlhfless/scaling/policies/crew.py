@@ -129,6 +129,11 @@ def rest(view: StepView, place: int) -> Release:
     return Release(place, None if starting else quickest_tier(view.fleet.rooms[place]))
 
 
+def retire(view: StepView, place: int) -> list[Action]:
+    """A function beside generation is through. Somebody may have sent it to sleep already, who wanted its devices."""
+    return [rest(view, place)] if awake(view.places[place]) else []
+
+
 def quickest_tier(room: Room) -> str | None:
     """The tier that wakes soonest; None for a room without tiers."""
     return min(room.wake_s, key=lambda tier: (room.wake_s[tier], tier), default=None)
@@ -175,7 +180,7 @@ def slots(room: Room) -> int:
 def rescue(view: StepView, layout: Layout, place: int, samples: Ints) -> list[Action]:
     """After a loss: the place gets a new actor, and its samples go to those that are awake, to itself if none is."""
     alive = [other for other in layout.generation if other != place and awake(view.places[other])]
-    again = start(view, [place])
+    again = [*make_way(view, layout, [place]), *start(view, [place])]
     if not samples.size:
         return again
     return [*again, *dealt_to_least(samples, alive or [place], load(view))]

@@ -95,7 +95,8 @@ class Published:
                 return [*(_leave(view, layout, place) for place in left), *self._prewarm(layout, shared=False)]
             case Idle(place):
                 learner = layout.rooms[place].function is FunctionName.LEARNER
-                return [_leave(view, layout, place), *(self._prewarm(layout, shared=True) if learner else ())]
+                gone = [_leave(view, layout, place)] if awake(view.places[place]) else []
+                return [*gone, *(self._prewarm(layout, shared=True) if learner else ())]
             case StepEnded(start_s, end_s):
                 self._shortest_s = min(self._shortest_s, end_s - start_s)
         return []

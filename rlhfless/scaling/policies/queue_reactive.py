@@ -23,6 +23,7 @@ from rlhfless.scaling.policies.crew import (
     make_way,
     rescue,
     rest,
+    retire,
     slots,
     start,
 )
@@ -66,7 +67,7 @@ class QueueReactive:
                 held = [place for place in layout.generation if layout.shared(place) and awake(view.places[place])]
                 return [rest(view, place) for place in held]
             case Idle(place) if layout.shared(place):
-                return [rest(view, place)]
+                return retire(view, place)
             case Beat() | StepEnded() | Idle():
                 return self._scale(at_s, view, layout, int((~view.finished).sum()))
         return []
@@ -94,7 +95,7 @@ class QueueReactive:
                 actions.append(Note(Decision(view.step, at_s, "scale", f"{wanted} replicas", inputs)))
                 self._replicas = wanted
         if ongoing:
-            actions += start(view, self._crew(layout))
+            actions += [*make_way(view, layout, self._crew(layout)), *start(view, self._crew(layout))]
         too_many, loads = layout.generation[self._replicas :], load(view)
         return actions + [Release(p) for p in too_many if awake(view.places[p]) and loads[p] == 0]
 

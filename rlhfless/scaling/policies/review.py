@@ -99,7 +99,7 @@ class Reviewer:
         notes += self._relieve(now, board, aim, rows, again)
         self._pace.go_on(_iteration_s(now, board))
         self._look_again(now, board, rows.home.size)
-        return [*moves(view, rows, again), *notes]
+        return [*moves(now, rows, again), *notes]
 
     def _look_again(self, now: Moment, board: Board, left: int) -> None:
         """Notes when generation is expected to end, and when the next review is due."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfless.scaling.policies.crew import LayoutCache, awake, groups_dealt, make_way, rescue, rest, start
+from rlhfless.scaling.policies.crew import LayoutCache, awake, groups_dealt, make_way, rescue, rest, retire, start
 from rlhfless.scaling.policies.settings import StaticSettings
 from rlhfless.scaling.policy import Action, Event, Generated, Idle, Lost, StepBegan, StepView
 
@@ -32,5 +32,5 @@ class Static:
             case Generated():
                 return [rest(view, place) for place in crew if layout.shared(place) and awake(view.places[place])]
             case Idle(place) if layout.shared(place):
-                return [rest(view, place)]
+                return retire(view, place)
         return []

@@ -26,6 +26,7 @@ from rlhfless.scaling.policies.crew import (
     make_way,
     rescue,
     rest,
+    retire,
     shares_to_least,
     start,
 )
@@ -75,7 +76,7 @@ class TailMigration:
             case Generated():
                 return [rest(view, place) for place in crew if layout.shared(place) and awake(view.places[place])]
             case Idle(place) if layout.shared(place):
-                return [rest(view, place)]
+                return retire(view, place)
         return []
 
     def _gather(self, at_s: float, view: StepView, layout: Layout) -> list[Action]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from rlhfless.records import Decision
-from rlhfless.scaling.policies.crew import Inputs, Moment, start
+from rlhfless.scaling.policies.crew import Inputs, Moment, asleep_or_absent, make_way, start
 from rlhfless.scaling.policies.forecasters import Ahead, Floats
 from rlhfless.scaling.policies.migration import Aim, Board, Part, Transfer
 from rlhfless.scaling.policies.outlook import FEW, Rows, alive
@@ -53,11 +53,13 @@ class Recompute:
         """[places]: whether it is moved."""
 
 
-def moves(view: StepView, rows: Rows, again: Recompute) -> list[Action]:
+def moves(now: Moment, rows: Rows, again: Recompute) -> list[Action]:
     """From where samples are to where `rows` have them now; whoever takes some and is not there is started."""
-    before = view.home[rows.ahead.samples]
+    view, before = now.view, now.view.home[rows.ahead.samples]
     pairs = np.unique(np.stack([before, rows.home], axis=1)[before != rows.home], axis=0).tolist()
-    actions = start(view, sorted({target for _, target in pairs}))
+    takers = sorted({target for _, target in pairs})
+    absent = [place for place in takers if asleep_or_absent(view.places[place])]
+    actions = [*make_way(view, now.layout, absent), *start(view, absent)]
     for source, target in pairs:
         samples = rows.ahead.samples[(before == source) & (rows.home == target)]
         actions.append(Move(source, target, samples, bool(again.with_kv[source])))

@@ -50,7 +50,10 @@ def test_whoever_shares_devices_sleeps_when_it_is_done() -> None:
     policy = make_policy("static_colocated")
     view = view_of(COLOCATED, [UP, UP, ASLEEP], prompts=2, siblings=1)
     assert policy.decide(9.0, Generated(), view) == [Release(0, "host"), Release(1, "host")]
-    assert policy.decide(9.0, Idle(2), view) == [Release(2, "host")]
+    assert policy.decide(9.0, Idle(2), view) == []  # somebody wanted its devices, and sent it to sleep
+    assert policy.decide(9.0, Idle(2), view_of(COLOCATED, [ASLEEP, ASLEEP, UP], prompts=2, siblings=1)) == [
+        Release(2, "host")
+    ]
     begun = policy.decide(10.0, StepBegan(), view_of(COLOCATED, [ASLEEP, ASLEEP, UP], prompts=2, siblings=1))
     assert begun[:3] == [Release(2, "host"), Start(0), Start(1)]
     apart = view_of(APART, [UP, UP, UP], prompts=2, siblings=1)
