@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray._private import worker
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
@@ -43,7 +44,12 @@ _FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY, ApplicationSta
 
 
 _deploying = threading.Lock()
-"""Serve pickles one deployment at a time: meanwhile it alters what cloudpickle does with Serve's own modules."""
+"""Serve describes and pickles one deployment at a time."""
+
+_router_pickling = threading.Lock()
+"""While a RequestRouterConfig is made, Serve has cloudpickle treat its own module otherwise, for the whole process.
+Each deployment makes one, and so does each handle's own thread when its replica's configuration comes or changes: two
+at once fail with `not registered for pickle by value`."""
 
 
 class FleetError(RuntimeError):
@@ -86,6 +92,7 @@ class Cluster:
             ray.init(address="local", include_dashboard=False, resources=local, **quiet)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         _errors_to_log()
+        _make_router_configs_one_at_a_time()
         # No replica is reached by HTTP, so no proxy is started.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         return cls()
@@ -186,6 +193,20 @@ def _deploy(function: type, arguments: Sequence[Any], options: dict[str, Any]) -
         app = deployment.options(**options).bind(*arguments)
         target = serve.RunTarget(target=app, name=options["name"], route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
+
+
+def _make_router_configs_one_at_a_time() -> None:
+    """See `_router_pickling`; there is no lock in Serve (ray/serve/config.py)."""
+    pickles = RequestRouterConfig._serialize_request_router_cls
+    if getattr(pickles, "one_at_a_time", False):
+        return
+
+    def locked(config: RequestRouterConfig) -> None:
+        with _router_pickling:
+            pickles(config)
+
+    locked.one_at_a_time = True  # type: ignore[attr-defined]
+    RequestRouterConfig._serialize_request_router_cls = locked  # type: ignore[method-assign, assignment]
 
 
 def _errors_to_log() -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import ray
 from ray import cloudpickle, serve
 from ray._private import worker
 from ray.serve._private import request_router
+from ray.serve.config import RequestRouterConfig
 
-from rlhfless.fleet.cluster import Cluster, _errors_to_log
+from rlhfless.fleet.cluster import Cluster, _errors_to_log, _make_router_configs_one_at_a_time
 
 
 class Function:
@@ -36,6 +39,20 @@ async def test_many_replicas_are_deployed_at_once(monkeypatch: pytest.MonkeyPatc
     handles: list[Any] = await asyncio.gather(*(cluster.deploy(name, Function, (), None, stop_s=1) for name in names))
     assert handles == names
     assert sorted(deployed) == sorted(names)
+
+
+def test_handles_make_their_configurations_while_replicas_are_deployed() -> None:
+    """Each handle has a thread of its own for it. Without the lock a few of these fail."""
+    _make_router_configs_one_at_a_time()
+    _make_router_configs_one_at_a_time()  # a second cluster in the same process
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            made = list(threads.map(lambda _: RequestRouterConfig(), range(64)))
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert len({config.get_serialized_request_router_cls() for config in made}) == 1
 
 
 def test_a_worker_that_dies_is_not_printed_over_the_run(
