@@ -17,7 +17,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfless.scaling.plan import CheapestUnderDeadline, Contract, FastestUnderBudget, contract_for_step
-from rlhfless.scaling.policies.crew import LayoutCache, Moment, awake, dealt_to_least, load, make_way, start
+from rlhfless.scaling.policies.crew import (
+    LayoutCache,
+    Moment,
+    awake,
+    awake_beside,
+    dealt_to_least,
+    load,
+    make_way,
+    start,
+)
 from rlhfless.scaling.policies.dispatch import Asked, StepPlanner
 from rlhfless.scaling.policies.forecasters import Forecaster
 from rlhfless.scaling.policies.learned import Meter, Starts
@@ -151,7 +160,7 @@ class CostAware:
         self._starts.forget(place)
         self._reviewer.needed.discard(place)
         self._reviewer.hurry()
-        alive = [other for other in now.layout.generation if other != place and awake(now.view.places[other])]
+        alive = awake_beside(now.view, now.layout, place)
         again: list[Action] = []
         if samples.size and not alive:
             again = [*make_way(now.view, now.layout, [place]), Start(place)]

@@ -177,9 +177,14 @@ def slots(room: Room) -> int:
     return room.engine.max_sequences if room.engine is not None else 0
 
 
+def awake_beside(view: StepView, layout: Layout, place: int) -> list[int]:
+    """Places of the other generation actors that hold their devices."""
+    return [other for other in layout.generation if other != place and awake(view.places[other])]
+
+
 def rescue(view: StepView, layout: Layout, place: int, samples: Ints) -> list[Action]:
     """After a loss: the place gets a new actor, and its samples go to those that are awake, to itself if none is."""
-    alive = [other for other in layout.generation if other != place and awake(view.places[other])]
+    alive = awake_beside(view, layout, place)
     again = [*make_way(view, layout, [place]), *start(view, [place])]
     if not samples.size:
         return again

@@ -77,9 +77,7 @@ class Resting:
     def generated(self, now: Moment, crew: Iterable[int]) -> list[Action]:
         """All actors rest; those of the last plan are up again when the next step begins."""
         self._generated_s[now.view.step] = self.generated_s = now.at_s
-        self.tokens = self._tokens[now.view.step] = float(
-            now.view.tokens.sum() + now.view.prompt_tokens[now.view.group].sum()
-        )
+        self.tokens = self._tokens[now.view.step] = now.tokens
         self._generation_s.add(now.at_s - self._began_s[now.view.step])
         actions: list[Action] = []
         tiers = {place: now.view.places[place].tier for place in now.layout.generation}

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from views import ABSENT, ENGINE, MODEL, UP, fleet_of, learner, room, view_of
+from views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, room, view_of
 
 from rlhfless.scaling.plan import CheapestUnderDeadline, Plan
 from rlhfless.scaling.policies import CostAwareSettings
@@ -50,10 +50,7 @@ def fresh(places: Iterable[PlaceView] = ALL_UP) -> StepView:
 
 def view(left: dict[int, list[int]], tokens: int, places: Iterable[PlaceView] = ALL_UP) -> StepView:
     """All samples have drawn so many tokens or ended; those in `left` (place: samples) have not."""
-    home = [-1] * 6
-    for place, samples in left.items():
-        for sample in samples:
-            home[sample] = place
+    home = homes(left, 6)
     done = [place == -1 for place in home]
     drawn = [int(length) if end else tokens for length, end in zip(LENGTHS, done, strict=True)]
     return view_of(FLEET, list(places), prompts=6, siblings=1, tokens=drawn, finished=done, home=home)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from views import ABSENT, ASLEEP, UP, fleet_of, learner, room, view_of
+from views import ABSENT, ASLEEP, UP, fleet_of, homes, learner, room, view_of
 
 from rlhfless.scaling.policies import PublishedSettings, make_policy
 from rlhfless.scaling.policy import (
@@ -43,10 +43,7 @@ def begun(time_weight: float) -> tuple[Policy, list[Action]]:
 
 
 def view(left: dict[int, list[int]], states: object = (UP, UP, UP, UP)) -> StepView:
-    home = [-1] * 6
-    for place, samples in left.items():
-        for sample in samples:
-            home[sample] = place
+    home = homes(left, 6)
     done = [place == -1 for place in home]
     return view_of(FLEET, states, prompts=6, siblings=1, tokens=[5] * 6, finished=done, home=home)  # type: ignore[arg-type]
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from views import ABSENT, ENGINE, UP, fleet_of, learner, room, view_of
+from views import ABSENT, ENGINE, UP, fleet_of, homes, learner, room, view_of
 
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import (
@@ -31,10 +31,7 @@ SHARED = fleet_of(room(0), room(1), room(2), learner(1, 2))
 
 def view(left: dict[int, list[int]], places: tuple[PlaceView, ...] = (UP,) * 4, fleet: object = ALONE) -> StepView:
     """Ten prompts of one sample each, of which those in `left` (place: samples) have not ended."""
-    home = [-1] * 10
-    for place, samples in left.items():
-        for sample in samples:
-            home[sample] = place
+    home = homes(left, 10)
     done = [place == -1 for place in home]
     return view_of(fleet, places, prompts=10, siblings=1, tokens=[5] * 10, finished=done, home=home)  # type: ignore[arg-type]
 

@@ -71,3 +71,12 @@ def view_of(
         np.zeros(samples, bool),
         np.array(home if home is not None else [NOBODY] * samples),
     )
+
+
+def homes(left: dict[int, list[int]], samples: int) -> list[int]:
+    """`[samples]`: the place of each one in `left` (place: samples), and nobody's for those that have ended."""
+    home = [NOBODY] * samples
+    for place, mine in left.items():
+        for sample in mine:
+            home[sample] = place
+    return home
