@@ -20,6 +20,7 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
     """
     if not run.held_out:
         return {}
+    run.ended_s = None
     await run.sync(run.call(step))
     # Both at once: more sequences per iteration of the engine.
     sampled, greedy = await together(

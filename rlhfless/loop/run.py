@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,8 @@ class Run:
     """The metrics that were measured last, by name."""
     stage: GenerationStage | None = None
     """The generation of the step that is under way."""
+    ended_s: float | None = None
+    """When the last step ended, if nothing but its closing came after it."""
 
     @property
     def generation(self) -> Pool:
@@ -217,6 +220,7 @@ class Run:
             score=self.latest.get(self.spec.checkpoint.best_by),
             before=self.before,
         )
+        self.ended_s = None
         folder = self.checkpoints.path(step).absolute()
         notes_json = notes.as_json()
         await self._work(self._the_learner, Work.CHECKPOINT, "checkpoint", self.call(step), str(folder), notes_json)
@@ -252,6 +256,13 @@ class Run:
 
     # -- ledger
 
+    def begins_s(self) -> float:
+        """Unix time at which a step that is begun now began: when the one before it ended, whose closing
+        would be nobody's otherwise; now after an evaluation, a checkpoint or a fault."""
+        begins_s = time.time() if self.ended_s is None else self.ended_s
+        self.ended_s = None
+        return begins_s
+
     async def close_step(self, record: StepRecord, experience: Experience) -> None:
         """Write the step to the ledger, and show its figures. A step that is done again counts once."""
         if not self.ledger.has_rollouts_of(record.step):
@@ -265,6 +276,7 @@ class Run:
             lengths = [len(rollout.token_ids) for group in experience.groups for rollout in group.rollouts]
             self.sinks.emit(record.step, record.metrics, {"response_tokens": lengths})
         self.ledger.flush(record.step)
+        self.ended_s = record.end_s
 
 
 def _by_group(values: FloatArray, batch: PackedBatch, groups: Sequence[Group]) -> list[list[FloatArray]]:

@@ -20,7 +20,7 @@ async def train_step(run: Run, step: int) -> StepRecord:
 
     Raises what a stage raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
     """
-    start_s, call = time.time(), run.call(step)
+    start_s, call = run.begins_s(), run.call(step)
     draw = run.plan(step)
     await run.sync(call)
     groups = run.generate(draw)
