@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlhfless.loop.trial import Trial
     from rlhfless.spec import RunSpec
 
+_FEWEST_CHARS = 8
 _RESPONSE_CHARS = 32
 
 
@@ -53,27 +54,30 @@ def try_out(
 def _show(spec: RunSpec, trial: Trial) -> None:
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
     summary = _as_json(spec, trial)["summary"]
     names = [*summary["parts"]]
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    table.add_column("sample", footer="mean\nstd")
-    table.add_column("response")
+    table.add_column("sample", footer="mean\nstd", no_wrap=True)
+    table.add_column("response", no_wrap=True, overflow="ellipsis", max_width=1)
     for name in [*names, "total"]:
         figures = summary["total"] if name == "total" else summary["parts"][name]
         footer = "\n".join(_number(figures[key]) for key in ("mean", "std"))
-        table.add_column(name, justify="right", footer=footer, overflow="fold")
-    table.add_column("failure", overflow="fold")
+        table.add_column(name, justify="right", footer=footer, no_wrap=True)
     for place, sample, score in zip(trial.places, trial.samples, trial.scores, strict=True):
-        text = " ".join(sample.response.split())
-        short = text if len(text) <= _RESPONSE_CHARS else text[: _RESPONSE_CHARS - 1] + "…"
-        causes = "; ".join(f"{name}: {cause}" for name, cause in score.failures.items())
         values = [_number(score.parts.get(name)) for name in names]
-        table.add_row(place, Text(short), *values, _number(score.total), Text(causes, style="red"))
+        table.add_row(place.replace(":", " ").split()[-1], Text(" ".join(sample.response.split())), *values, _number(score.total))
     console = Console(highlight=False)
+    # One line per sample: where a terminal is narrow, the response gives way, and the numbers do not.
+    left = console.width - Measurement.get(console, console.options.update(width=10_000), table).maximum
+    table.columns[1].max_width = min(max(left, _FEWEST_CHARS), _RESPONSE_CHARS)
     console.print(table)
+    for place, score in zip(trial.places, trial.scores, strict=True):
+        for name, cause in score.failures.items():
+            console.print(Text(f"{place}: {name} failed: {cause}", style="red"), soft_wrap=True)
     console.print(
         f"{summary['samples']} samples, {summary['failed']} failed, {summary['samples_per_s']:.1f} samples/s "
         f"({summary['wall_s']:.2f} s)"
@@ -81,7 +85,7 @@ def _show(spec: RunSpec, trial: Trial) -> None:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _as_json(spec: RunSpec, trial: Trial) -> dict[str, Any]:
