@@ -69,7 +69,8 @@ def _show(spec: RunSpec, trial: Trial) -> None:
         table.add_column(name, justify="right", footer=footer, no_wrap=True)
     for place, sample, score in zip(trial.places, trial.samples, trial.scores, strict=True):
         values = [_number(score.parts.get(name)) for name in names]
-        table.add_row(place.replace(":", " ").split()[-1], Text(" ".join(sample.response.split())), *values, _number(score.total))
+        number = place.replace(":", " ").split()[-1]
+        table.add_row(number, Text(" ".join(sample.response.split())), *values, _number(score.total))
     console = Console(highlight=False)
     # One line per sample: where a terminal is narrow, the response gives way, and the numbers do not.
     left = console.width - Measurement.get(console, console.options.update(width=10_000), table).maximum
