@@ -89,13 +89,17 @@ def killed_after(text: str, spec: Path, log: Path) -> Path:
 def test_a_resumed_run_takes_over_what_its_killed_driver_left(
     cluster: str, whole: Whole, assets: Path, tmp_path: Path
 ) -> None:
-    """And with three actors it draws what one draws."""
+    """Weights and all, which the learner serves; and with three actors it draws what one draws."""
     joined = {"ray_address": cluster}
     spec = tmp_path / "spec.yaml"
     values = fault_values(
         assets, 3, steps=4, placement=joined, recovery={"lease_s": 120}, checkpoint={"every_steps": 1}
     )
-    values |= {"scaling": {"generation": {"min_actors": 3, "max_actors": 3}}, "output": str(tmp_path / "runs")}
+    values |= {
+        "scaling": {"generation": {"min_actors": 3, "max_actors": 3}},
+        "weights": {"store": "http"},
+        "output": str(tmp_path / "runs"),
+    }
     spec.write_text(yaml.safe_dump(values))
     folder = killed_after("step 2/4", spec, tmp_path / "log")
     left = {name: process.pid for name, process in replicas(folder.name).items()}
