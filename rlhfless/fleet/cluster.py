@@ -8,12 +8,13 @@ deletes by name. Which device a replica sits on is asked for by a custom Ray res
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -34,6 +35,12 @@ SLOT_PREFIX = "rlhfless-slot:"
 POLL_S = 0.25
 """How often the status of starting applications is read, once for all of them: well under the seconds a start takes.
 A reading costs Serve's controller and the driver tens of milliseconds of the cores that the replicas start on."""
+
+REACH_S = 10.0
+"""Longest wait for a cluster's port to answer, and START_S for Ray to start or to let us in. Ray itself would try a
+port where nobody answers for a quarter of an hour."""
+
+START_S = 180.0
 
 CONCURRENT_CALLS = 64
 """Calls one replica may have in flight: a stream, beats, aborts and probes must never queue behind each other
@@ -69,9 +76,11 @@ class Cluster:
     async def start(cls, spec: PlacementSpec) -> Cluster:
         """Start a private Ray on this machine, or join the one at `spec.ray_address`.
 
-        Raises FleetError if a joined cluster offers no device slots.
+        Raises FleetError if there is no cluster at that address, or if it offers no device slots.
         """
-        cluster = await asyncio.to_thread(cls._start, spec)
+        if spec.ray_address:
+            await _reach(spec.ray_address)
+        cluster = await _started(lambda: cls._start(spec), spec.ray_address)
         if not cluster.slots:
             raise FleetError(
                 f"the Ray cluster at {spec.ray_address} offers no device slots; start its nodes with, say, "
@@ -160,6 +169,47 @@ class Cluster:
     def _stop(self) -> None:
         # A private cluster goes down as a whole, Serve with it; in a joined one Serve belongs to others too.
         ray.shutdown()
+
+
+async def _reach(address: str) -> None:
+    """Raises FleetError if nobody listens at `host:port`. What is no such address, Ray looks up itself."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), REACH_S)
+    except (OSError, TimeoutError, OverflowError) as error:
+        raise FleetError(
+            f"no Ray cluster answers at placement.ray_address {address!r} ({error or type(error).__name__}); start it "
+            "there (`ray start --head --port=...`), or leave the key out for a private one"
+        ) from error
+    writer.close()
+
+
+async def _started(start: Callable[[], Cluster], address: str | None) -> Cluster:
+    """What `start` returns. Raises FleetError after START_S; the thread, in which Ray goes on trying, is left."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    found: list[Cluster | Exception] = []
+
+    def attempt() -> None:
+        try:
+            found.append(start())
+        except Exception as error:
+            found.append(error)
+        with contextlib.suppress(RuntimeError):  # nobody waits any more
+            loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=attempt, name="start-ray", daemon=True).start()
+    try:
+        await asyncio.wait_for(done.wait(), START_S)
+    except TimeoutError:
+        where = f"at placement.ray_address {address!r} to let this run in" if address else "to start on this machine"
+        raise FleetError(f"waited {START_S:.0f} s for Ray {where}; see the logs in /tmp/ray") from None
+    if isinstance(found[0], ConnectionError):
+        raise FleetError(f"no Ray cluster at placement.ray_address {address!r}: {found[0]}") from found[0]
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
 
 
 def local_slots() -> list[Slot]:
