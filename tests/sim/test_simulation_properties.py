@@ -22,7 +22,7 @@ from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.policies import CostAwareSettings, make_policy
 from rlhfless.scaling.policies.forecasters import Clairvoyant, DistributionOracle
-from rlhfless.scaling.policies.registry import make_bound
+from rlhfless.scaling.policies.registry import POLICIES, make_bound
 from rlhfless.scaling.policy import Policy
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
@@ -123,6 +123,12 @@ CONTRACTS = st.one_of(
 @settings(max_examples=20, deadline=None)
 def test_so_it_is_with_the_runs_own_scaler_under_any_contract(run: Run, contract: ContractSpec) -> None:
     check_books(run, make_policy("cost_aware", CostAwareSettings(contract=contract, steps=len(run.batches))))
+
+
+@given(run=runs(), name=st.sampled_from(sorted(POLICIES)))
+@settings(max_examples=40, deadline=None)
+def test_and_with_every_other_policy(run: Run, name: str) -> None:
+    check_books(run, make_policy(name, POLICIES[name].settings()))
 
 
 @given(run=runs(), contract=CONTRACTS)

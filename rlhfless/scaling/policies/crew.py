@@ -183,8 +183,13 @@ def awake_beside(view: StepView, layout: Layout, place: int) -> list[int]:
 
 
 def rescue(view: StepView, layout: Layout, place: int, samples: Ints) -> list[Action]:
-    """After a loss: the place gets a new actor, and its samples go to those that are awake, to itself if none is."""
+    """After a loss: the place gets a new actor, and its samples go to those that are awake, to itself if none is.
+
+    One that had nothing to do, on devices that others take turns on, is started again when its turn comes.
+    """
     alive = awake_beside(view, layout, place)
+    if not samples.size and layout.shared(place):
+        return []
     again = [*make_way(view, layout, [place]), *start(view, [place])]
     if not samples.size:
         return again

@@ -25,6 +25,7 @@ from rlhfless.scaling.policies.crew import (
     Inputs,
     Layout,
     LayoutCache,
+    asleep_or_absent,
     awake,
     load,
     make_way,
@@ -92,11 +93,14 @@ class Published:
             case Generated():
                 self._learn(view)
                 left = [place for place in layout.generation if awake(view.places[place])]
-                return [*(_leave(view, layout, place) for place in left), *self._prewarm(layout, shared=False)]
+                own = [place for place in self._crew if not layout.shared(place)]
+                return [*(_leave(view, layout, place) for place in left), *self._prewarm(layout, own)]
             case Idle(place):
                 learner = layout.rooms[place].function is FunctionName.LEARNER
                 gone = [_leave(view, layout, place)] if awake(view.places[place]) else []
-                return [*gone, *(self._prewarm(layout, shared=True) if learner else ())]
+                # Where steps overlap, some are up for the next one already.
+                shared = [p for p in self._crew if layout.shared(p) and asleep_or_absent(view.places[p])]
+                return [*gone, *(self._prewarm(layout, shared) if learner else ())]
             case StepEnded(start_s, end_s):
                 self._shortest_s = min(self._shortest_s, end_s - start_s)
         return []
@@ -207,16 +211,15 @@ class Published:
         self._seen_tokens += float(view.tokens.sum())
         self._seen += view.tokens.size
 
-    def _prewarm(self, layout: Layout, *, shared: bool) -> list[Action]:
-        """Starts this step's crew again, so as to be up before the next step begins, by the shortest step so far.
+    def _prewarm(self, layout: Layout, places: Sequence[int]) -> list[Action]:
+        """Starts those of the crew again, so as to be up before the next step begins, by the shortest step so far.
 
         Those that share devices with the learner can do so only when it is through.
         """
         if math.isinf(self._shortest_s):
             return []
         next_s = self._began_s + self._shortest_s - self._settings.prewarm_buffer_s
-        mine = [place for place in self._crew if layout.shared(place) == shared]
-        return [Start(place, next_s - _up_s(layout, place)) for place in mine]
+        return [Start(place, next_s - _up_s(layout, place)) for place in places]
 
 
 def _near_learner(layout: Layout) -> tuple[int, ...]:

@@ -98,3 +98,18 @@ def test_actors_start_ahead_of_the_next_step() -> None:
     assert [a for a in actions if isinstance(a, Release)] == [Release(0, "host")]
     assert [a for a in actions if isinstance(a, Start)] == [Start(place, 193.0) for place in (2, 0, 1)]
     assert policy.decide(160.0, Idle(3), view({})) == [Release(3, "host")]
+
+
+def test_where_steps_overlap_who_is_up_already_is_not_started_again() -> None:
+    """Places 0 and 1 take turns with the learner. When it is through with a step, 0 draws for the next one."""
+    fleet = fleet_of(room(0), room(1), learner(0, 1))
+    policy = make_policy("rlhfless_published", PublishedSettings(time_weight=1.0))
+    policy.decide(0.0, StepBegan(), view_of(fleet, [ABSENT, ABSENT, ABSENT], prompts=2, siblings=1))
+    over = view_of(fleet, [UP, UP, UP], prompts=2, siblings=1, tokens=[9, 9], finished=[True, True])
+    policy.decide(9.0, Generated(), over)
+    policy.decide(10.0, StepEnded(0.0, 10.0), over)
+    policy.decide(10.0, StepBegan(), view_of(fleet, [ABSENT, ABSENT, UP], prompts=2, siblings=1))
+    through = view_of(fleet, [UP, ABSENT, UP], prompts=2, siblings=1)
+    assert [action for action in policy.decide(12.0, Idle(2), through) if isinstance(action, Start)] == [
+        Start(1, pytest.approx(13.0))
+    ]

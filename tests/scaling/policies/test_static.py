@@ -72,6 +72,16 @@ def test_lost_samples_go_to_those_with_the_least() -> None:
     assert dealt(make_policy("static").decide(3.0, Lost(1, np.arange(4, 8)), alone)) == {1: [4, 5, 6, 7]}
 
 
+def test_one_that_is_lost_with_nothing_to_do_leaves_shared_devices_to_the_others() -> None:
+    """After generation the learner wants them; an actor that came up there would keep them until the next step."""
+    nothing = np.empty(0, np.int64)
+    over = {"prompts": 2, "siblings": 1, "finished": [True, True]}
+    shared = view_of(COLOCATED, [ABSENT, ASLEEP, UP], **over)
+    assert list(make_policy("static").decide(9.0, Lost(0, nothing), shared)) == []
+    apart = view_of(APART, [ABSENT, UP, UP], **over)
+    assert list(make_policy("static").decide(9.0, Lost(0, nothing), apart)) == [Start(0)]
+
+
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 50))
 @settings(deadline=None)
 def test_shares_level_the_loads(loads: list[int], samples: int) -> None:
