@@ -187,7 +187,7 @@ async def _reach(address: str) -> None:
 
 
 async def _started(start: Callable[[], Cluster], address: str | None) -> Cluster:
-    """What `start` returns. Raises FleetError after START_S; the thread, in which Ray goes on trying, is left."""
+    """What `start` returns. Raises FleetError after START_S; the thread, in which Ray may go on trying, is left."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     found: list[Cluster | Exception] = []
 
@@ -198,6 +198,8 @@ async def _started(start: Callable[[], Cluster], address: str | None) -> Cluster
             found.append(error)
         with contextlib.suppress(RuntimeError):  # nobody waits any more
             loop.call_soon_threadsafe(done.set)
+        # Ray's processes ask the kernel to end them with the thread that started them (PR_SET_PDEATHSIG).
+        threading.Event().wait()
 
     threading.Thread(target=attempt, name="start-ray", daemon=True).start()
     try:
