@@ -26,6 +26,7 @@ from ray.serve.schema import ApplicationStatus
 
 from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
 from rlhfless.spec import PlacementSpec
+from rlhfless.spec.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,10 @@ class FleetError(RuntimeError):
     """A replica did not start, answer or stop as asked; the text says which, what was waited for, how long."""
 
 
+class NoCluster(UserError):
+    """There is no cluster to run on: none at that address, or one without device slots."""
+
+
 class Cluster:
     """A running Ray with Serve. Use `await Cluster.start(...)`, and `await stop()` at the end."""
 
@@ -76,13 +81,13 @@ class Cluster:
     async def start(cls, spec: PlacementSpec) -> Cluster:
         """Start a private Ray on this machine, or join the one at `spec.ray_address`.
 
-        Raises FleetError if there is no cluster at that address, or if it offers no device slots.
+        Raises NoCluster if there is no cluster at that address, or if it offers no device slots.
         """
         if spec.ray_address:
             await _reach(spec.ray_address)
         cluster = await _started(lambda: cls._start(spec), spec.ray_address)
         if not cluster.slots:
-            raise FleetError(
+            raise NoCluster(
                 f"the Ray cluster at {spec.ray_address} offers no device slots; start its nodes with, say, "
                 f"""--resources='{{"{SLOT_PREFIX}h100:gpu-0": 1}}'"""
             )
@@ -172,14 +177,14 @@ class Cluster:
 
 
 async def _reach(address: str) -> None:
-    """Raises FleetError if nobody listens at `host:port`. What is no such address, Ray looks up itself."""
+    """Raises NoCluster if nobody listens at `host:port`. What is no such address, Ray looks up itself."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), REACH_S)
     except (OSError, TimeoutError, OverflowError) as error:
-        raise FleetError(
+        raise NoCluster(
             f"no Ray cluster answers at placement.ray_address {address!r} ({error or type(error).__name__}); start it "
             "there (`ray start --head --port=...`), or leave the key out for a private one"
         ) from error
@@ -187,7 +192,7 @@ async def _reach(address: str) -> None:
 
 
 async def _started(start: Callable[[], Cluster], address: str | None) -> Cluster:
-    """What `start` returns. Raises FleetError after START_S; the thread, in which Ray may go on trying, is left."""
+    """What `start` returns. Raises NoCluster after START_S; the thread, in which Ray may go on trying, is left."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     found: list[Cluster | Exception] = []
 
@@ -206,9 +211,9 @@ async def _started(start: Callable[[], Cluster], address: str | None) -> Cluster
         await asyncio.wait_for(done.wait(), START_S)
     except TimeoutError:
         where = f"at placement.ray_address {address!r} to let this run in" if address else "to start on this machine"
-        raise FleetError(f"waited {START_S:.0f} s for Ray {where}; see the logs in /tmp/ray") from None
+        raise NoCluster(f"waited {START_S:.0f} s for Ray {where}; see the logs in /tmp/ray") from None
     if isinstance(found[0], ConnectionError):
-        raise FleetError(f"no Ray cluster at placement.ray_address {address!r}: {found[0]}") from found[0]
+        raise NoCluster(f"no Ray cluster at placement.ray_address {address!r}: {found[0]}") from found[0]
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]

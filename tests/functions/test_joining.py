@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from rlhfless.fleet import cluster
-from rlhfless.fleet.cluster import Cluster, FleetError
+from rlhfless.fleet.cluster import Cluster, NoCluster
 from rlhfless.spec import PlacementSpec
 
 
@@ -17,14 +17,14 @@ async def test_an_address_where_nobody_listens_is_named() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(FleetError, match=f"no Ray cluster answers at placement.ray_address '{address}'"):
+        with pytest.raises(NoCluster, match=f"no Ray cluster answers at placement.ray_address '{address}'"):
             await Cluster.start(PlacementSpec(ray_address=address))
 
 
 @pytest.mark.parametrize("address", ["auto", "ray://head:10001"])
 async def test_other_forms_of_addresses_are_left_to_ray(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cluster, "_start", starts(fails_with=ConnectionError("could not find any running Ray")))
-    with pytest.raises(FleetError, match=f"no Ray cluster at placement.ray_address '{address}': could not find"):
+    with pytest.raises(NoCluster, match=f"no Ray cluster at placement.ray_address '{address}': could not find"):
         await Cluster.start(PlacementSpec(ray_address=address))
 
 
@@ -34,7 +34,7 @@ async def test_a_listener_that_is_no_ray_is_given_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Cluster, "_start", starts(waits_for=never))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(FleetError, match=rf"waited 0 s for Ray at placement.ray_address '{address}' to let this"):
+        with pytest.raises(NoCluster, match=rf"waited 0 s for Ray at placement.ray_address '{address}' to let this"):
             await Cluster.start(PlacementSpec(ray_address=address))
     never.set()
 
