@@ -31,6 +31,10 @@ from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
 MOST_PAIRS = 200
 """Calls of which every pair's slope is taken; of more, as many spread over all."""
 
+FIXED_SHARE = 0.1
+"""What a call of no tokens takes, of a typical one, before anything is known: a way there and back, and an optimiser
+step."""
+
 
 PRIOR_WEIGHT = 1e-4
 """A whole trace has rows enough: the prior only speaks for what none of them shows."""
@@ -110,16 +114,30 @@ def max_sequences(trace: Trace) -> int:
 
 
 def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
-    """The line whose slope is the median of those between all pairs, with no negative part (Theil 1950, Sen 1968)."""
+    """The line whose slope is the median of those between all pairs, with no negative part (Theil 1950, Sen 1968).
+
+    Calls of about one size say little of what a call of no tokens would take. As far as their scatter leaves that open,
+    it is taken to be little: the fixed part is shrunk towards 0 (normal prior, FIXED_SHARE).
+    """
     count = len(sizes)
     chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_PAIRS)).astype(int))
     points = [(float(sizes[index]), float(seconds[index])) for index in chosen]
     slopes = [(s2 - s1) / (x2 - x1) for (x1, s1), (x2, s2) in combinations(points, 2) if x1 != x2]
-    slope = max(median(slopes), 0.0) if slopes else 0.0
-    fixed = median(s - slope * x for x, s in points)
-    if fixed >= 0:
-        return LineFit(fixed_s=fixed, token_s=slope)
-    return LineFit(fixed_s=0.0, token_s=median(s / x for x, s in points if x > 0))
+    if not slopes:
+        return LineFit(fixed_s=median(s for _, s in points))
+    slope = max(median(slopes), 0.0)
+    fixed = max(median(s - slope * x for x, s in points), 0.0)
+    prior_s = FIXED_SHARE * median(s for _, s in points)
+    known = prior_s**2 / (prior_s**2 + _fixed_error_s(points, LineFit(fixed_s=fixed, token_s=slope)) ** 2)
+    fixed *= known
+    return LineFit(fixed_s=fixed, token_s=max(median((s - fixed) / x for x, s in points if x > 0), 0.0))
+
+
+def _fixed_error_s(points: Sequence[tuple[float, float]], line: LineFit) -> float:
+    """Standard error of the fixed part of a line (least squares), with the scatter by the median deviation."""
+    sizes = np.array([x for x, _ in points])
+    scatter_s = 1.4826 * median(abs(s - line.at(x)) for x, s in points)  # of a normal distribution
+    return float(scatter_s * np.sqrt(1 / sizes.size + sizes.mean() ** 2 / ((sizes - sizes.mean()) ** 2).sum()))
 
 
 def _every_step(step: int) -> bool:
