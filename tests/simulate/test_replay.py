@@ -91,8 +91,8 @@ def test_lines_by_hand() -> None:
 
 
 def test_calls_of_about_one_size_leave_the_fixed_part_near_nothing() -> None:
-    """Slopes -2, -0.5, -0.5, 0, 1, 1: their median is below 0, so 2 s for any size. The fixed part is 2 +- 1.4826 * 0.5 *
-    sqrt(1/4 + 10.5^2 / 5) = 3.5 s, and 0.1 * 2 s before: 0.2^2 / (0.2^2 + 3.5^2) of it stays."""
+    """Slopes -2, -0.5, -0.5, 0, 1, 1: their median is below 0, so 2 s for any size. The fixed part is
+    2 +- 1.4826 * 0.5 * sqrt(1/4 + 10.5^2 / 5) = 3.5 s, and 0.1 * 2 s before: 0.2^2 / (0.2^2 + 3.5^2) of it stays."""
     line = line_through([9.0, 10.0, 11.0, 12.0], [2.0, 3.0, 1.0, 2.0])
     error_s = 1.4826 * 0.5 * math.sqrt(1 / 4 + 10.5**2 / 5)
     assert line.fixed_s == pytest.approx(2.0 * 0.2**2 / (0.2**2 + error_s**2))
