@@ -79,6 +79,8 @@ class Driver:
             await run.checkpoint(step)
 
     async def _evaluate(self, run: Run, step: int) -> None:
+        if not run.held_out:
+            return
         with self.opening.console.waiting(f"evaluating on {len(run.held_out)} held-out prompts"):
             figures = await evaluate_held_out(run, step)
         named = {f"eval/{name}": value for name, value in figures.items()}

@@ -13,13 +13,11 @@ from rlhfless.loop.summary import mean_parts
 
 
 async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
-    """Mean of every reward part on the held-out prompts: `<part>` sampled and `<part>_greedy`. Empty if there are
-    no held-out prompts.
+    """Mean of every reward part on the held-out prompts, of which there is at least one: `<part>` sampled and
+    `<part>_greedy`.
 
     All evaluations of a run draw with the same seeds, so two of them differ by the weights alone.
     """
-    if not run.held_out:
-        return {}
     run.ended_s = None
     await run.sync(run.call(step))
     # Both at once: more sequences per iteration of the engine.
