@@ -34,7 +34,7 @@ MIXTRAL = {
 SHAPE = ModelShape.of_config(LLAMA_8B)
 
 
-def device(**changes: float) -> Device:
+def device(**changes: float | dict[int, float]) -> Device:
     """Round figures: 1 PFLOP/s, 1 TB/s, no losses."""
     rates = {
         "flops_per_s": 1e15,
@@ -47,7 +47,11 @@ def device(**changes: float) -> Device:
         "attention_efficiency": 1.0,
         "all_reduce_s": 1e-5,
     }
-    figures = {name: {"value": value, "source": "test"} for name, value in (rates | changes).items()}
+    together = {2: 5e10, 4: 1e10}
+    figures = {
+        name: {"value": value, "source": "test"}
+        for name, value in (rates | {"all_reduce_bytes_per_s": together} | changes).items()
+    }
     return Device.model_validate({"kind": "test", **figures})
 
 
@@ -95,9 +99,13 @@ def test_decoding_by_hand() -> None:
     assert model.iteration_s(2000) == pytest.approx(2 * read * 2000 / 1e15 + starts_s)
     assert model.context_s == pytest.approx(131072 / 1e12)
     two = Roofline(SHAPE, device(), tensor_parallel=2)
-    reduce_s = 2 * 32 * (1e-5 + 2 * 0.5 * (4096 * 2) / 1e11)
+    reduce_s = 2 * 32 * (1e-5 + 2 * 0.5 * (4096 * 2) / 5e10)
     assert two.iteration_s(1) == pytest.approx(read / 1e12 + starts_s + reduce_s)
     assert two.context_s == pytest.approx(131072 / 2e12)
+    for devices, rate in ((3, 1e10), (4, 1e10), (16, 1e10)):  # as the next larger group of the table, or the largest
+        many = Roofline(SHAPE, device(), tensor_parallel=devices)
+        reduce_s = 2 * 32 * (1e-5 + 2 * (devices - 1) / devices * (4096 * 2) / rate)
+        assert many.iteration_s(1) == pytest.approx(2 * read / (devices * 1e12) + starts_s + reduce_s)
     # More devices than KV heads keep copies of them.
     assert Roofline(SHAPE, device(), tensor_parallel=16).context_s == pytest.approx(131072 / 8e12)
 
@@ -113,12 +121,13 @@ def test_prefill_by_hand() -> None:
     sequences=st.integers(1, 512),
     context=st.integers(0, 10**6),
     faster=st.floats(1.0, 10.0),
-    name=st.sampled_from(["memory_bytes_per_s", "flops_per_s", "link_bytes_per_s"]),
+    name=st.sampled_from(["memory_bytes_per_s", "flops_per_s", "all_reduce_bytes_per_s"]),
 )
 def test_faster_hardware_is_never_slower(sequences: int, context: int, faster: float, name: str) -> None:
     slow = Roofline(SHAPE, device(), tensor_parallel=2)
-    rates = {"memory_bytes_per_s": 1e12, "flops_per_s": 1e15, "link_bytes_per_s": 1e11}
-    fast = Roofline(SHAPE, device(**{name: rates[name] * faster}), tensor_parallel=2)
+    rates = {"memory_bytes_per_s": 1e12 * faster, "flops_per_s": 1e15 * faster}
+    rates |= {"all_reduce_bytes_per_s": {2: 5e10 * faster}}
+    fast = Roofline(SHAPE, device(**{name: rates[name]}), tensor_parallel=2)
     assert decode_s(fast, sequences, context, 100) <= decode_s(slow, sequences, context, 100) * (1 + 1e-12)
     assert fast.prefill_s(sequences, context) <= slow.prefill_s(sequences, context) * (1 + 1e-12)
 
@@ -137,7 +146,7 @@ def test_the_device_table() -> None:
     # Figures with sparsity would be twice these.
     assert table["h100"].flops_per_s.value == 989e12
     assert table["l40s"].flops_per_s.value == 362e12
-    assert yaml.safe_dump(table["h100"].model_dump()).count("source") == 9
+    assert yaml.safe_dump(table["h100"].model_dump()).count("source") == 10
     with pytest.raises(UnknownDevice, match="'h10'; did you mean `h100`"):
         device_of("h10")
 

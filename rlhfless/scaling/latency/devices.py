@@ -27,6 +27,18 @@ class Share(SpecModel):
     source: Annotated[str, Field(min_length=1)]
 
 
+class GroupRates(SpecModel):
+    """A rate by the number of devices that work together, and where it comes from."""
+
+    value: Annotated[dict[Annotated[int, Field(ge=2)], Annotated[float, Field(gt=0)]], Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1)]
+
+    def among(self, devices: int) -> float:
+        """Of the smallest group in the table that is no smaller; of the largest if none is."""
+        larger = [size for size in self.value if size >= devices]
+        return self.value[min(larger) if larger else max(self.value)]
+
+
 class Device(SpecModel):
     """One kind of device. All rates are per device and, for links, in one direction."""
 
@@ -48,6 +60,8 @@ class Device(SpecModel):
     """Share of `memory_bytes_per_s` at which decode attention reads KV."""
     all_reduce_s: Figure
     """Seconds of an all-reduce of next to nothing."""
+    all_reduce_bytes_per_s: GroupRates
+    """At which each of a group sends and receives in a large all-reduce. Without NVLink they share a bus."""
 
 
 class _DeviceTable(SpecModel):

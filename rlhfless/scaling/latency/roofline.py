@@ -4,7 +4,8 @@
     prefill   max(2 active T / peak, weights read / bandwidth) + attention + kernel starts + all-reduces
 
 with the shares of each peak that kernels were measured to reach. Tensor parallelism divides all but the last two, and
-adds two all-reduces a layer. A first guess, within some 30 %: a fit to the run's own ledger takes over (`fitted`).
+adds two all-reduces a layer, at the rate that groups of that size were measured to reach. A first guess, within some
+30 %: a fit to the run's own ledger takes over (`fitted`).
 """
 
 from __future__ import annotations
@@ -63,5 +64,6 @@ class Roofline:
         if others == 0:
             return 0.0
         size = tokens * self.shape.hidden * self.shape.weight_bytes
-        moved_s = 2 * others / self.tensor_parallel * size / self.device.link_bytes_per_s.value
+        rate = self.device.all_reduce_bytes_per_s.among(self.tensor_parallel)
+        moved_s = 2 * others / self.tensor_parallel * size / rate
         return ALL_REDUCES_PER_LAYER * self.shape.layers * (self.device.all_reduce_s.value + moved_s)
