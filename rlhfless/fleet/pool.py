@@ -221,7 +221,9 @@ class Pool:
             waiting_for=f"the weights of step {published.version.step}",
             work=Work.LOAD_WEIGHTS,
         )
-        replica.loaded(published.version)
+        # Another sync may have been waiting for the same load, as beside the start of an actor; or it was drained.
+        if replica.state is ReplicaState.STALE:
+            replica.loaded(published.version)
 
     async def stop(self, *replicas: Replica) -> None:
         """Drain and stop replicas; returns when their processes are gone and the devices free. Idempotent.

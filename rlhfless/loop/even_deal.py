@@ -31,9 +31,9 @@ class EvenDeal:
 def deal(view: StepView, samples: Ints) -> list[Assign]:
     """Gives samples that are nobody's to the actors that serve, a prompt at a time, each to whoever has least.
 
-    Nothing if nobody serves.
+    If nobody serves, to the first that is on its way; nothing if nobody is.
     """
-    places = _serving(view)
+    places = _serving(view) or _coming(view)[:1]
     load = {place: view.samples_at(place).size for place in places}
     given: dict[int, list[Ints]] = {place: [] for place in places}
     if not places or not samples.size:
@@ -51,6 +51,11 @@ def _share(view: StepView, joined: int) -> list[Action]:
     lead = (load.get(busiest, 0) - load.get(joined, 0)) // 2
     # The last ones: whole groups, since siblings lie one after the other.
     return [Move(busiest, joined, view.samples_at(busiest)[-lead:])] if lead > 0 else []
+
+
+def _coming(view: StepView) -> list[int]:
+    on_its_way = (ReplicaState.STARTING, ReplicaState.STALE)
+    return [place for place in view.fleet.generation() if view.places[place].state in on_its_way]
 
 
 def _serving(view: StepView) -> list[int]:

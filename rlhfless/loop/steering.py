@@ -143,7 +143,8 @@ class Steering:
             raise PolicyFault(f"samples were given to place {place}, which has no room for a generation actor")
 
     def _check(self, board: Board) -> None:
-        if (forgotten := board.forgotten).size:
+        # Where nobody is left, that is no fault of the policy's: `_mend` says so.
+        if (forgotten := board.forgotten).size and any(map(self._fleet.expects, self._fleet.view().generation())):
             raise PolicyFault(f"{forgotten.size} samples have no place, such as {forgotten[0]}")
         if stranded := self._stranded(board):
             raise PolicyFault(f"samples wait at place {stranded[0]}, where nobody is or will be")

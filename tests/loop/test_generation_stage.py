@@ -130,13 +130,14 @@ async def test_a_dead_actors_samples_are_drawn_again_by_others() -> None:
     assert sorted(reader.names) == ["p", "q", "r"]
 
 
-async def test_without_any_actor_left_the_stage_says_so() -> None:
+async def test_without_any_actor_left_the_stage_says_so(caplog: pytest.LogCaptureFixture) -> None:
     pool = FakePool("a")
     reader = Reader(GenerationStage(pool, draw("p"), SPEC, steering(pool)))
     await until(lambda: bool(pool["a"].running))
     pool["a"].die()
     with pytest.raises(ReplicaLost, match="no generation actor is left for 2 unfinished samples"):
         await reader.task
+    assert "policy failed" not in caplog.text  # nobody could have done better
 
 
 async def test_an_error_of_an_actor_ends_the_stage() -> None:
