@@ -109,6 +109,7 @@ def test_a_run_outlives_workers_that_ray_kills_for_memory(whole: Whole, assets: 
         wait_for("step 1/", log, process, timeout_s=400)
         folder = next((tmp_path / "runs").iterdir())
         use_memory_until_one_is_gone(list(replicas(folder.name).values()))
+        assert process.poll() is None, "the run was over before Ray killed anybody"
         assert process.wait(timeout=400) == 0, log.read_text()
     trace = read_trace(folder / "trace")
     assert [step.step for step in trace.steps] == [step.step for step in whole.trace.steps]
@@ -121,9 +122,9 @@ def use_memory_until_one_is_gone(processes: Sequence[psutil.Process]) -> None:
     """Fill the memory bit by bit, and give all back as soon as Ray has killed one of the processes."""
     taken: list[bytearray] = []
     while all(process.is_running() for process in processes):
-        assert len(taken) < 80, "Ray kills nobody, although the memory is full"
-        taken.append(bytearray(os.urandom(1 << 20) * 128))
-        time.sleep(0.2)
+        assert len(taken) < 40, "Ray kills nobody, although the memory is full"
+        taken.append(bytearray(os.urandom(1 << 20) * 256))
+        time.sleep(0.1)
 
 
 def test_a_resumed_run_takes_over_what_its_killed_driver_left(

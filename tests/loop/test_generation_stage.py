@@ -12,7 +12,7 @@ from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.loop.draw import Draw, sampling_of
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.records import Group, Work, sample_seed
+from rlhfless.records import Group, ReplicaState, Work, sample_seed
 from rlhfless.spec import RunSpec
 
 SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
@@ -160,3 +160,21 @@ async def test_a_step_that_kills_every_actor_does_not_go_on_for_ever() -> None:
         pool.join(coming)
     with pytest.raises(ReplicaLost, match="3 actors were lost before a single sample ended"):
         await reader.task
+
+
+async def test_what_is_lost_waits_for_who_is_on_the_way(caplog: pytest.LogCaptureFixture) -> None:
+    pool = FakePool("a", "b")
+    pool["b"].state = ReplicaState.STALE  # its weights are being loaded
+    stage = GenerationStage(pool, draw("p"), SPEC, steering(pool))
+    reader = Reader(stage)
+    await until(lambda: len(pool["a"].running) == 2)
+    pool["a"].die()
+    await until(lambda: "a was lost with 2 samples" in caplog.text)
+    assert not pool["b"].running
+    pool["b"].state = ReplicaState.SERVING
+    stage.joined(1)
+    await until(lambda: len(pool["b"].running) == 2)
+    pool["b"].finish()
+    await reader.task
+    assert reader.names == ["p"]
+    assert "policy failed" not in caplog.text
