@@ -162,11 +162,8 @@ class Steering:
             return
         for assign in deal(self._seen(board), board.forgotten):
             board.give(assign.samples.tolist(), assign.place)
-        left = board.forgotten
-        if left.size and (coming := [place for place in self._fleet.view().generation() if self._fleet.expects(place)]):
-            board.give(left.tolist(), coming[0])
-        elif left.size:
-            raise ReplicaLost(f"no generation actor is left for {left.size} unfinished samples")
+        if left := board.forgotten.size:
+            raise ReplicaLost(f"no generation actor is left for {left} unfinished samples")
 
     def _faulted(self, event: Event, fault: Exception) -> None:
         self._faults += 1

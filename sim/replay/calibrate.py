@@ -128,8 +128,9 @@ def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
     slope = max(median(slopes), 0.0)
     fixed = max(median(s - slope * x for x, s in points), 0.0)
     prior_s = FIXED_SHARE * median(s for _, s in points)
-    known = prior_s**2 / (prior_s**2 + _fixed_error_s(points, LineFit(fixed_s=fixed, token_s=slope)) ** 2)
-    fixed *= known
+    if fixed > 0:
+        error_s = _fixed_error_s(points, LineFit(fixed_s=fixed, token_s=slope))
+        fixed *= prior_s**2 / (prior_s**2 + error_s**2)
     return LineFit(fixed_s=fixed, token_s=max(median((s - fixed) / x for x, s in points if x > 0), 0.0))
 
 

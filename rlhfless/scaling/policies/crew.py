@@ -187,10 +187,10 @@ def rescue(view: StepView, layout: Layout, place: int, samples: Ints) -> list[Ac
 
     One that had nothing to do, on devices that others take turns on, is started again when its turn comes.
     """
-    alive = awake_beside(view, layout, place)
     if not samples.size and layout.shared(place):
         return []
     again = [*make_way(view, layout, [place]), *start(view, [place])]
     if not samples.size:
         return again
+    alive = awake_beside(view, layout, place)
     return [*again, *dealt_to_least(samples, alive or [place], load(view))]
