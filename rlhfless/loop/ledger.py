@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import defaultdict, deque
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 RECENT_CALLS = 512
 """Calls per function from which gaps are estimated: some tens of steps, so that the estimate follows the run."""
 
+SOON_S = 0.1
+"""By then a step's requests have reached its actors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
@@ -54,7 +58,7 @@ class Earlier:
 
 
 class Ledger:
-    """Takes records as they come; `flush` writes them, once per step and at the end."""
+    """Takes records as they come; `write` puts them on disk, now and then and at the end."""
 
     def __init__(self, writer: TraceWriter, prices: PriceBook, earlier: Earlier | None = None) -> None:
         earlier = earlier or Earlier()
@@ -63,7 +67,10 @@ class Ledger:
         self._closed_usd = earlier.cost_usd
         self._rollouts_of = set(earlier.rollouts_of)
         self._steps = set(earlier.steps)
-        self._flushed = time.monotonic(), 0
+        self._written_s = time.monotonic()
+        self._soon: asyncio.TimerHandle | None = None
+        self._behind = False
+        self._step = 0
         self._of_step: list[Invocation] = []
         self._drawn: list[TracedRollout] = []
         self._starts: list[Holding] = list(earlier.starts)
@@ -105,6 +112,7 @@ class Ledger:
     def add_step(self, record: StepRecord) -> None:
         """A finished step. What was done in it is not asked for any more."""
         self._steps.add(record.step)
+        self._step = record.step
         self._writer.add_step(record)
         self._of_step.clear()
         self._drawn.clear()
@@ -146,33 +154,42 @@ class Ledger:
         """Where the time of the step that is under way went so far."""
         return step_times(StepRecord(step, start_s, end_s, {}), self._of_step)
 
-    def cut(self, pools: Iterable[Pool]) -> None:
-        """Close the holdings so far, so that a driver that dies takes little of the bill with it."""
+    def write(self, pools: Iterable[Pool]) -> None:
+        """Write all rows to disk, with the holdings up to now. Raises OSError if it is full; the rows stay here."""
+        self._written_s = time.monotonic()
         for pool in pools:
             for replica in pool.replicas():
                 replica.cut()
+        self._behind = True
+        self._writer.flush(self._step)
+        self._behind = False
 
-    def flush(self, step: int) -> None:
-        """Write all rows to disk."""
-        self._flushed = time.monotonic(), step
-        self._writer.flush(step)
+    def write_soon(self, pools: Iterable[Pool]) -> None:
+        """Write the last step's rows when the engines are at work on the next one, and nothing waits for it."""
+        self._not_soon()
+        self._soon = asyncio.get_running_loop().call_later(SOON_S, self.keep_up, pools, SOON_S)
 
     def keep_up(self, pools: Iterable[Pool], lag_s: float) -> None:
-        """Write all rows, with the holdings up to now, if none were written for `lag_s`: in a long step.
-
-        A full disk is left to the end of the step, which stops the run; until then the rows stay here.
-        """
-        flushed_s, step = self._flushed
-        if time.monotonic() - flushed_s >= lag_s:
-            self.cut(pools)
+        """Write all rows if none were written for so long; a full disk is left to `catch_up`."""
+        if time.monotonic() - self._written_s >= lag_s:
             try:
-                self.flush(step)
+                self.write(pools)
             except OSError as error:
                 log.warning("the trace could not be written; the end of the step tries again: %s", error)
 
+    def catch_up(self, pools: Iterable[Pool]) -> None:
+        """Write the rows that could not be written before. Raises OSError if the disk is still full."""
+        if self._behind:
+            self.write(pools)
+
     def close(self) -> None:
         """Write what is left."""
+        self._not_soon()
         self._writer.close()
+
+    def _not_soon(self) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
 
 
 def _traced(step: int, rollout: Rollout, score: Score, prompt_tokens: int) -> TracedRollout:

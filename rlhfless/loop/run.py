@@ -140,6 +140,7 @@ class Run:
         self.actors.watch(stage)
         if draw.work is Work.GENERATE:
             self.stage = stage
+        self.ledger.write_soon(self.pools)
         return stage.groups()
 
     async def add_actor(self, call: Call) -> Replica:
@@ -221,6 +222,7 @@ class Run:
             before=self.before,
         )
         self.ended_s = None
+        self.ledger.write(self.pools)  # a resumed run does not do these steps again
         folder = self.checkpoints.path(step).absolute()
         notes_json = notes.as_json()
         await self._work(self._the_learner, Work.CHECKPOINT, "checkpoint", self.call(step), str(folder), notes_json)
@@ -264,18 +266,17 @@ class Run:
         return begins_s
 
     async def close_step(self, record: StepRecord, experience: Experience) -> None:
-        """Write the step to the ledger, and show its figures. A step that is done again counts once."""
+        """Put the step into the ledger, and show its figures. A step that is done again counts once."""
         if not self.ledger.has_rollouts_of(record.step):
             for group, scores in zip(experience.groups, experience.scores, strict=True):
                 self.ledger.add_group(record.step, group, scores)
         self.scaler.step_ended(record)
-        self.ledger.cut(self.pools)
         self.latest.update(record.metrics)
         if not self.ledger.has_step(record.step):
             self.ledger.add_step(record)
             lengths = [len(rollout.token_ids) for group in experience.groups for rollout in group.rollouts]
             self.sinks.emit(record.step, record.metrics, {"response_tokens": lengths})
-        self.ledger.flush(record.step)
+        self.ledger.catch_up(self.pools)
         self.ended_s = record.end_s
 
 

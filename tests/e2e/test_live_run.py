@@ -133,7 +133,7 @@ async def test_a_released_function_is_gone_and_starts_again_at_a_recorded_price(
     assert not alive(old.info.pid)
     new = await scoring.ready()
     assert new.incarnation != old.incarnation
-    run.ledger.flush(4)
+    run.ledger.write([])
     trace = read_trace(live.folder / "trace")
     starts = [h for h in trace.holdings if h.function is FunctionName.SCORING and h.state is ReplicaState.STARTING]
     assert len({start.incarnation for start in starts}) == 2
@@ -180,7 +180,7 @@ async def test_the_ledger_adds_up(live: Live) -> None:
     for pool in run.pools:
         for replica in pool.replicas():
             replica.cut()
-    run.ledger.flush(5)
+    run.ledger.write([])
     trace = read_trace(live.folder / "trace")
     check_holdings(trace.holdings)
     prices = PriceBook.model_validate(trace.meta.prices)

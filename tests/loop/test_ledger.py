@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,19 +30,40 @@ async def test_holdings_of_a_long_step_are_written_before_it_ends(tmp_path: Path
     assert spans == [(ReplicaState.STARTING, 10.0, 12.0), (ReplicaState.STALE, 12.0, 25.0)]
 
 
-async def test_a_full_disk_loses_nothing_of_the_bill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_loses_nothing_of_the_bill_and_is_reported_at_the_end_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = ledger_in(tmp_path)
-    pools = [pool_of_one(ledger, iter((10.0, 12.0, 25.0)))]
+    pools = [pool_of_one(ledger, iter((10.0, 12.0, 25.0, 27.0, 31.0)))]
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
+    ledger.catch_up(pools)
+    assert read_trace(tmp_path).holdings == ()  # nothing had failed to be written
     with monkeypatch.context() as disk:
         disk.setattr("rlhfless.records.traces.write_part", full)
         ledger.keep_up(pools, lag_s=0.0)
+        with pytest.raises(OSError, match="no space left"):
+            ledger.catch_up(pools)
     assert read_trace(tmp_path).holdings == ()
-    ledger.flush(1)
-    assert sum(holding.duration_s for holding in read_trace(tmp_path).holdings) == 15.0
+    ledger.catch_up(pools)
+    assert sum(holding.duration_s for holding in read_trace(tmp_path).holdings) == 21.0
+
+
+async def test_rows_are_written_while_the_next_step_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhfless.loop.ledger.SOON_S", 0.01)
+    ledger = ledger_in(tmp_path)
+    pools = [pool_of_one(ledger, iter((10.0, 12.0, 25.0)))]
+    ledger.write_soon(pools)
+    ledger.write_soon(pools)  # two draws of an evaluation
+    assert read_trace(tmp_path).holdings == ()
+    while not read_trace(tmp_path).holdings:
+        await asyncio.sleep(0.01)
+    assert len(read_trace(tmp_path).holdings) == 2
+    ledger.write_soon(pools)
+    ledger.close()  # a closed trace is not written to: the clock has no more times
+    await asyncio.sleep(0.03)
 
 
 def ledger_in(folder: Path) -> Ledger:

@@ -161,7 +161,7 @@ async def test_the_fewest_actors_stay_and_the_ledger_says_so(tmp_path: Path) -> 
     scene = Fleet(tmp_path)
     scene.fleet.release(0, None, 3)
     assert scene["a"].state is ReplicaState.SERVING
-    scene.ledger.flush(3)
+    scene.ledger.write([])
     (kept,) = read_trace(scene.folder).decisions
     assert (kept.step, kept.kind, kept.choice) == (3, "keep", "place 0 stays")
 

@@ -90,7 +90,7 @@ async def test_our_policy_plans_each_step_and_the_ledger_has_its_reasons(tmp_pat
     life = Life(tmp_path, "cost_aware")
     await life.draw(1)
     assert life.scaler.figures(1)["planned_generation_s"] > 0
-    life.scene.ledger.flush(1)
+    life.scene.ledger.write([])
     plans = [decision for decision in read_trace(tmp_path).decisions if decision.kind == "plan"]
     assert [(plan.step, plan.inputs["samples"]) for plan in plans] == [(1, 8)]
     assert plans[0].inputs["contract"] == "time weighted 1, cost 0"  # neither actor can be released
