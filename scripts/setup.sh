@@ -58,14 +58,14 @@ PY
     compile() { "$venv/bin/python" -m compileall -q -x '/tests?/' "$@" >/dev/null 2>&1 || true; }
     trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
     say "1/3 $torch, $vllm"
-    "${pip[@]}" --no-deps "$vllm" &
+    "${pip[@]}" --no-deps "$vllm" -r requirements/test.txt &
     beside=$!
-    "${pip[@]}" "${extra[@]}" "$torch"
+    "${pip[@]}" --no-warn-conflicts "${extra[@]}" "$torch"
     wait $beside
-    say "2/3 the pinned lists ($((SECONDS - started)) s so far)"
+    say "2/3 the pinned list ($((SECONDS - started)) s so far)"
     compile "$venv"/lib/python*/site-packages/{torch,vllm} &
     beside=$!
-    "${pip[@]}" --no-deps -r requirements/cpu.txt -r requirements/test.txt
+    "${pip[@]}" --no-deps -r requirements/cpu.txt
     say "3/3 byte code ($((SECONDS - started)) s so far)"
     wait $beside
     compile -j 0 "$venv/lib"

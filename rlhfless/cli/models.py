@@ -25,9 +25,11 @@ def tiny(
     """Build a tiny model with a counting task: a first run in minutes, without a GPU or a download."""
     from rich.console import Console
     from rich.progress import Progress as Bar
+    from transformers.utils.logging import disable_progress_bar
 
     from rlhfless import bundled
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # ours is enough
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("teaching the model to count", total=None)
 
