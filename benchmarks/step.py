@@ -117,8 +117,9 @@ async def measured(folder: Path, rounds: int, engines: list[BareEngine], default
             journal.spent_s = 0.0
             run.ended_s = None  # what came between is no part of the step
             record = await train_step(run, step)
-            wall_s = time.time() - record.start_s
             outside_s = record.metrics["outside_s"] + time.time() - record.end_s
+            run.ledger.write(run.pools)  # a run does so while it draws the next step
+            wall_s = time.time() - record.start_s
             learned_s = plain.step(drawn_in(run, folder, step))
             two_s, _ = together(engines, batches_of(draw, 2))
             one_s, _ = together([default], batches_of(draw, 1))

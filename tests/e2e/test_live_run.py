@@ -21,7 +21,7 @@ from rlhfless.loop.draw import sampling_of
 from rlhfless.loop.evaluation import evaluate_held_out
 from rlhfless.loop.step import train_step
 from rlhfless.records import FunctionName, ReplicaState, Work
-from rlhfless.records.traces import read_trace
+from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings, summarise
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.weights.check import WeightCheckFailed
@@ -37,13 +37,19 @@ def alive(pid: int) -> bool:
     return True
 
 
+def written(live: Live) -> Trace:
+    """The trace up to now; a run writes its last step's rows while it draws the next one."""
+    live.run.ledger.write(live.run.pools)
+    return read_trace(live.folder / "trace")
+
+
 async def test_a_step_trains_and_its_trace_says_what_happened(live: Live) -> None:
     run = live.run
     before = run.published
     record = await train_step(run, 1)
     assert run.published.version.step == 1
     assert run.published.version.digest != before.version.digest
-    trace = read_trace(live.folder / "trace")
+    trace = written(live)
     rollouts = [row for row in trace.rollouts if row.step == 1]
     assert len(rollouts) == 16
     for row in rollouts:
@@ -64,7 +70,7 @@ async def test_a_step_trains_and_its_trace_says_what_happened(live: Live) -> Non
 
 async def test_groups_are_scored_and_referred_while_the_longest_is_still_drawn(live: Live) -> None:
     await train_step(live.run, 2)
-    trace = read_trace(live.folder / "trace")
+    trace = written(live)
     calls = [call for call in trace.invocations if call.step == 2]
     generated = max(call.end_s for call in calls if call.work is Work.GENERATE)
     lengths = sorted(row.response_tokens for row in trace.rollouts if row.step == 2)
@@ -110,7 +116,7 @@ async def test_an_actor_can_join_and_another_be_drained_during_a_step(live: Live
     assert run.generation.serving() == (second,)
     assert run.generation.membership.epoch > epoch
 
-    trace = read_trace(live.folder / "trace")
+    trace = written(live)
     for number in (3, 4):
         keys = {(row.prompt_id, row.sample_index) for row in trace.rollouts if row.step == number}
         assert len(keys) == 16
@@ -133,8 +139,7 @@ async def test_a_released_function_is_gone_and_starts_again_at_a_recorded_price(
     assert not alive(old.info.pid)
     new = await scoring.ready()
     assert new.incarnation != old.incarnation
-    run.ledger.write([])
-    trace = read_trace(live.folder / "trace")
+    trace = written(live)
     starts = [h for h in trace.holdings if h.function is FunctionName.SCORING and h.state is ReplicaState.STARTING]
     assert len({start.incarnation for start in starts}) == 2
     assert all(start.duration_s > 0 for start in starts)
@@ -177,11 +182,7 @@ async def test_old_bytes_under_a_new_name_stop_the_run(live: Live) -> None:
 
 async def test_the_ledger_adds_up(live: Live) -> None:
     run = live.run
-    for pool in run.pools:
-        for replica in pool.replicas():
-            replica.cut()
-    run.ledger.write([])
-    trace = read_trace(live.folder / "trace")
+    trace = written(live)
     check_holdings(trace.holdings)
     prices = PriceBook.model_validate(trace.meta.prices)
     summary = summarise(trace, prices)
