@@ -65,9 +65,8 @@ def replay_table(again: Replay) -> RenderableType:
     for heading in ("predicted", "measured", off, "of the mean %"):
         over_all.add_column(heading, justify="right")
     for error in again.errors:
-        known = None if error.error_of_mean == float("inf") else 100 * error.error_of_mean
-        row = (decimal(error.predicted_s), decimal(error.measured_s), decimal(100 * error.error, 1), decimal(known, 1))
-        over_all.add_row(error.stage, *row)
+        shares = (decimal(100 * share, 1) for share in (error.error, error.error_of_mean))
+        over_all.add_row(error.stage, decimal(error.predicted_s), decimal(error.measured_s), *shares)
     cost = f"{money(again.predicted_usd)} predicted, {money(again.measured_usd)} measured"
     legend = (
         "above: predicted / measured seconds. of the mean: the median error of always saying the mean of the steps "

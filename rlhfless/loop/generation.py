@@ -26,6 +26,7 @@ from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.policy import NOBODY, Beat, Event, Generated, Lost, Serving, StepBegan
 from rlhfless.spec import RunSpec
+from rlhfless.telemetry.host import BusyCores
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class GenerationStage:
         """Actors that were lost since a sample ended."""
         self._events: asyncio.Queue[_Said | Exception] = asyncio.Queue()
         self._asked_s: float | None = None
+        self.host_busy_cores = 0.0
+        """Of the driver's machine, while the samples were drawn."""
         self.over = False
         """No sample is left, or the stage was given up."""
 
@@ -78,13 +81,14 @@ class GenerationStage:
         try:
             for group in self._recall():
                 yield group
+            busy = BusyCores()
             if self._finished:
                 self._asked_s = self._clock()
                 self._steer(StepBegan())
             while self._finished:
                 for group in self._handle(await self._events.get()):
                     yield group
-            self.over = True
+            self.over, self.host_busy_cores = True, busy.mean()
             if self._asked_s is not None:
                 self._steer(Generated())
             # Each stream still has its end to deliver, which carries the call's entry in the ledger.

@@ -44,6 +44,7 @@ def step_metrics(
         "sync_s": seconds[Phase.SYNC],
         "outside_s": times.outside_s,
         "generation_tokens_per_s": float(lengths.sum()) / generation_s if generation_s else 0.0,
+        **({"host_busy_cores": run.stage.host_busy_cores} if run.stage else {}),
         "actors": float(len(run.generation.serving())),
         **run.scaler.figures(step),
         "cost_usd": run.ledger.cost_usd(run.pools),

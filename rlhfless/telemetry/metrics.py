@@ -109,6 +109,7 @@ METRICS = _table(
         Metric("moved_samples", Unit.NONE, "Samples that the scaling policy moved from one actor to another"),
         Metric("planned_generation_s", _S, "What generation was to take by the policy's plan; see generation_s"),
         Metric("policy_faults", Unit.NONE, "Failures of the scaling policy so far; see docs/faults.md", Kind.COUNTER),
+        Metric("host_busy_cores", Unit.NONE, "CPU cores of the driver's machine that were busy during generation"),
         Metric("cold_starts", Unit.NONE, "Cold starts so far, of all functions", Kind.COUNTER),
         # The learner
         Metric("loss", Unit.NONE, "Loss, with KL if it is part of it"),

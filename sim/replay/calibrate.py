@@ -27,6 +27,7 @@ from rlhfless.scaling.latency.devices import UnknownDevice, device_of
 from rlhfless.scaling.latency.shape import UnknownShape
 from rlhfless.scaling.latency.timeline import BoolArray, Requests
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
+from rlhfless.sim.replay.measured import helper_cores, means_s
 
 MOST_PAIRS = 200
 """Calls of which every pair's slope is taken; of more, as many spread over all."""
@@ -58,7 +59,7 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
     """The fit to all steps of the traces, or those that `keep` says by number. Raises TraceError if there is nothing
     to learn from."""
     keep = keep or _every_step
-    steps = [record for trace in traces for record in trace.steps if keep(record.step)]
+    steps = [(record, trace) for trace in traces for record in trace.steps if keep(record.step)]
     if not steps:
         raise TraceError(f"the trace of {traces[0].meta.run_id} has no step to fit to; record at least one")
     engine = _WholeTrace(_prior(traces[0]), PRIOR_WEIGHT)
@@ -88,7 +89,9 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         evaluate=_line(by_work[Work.EVALUATE]),
         learn=_line(by_work[Work.LEARN]) or LineFit(fixed_s=0.0),
         publish_s=_median_s(by_work[Work.PUBLISH]),
-        driver_s=median(_outside_s(record, trace) for trace in traces for record in trace.steps if keep(record.step)),
+        driver_s=median(_outside_s(*step) for step in steps),
+        helper_cores=_helper_cores(steps),
+        mean_s=means_s(steps),
     )
 
 
@@ -198,6 +201,11 @@ def _start_s(traces: Sequence[Trace]) -> float:
         for start_s, end_s in cold_starts([h for h in trace.holdings if h.function is FunctionName.GENERATION])
     ]
     return median(starts) if starts else 0.0
+
+
+def _helper_cores(steps: Sequence[tuple[StepRecord, Trace]]) -> float:
+    known = [cores for step in steps if (cores := helper_cores(*step)) is not None]
+    return median(known) if known else 0.0
 
 
 def _outside_s(record: StepRecord, trace: Trace) -> float:

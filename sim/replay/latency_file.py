@@ -68,6 +68,11 @@ class LatencyFile(SpecModel):
     publish_s: NotNegative
     driver_s: NotNegative
     """Of a step, while no function worked: calls on their way, the driver's own bookkeeping."""
+    helper_cores: NotNegative = 0.0
+    """CPU cores that were busy with other things than the engines while these worked; 0 where engines have devices of
+    their own."""
+    mean_s: dict[str, NotNegative]
+    """Of the steps, by stage."""
 
     @property
     def engine(self) -> LinearEngine:

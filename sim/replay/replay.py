@@ -8,30 +8,23 @@ of the steps it was fitted to.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from rlhfless.records import StepRecord, Work
+from rlhfless.records import StepRecord
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.accounting import Phase, step_times
-from rlhfless.scaling.intervals import clip, length, union
+from rlhfless.scaling.intervals import clip, union
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.latency_file import LatencyFile
+from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, shared_s
 from rlhfless.sim.replay.recorded import AsRecorded, setup_of
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.simulation import Simulation
-
-STAGES = (Phase.GENERATION, Phase.SCORING, Phase.REFERENCE, Phase.LEARN, Phase.SYNC)
-"""What is simulated of a step."""
-
-NOT_SIMULATED = frozenset({Work.HELD_OUT, Work.CHECKPOINT, Work.RESTORE})
-
-WALL = "step"
 
 AS_RECORDED = "as recorded"
 """The policy of a replay that asks for no other."""
@@ -57,7 +50,7 @@ class StageError:
     error: float
     """Median of |predicted - measured| / measured."""
     error_of_mean: float
-    """The same of a forecast that always says the mean of the steps that were fitted to; infinite if unknown."""
+    """The same of a forecast that always says the mean of the steps that were fitted to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class Replay:
     """Of the steps, by the run's own price book."""
     measured_usd: float
     mean_s: Mapping[str, float]
-    """By stage, of the steps that were fitted to; empty if they are not in this trace."""
+    """By stage, of the steps that were fitted to."""
 
     @property
     def errors(self) -> list[StageError]:
@@ -86,7 +79,7 @@ class Replay:
 
     def _error(self, stage: str) -> StageError:
         pairs = [(step.predicted_s[stage], step.measured_s[stage]) for step in self.steps if step.measured_s[stage] > 0]
-        constant = self.mean_s.get(stage, math.inf)
+        constant = self.mean_s[stage]
         return StageError(
             stage,
             fmean(measured for _, measured in pairs),
@@ -111,19 +104,20 @@ def replay(
     records = [record for record in trace.steps if record.step in batches]
     if not records:
         raise TraceError(f"the trace of {trace.meta.run_id} has no step with rollouts; record at least one")
-    fitted_to, judged, mean_s = "the file given", records, {}
+    fitted_to, judged = "the file given", records
     if latency is None:
         learned = records[: max(len(records) // 2, 1)]
         judged = records[len(learned) :] or records
         last = learned[-1].step
         latency, fitted_to = calibrate([trace], keep=lambda step: step <= last), f"steps 1 to {last}"
-        mean_s = _means_s(learned, trace)
     name, chosen = policy if policy is not None else (AS_RECORDED, AsRecorded(trace))
     prices = PriceBook.model_validate(trace.meta.prices)
     simulated = _simulated(trace, latency, chosen, [batches[record.step] for record in judged], prices)
     steps = [
         ReplayedStep(
-            record.step, _predicted_s(again, simulated, latency, batches[record.step]), measured_s(record, trace)
+            record.step,
+            _predicted_s(again, simulated, latency, batches[record.step], machine_cores(trace)),
+            measured_s(record, trace),
         )
         for record, again in zip(judged, simulated.steps, strict=True)
     ]
@@ -134,36 +128,26 @@ def replay(
         tuple(steps),
         _usd(simulated, simulated.steps, prices),
         _usd(trace, judged, prices),
-        mean_s,
+        latency.mean_s,
     )
 
 
-def measured_s(record: StepRecord, trace: Trace) -> dict[str, float]:
-    """Seconds of a recorded step by stage, without evaluations and checkpoints, which are not simulated."""
-    times = step_times(record, trace.invocations)
-    apart = union(
-        (max(call.start_s, record.start_s), min(call.end_s, record.end_s))
-        for call in trace.invocations
-        if call.work in NOT_SIMULATED
-    )
-    return {**{str(stage): times.phases_s[stage] for stage in STAGES}, WALL: times.wall_s - length(apart)}
-
-
-def _means_s(records: Sequence[StepRecord], trace: Trace) -> dict[str, float]:
-    measured = [measured_s(record, trace) for record in records]
-    return {stage: fmean(each[stage] for each in measured) for stage in measured[0]}
-
-
-def _predicted_s(record: StepRecord, simulated: Trace, latency: LatencyFile, batch: RolloutBatch) -> dict[str, float]:
+def _predicted_s(
+    record: StepRecord, simulated: Trace, latency: LatencyFile, batch: RolloutBatch, cores: float | None
+) -> dict[str, float]:
     times = step_times(record, simulated.invocations)
     seconds = {str(stage): times.phases_s[stage] for stage in STAGES}
-    seconds[Phase.GENERATION] += latency.call_s
+    late_s = latency.call_s
+    if cores is not None:  # simulated engines have a core each; the machine may have fewer, with the helpers
+        alone_s = drawn_s(record.step, simulated.invocations)
+        late_s += shared_s(alone_s, latency.helper_cores, cores) - max(alone_s)
+    seconds[Phase.GENERATION] += late_s
     # The simulator joins calls that follow each other closely; the recorded ones have pauses between them.
     seconds[Phase.SCORING] = latency.group_s * batch.groups
     if latency.reference is not None:
         tokens = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
         seconds[Phase.REFERENCE] = latency.reference.fixed_s * batch.groups + latency.reference.token_s * tokens
-    return {**seconds, WALL: times.wall_s + latency.call_s + latency.driver_s}
+    return {**seconds, WALL: times.wall_s + late_s + latency.driver_s}
 
 
 def _simulated(

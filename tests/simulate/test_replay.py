@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.policies import POLICIES
 from rlhfless.sim.replay.calibrate import calibrate, line_through
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit, load_latency, write_latency
+from rlhfless.sim.replay.measured import helper_cores, shared_s
 from rlhfless.sim.replay.replay import replay
 from rlhfless.sim.workloads.runtime import read_runtime
 from rlhfless.spec.errors import InputError
@@ -52,6 +54,8 @@ def test_one_actor_tells_of_two_of_other_batches_and_of_other_lengths(latency: L
         errors = {error.stage: error.error for error in again.errors}
         assert errors["generation"] < 0.05, name
         assert errors["step"] < 0.03, name
+        wall = again.errors[-1]
+        assert wall.error < wall.error_of_mean / 2
 
 
 def test_half_of_a_trace_foretells_the_other(one_actor: Path) -> None:
@@ -69,7 +73,6 @@ def test_another_policy_is_asked(one_actor: Path, latency: LatencyFile) -> None:
     kind = POLICIES["static"]
     again = replay(read_trace(one_actor), read_runtime(one_actor), latency, ("static", kind.make(kind.settings())))
     assert again.policy == "static"
-    assert again.errors[0].error_of_mean == float("inf")
     assert again.errors[-1].error < 0.03  # it is the policy that the run had
 
 
@@ -81,6 +84,37 @@ def test_the_file_reads_back_and_is_checked(latency: LatencyFile, tmp_path: Path
         load_latency(tmp_path / "latency.yaml")
     with pytest.raises(InputError, match="name a file that `rlhfless simulate --calibrate` has written"):
         load_latency(tmp_path / "missing.yaml")
+
+
+def test_engines_share_the_cores_of_a_machine_with_its_helpers() -> None:
+    """Two of 1 and 3 s on two cores, half a core of helpers: 1 s of work at 2 / 2.5, and 2 s alone, with room."""
+    assert shared_s([3.0, 1.0], 0.5, 2.0) == pytest.approx(1.25 + 2.0)
+    assert shared_s([3.0, 1.0], 0.0, 2.0) == 3.0
+    assert shared_s([3.0], 1.0, 2.0) == 3.0
+    assert shared_s([3.0], 1.5, 2.0) == pytest.approx(3.75)
+
+
+def test_helpers_are_what_the_engines_do_not_keep_busy(one_actor: Path) -> None:
+    whole = read_trace(one_actor)
+    assert calibrate([whole]).helper_cores == 0.0  # the trace does not say
+    steps = [replace(step, metrics={**step.metrics, "host_busy_cores": 1.4}) for step in whole.steps]
+    busy = replace(whole, steps=tuple(steps))
+    assert calibrate([busy]).helper_cores == pytest.approx(0.4)  # one engine, on one core, at work all the time
+    idle = [replace(step, metrics={**step.metrics, "host_busy_cores": 0.7}) for step in whole.steps]
+    assert calibrate([replace(whole, steps=tuple(idle))]).helper_cores == 0.0
+    gpus = tuple(replace(holding, device_kind="h100") for holding in busy.holdings)
+    assert helper_cores(busy.steps[0], replace(busy, holdings=gpus)) is None
+
+
+def test_two_actors_are_slower_where_helpers_need_a_core(latency: LatencyFile, tmp_path: Path) -> None:
+    folder = record(tmp_path, 2, 16, 20.0)
+    trace, drawn = read_trace(folder), read_runtime(folder)
+    cores = replace(trace, meta=replace(trace.meta, machine={"cpu_cores": 2}))
+    alone, beside = (
+        replay(cores, drawn, latency.model_copy(update={"helper_cores": helpers})).errors for helpers in (0.0, 1.0)
+    )
+    assert alone[0].predicted_s < beside[0].predicted_s < 1.5 * alone[0].predicted_s
+    assert beside[-1].predicted_s - alone[-1].predicted_s == pytest.approx(beside[0].predicted_s - alone[0].predicted_s)
 
 
 def test_lines_by_hand() -> None:

@@ -1,0 +1,30 @@
+"""How busy this machine is."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+IDLE = ("idle", "iowait")
+ELSEWHERE = ("guest", "guest_nice")
+"""Counted in `user` and `nice` as well."""
+
+
+class BusyCores:
+    """CPU cores of this machine that have been busy since this was made, whoever kept them so."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._busy_s = _busy_s()
+
+    def mean(self) -> float:
+        """Over the time up to now."""
+        passed_s = time.monotonic() - self._began_s
+        return (_busy_s() - self._busy_s) / passed_s if passed_s > 0 else 0.0
+
+
+def _busy_s() -> float:
+    """Core-seconds since the machine was started."""
+    times: dict[str, float] = psutil.cpu_times()._asdict()
+    return sum(seconds for name, seconds in times.items() if name not in (*IDLE, *ELSEWHERE))

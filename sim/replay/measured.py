@@ -1,0 +1,84 @@
+"""What a recorded step took, stage by stage, and how busy its machine was. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from rlhfless.records import FunctionName, Invocation, StepRecord, Work
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.accounting import Phase, step_times
+from rlhfless.scaling.intervals import length, union
+from rlhfless.scaling.placement import CPU_KIND
+
+STAGES = (Phase.GENERATION, Phase.SCORING, Phase.REFERENCE, Phase.LEARN, Phase.SYNC)
+"""What is simulated of a step."""
+
+NOT_SIMULATED = frozenset({Work.HELD_OUT, Work.CHECKPOINT, Work.RESTORE})
+
+WALL = "step"
+
+
+def measured_s(record: StepRecord, trace: Trace) -> dict[str, float]:
+    """Seconds of a recorded step by stage, without evaluations and checkpoints, which are not simulated."""
+    times = step_times(record, trace.invocations)
+    apart = union(
+        (max(call.start_s, record.start_s), min(call.end_s, record.end_s))
+        for call in trace.invocations
+        if call.work in NOT_SIMULATED
+    )
+    return {**{str(stage): times.phases_s[stage] for stage in STAGES}, WALL: times.wall_s - length(apart)}
+
+
+def means_s(steps: Sequence[tuple[StepRecord, Trace]]) -> dict[str, float]:
+    """Mean of each stage."""
+    measured = [measured_s(*step) for step in steps]
+    return {stage: fmean(each[stage] for each in measured) for stage in measured[0]}
+
+
+def helper_cores(record: StepRecord, trace: Trace) -> float | None:
+    """CPU cores that others than the engines kept busy while the step was drawn: the driver, Ray, scoring, and whatever
+    else runs there. None if the engines do not run on cores, or the trace does not say."""
+    busy = record.metrics.get("host_busy_cores")
+    cores = _cores(trace)
+    calls = [call for call in trace.invocations if call.step == record.step and call.work is Work.GENERATE]
+    span_s = length(union((call.start_s, call.end_s) for call in calls))
+    if busy is None or not cores or not span_s:
+        return None
+    return max(busy - sum(call.duration_s * cores.get(call.replica, 0) for call in calls) / span_s, 0.0)
+
+
+def drawn_s(step: int, invocations: Sequence[Invocation]) -> list[float]:
+    """How long each engine worked in a step."""
+    seconds: dict[str, float] = defaultdict(float)
+    for call in invocations:
+        if call.step == step and call.work is Work.GENERATE:
+            seconds[call.replica] += call.duration_s
+    return list(seconds.values())
+
+
+def shared_s(work_s: Sequence[float], helpers: float, cores: float) -> float:
+    """Seconds until the last of several engines has ended, where they and `helpers` busy cores of others get equal
+    parts of a machine's cores. With a core of its own each engine would work for `work_s`."""
+    at_s = done_s = 0.0
+    for ended, seconds in enumerate(sorted(work_s)):
+        wanted = len(work_s) - ended + helpers
+        at_s += (seconds - done_s) * max(wanted / cores, 1.0)
+        done_s = seconds
+    return at_s
+
+
+def machine_cores(trace: Trace) -> float | None:
+    """Of the machine, if the engines run on its cores."""
+    cores = trace.meta.machine.get("cpu_cores")
+    return float(cores) if cores and _cores(trace) else None
+
+
+def _cores(trace: Trace) -> Mapping[str, int]:
+    """CPU cores of each generation actor; none on other devices."""
+    slots: dict[str, set[str]] = defaultdict(set)
+    for holding in trace.holdings:
+        if holding.function is FunctionName.GENERATION and holding.device_kind == CPU_KIND:
+            slots[holding.replica].add(holding.device)
+    return {name: len(held) for name, held in slots.items()}
