@@ -41,10 +41,11 @@ def helper_cores(record: StepRecord, trace: Trace) -> float | None:
     """CPU cores that others than the engines kept busy while the step was drawn: the driver, Ray, scoring, and whatever
     else runs there. None if the engines do not run on cores, or the trace does not say."""
     busy = record.metrics.get("host_busy_cores")
-    cores = _cores(trace)
-    calls = [call for call in trace.invocations if call.step == record.step and call.work is Work.GENERATE]
+    if busy is None or not (cores := _cores(trace)):
+        return None
+    calls = _generated(record.step, trace.invocations)
     span_s = length(union((call.start_s, call.end_s) for call in calls))
-    if busy is None or not cores or not span_s:
+    if not span_s:
         return None
     return max(busy - sum(call.duration_s * cores.get(call.replica, 0) for call in calls) / span_s, 0.0)
 
@@ -52,9 +53,8 @@ def helper_cores(record: StepRecord, trace: Trace) -> float | None:
 def drawn_s(step: int, invocations: Sequence[Invocation]) -> list[float]:
     """How long each engine worked in a step."""
     seconds: dict[str, float] = defaultdict(float)
-    for call in invocations:
-        if call.step == step and call.work is Work.GENERATE:
-            seconds[call.replica] += call.duration_s
+    for call in _generated(step, invocations):
+        seconds[call.replica] += call.duration_s
     return list(seconds.values())
 
 
@@ -73,6 +73,10 @@ def machine_cores(trace: Trace) -> float | None:
     """Of the machine, if the engines run on its cores."""
     cores = trace.meta.machine.get("cpu_cores")
     return float(cores) if cores and _cores(trace) else None
+
+
+def _generated(step: int, invocations: Sequence[Invocation]) -> list[Invocation]:
+    return [call for call in invocations if call.step == step and call.work is Work.GENERATE]
 
 
 def _cores(trace: Trace) -> Mapping[str, int]:

@@ -113,10 +113,11 @@ def replay(
     name, chosen = policy if policy is not None else (AS_RECORDED, AsRecorded(trace))
     prices = PriceBook.model_validate(trace.meta.prices)
     simulated = _simulated(trace, latency, chosen, [batches[record.step] for record in judged], prices)
+    cores = machine_cores(trace)
     steps = [
         ReplayedStep(
             record.step,
-            _predicted_s(again, simulated, latency, batches[record.step], machine_cores(trace)),
+            _predicted_s(again, simulated, latency, batches[record.step], cores),
             measured_s(record, trace),
         )
         for record, again in zip(judged, simulated.steps, strict=True)
