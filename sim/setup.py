@@ -113,7 +113,7 @@ class LearnerShape:
     site: Site
     fixed_s: float
     evaluate_token_s: float
-    """0: one update per batch needs no pass before it."""
+    """Over all tokens; 0 with one update per batch, which needs no pass before it."""
     learn_token_s: float
     publish_s: float
 

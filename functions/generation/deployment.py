@@ -97,8 +97,9 @@ class GenerationFunction(Function):
         return self.reply(moved, start_s, usage)
 
     async def _load_and_check(self, published: PublishedWeights) -> None:
-        await self._engine.load(published)  # checks what the model consumed
-        logprobs = await self._engine.logprobs(published.probe.token_ids)
+        # Sent one behind the other: the engine does them in turn. The load checks what the model consumed.
+        load, probe = self._engine.load(published), self._engine.logprobs(published.probe.token_ids)
+        _, logprobs = await asyncio.gather(load, probe)
         check_probe(published.version, published.probe, logprobs, self._settings.probe_tolerance)
 
     async def generate(self, call: Call, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:

@@ -13,7 +13,7 @@ import ray
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.settings import LearnerSettings
-from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
+from rlhfless.records import FloatArray, Probe, WeightVersion
 
 PERTURBED_STEP = -1
 """Step number of the perturbed version, which no training step can have."""
@@ -75,14 +75,21 @@ class RankActor:
         """See LearnerRank.learn. *Collective.*"""
         return self._rank.learn(batch, mini_batches)
 
-    def publish(self, run_id: str, attempt: int, step: int, perturbed: bool) -> PublishedWeights:
-        """Write the weights to the store, with the learner's own logprobs of the probe."""
-        rank, token_ids = self._rank, self._settings.probe_token_ids
-        with rank.perturbed(PERTURBATION_SEED) if perturbed else contextlib.nullcontext():
-            stored = self._store.put(run_id, attempt, PERTURBED_STEP if perturbed else step, rank.weights())
-            probe = Probe(token_ids, rank.probe_logprobs(token_ids))
+    def publish(self, run_id: str, attempt: int, step: int, perturbed: bool) -> tuple[WeightVersion, str, int, int]:
+        """Write the weights to the store: which version that is, where it is, its bytes and tensors."""
+        with self._as_published(perturbed):
+            stored = self._store.put(run_id, attempt, PERTURBED_STEP if perturbed else step, self._rank.weights())
         self._forget_old(stored.version)
-        return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe)
+        return stored.version, stored.location, stored.size_bytes, stored.tensors
+
+    def probe(self, perturbed: bool) -> Probe:
+        """The learner's own logprobs of the probe, under what `publish` writes. All ranks have the same."""
+        token_ids = self._settings.probe_token_ids
+        with self._as_published(perturbed):
+            return Probe(token_ids, self._rank.probe_logprobs(token_ids))
+
+    def _as_published(self, perturbed: bool) -> contextlib.AbstractContextManager[None]:
+        return self._rank.perturbed(PERTURBATION_SEED) if perturbed else contextlib.nullcontext()
 
     def _forget_old(self, version: WeightVersion) -> None:
         """Keep the newest versions, and the perturbed one for engines that start later."""

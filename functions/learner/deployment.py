@@ -33,6 +33,8 @@ class LearnerFunction(Function):
         self._learning: tuple[Call, asyncio.Task[Reply[Mapping[str, float]]]] | None = None
         self._step = 0
         """The training step that the weights have taken last."""
+        self._asked = asyncio.Event()
+        """Set, and replaced, when a step is to be learned."""
         self._ranks = [self._rank_actor(rank) for rank in range(settings.learner.ranks)]
         # Rank 0 opens the rendezvous on its own node; the others need its address.
         address = (await self._answers("rendezvous", [self._ranks[0].rendezvous.remote()]))[0]
@@ -96,6 +98,8 @@ class LearnerFunction(Function):
         self.admit(call)
         if self._learning is None or self._learning[0] != call:
             self._learning = (call, asyncio.create_task(self._learn(call, batch, mini_batches)))
+            self._asked.set()
+            self._asked = asyncio.Event()
         return await asyncio.shield(self._learning[1])
 
     async def _learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
@@ -115,14 +119,31 @@ class LearnerFunction(Function):
     async def publish(self, call: Call, *, perturbed: bool = False) -> Reply[PublishedWeights]:
         """Write the weights to the store as the version of `call`'s step, with a probe.
 
-        `perturbed`: a version in which every tensor is slightly off, for the proof that loads reach every tensor.
+        It may be asked for together with the step's `learn`, and follows it then; raises what `learn` raised, or
+        TimeoutError if nobody asks for that. `perturbed`: a version in which every tensor is slightly off, for the
+        proof that loads reach every tensor.
         """
         self.admit(call)
+        await self._learned(call.step)
         start_s = time.time()
         writing = self._ranks[0].publish.remote(call.run_id, call.attempt, call.step, perturbed)
-        published: PublishedWeights = (await self._answers("publish", [writing]))[0]
+        probing = self._ranks[-1].probe.remote(perturbed)  # another rank if there is one: it has the same weights
+        (version, location, size_bytes, tensors), probe = await self._answers("publish", [writing, probing])
+        published = PublishedWeights(version, location, size_bytes, tensors, probe)
         usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
+
+    async def _learned(self, step: int) -> None:
+        """Returns when the weights have taken a step."""
+        while self._step < step:
+            if self._learning is not None and self._learning[0].step == step:
+                await asyncio.shield(self._learning[1])
+                continue
+            limit_s = self._settings.call_timeout_s
+            try:
+                await asyncio.wait_for(self._asked.wait(), limit_s)
+            except TimeoutError:
+                raise TimeoutError(f"publish: nobody asked to learn step {step} within {limit_s:.0f} s") from None
 
     async def checkpoint(self, call: Call, folder: str, notes: Mapping[str, Any]) -> Reply[str]:
         """Save model, optimiser and the run's `notes`, beside and renamed. Returns the folder."""

@@ -110,28 +110,33 @@ class LearnerRank:
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """Old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*"""
-        share = self._share(batch)
-        mine = select(batch, share)
-        values = token_logprobs(self._policy, mine, self._temperature, self._learner.micro_batch_tokens)
-        everything = torch.zeros(len(batch.tokens))
-        source = np.repeat(batch.starts[share], mine.lengths) + mine.positions
-        everything[torch.from_numpy(source)] = torch.from_numpy(values)
-        everything = everything.to(self._policy.device)
+        everything = torch.from_numpy(self._evaluate_share(batch)).to(self._policy.device)
         dist.all_reduce(everything)
         return everything.cpu().numpy()
+
+    def _evaluate_share(self, batch: PackedBatch) -> FloatArray:
+        """`evaluate`, and 0 where another rank works."""
+        share = self._share(batch)
+        mine = select(batch, share)
+        everything = np.zeros(len(batch.tokens), dtype=np.float32)
+        everything[np.repeat(batch.starts[share], mine.lengths) + mine.positions] = token_logprobs(
+            self._policy, mine, self._temperature, self._learner.micro_batch_tokens
+        )
+        return everything
 
     def learn(self, batch: PackedBatch, count: int) -> dict[str, float]:
         """One training step: an optimiser step on each of `count` mini-batches. *Collective.*
 
-        Returns `skipped_updates`, those whose gradient was not finite, and of the others: means over their
+        A batch without old logprobs is evaluated here, but for its first mini-batch: there the old policy is the
+        current one. Returns `skipped_updates`, those whose gradient was not finite, and of the others: means over their
         response tokens (`*_max` are maxima), `gradient_norm` before clipping, and `learning_rate`. Raises
-        ValueError if the batch lacks advantages, or old logprobs where several updates need them.
+        ValueError if the batch lacks advantages.
         """
         if batch.advantages is None:
             raise ValueError("the batch has no advantages; compute them before `learn`")
-        if batch.old_logprobs is None and count > 1:
-            raise ValueError(f"{count} mini-batches need old logprobs, and the batch has none; `evaluate` first")
-        parts = mini_batches(batch, count)
+        parts = list(mini_batches(batch, count))
+        if batch.old_logprobs is None:
+            parts[1:] = [part.with_old_logprobs(self._evaluate_share(part)) for part in parts[1:]]
         updates = [(part.denominators.tokens, self._update(part)) for part in parts]
         applied = [(tokens, metrics) for tokens, metrics in updates if metrics is not None]
         return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}

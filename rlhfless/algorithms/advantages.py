@@ -63,7 +63,7 @@ def rewards_with_kl(
 
 def with_grpo_advantages(batch: PackedBatch, rewards: FloatLike, algorithm: GRPOSpec) -> PackedBatch:
     """The batch with the advantages that `algorithm` asks for. `rewards` is `[sequences]`, in batch order."""
-    if algorithm.kl.on and algorithm.kl.where == "reward":
+    if algorithm.kl.in_reward:
         rewards = rewards_with_kl(rewards, batch, algorithm.kl.coefficient, algorithm.kl.estimator)
     values = grpo_advantages(rewards, batch.sequence_groups, normalize_std=algorithm.normalize_std)
     return batch.with_advantages(values)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +135,8 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     tokens[~response_mask] = np.concatenate(sequence_prompts)
     logprobs = np.zeros(len(positions), dtype=np.float32)
     logprobs[response_mask] = np.concatenate([rollout.logprobs for rollout in rollouts])
+    if not np.isfinite(logprobs).all():
+        _refuse(next(rollout for rollout in rollouts if not np.isfinite(rollout.logprobs).all()))
     return PackedBatch(
         tokens=tokens,
         positions=positions,
@@ -199,15 +202,18 @@ def _check(group: Group) -> None:
     if not group.prompt.token_ids:
         raise ValueError(f"prompt {name!r} has no tokens; give it at least one, such as a begin-of-sequence token")
     for rollout in group.rollouts:
-        _check_logprobs(name, rollout)
+        if len(rollout.token_ids) != len(rollout.logprobs):
+            raise ValueError(
+                f"sample {rollout.sample_index} of prompt {name!r} has {len(rollout.token_ids)} tokens but "
+                f"{len(rollout.logprobs)} rollout logprobs"
+            )
 
 
-def _check_logprobs(name: str, rollout: Rollout) -> None:
-    where = f"sample {rollout.sample_index} of prompt {name!r}"
-    if len(rollout.token_ids) != len(rollout.logprobs):
-        raise ValueError(f"{where} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} rollout logprobs")
-    if not np.isfinite(rollout.logprobs).all():
-        raise ValueError(f"{where} has a rollout logprob that is not finite, on a token that the engine drew itself")
+def _refuse(rollout: Rollout) -> NoReturn:
+    raise ValueError(
+        f"sample {rollout.sample_index} of prompt {rollout.prompt_id!r} has a rollout logprob that is not finite, on a "
+        "token that the engine drew itself"
+    )
 
 
 def _prompt_id(group: Group) -> str:

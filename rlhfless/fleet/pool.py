@@ -201,15 +201,11 @@ class Pool:
             replica.loaded(version)
         return replica
 
-    async def sync(self, published: PublishedWeights, call: Call) -> None:
-        """Bring all replicas to a version, at the same time: the one door to SERVING.
-
-        Raises WeightCheckFailed, CallTimeout, or ReplicaLost when no replica is left.
-        """
-        await together(*(self.sync_one(replica, published, call) for replica in self.up()))
-
     async def sync_one(self, replica: Replica, published: PublishedWeights, call: Call) -> None:
-        """Load a version into one replica. Does nothing if it serves it already."""
+        """Load a version into one replica: the one door to SERVING. Does nothing if it serves it already.
+
+        Raises WeightCheckFailed, CallTimeout, or ReplicaLost.
+        """
         replica.ask(published.version)
         if replica.state == ReplicaState.SERVING:
             return

@@ -15,6 +15,7 @@ from typing import Protocol
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
 from rlhfless.records import PublishedWeights, ReplicaState, Work
 from rlhfless.spec import RunSpec
@@ -78,23 +79,49 @@ class Actors:
     # -- weights
 
     async def sync(self, call: Call) -> None:
-        """Bring all that are up to the published weights.
+        """Bring all that are up to the published weights; a stage that is under way hears of each.
 
         Those that were lost are replaced beside the work of the others, and waited for only if there are none. Raises
         what their starts raised then; and wrong weights of a new one, whenever they were found.
         """
         if self._fatal is not None:
             raise self._fatal
-        places = range(len(self.pool.seats))
-        missing = self._spec.scaling.generation.min_actors - sum(self.expects(place) for place in places)
-        for place in [place for place in places if self.state(place) is None][: max(missing, 0)]:
-            self.start(place, call)
+        self._replace(call)
         while self._starts and not self.pool.up():
             done, _ = await asyncio.wait(self._starts.values(), return_when=asyncio.FIRST_COMPLETED)
             failures = [task.exception() for task in done if not task.cancelled()]
             if failures and failures[-1] is not None and not self._starts and not self.pool.up():
                 raise failures[-1]
-        await self.pool.sync(self.published, call)
+        up = self.pool.up()
+        for actor in up:
+            actor.ask(self.published.version)  # from here on, none gets work before it has loaded them
+        await together(*(self._bring(actor, call) for actor in up))
+
+    async def _bring(self, actor: Replica, call: Call) -> None:
+        """Load the published weights into one. If it is lost meanwhile the others go on, and it is replaced; raises
+        ReplicaLost if no other is up: those that start might be lost to the same weights."""
+        if actor.state is ReplicaState.SERVING:
+            return
+        try:
+            await self.pool.sync_one(actor, self.published, call)
+        except ReplicaLost as lost:
+            if actor.state is not ReplicaState.DEAD:
+                return  # it was released
+            if not self.pool.up():
+                raise
+            log.warning("%s was lost while it loaded weights: %s", actor.name, lost)
+            self._replace(call)
+            for stage in self._stages:
+                stage.missed(self._place_of(actor))
+        if actor.state is ReplicaState.SERVING:
+            self._joined(actor)
+
+    def _replace(self, call: Call) -> None:
+        """Start those in the background that are missing from `min_actors`."""
+        places = range(len(self.pool.seats))
+        missing = self._spec.scaling.generation.min_actors - sum(self.expects(place) for place in places)
+        for place in [place for place in places if self.state(place) is None][: max(missing, 0)]:
+            self.start(place, call)
 
     async def prove_loading(self, actor: Replica, call: Call) -> float:
         """Check that loads reach every tensor of a new engine."""
@@ -113,9 +140,12 @@ class Actors:
         """Start one more, at a place or at the first that is free; during a step it may get work at once."""
         actor = await self.pool.add(lambda new: self.prove_loading(new, call), place)
         await self.pool.sync_one(actor, self.published, call)
+        self._joined(actor)
+        return actor
+
+    def _joined(self, actor: Replica) -> None:
         for stage in self._stages:
             stage.joined(self._place_of(actor))
-        return actor
 
     def start(self, place: int, call: Call, at_s: float | None = None) -> None:
         """Start one at a place in the background, not before `at_s` (unix time), and not before who leaves it has left.

@@ -28,7 +28,7 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
 
 
 async def _means(run: Run, draw: Draw) -> dict[str, float]:
-    experience = await collect(run.generate(draw), run.scoring_of(draw.call), None)
+    experience = await collect(run.generate(draw), len(draw.prompts), run.scoring_of(draw.call), None)
     scores = [score for group in experience.scores for score in group]
     log_failures(experience, draw.call.step)
     return mean_parts(scores)

@@ -9,11 +9,14 @@ import numpy as np
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.policy import Action, Assign, Event, Ints, Lost, Move, Serving, StepBegan, StepView
 
+UP = (ReplicaState.STALE, ReplicaState.SERVING)
+"""At work, or as soon as the step's weights are loaded."""
+
 
 class EvenDeal:
     """Prompts in turn; what was lost to whoever has least; to one that joins, half of the busiest one's lead.
 
-    It starts and releases nobody, and gives work only to actors that serve.
+    It starts and releases nobody, and gives work only to actors that are up.
     """
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
@@ -29,11 +32,11 @@ class EvenDeal:
 
 
 def deal(view: StepView, samples: Ints) -> list[Assign]:
-    """Gives samples that are nobody's to the actors that serve, a prompt at a time, each to whoever has least.
+    """Gives samples that are nobody's to the actors that are up, a prompt at a time, each to whoever has least.
 
-    If nobody serves, to the first that is on its way; nothing if nobody is.
+    If nobody is, to the first that is on its way; nothing if nobody is.
     """
-    places = _serving(view) or _coming(view)[:1]
+    places = _places(view, *UP) or _places(view, ReplicaState.STARTING)[:1]
     load = {place: view.samples_at(place).size for place in places}
     given: dict[int, list[Ints]] = {place: [] for place in places}
     if not places or not samples.size:
@@ -46,17 +49,12 @@ def deal(view: StepView, samples: Ints) -> list[Assign]:
 
 
 def _share(view: StepView, joined: int) -> list[Action]:
-    load = {place: view.samples_at(place).size for place in _serving(view)}
+    load = {place: view.samples_at(place).size for place in _places(view, *UP)}
     busiest = max(load, key=lambda place: (load[place], -place), default=joined)
     lead = (load.get(busiest, 0) - load.get(joined, 0)) // 2
     # The last ones: whole groups, since siblings lie one after the other.
     return [Move(busiest, joined, view.samples_at(busiest)[-lead:])] if lead > 0 else []
 
 
-def _coming(view: StepView) -> list[int]:
-    on_its_way = (ReplicaState.STARTING, ReplicaState.STALE)
-    return [place for place in view.fleet.generation() if view.places[place].state in on_its_way]
-
-
-def _serving(view: StepView) -> list[int]:
-    return [place for place in view.fleet.generation() if view.places[place].state is ReplicaState.SERVING]
+def _places(view: StepView, *states: ReplicaState) -> list[int]:
+    return [place for place in view.fleet.generation() if view.places[place].state in states]

@@ -36,10 +36,13 @@ class Experience:
     """Per group and rollout: [response]. None when the run has no reference."""
 
 
-async def collect(groups: AsyncIterator[Group], score: ScoreGroups, reference: ReferenceLogprobs | None) -> Experience:
+async def collect(
+    groups: AsyncIterator[Group], count: int, score: ScoreGroups, reference: ReferenceLogprobs | None
+) -> Experience:
     """Run `score` and `reference` on groups as they come; returns when all groups have passed both.
 
-    Raises what a stage or the stream raised; the other stages are cancelled then.
+    The stages wait for nobody once `count` groups have come: what the stream has still to say is not a group. Raises
+    RuntimeError if it ends before, and what a stage or the stream raised; the other stages are cancelled then.
     """
     scoring = _Stage(score)
     referring = None if reference is None else _Stage(reference)
@@ -50,9 +53,9 @@ async def collect(groups: AsyncIterator[Group], score: ScoreGroups, reference: R
         async for group in groups:
             finished[group.prompt.prompt_id] = group
             for stage in stages:
-                stage.put(group)
-        for stage in stages:
-            stage.put(None)
+                stage.put(group, last=len(finished) == count)
+        if len(finished) < count:
+            raise RuntimeError(f"the stream of groups ended after {len(finished)} of {count} groups")
 
     await together(feed(), *(stage.run() for stage in stages))
 
@@ -67,30 +70,26 @@ async def collect(groups: AsyncIterator[Group], score: ScoreGroups, reference: R
 
 
 class _Stage(Generic[T]):
-    """One consumer of groups, which makes a T of each rollout. `None` in the queue: no more will come."""
+    """One consumer of groups, which makes a T of each rollout."""
 
     def __init__(self, work: Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[T]]]]) -> None:
         self._work = work
-        self._queue: asyncio.Queue[Group | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[Group] = asyncio.Queue()
         self._ended = asyncio.Event()
         self.results: dict[str, Sequence[T]] = {}
 
-    def put(self, group: Group | None) -> None:
+    def put(self, group: Group, *, last: bool) -> None:
         self._queue.put_nowait(group)
-        if group is None:
+        if last:
             self._ended.set()
 
     async def run(self) -> None:
-        more = True
-        while more:
-            waiting = [await self._queue.get()]
+        while not (self._ended.is_set() and self._queue.empty()):
+            batch = [await self._queue.get()]
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), WINDOW_S)
             while not self._queue.empty():
-                waiting.append(self._queue.get_nowait())
-            more = None not in waiting
-            batch = [group for group in waiting if group is not None]
-            if batch:
-                results = await self._work(batch)
-                for group, result in zip(batch, results, strict=True):
-                    self.results[group.prompt.prompt_id] = result
+                batch.append(self._queue.get_nowait())
+            results = await self._work(batch)
+            for group, result in zip(batch, results, strict=True):
+                self.results[group.prompt.prompt_id] = result

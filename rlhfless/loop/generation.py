@@ -59,9 +59,10 @@ class GenerationStage:
         self._called_back: set[int] = set()
         self._lost: set[str] = set()
         self._lost_in_a_row = 0
-        """Actors that were lost since a sample ended."""
+        """Actors that were lost, or did not come up, since a sample ended."""
         self._events: asyncio.Queue[_Said | Exception] = asyncio.Queue()
         self._asked_s: float | None = None
+        self._busy: BusyCores | None = None
         self.host_busy_cores = 0.0
         """Of the driver's machine, while the samples were drawn."""
         self.over = False
@@ -81,18 +82,18 @@ class GenerationStage:
         try:
             for group in self._recall():
                 yield group
-            busy = BusyCores()
             if self._finished:
                 self._asked_s = self._clock()
                 self._steer(StepBegan())
             while self._finished:
                 for group in self._handle(await self._events.get()):
                     yield group
-            self.over, self.host_busy_cores = True, busy.mean()
-            if self._asked_s is not None:
-                self._steer(Generated())
+            self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
             # Each stream still has its end to deliver, which carries the call's entry in the ledger.
             await asyncio.gather(*self._streams)
+            # Only now: what is learned from the step takes time, and the last groups are on their way to be scored.
+            if self._asked_s is not None:
+                self._steer(Generated())
         finally:
             self.over = True
             await self._stop_streams()
@@ -106,7 +107,12 @@ class GenerationStage:
     def missed(self, place: int) -> None:
         """Nobody will come to a place; what waits there becomes nobody's."""
         if self._board.take_from(place).size:
-            self._happened(Lost(place, self._board.forgotten))
+            try:
+                self._count_loss(f"nobody came up at place {place}")
+            except ReplicaLost as error:
+                self._events.put_nowait(error)
+            else:
+                self._happened(Lost(place, self._board.forgotten))
 
     async def drain(self, actor: Replica) -> None:
         """Take an actor out of the stage: its samples go on elsewhere. It gets no new ones from here on."""
@@ -149,6 +155,7 @@ class GenerationStage:
     def _submit(self, actor: Replica, numbers: Sequence[int]) -> None:
         number = len(self._requests)
         self._requests.append(actor)
+        self._busy = self._busy or BusyCores()
         for sample in numbers:
             del self._board.waiting[sample]
             self._board.on[sample] = number
@@ -249,17 +256,20 @@ class GenerationStage:
         gone = self._board.lost_with(request)
         if first := actor.name not in self._lost:
             self._lost.add(actor.name)
-            self._lost_in_a_row += 1
             self._board.take_from(place)
         log.warning("%s was lost with %d samples, which go to other actors: %s", actor.name, gone.size, error)
-        if self._lost_in_a_row > len(self._pool.seats) * (self._spec.recovery.per_step + 1):
-            raise ReplicaLost(
-                f"{self._lost_in_a_row} actors were lost before a single sample ended: {error}"
-            ) from error
+        if first:
+            self._count_loss(str(error))
         if first or self._board.forgotten.size:
             self._steer(Lost(place, self._board.forgotten))
         else:
             self._submit_waiting()
+
+    def _count_loss(self, why: str) -> None:
+        """Raises ReplicaLost if it has been too many in a row."""
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row > len(self._pool.seats) * (self._spec.recovery.per_step + 1):
+            raise ReplicaLost(f"{self._lost_in_a_row} actors were lost before a single sample ended: {why}")
 
     def _place_of(self, actor: Replica) -> int:
         return next(place for place, seat in enumerate(self._pool.seats) if seat is actor.seat)

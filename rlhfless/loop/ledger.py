@@ -17,7 +17,6 @@ from rlhfless.records import (
     Holding,
     Invocation,
     ReplicaState,
-    Rollout,
     Score,
     StepRecord,
     Work,
@@ -32,8 +31,8 @@ log = logging.getLogger(__name__)
 RECENT_CALLS = 512
 """Calls per function from which gaps are estimated: some tens of steps, so that the estimate follows the run."""
 
-SOON_S = 0.1
-"""By then a step's requests have reached its actors."""
+SOON_S = 0.3
+"""By then the actors have loaded a step's weights and have its requests, where the models are small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +101,7 @@ class Ledger:
         self._rollouts_of.add(step)
         prompt_tokens = len(group.prompt.token_ids)
         for rollout, score in zip(group.rollouts, scores, strict=True):
-            self._writer.add_rollout(step, rollout, score, prompt_tokens)
-            self._drawn.append(_traced(step, rollout, score, prompt_tokens))
+            self._drawn.append(self._writer.add_rollout(step, rollout, score, prompt_tokens))
 
     def add_decision(self, decision: Decision) -> None:
         """A decision of the scaler, with all it was decided from."""
@@ -190,26 +188,3 @@ class Ledger:
     def _not_soon(self) -> None:
         if self._soon is not None:
             self._soon.cancel()
-
-
-def _traced(step: int, rollout: Rollout, score: Score, prompt_tokens: int) -> TracedRollout:
-    """The row that a scored rollout has in a trace without tokens."""
-    return TracedRollout(
-        step=step,
-        prompt_id=rollout.prompt_id,
-        sample_index=rollout.sample_index,
-        seed=rollout.seed,
-        prompt_tokens=prompt_tokens,
-        response_tokens=len(rollout.token_ids),
-        cached_tokens=rollout.cached_tokens,
-        reward=score.total,
-        reward_parts=score.parts,
-        reward_failures=score.failures,
-        finish_reason=rollout.finish_reason,
-        version_spans=rollout.version_spans,
-        actor=rollout.actor,
-        started_s=rollout.started_s,
-        finished_s=rollout.finished_s,
-        token_ids=None,
-        logprobs=None,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.prompts import PromptOrder
 from rlhfless.loop.scaler import Scaler
+from rlhfless.loop.summary import drawn_metrics
 from rlhfless.records import (
     FloatArray,
     Group,
@@ -33,8 +35,12 @@ from rlhfless.records import (
 )
 from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
+from rlhfless.scaling.accounting import Phase
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
+
+CALLED_S = 0.02
+"""By then a call has left the driver."""
 
 HELD_OUT_SEED_STEP = -1
 """All evaluations draw with the same seeds, so that they differ by the weights alone."""
@@ -208,7 +214,10 @@ class Run:
         return await self._work(self._the_learner, Work.LEARN, "learn", call, batch, mini_batches)
 
     async def publish(self, call: Call, *, perturbed: bool = False) -> PublishedWeights:
-        """Write the learner's weights, or a perturbed version of them, to the store, as those of `call`'s step."""
+        """Write the learner's weights, or a perturbed version of them, to the store, as those of `call`'s step.
+
+        Asked for together with `learn` of that step it follows it, without a way through the driver in between.
+        """
         return await self._work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed)
 
     async def checkpoint(self, step: int) -> Path:
@@ -246,12 +255,13 @@ class Run:
     async def _work(  # type: ignore[no-untyped-def]
         self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: object
     ):
+        calls = 2 if work is Work.PUBLISH else 1  # it may have to wait for `learn`
         return await replica.call(
             method,
             call,
             *arguments,
             **keywords,
-            timeout_s=self.spec.timeouts.call_s,
+            timeout_s=calls * self.spec.timeouts.call_s,
             waiting_for=f"{work} of step {call.step}",
             work=work,
         )
@@ -265,11 +275,19 @@ class Run:
         self.ended_s = None
         return begins_s
 
-    async def close_step(self, record: StepRecord, experience: Experience) -> None:
-        """Put the step into the ledger, and show its figures. A step that is done again counts once."""
-        if not self.ledger.has_rollouts_of(record.step):
+    async def take(self, step: int, start_s: float, experience: Experience, kept: Experience) -> dict[str, float]:
+        """Put the rollouts of a step that began then into the ledger while the learner is at work, and learn how fast
+        the engines were; returns their figures. A step that is done again counts once."""
+        await asyncio.sleep(CALLED_S)
+        if not self.ledger.has_rollouts_of(step):
             for group, scores in zip(experience.groups, experience.scores, strict=True):
-                self.ledger.add_group(record.step, group, scores)
+                self.ledger.add_group(step, group, scores)
+            self.scaler.drawn(step)
+        generation_s = self.ledger.step_times(step, start_s, time.time()).phases_s[Phase.GENERATION]
+        return drawn_metrics(experience, kept, generation_s)
+
+    def close_step(self, record: StepRecord, experience: Experience) -> None:
+        """Put the step into the ledger, and show its figures."""
         self.scaler.step_ended(record)
         self.latest.update(record.metrics)
         if not self.ledger.has_step(record.step):

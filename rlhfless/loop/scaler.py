@@ -55,12 +55,16 @@ class Scaler:
         if self._steering.step == step:
             self._steering.ask(Idle(self._fleet.place_of(function)))
 
+    def drawn(self, step: int) -> None:
+        """The rollouts of a step are in the ledger: how fast the engines were is learned from them."""
+        if self._steering.step == step:
+            self._speeds.learn(*self._ledger.done_in_step(), self._fleet.kinds())
+
     def step_ended(self, record: StepRecord) -> None:
-        """A step is done: its engines' speeds and its lengths are learned, once."""
+        """A step is done, which the policy is told once."""
         if record.step <= self._ended or self._steering.step != record.step:
             return
         self._ended = record.step
-        self._speeds.learn(*self._ledger.done_in_step(), self._fleet.kinds())
         self._steering.ask(StepEnded(record.start_s, record.end_s))
 
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from rlhfless.algorithms.advantages import with_grpo_advantages
 from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.fleet.tasks import together
+from rlhfless.loop.draw import Draw
 from rlhfless.loop.experience import Experience, collect
 from rlhfless.loop.failures import without_failures
 from rlhfless.loop.run import Run
@@ -22,21 +24,27 @@ async def train_step(run: Run, step: int) -> StepRecord:
     """
     start_s, call = run.begins_s(), run.call(step)
     draw = run.plan(step)
-    await run.sync(call)
-    groups = run.generate(draw)
-    experience = await collect(groups, run.scoring_of(call), run.reference_of(call))
+    _, experience = await together(run.sync(call), drawn_and_scored(run, draw))
     run.release_idle(step)
     kept = without_failures(experience, run.spec.scoring, step)
     batch = assemble(kept)
-    if run.spec.mini_batches > 1:
-        # With one mini-batch the old policy is the current one, and the learner knows its logprobs already.
+    if run.spec.algorithm.kl.in_reward and run.spec.mini_batches > 1:
+        # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
         batch = batch.with_old_logprobs(await run.evaluate(call, batch))
     batch = with_grpo_advantages(batch, rewards_of(kept), run.spec.algorithm)
-    learned = await run.learn(call, batch)
-    run.published = await run.publish(call)
-    record = StepRecord(step, start_s, time.time(), step_metrics(run, step, experience, kept, learned, start_s))
-    await run.close_step(record, experience)
+    learned, run.published, drawn = await together(
+        run.learn(call, batch), run.publish(call), run.take(step, start_s, experience, kept)
+    )
+    record = StepRecord(step, start_s, time.time(), {**drawn, **step_metrics(run, step, learned, start_s)})
+    run.close_step(record, experience)
     return record
+
+
+async def drawn_and_scored(run: Run, draw: Draw) -> Experience:
+    """Generation, with scoring and reference behind it. It may begin during the sync: each actor draws as soon as it
+    has loaded the weights."""
+    call = draw.call
+    return await collect(run.generate(draw), len(draw.prompts), run.scoring_of(call), run.reference_of(call))
 
 
 def assemble(experience: Experience) -> PackedBatch:

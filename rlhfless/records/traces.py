@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -43,9 +43,6 @@ from rlhfless.records.rollouts import FinishReason, Rollout, Score, VersionSpan
 from rlhfless.records.schema import TABLES, TRACE_VERSION, TraceError
 
 META_FILE = "meta.json"
-
-_HOLDING_ROW = attrgetter(*TABLES["holdings"].names)
-_INVOCATION_ROW = attrgetter(*TABLES["invocations"].names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +108,7 @@ def describe_machine() -> dict[str, Any]:
 class TraceWriter:
     """Appends to the trace in `folder`, which is made if need be. Rows are kept in memory until `flush`.
 
+    Records are made rows of when they are written: a step waits for the one, and not for the other.
     With `record_tokens` the token ids and logprobs of every rollout are kept as well: the bulk of a trace.
     Raises TraceError if `folder` holds another run, or this run's attempt or a later one.
     """
@@ -122,7 +120,7 @@ class TraceWriter:
         self._step = 0
         self._parts = 0
         self._closed = False
-        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
+        self._records: dict[str, list[Any]] = {name: [] for name in TABLES}
         _refuse_other_run(self._folder, meta)
         for name in TABLES:
             (self._folder / name).mkdir(parents=True, exist_ok=True)
@@ -130,55 +128,54 @@ class TraceWriter:
         write_whole(self._folder / META_FILE, text.encode())
 
     def add_holding(self, holding: Holding) -> None:
-        self._add("holdings", _HOLDING_ROW(holding))
+        self._add("holdings", holding)
 
     def add_invocation(self, invocation: Invocation) -> None:
-        self._add("invocations", _INVOCATION_ROW(invocation))
+        self._add("invocations", invocation)
 
-    def add_rollout(self, step: int, rollout: Rollout, score: Score, prompt_tokens: int) -> None:
-        """Adds a scored rollout, drawn in `step` from a prompt of `prompt_tokens` tokens."""
-        self._add(
-            "rollouts",
-            (
-                step,
-                rollout.prompt_id,
-                rollout.sample_index,
-                rollout.seed,
-                prompt_tokens,
-                len(rollout.token_ids),
-                rollout.cached_tokens,
-                score.total,
-                list(score.parts.items()),
-                list(score.failures.items()),
-                rollout.finish_reason,
-                [(span.version, span.start, span.end) for span in rollout.version_spans],
-                rollout.actor,
-                rollout.started_s,
-                rollout.finished_s,
-                rollout.token_ids.astype(np.int32) if self._record_tokens else None,
-                rollout.logprobs if self._record_tokens else None,
-            ),
+    def add_rollout(self, step: int, rollout: Rollout, score: Score, prompt_tokens: int) -> TracedRollout:
+        """Adds a scored rollout, drawn in `step` from a prompt of `prompt_tokens` tokens; returns its record, without
+        tokens."""
+        traced = TracedRollout(
+            step=step,
+            prompt_id=rollout.prompt_id,
+            sample_index=rollout.sample_index,
+            seed=rollout.seed,
+            prompt_tokens=prompt_tokens,
+            response_tokens=len(rollout.token_ids),
+            cached_tokens=rollout.cached_tokens,
+            reward=score.total,
+            reward_parts=score.parts,
+            reward_failures=score.failures,
+            finish_reason=rollout.finish_reason,
+            version_spans=rollout.version_spans,
+            actor=rollout.actor,
+            started_s=rollout.started_s,
+            finished_s=rollout.finished_s,
+            token_ids=None,
+            logprobs=None,
         )
+        self._add("rollouts", (traced, rollout if self._record_tokens else None))
+        return traced
 
     def add_step(self, record: StepRecord) -> None:
-        self._add("steps", (record.step, record.start_s, record.end_s, list(record.metrics.items())))
+        self._add("steps", record)
 
     def add_decision(self, decision: Decision) -> None:
-        inputs = json.dumps(decision.inputs, sort_keys=True)
-        self._add("decisions", (decision.step, decision.at_s, decision.kind, decision.choice, inputs))
+        self._add("decisions", decision)
 
     def flush(self, step: int) -> None:
-        """Writes all rows added so far. `step` is only the name of the parts; it may be flushed many times.
+        """Writes all records added so far. `step` is only the name of the parts; it may be flushed many times.
 
-        Rows that could not be written (OSError: disk full) stay in memory for the next flush.
+        Those that could not be written (OSError: disk full) stay in memory for the next flush.
         """
         self._step = step
-        for name, rows in self._rows.items():
-            if rows:
+        for name, records in self._records.items():
+            if records:
                 part = f"attempt{self._attempt:03d}-step{step:06d}-{self._parts:06d}.parquet"
-                write_part(self._folder / name / part, TABLES[name], rows)
+                write_part(self._folder / name / part, TABLES[name], [_ROW[name](record) for record in records])
                 self._parts += 1
-                rows.clear()
+                records.clear()
 
     def close(self) -> None:
         """Flushes what is left. Adding to a closed writer raises TraceError; closing twice does nothing."""
@@ -194,10 +191,52 @@ class TraceWriter:
     ) -> None:
         self.close()
 
-    def _add(self, table: str, row: tuple[Any, ...]) -> None:
+    def _add(self, table: str, record: object) -> None:
         if self._closed:
             raise TraceError(f"the trace in {self._folder} is closed; add to {table} before close()")
-        self._rows[table].append(row)
+        self._records[table].append(record)
+
+
+def _rollout_row(record: tuple[TracedRollout, Rollout | None]) -> tuple[Any, ...]:
+    """Of a rollout, and of its tokens if they are recorded."""
+    traced, drawn = record
+    return (
+        traced.step,
+        traced.prompt_id,
+        traced.sample_index,
+        traced.seed,
+        traced.prompt_tokens,
+        traced.response_tokens,
+        traced.cached_tokens,
+        traced.reward,
+        list(traced.reward_parts.items()),
+        list(traced.reward_failures.items()),
+        traced.finish_reason,
+        [(span.version, span.start, span.end) for span in traced.version_spans],
+        traced.actor,
+        traced.started_s,
+        traced.finished_s,
+        None if drawn is None else drawn.token_ids.astype(np.int32),
+        None if drawn is None else drawn.logprobs,
+    )
+
+
+def _step_row(record: StepRecord) -> tuple[Any, ...]:
+    return record.step, record.start_s, record.end_s, list(record.metrics.items())
+
+
+def _decision_row(decision: Decision) -> tuple[Any, ...]:
+    inputs = json.dumps(decision.inputs, sort_keys=True)
+    return decision.step, decision.at_s, decision.kind, decision.choice, inputs
+
+
+_ROW: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
+    "holdings": attrgetter(*TABLES["holdings"].names),
+    "invocations": attrgetter(*TABLES["invocations"].names),
+    "rollouts": _rollout_row,
+    "steps": _step_row,
+    "decisions": _decision_row,
+}
 
 
 def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:

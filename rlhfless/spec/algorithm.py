@@ -25,6 +25,10 @@ class KLSpec(SpecModel):
     def on(self) -> bool:
         return self.coefficient > 0
 
+    @property
+    def in_reward(self) -> bool:
+        return self.on and self.where == "reward"
+
 
 class GRPOSpec(SpecModel):
     """Group relative policy optimisation (arXiv 2402.03300), token-mean over the step as in DAPO."""

@@ -140,11 +140,11 @@ class Layout:
             timing.start_s(scenario.model.shape),
             {"host_weights": timing.learner_wake_s(scenario, kind, count)},
         )
-        evaluates = scenario.learner.mini_batches > 1
+        evaluated = 1 - 1 / scenario.learner.mini_batches  # all but the first
         return LearnerShape(
             site,
             scenario.learner.fixed_s,
-            timing.forward_token_s(scenario, kind, count) if evaluates else 0.0,
+            timing.forward_token_s(scenario, kind, count) * evaluated,
             timing.learn_token_s(scenario, kind, count),
             timing.publish_s(scenario, kind, count),
         )

@@ -111,7 +111,7 @@ class LearnerTimingSpec(SpecModel):
     72B model). With recomputation a device does 8 operations, so a forward pass alone runs at 8/6 of it."""
 
     mini_batches: Count = 2
-    """Updates per step. With more than one the old logprobs take a forward pass of their own."""
+    """Updates per step. The samples of all but the first are passed forward before it, for their old logprobs."""
 
     state_bytes_per_parameter: Positive = 16.0
     """Weights, gradients and Adam's state on the devices in mixed precision (ZeRO, arXiv 1910.02054)."""

@@ -62,7 +62,6 @@ async def test_a_step_trains_and_its_trace_says_what_happened(live: Live) -> Non
         Work.GENERATE,
         Work.SCORE,
         Work.LOGPROBS,
-        Work.EVALUATE,
         Work.LEARN,
         Work.PUBLISH,
     }

@@ -21,7 +21,7 @@ from rlhfless.functions.generation.messages import (
 from rlhfless.loop.board import Board
 from rlhfless.loop.even_deal import EvenDeal
 from rlhfless.loop.steering import PolicyFault, Steering
-from rlhfless.records import Decision, FinishReason, FunctionName, Group, Prompt, ReplicaState, Rollout
+from rlhfless.records import Decision, FinishReason, FunctionName, Group, Prompt, ReplicaState, Rollout, WeightVersion
 from rlhfless.scaling.latency import LinearEngine
 from rlhfless.scaling.placement import Seat, Slot
 from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Policy, Room
@@ -89,6 +89,11 @@ class FakeActor:
         for prompt_id in dict.fromkeys(key[0] for key in running):
             self._deliver([key for key in running if key[0] == prompt_id], 5, FinishReason.ABORT)
         return len(running)
+
+    def ask(self, version: WeightVersion) -> None:
+        """Other weights are wanted."""
+        if self.state is ReplicaState.SERVING:
+            self.state = ReplicaState.STALE
 
     def drain(self) -> None:
         self.state = ReplicaState.DRAINING

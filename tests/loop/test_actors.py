@@ -12,13 +12,15 @@ from fake_fleet import FakeActor, FakePool
 from test_generation_stage import until
 
 from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.loop.actors import Actors
-from rlhfless.records import ReplicaState, WeightVersion
+from rlhfless.records import Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.spec import RunSpec
 from rlhfless.weights.errors import WeightCheckFailed
 
 CALL = Call("run", 1, 3)
+WEIGHTS = PublishedWeights(WeightVersion("run", 1, 2, "digest"), "here", 10, 2, Probe((1, 2), (-1.0,)))
 
 
 class CrewPool(FakePool):
@@ -29,6 +31,8 @@ class CrewPool(FakePool):
         self.begun: list[int | None] = []
         self.gates: dict[int | None, asyncio.Future[None]] = {}
         self.stopped: list[str] = []
+        self.loads: dict[str, asyncio.Future[None]] = {}
+        """Of actors whose loads end when the test lets them."""
 
     async def add(self, prepare: Callable[[Any], Awaitable[object]], seat: int | None = None) -> FakeActor:
         self.begun.append(seat)
@@ -39,11 +43,9 @@ class CrewPool(FakePool):
         return actor
 
     async def sync_one(self, actor: FakeActor, published: Any, call: Call) -> None:
+        if actor.name in self.loads:
+            await self.loads[actor.name]
         actor.state = ReplicaState.SERVING
-
-    async def sync(self, published: Any, call: Call) -> None:
-        for actor in self.up():
-            actor.state = ReplicaState.SERVING
 
     def up(self) -> list[FakeActor]:
         alive = (ReplicaState.STALE, ReplicaState.SERVING)
@@ -82,7 +84,7 @@ def actors_of(pool: CrewPool, fewest: int = 1) -> tuple[Actors, Watcher]:
         }
     )
     actors, watcher = Actors(pool, spec), Watcher()
-    actors.published = actors.perturbed = "weights"
+    actors.published = actors.perturbed = WEIGHTS
     actors.watch(watcher)
     return actors, watcher
 
@@ -202,6 +204,66 @@ async def test_a_sync_says_why_nobody_came_up() -> None:
     pool.gates[0].set_exception(FleetError("no room"))
     with pytest.raises(FleetError, match="no room"):
         await syncing
+
+
+async def loading(pool: CrewPool, fewest: int = 1) -> tuple[Actors, Watcher, asyncio.Task[None]]:
+    """A sync whose loads have begun."""
+    actors, watcher = actors_of(pool, fewest)
+    pool.loads = {name: asyncio.get_running_loop().create_future() for name in pool.actors}
+    syncing = asyncio.create_task(actors.sync(CALL))
+    await until(lambda: all(actor.state is ReplicaState.STALE for actor in pool.actors.values()))
+    await asyncio.sleep(0)
+    return actors, watcher, syncing
+
+
+def lose(pool: CrewPool, name: str, state: ReplicaState) -> None:
+    pool[name].state = state
+    pool.loads[name].set_exception(ReplicaLost(f"{name} died"))
+
+
+async def test_a_stage_hears_of_each_actor_as_soon_as_it_has_loaded_the_weights() -> None:
+    pool = CrewPool("a", "b")
+    _, watcher, syncing = await loading(pool)
+    pool.loads["b"].set_result(None)
+    await until(lambda: watcher.heard == [("joined", 1)])
+    assert not syncing.done()
+    pool.loads["a"].set_result(None)
+    await syncing
+    assert watcher.heard == [("joined", 1), ("joined", 0)]
+
+
+async def test_who_is_lost_while_it_loads_is_replaced_and_the_others_go_on() -> None:
+    pool = CrewPool("a", "b")
+    actors, watcher, syncing = await loading(pool, fewest=2)
+    lose(pool, "a", ReplicaState.DEAD)
+    pool.loads["b"].set_result(None)
+    await syncing
+    assert watcher.heard == [("missed", 0), ("joined", 1)]
+    await until(lambda: pool.begun == [0])
+    await actors.close()
+
+
+async def test_a_sync_fails_if_no_actor_survives_it() -> None:
+    """As when the weights' file is damaged: those that start in their stead would die of it, too."""
+    pool = CrewPool("a", "b")
+    actors, watcher, syncing = await loading(pool, fewest=2)
+    lose(pool, "a", ReplicaState.DEAD)
+    await until(lambda: pool.begun == [0])
+    lose(pool, "b", ReplicaState.DEAD)
+    with pytest.raises(ReplicaLost, match="b died"):
+        await syncing
+    assert watcher.heard == [("missed", 0)]
+    await actors.close()
+
+
+async def test_who_is_released_while_it_loads_is_no_loss() -> None:
+    pool = CrewPool("a", "b")
+    _, watcher, syncing = await loading(pool)
+    lose(pool, "a", ReplicaState.RETIRED)
+    pool.loads["b"].set_result(None)
+    await syncing
+    assert watcher.heard == [("joined", 1)]
+    assert pool.begun == []
 
 
 async def test_wrong_weights_of_a_new_actor_stop_the_run() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
-from fake_fleet import FakePool, prompt, steering
+from fake_fleet import FakeFleet, FakePool, prompt, steering
 
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.loop.draw import Draw, sampling_of
 from rlhfless.loop.generation import GenerationStage
+from rlhfless.loop.steering import Steering
 from rlhfless.records import Group, ReplicaState, Work, sample_seed
+from rlhfless.scaling.policy import NOBODY, Action, Assign, Event, Lost, Start, StepBegan, StepView
 from rlhfless.spec import RunSpec
 
 SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
@@ -67,6 +70,23 @@ async def test_siblings_go_to_one_actor_with_the_seeds_of_their_names() -> None:
     await reader.task
     assert sorted(reader.names) == ["p", "q", "r"]
     assert [r.sample_index for r in reader.groups[0].rollouts] == [0, 1]
+
+
+async def test_who_still_loads_its_weights_gets_its_share_as_soon_as_it_serves() -> None:
+    pool = FakePool("a", "b")
+    pool["a"].state = pool["b"].state = ReplicaState.STALE
+    stage = GenerationStage(pool, draw("pq"), SPEC, steering(pool))
+    reader = Reader(stage)
+    pool["b"].state = ReplicaState.SERVING
+    await until(lambda: bool(pool["b"].requests))
+    assert pool["a"].requests == []
+    pool["a"].state = ReplicaState.SERVING
+    stage.joined(0)
+    await until(lambda: bool(pool["a"].requests))
+    assert ({key[0] for key in pool["a"].running}, {key[0] for key in pool["b"].running}) == ({"p"}, {"q"})
+    pool["a"].finish()
+    pool["b"].finish()
+    await reader.task
 
 
 async def test_a_drained_actors_samples_go_on_elsewhere_with_their_tokens() -> None:
@@ -159,6 +179,27 @@ async def test_a_step_that_kills_every_actor_does_not_go_on_for_ever() -> None:
         next(actor for actor in pool.actors.values() if actor.running and actor.state.holds_device).die()
         pool.join(coming)
     with pytest.raises(ReplicaLost, match="3 actors were lost before a single sample ended"):
+        await reader.task
+
+
+class Stubborn:
+    """Starts an actor at the first place, whatever became of the one before."""
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        return (Start(0), Assign(0, np.flatnonzero(view.home == NOBODY))) if isinstance(event, StepBegan | Lost) else ()
+
+
+async def test_a_place_where_nobody_ever_comes_up_does_not_go_on_for_ever() -> None:
+    spec = SPEC.model_copy(update={"recovery": SPEC.recovery.model_copy(update={"per_step": 2})})
+    pool = FakePool(seats=1)
+    fleet = FakeFleet(pool)
+    stage = GenerationStage(pool, draw("p"), spec, Steering(Stubborn(), fleet, lambda _: None))
+    reader = Reader(stage)
+    for count in range(1, 5):
+        await until(lambda count=count: len(fleet.started) == count)
+        fleet.starting.clear()
+        stage.missed(0)
+    with pytest.raises(ReplicaLost, match="4 actors were lost before a single sample ended: nobody came up at place 0"):
         await reader.task
 
 
