@@ -89,6 +89,8 @@ class Goals:
     """What the clairvoyant saves."""
     captured: Interval | None
     """None where the clairvoyant is no better than the best static fleet."""
+    most_captured: Interval | None
+    """What the oracle captures that knows each prompt's distribution: what chance alone leaves of the gap."""
     cheaper_than_published: Interval
     cheaper_time: Interval
     cheapest_in_its_time: Interval
@@ -129,6 +131,7 @@ def goals_of(found: Comparison) -> Goals:
         saving_time=times(OURS, STATIC),
         most_saved=less(costs(CLAIRVOYANT, STATIC)),
         captured=_captured(totals(BEST_STATIC), totals(OURS), totals(CLAIRVOYANT)),
+        most_captured=_captured(totals(BEST_STATIC), totals(ORACLE), totals(CLAIRVOYANT)),
         cheaper_than_published=less(costs(AS_FAST, PUBLISHED)),
         cheaper_time=times(AS_FAST, PUBLISHED),
         cheapest_in_its_time=less(costs(AS_FAST_BOUND, PUBLISHED)),

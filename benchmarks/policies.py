@@ -91,6 +91,7 @@ def goals_text(goals: Sequence[Goals]) -> list[str]:
         f"a: cheaper, >= {SAVING:.0%}",
         "its bound: the clairvoyant",
         f"b: gap captured, >= {CAPTURED:.0%}",
+        "its bound: who knows each prompt's distribution",
         f"c: cheaper than RLHFless, >= {CHEAPER_THAN_PUBLISHED:.0%}",
         "its bound: the clairvoyant",
         f"d: regret, <= {REGRET:.0%}",
@@ -106,6 +107,7 @@ def goals_text(goals: Sequence[Goals]) -> list[str]:
             f"{percent(each.saving)}; time {each.saving_time.mean:.2f}x",
             f"{each.most_saved.mean:.0%}",
             "no gap" if each.captured is None else percent(each.captured),
+            "-" if each.most_captured is None else f"{each.most_captured.mean:.0%}",
             f"{percent(each.cheaper_than_published)}; time {each.cheaper_time.mean:.2f}x",
             f"{each.cheapest_in_its_time.mean:.0%}",
             f"{percent(each.regret)}; time {each.regret_time.mean:.2f}x",
@@ -123,6 +125,7 @@ def means(goals: Sequence[Goals]) -> list[str]:
     published = geometric_mean([1 - each.cheaper_than_published.mean for each in goals])
     possible = geometric_mean([1 - each.cheapest_in_its_time.mean for each in goals])
     gaps = [each.captured.mean for each in goals if each.captured is not None]
+    chances = [each.most_captured.mean for each in goals if each.most_captured is not None]
     fastest = geometric_mean([each.fastest.mean for each in goals])
     most = geometric_mean([1 - each.most_saved.mean for each in goals])
     kept = [sum(each.kept[times].mean for each in goals) / len(goals) for times in DEADLINES]
@@ -132,7 +135,8 @@ def means(goals: Sequence[Goals]) -> list[str]:
         f"Over {len(goals)} scenarios: a, {factor(faster)} as fast at no more cost (the clairvoyant, at any cost, "
         f"{fastest.mean:.2f}x), and {1 - saving.mean:.0%} cheaper in no more time (the clairvoyant "
         f"{1 - most.mean:.0%}); b, "
-        f"{sum(gaps) / max(len(gaps), 1):.0%} of the gap captured where there is one; c, {1 - published.mean:.0%} "
+        f"{sum(gaps) / max(len(gaps), 1):.0%} of the gap captured where there is one (who knows each prompt's "
+        f"distribution: {sum(chances) / max(len(chances), 1):.0%}); c, {1 - published.mean:.0%} "
         f"cheaper than RLHFless as published (the clairvoyant {1 - possible.mean:.0%}); d, {regret:.1%} "
         f"regret; e, deadlines kept in {shares}.",
     ]

@@ -233,8 +233,9 @@ def test_quantiles_are_ordered_and_within_bounds(visits: list[list[tuple[int, bo
     assert np.all(np.diff(forecast.remaining_tokens, axis=1) >= 0)
     assert np.all(forecast.remaining_tokens >= 1)
     assert np.all(forecast.total_tokens <= np.maximum(MAX_TOKENS, forecast.tokens[:, None] + 1))
-    assert np.all(forecast.mean_tokens >= forecast.remaining_tokens[:, 0])
-    assert np.all(forecast.mean_tokens <= forecast.remaining_tokens[:, -1])
+    rounding = 1e-12  # of a sum of all quantiles, which may be equal
+    assert np.all(forecast.mean_tokens >= forecast.remaining_tokens[:, 0] * (1 - rounding))
+    assert np.all(forecast.mean_tokens <= forecast.remaining_tokens[:, -1] * (1 + rounding))
 
 
 @settings(deadline=None, max_examples=30)

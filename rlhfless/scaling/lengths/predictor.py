@@ -126,9 +126,12 @@ class LengthPredictor:
         prompt, sample = np.nonzero(now.running)
         tokens = now.tokens[prompt, sample]
         if now.tokens.any():
-            samples = now.samples()
-            levels = without_each(update(now.prior, now.spread, samples), now.spread, samples)
-            each = Levels(levels.mean[prompt, sample], levels.variance[prompt, sample])
+            rows = np.flatnonzero(now.running.any(axis=1))
+            samples, spread = now.samples(rows), now.spread[rows]
+            prior = Levels(now.prior.mean[rows], now.prior.variance[rows])
+            levels = without_each(update(prior, spread, samples), spread, samples)
+            row = np.searchsorted(rows, prompt)
+            each = Levels(levels.mean[row, sample], levels.variance[row, sample])
             totals = self._totals(each, now.spread[prompt], now.between, tokens)
         else:  # all samples of a prompt are alike
             totals = self._totals(now.prior, now.spread, now.between, np.zeros(len(now.prompt_ids)))[prompt]

@@ -8,6 +8,8 @@ import numpy.typing as npt
 from rlhfless.scaling.lengths.hazard import Array, BoolArray
 from rlhfless.scaling.lengths.levels import Levels, Samples
 
+ALL = slice(None)
+
 
 class OpenStep:
     """What is known of each sample [prompts, samples], and what was believed of its prompt when the step began."""
@@ -67,11 +69,12 @@ class OpenStep:
         self.ended[self.there] = ended
         self._truncated[self.there] = truncated
 
-    def samples(self) -> Samples:
-        """As evidence. A sample without a token says nothing; one that goes on will have at least one more."""
-        at_least = np.maximum(self.tokens + ~self.ended, 1.0)
+    def samples(self, rows: npt.NDArray[np.intp] | slice = ALL) -> Samples:
+        """Of some prompts, as evidence. A sample without a token says nothing; one that goes on will have at least one
+        more."""
+        tokens, ended = self.tokens[rows], self.ended[rows]
         return Samples(
-            log_tokens=np.log(at_least),
-            finished=(self.ended & ~self._truncated).astype(np.float64),
-            present=(self.ended | (self.tokens > 0)).astype(np.float64),
+            log_tokens=np.log(np.maximum(tokens + ~ended, 1.0)),
+            finished=(ended & ~self._truncated[rows]).astype(np.float64),
+            present=(ended | (tokens > 0)).astype(np.float64),
         )

@@ -127,7 +127,8 @@ class CostAware:
         self._run_s = now.at_s if self._run_s is None else self._run_s
         steps_left = max(self._settings.steps - self._steps, 1)
         spec = self._settings.contract_of(self._steps)
-        self._limits.share(1 if isinstance(spec, WeightedSpec) or spec.per == "step" else steps_left)
+        shared_by = 1 if isinstance(spec, WeightedSpec) or spec.per == "step" else steps_left
+        self._limits.share(shared_by, now.view.prompt_ids)
         after_s = self._resting.after_at_s(self._limits.confidence)
         contract = contract_for_step(
             spec,

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.lengths.forecast import mean_weights
-from rlhfless.scaling.plan import CheapestUnderDeadline, Contract, Plan, Responses, plan, responses
+from rlhfless.scaling.plan import CheapestUnderDeadline, Contract, FleetOptions, Plan, Responses, plan, responses
 from rlhfless.scaling.policies.crew import Moment, awake
 from rlhfless.scaling.policies.forecasters import Ahead, Floats
 from rlhfless.scaling.policies.learned import Recent, Starts
@@ -104,6 +104,14 @@ class Problem:
     step: Responses
     wanted: Contract
     asked: Asked
+    confidence: float
+    """That was asked of the forecasts in `step`."""
+    reserve: float
+    """By how many times less time than there is was given to it."""
+
+
+CAUTION_STEP = 0.2
+"""How closely the most cautious plan that is feasible is looked for: by three more plans."""
 
 
 class StepPlanner:
@@ -122,25 +130,46 @@ class StepPlanner:
         waits = {place: self._wait(now, place) for place in now.layout.generation}
         options, behind = self.offers.options(now.view, now.layout, waits, len(waits))
         contract = asked.contract
-        for confidence, reserve in self._limits.ways(contract):
-            step, wanted = typical(ahead, now.view, confidence), self._sooner(contract, reserve)
-            found = plan(step, options, wanted, waiting_usd_per_s=asked.waiting_usd_per_s)
-            if found.feasible:
-                break
-        dealt = deal(found, behind, step)
-        later = self._later(now, waits, found, dealt, Problem(step, wanted, asked))
+        found, problem = self._safest(now, ahead, asked, options)
+        dealt = deal(found, behind, problem.step)
+        later = self._later(now, waits, found, dealt, problem)
         late = [place for place in later if now.layout.shared(place) and waits[place][1] > found.step_s]
         if late:
             dealt = wait_for(dealt, late, max(waits[place][1] for place in late) + now.view.fleet.load_s)
-        board = reviewer.begin(now, ahead, dealt, confidence)
+        board = reviewer.begin(now, ahead, dealt, problem.confidence)
         if not late:
             self._margin.add(board.last_s / found.step_s)
-        limit_s = contract.deadline_s / reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
+        limit_s = contract.deadline_s / problem.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
         ends_s = now.at_s + limit_s, now.at_s + max(limit_s, board.last_s)
         aim = StepAim(now.at_s, *ends_s, asked.after_s, found.time_usd_per_s)
         known = ahead.levels.size == 1
         self._limits.begin(aim, None if known else (board.grid, board.nobody.sum(axis=0)))
         return Made(found, dealt, later)
+
+    def _safest(self, now: Moment, ahead: Ahead, asked: Asked, options: FleetOptions) -> tuple[Plan, Problem]:
+        """The plan with the caution that the contract asks for; a deadline that cannot be kept with that is kept with
+        the most there is."""
+
+        def tried(share: float) -> tuple[Plan, Problem]:
+            confidence, reserve = self._limits.caution(share)
+            step, wanted = typical(ahead, now.view, confidence), self._sooner(asked.contract, reserve)
+            found = plan(step, options, wanted, waiting_usd_per_s=asked.waiting_usd_per_s)
+            return found, Problem(step, wanted, asked, confidence, reserve)
+
+        if not isinstance(asked.contract, CheapestUnderDeadline):
+            return tried(0.0)
+        best = tried(1.0)
+        if best[0].feasible:
+            return best
+        best, low, high = tried(0.0), 0.0, 1.0
+        while best[0].feasible and high - low > CAUTION_STEP:
+            middle = (low + high) / 2
+            other = tried(middle)
+            if other[0].feasible:
+                best, low = other, middle
+            else:
+                high = middle
+        return best
 
     def _sooner(self, contract: Contract, reserve: float) -> Contract:
         """What to ask of the planner: less time than there is, by the reserve and by what its ends are too early."""

@@ -40,24 +40,29 @@ class Recent:
     """The median of the last observations, and how far they scatter around it. One that stands out, such as a first
     step with its cold starts, moves neither much."""
 
-    def __init__(self, value: float = 0.0, scatter: float = 0.0) -> None:
-        """`value` and `scatter` are what they are before anything was seen."""
+    def __init__(self, value: float = 0.0, scatter: float = 0.0, weight: int = 0) -> None:
+        """`value` and `scatter` are what they are before anything was seen; later this scatter counts as that of so
+        many observations."""
         self.value = value
         self.count = 0
         self.scatter = scatter
+        self._before = scatter
+        self._weight = weight
         self._seen: deque[float] = deque(maxlen=OBSERVATIONS)
 
     def add(self, value: float) -> None:
         self._seen.append(value)
         self.count += 1
         self.value = median(self._seen)
-        self.scatter = TO_DEVIATION * median(abs(seen - self.value) for seen in self._seen)
+        scatter = TO_DEVIATION * median(abs(seen - self.value) for seen in self._seen)
+        total = self._weight * self._before**2 + len(self._seen) * scatter**2
+        self.scatter = math.sqrt(total / (self._weight + len(self._seen)))
 
     def at(self, confidence: float) -> float:
         """What it stays below with this probability: Student's t, for the scatter is known from few (the first two
         terms of Cornish and Fisher's series for its quantile)."""
         normal = NormalDist().inv_cdf(confidence)
-        freedom = max(len(self._seen) - 1, 1)
+        freedom = max(len(self._seen) + self._weight - 1, 1)
         return self.value + normal * (1 + (normal**2 + 1) / (4 * freedom)) * self.scatter
 
 

@@ -8,12 +8,12 @@ reserve: of the time that steps were given they took a share, and a deadline is 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
-from rlhfless.scaling.plan import CheapestUnderDeadline, Contract
 from rlhfless.scaling.policies.forecasters import Floats
 from rlhfless.scaling.policies.learned import Coverage, Recent
 from rlhfless.scaling.policy import StepView
@@ -21,11 +21,9 @@ from rlhfless.scaling.policy import StepView
 EVEN = 0.5
 """Confidence of what is as likely as not."""
 
-FIRST_SCATTER = 0.02
-"""Of the time that steps take, as a share of the time they were given, until some were seen."""
-
-TRIES = 3
-"""Confidences that a plan is tried with, if a deadline is tight."""
+FIRST_SCATTER, FIRST_STEPS = 0.08, 2
+"""Of the time that steps take, as a share of the time they were given, until some were seen; and as how many of them
+that counts."""
 
 
 @dataclass(slots=True)
@@ -53,17 +51,24 @@ class Limits:
         """With which this step's is to be."""
         self.aim = StepAim()
         self._coverage = Coverage()
-        self._used = Recent(1.0, FIRST_SCATTER)
-        """What share of the time that steps were given, or seemed to need, they took."""
+        self._used = {seen: Recent(1.0, FIRST_SCATTER, FIRST_STEPS) for seen in (False, True)}
+        """What share of the time that steps were given, or seemed to need, they took; of steps with prompts that were
+        seen before apart from the others, because their forecasts are better."""
+        self._seen: set[str] = set()
+        self._revisits = False
+        """Whether most prompts of the step were seen before."""
         self._alive: tuple[Floats, Floats] | None = None
         """Iterations, and how many samples were expected to be alive after each, when the step began."""
         self._steps = 0
 
-    def share(self, steps: int) -> None:
-        """The deadline of the step that begins is its part of one for so many steps together, with itself: 1 if it has
-        its own. What some take longer others make up for, so the scatter of their mean counts, 1 / sqrt(steps)."""
+    def share(self, steps: int, prompt_ids: Sequence[str]) -> None:
+        """A step with these prompts begins. Its deadline is its part of one for so many steps together, with itself: 1
+        if it has its own. What some take longer others make up for, so the scatter of their mean counts, that by
+        sqrt(steps)."""
         normal = NormalDist()
         self.confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
+        self._revisits = 2 * len(self._seen.intersection(prompt_ids)) > len(prompt_ids)
+        self._seen.update(prompt_ids)
 
     @property
     def tested(self) -> bool:
@@ -83,15 +88,11 @@ class Limits:
     @property
     def reserve(self) -> float:
         """By how many times less time a step is to be given than it has; 1 at least."""
-        return max(self._used.at(self.confidence), 1.0)
+        return max(self._used[self._revisits].at(self.confidence), 1.0)
 
-    def ways(self, contract: Contract) -> list[tuple[float, float]]:
-        """Confidences, and reserves of time, to try in turn: a deadline that cannot be kept with the confidence asked
-        for is kept with the most there is."""
-        if not isinstance(contract, CheapestUnderDeadline):
-            return [(self.even, 1.0)]
-        levels = np.linspace(self.level, self.even, TRIES).tolist()
-        return list(zip(levels, (self.reserve ** np.linspace(1.0, 0.0, TRIES)).tolist(), strict=True))
+    def caution(self, share: float) -> tuple[float, float]:
+        """A confidence to ask of forecasts, and a reserve of time: at 1 what a deadline is kept with, at 0 neither."""
+        return self.even + share * (self.level - self.even), self.reserve**share
 
     def begin(self, aim: StepAim, alive: tuple[Floats, Floats] | None) -> None:
         """A step has been planned. `alive`: see there; None if lengths are known."""
@@ -102,7 +103,7 @@ class Limits:
         forecast. One that was cut off at max_tokens could not have been any longer, and says nothing."""
         self._steps += 1
         if math.isfinite(self.aim.limit_s) and self._steps > 1:  # the first step knows nothing, and is no measure
-            self._used.add((at_s - self.aim.began_s) / (self.aim.foreseen_s - self.aim.began_s))
+            self._used[self._revisits].add((at_s - self.aim.began_s) / (self.aim.foreseen_s - self.aim.began_s))
         if self._alive is not None and not view.truncated.any():
             grid, sequences = self._alive
             self._coverage.add(math.exp(-float(np.interp(view.tokens.max(), grid, sequences))))

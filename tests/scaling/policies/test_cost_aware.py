@@ -13,6 +13,7 @@ from views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, room, vie
 from rlhfless.scaling.plan import CheapestUnderDeadline, Plan
 from rlhfless.scaling.policies import CostAwareSettings
 from rlhfless.scaling.policies.forecasters import Clairvoyant, PredictedLengths
+from rlhfless.scaling.policies.limits import Limits
 from rlhfless.scaling.policies.registry import make_bound
 from rlhfless.scaling.policies.reserve import gain_usd, is_due, wait_for
 from rlhfless.scaling.policies.review import Dealt
@@ -89,6 +90,17 @@ def test_a_deadline_is_kept_for_the_least_money() -> None:
         assert len(dealt(actions)) == actors
     (made,) = notes(knowing(CheapestSpec(deadline_s=0.1)).decide(0.0, StepBegan(), fresh()), "plan")
     assert made["feasible"] is False
+
+
+def test_a_tight_deadline_is_kept_with_the_most_caution_there_is() -> None:
+    """Two actors at their fastest take 1.63 s with the load of the weights. The reserve of a first step, 1.48, is more
+    than there is; of its powers 1/2, 1/4 and 3/8 the second and the third can be planned."""
+    (fastest,) = notes(knowing(WeightedSpec(time_weight=1.0)).decide(0.0, StepBegan(), fresh()), "plan")
+    has_s = 1.2 * float(fastest["step_s"])  # type: ignore[arg-type]
+    (made,) = notes(knowing(CheapestSpec(deadline_s=2 * has_s)).decide(0.0, StepBegan(), fresh()), "plan")
+    reserve = Limits(0.99).reserve ** (3 / 8)
+    assert made["feasible"] is True
+    assert made["contract"] == f"cheapest within {has_s / reserve:.6g} s"
 
 
 def test_samples_of_an_unknown_length_are_all_dealt_out() -> None:
