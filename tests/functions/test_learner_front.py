@@ -1,0 +1,127 @@
+"""The learner's front without Ray: which call waits for which. Its ranks answer when the test lets them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.functions.base import Call
+from rlhfless.functions.learner import deployment
+from rlhfless.functions.learner.deployment import LearnerFunction
+from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
+from rlhfless.functions.lease import LeaseTerms
+from rlhfless.records import Probe, WeightVersion
+from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
+
+STEP = Call("run", 1, 3)
+PROBE = Probe((1, 2), (-1.0,))
+
+
+class Batch:
+    tokens = (1, 2, 3)
+    sequences = 1
+
+
+class Rank:
+    """Every method answers at once, but for `learn`."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.learned: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
+
+    def __getattr__(self, name: str) -> Any:
+        return Method(self, name)
+
+
+class Method:
+    def __init__(self, rank: Rank, name: str) -> None:
+        self._rank, self._name = rank, name
+
+    async def remote(self, *arguments: Any) -> Any:
+        self._rank.asked.append(self._name)
+        match self._name:
+            case "learn":
+                return await self._rank.learned
+            case "publish":
+                run_id, attempt, step, _ = arguments
+                return WeightVersion(run_id, attempt, step, "digest"), "here", 10, 2
+            case "probe":
+                return PROBE
+        return None
+
+
+class Front(LearnerFunction):
+    def _rank_actor(self, rank: int) -> Any:
+        return Rank()
+
+
+async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout_s: float = 10.0) -> Front:
+    monkeypatch.setattr(deployment.ray, "put", lambda batch: batch)
+    settings = LearnerSettings(
+        "run",
+        LeaseTerms(first_s=600, renewed_s=600),
+        ModelSpec(path="m"),
+        LearnerSpec(ranks=ranks),
+        AdamWSpec(),
+        GRPOSpec(),
+        1.0,
+        PROBE.token_ids,
+        StoreHome("nowhere"),
+        (),
+        (),
+        call_timeout_s,
+    )
+    front = Front.__new__(Front)
+    await cast("Any", front).__init__(settings)  # Serve awaits the constructor, too
+    return front
+
+
+def learn(front: Front) -> asyncio.Task[Any]:
+    return asyncio.create_task(front.learn(STEP, cast("PackedBatch", Batch()), 1))
+
+
+@pytest.mark.parametrize("first", ["learn", "publish"])
+async def test_a_publication_follows_the_step_that_it_is_of(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    front = await front_of(monkeypatch)
+    (rank,) = front._ranks
+    learning = learn(front) if first == "learn" else None
+    publishing = asyncio.create_task(front.publish(STEP))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    learning = learning or learn(front)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert "publish" not in rank.asked
+    rank.learned.set_result({"loss": 1.0})
+    assert (await learning).value == {"loss": 1.0}
+    published = (await publishing).value
+    assert (published.version.step, published.probe) == (3, PROBE)
+
+
+async def test_it_fails_as_the_step_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = await front_of(monkeypatch)
+    learning, publishing = learn(front), asyncio.create_task(front.publish(STEP))
+    await asyncio.sleep(0)
+    front._ranks[0].learned.set_exception(ValueError("no advantages"))
+    for task in (learning, publishing):
+        with pytest.raises(ValueError, match="no advantages"):
+            await task
+    assert "publish" not in front._ranks[0].asked
+
+
+async def test_a_step_that_nobody_asks_for_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = await front_of(monkeypatch, call_timeout_s=0.05)
+    with pytest.raises(TimeoutError, match="nobody asked to learn step 3"):
+        await front.publish(STEP)
+
+
+async def test_another_rank_makes_the_probe_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = await front_of(monkeypatch, ranks=2)
+    await front.publish(Call("run", 1, 0))
+    assert [[name for name in rank.asked if name in ("publish", "probe")] for rank in front._ranks] == [
+        ["publish"],
+        ["probe"],
+    ]
