@@ -68,7 +68,6 @@ class Limits:
         normal = NormalDist()
         self.confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
         self._revisits = 2 * len(self._seen.intersection(prompt_ids)) > len(prompt_ids)
-        self._seen.update(prompt_ids)
 
     @property
     def tested(self) -> bool:
@@ -102,6 +101,7 @@ class Limits:
         """Generation has ended: how much of its time it took, and whether its longest response was as likely as
         forecast. One that was cut off at max_tokens could not have been any longer, and says nothing."""
         self._steps += 1
+        self._seen.update(view.prompt_ids)
         if math.isfinite(self.aim.limit_s) and self._steps > 1:  # the first step knows nothing, and is no measure
             self._used[self._revisits].add((at_s - self.aim.began_s) / (self.aim.foreseen_s - self.aim.began_s))
         if self._alive is not None and not view.truncated.any():

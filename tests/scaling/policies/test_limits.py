@@ -16,11 +16,9 @@ from rlhfless.scaling.policy import Flags, Ints
 class Ended:
     """A step whose samples have ended."""
 
+    prompt_ids: tuple[str, ...]
     truncated: Flags
     tokens: Ints
-
-
-ENDED = Ended(np.zeros(2, np.bool_), np.array([3, 5]))
 
 
 def step(limits: Limits, prompts: str, took_s: float, given_s: float = 100.0) -> float:
@@ -28,7 +26,7 @@ def step(limits: Limits, prompts: str, took_s: float, given_s: float = 100.0) ->
     limits.share(1, tuple(prompts))
     reserve = limits.reserve
     limits.begin(StepAim(0.0, given_s, given_s), None)
-    limits.learn(took_s, ENDED)
+    limits.learn(took_s, Ended(tuple(prompts), np.zeros(2, np.bool_), np.array([3, 5])))
     return reserve
 
 
@@ -61,6 +59,14 @@ def test_half_of_the_prompts_is_not_most_of_them() -> None:
     for prompts in ("ab", "cd", "ef"):
         step(limits, prompts, took_s=150.0)
     assert step(limits, "ax", took_s=150.0) > 1.5
+
+
+def test_a_step_that_is_begun_anew_has_not_been_seen() -> None:
+    limits = Limits(0.99)
+    for prompts in ("ab", "cd"):
+        step(limits, prompts, took_s=150.0)
+    limits.share(1, ("e", "f"))
+    assert step(limits, "ef", took_s=150.0) > 1.5
 
 
 def test_caution_goes_from_none_to_that_of_a_deadline() -> None:
