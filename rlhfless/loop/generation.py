@@ -107,12 +107,7 @@ class GenerationStage:
     def missed(self, place: int) -> None:
         """Nobody will come to a place; what waits there becomes nobody's."""
         if self._board.take_from(place).size:
-            try:
-                self._count_loss(f"nobody came up at place {place}")
-            except ReplicaLost as error:
-                self._events.put_nowait(error)
-            else:
-                self._happened(Lost(place, self._board.forgotten))
+            self._happened(Lost(place, self._board.forgotten), f"nobody came up at place {place}")
 
     async def drain(self, actor: Replica) -> None:
         """Take an actor out of the stage: its samples go on elsewhere. It gets no new ones from here on."""
@@ -128,11 +123,13 @@ class GenerationStage:
 
     # -- what was decided
 
-    def _happened(self, event: Event) -> None:
-        """Something outside of the stage. What it leads to is raised where the groups are read."""
+    def _happened(self, event: Event, loss: str = "") -> None:
+        """Something outside of the stage, perhaps a loss. What it leads to is raised where the groups are read."""
         if self._asked_s is None or self.over:
             return
         try:
+            if loss:
+                self._count_loss(loss)
             self._steer(event)
         except Exception as error:
             self._events.put_nowait(error)

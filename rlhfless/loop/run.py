@@ -35,7 +35,6 @@ from rlhfless.records import (
 )
 from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
-from rlhfless.scaling.accounting import Phase
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
 
@@ -275,16 +274,15 @@ class Run:
         self.ended_s = None
         return begins_s
 
-    async def take(self, step: int, start_s: float, experience: Experience, kept: Experience) -> dict[str, float]:
-        """Put the rollouts of a step that began then into the ledger while the learner is at work, and learn how fast
-        the engines were; returns their figures. A step that is done again counts once."""
+    async def take(self, step: int, experience: Experience, kept: Experience) -> dict[str, float]:
+        """Put the rollouts into the ledger while the learner is at work, and learn how fast the engines were; returns
+        their figures. A step that is done again counts once."""
         await asyncio.sleep(CALLED_S)
         if not self.ledger.has_rollouts_of(step):
             for group, scores in zip(experience.groups, experience.scores, strict=True):
                 self.ledger.add_group(step, group, scores)
             self.scaler.drawn(step)
-        generation_s = self.ledger.step_times(step, start_s, time.time()).phases_s[Phase.GENERATION]
-        return drawn_metrics(experience, kept, generation_s)
+        return drawn_metrics(experience, kept)
 
     def close_step(self, record: StepRecord, experience: Experience) -> None:
         """Put the step into the ledger, and show its figures."""

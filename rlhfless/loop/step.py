@@ -33,9 +33,9 @@ async def train_step(run: Run, step: int) -> StepRecord:
         batch = batch.with_old_logprobs(await run.evaluate(call, batch))
     batch = with_grpo_advantages(batch, rewards_of(kept), run.spec.algorithm)
     learned, run.published, drawn = await together(
-        run.learn(call, batch), run.publish(call), run.take(step, start_s, experience, kept)
+        run.learn(call, batch), run.publish(call), run.take(step, experience, kept)
     )
-    record = StepRecord(step, start_s, time.time(), {**drawn, **step_metrics(run, step, learned, start_s)})
+    record = StepRecord(step, start_s, time.time(), step_metrics(run, step, experience, drawn, learned, start_s))
     run.close_step(record, experience)
     return record
 

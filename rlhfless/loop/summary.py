@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rlhfless.loop.run import Run
 
 
-def drawn_metrics(experience: Experience, kept: Experience, generation_s: float) -> dict[str, float]:
-    """What a step has drawn, in so many seconds. `kept` is what of it is trained on."""
+def drawn_metrics(experience: Experience, kept: Experience) -> dict[str, float]:
+    """What a step has drawn. `kept` is what of it is trained on."""
     rollouts = [rollout for group in experience.groups for rollout in group.rollouts]
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     prompt_tokens = np.array([len(g.prompt.token_ids) for g in experience.groups for _ in g.rollouts])
@@ -31,22 +31,32 @@ def drawn_metrics(experience: Experience, kept: Experience, generation_s: float)
         "response_tokens_max": float(lengths.max()),
         "truncated": float(np.mean([r.finish_reason == FinishReason.LENGTH for r in rollouts])),
         "cached_prompt_tokens": sum(r.cached_tokens for r in rollouts) / float(prompt_tokens.sum()),
-        "generation_tokens_per_s": float(lengths.sum()) / generation_s if generation_s else 0.0,
     }
 
 
-def step_metrics(run: Run, step: int, learned: Mapping[str, float], start_s: float) -> dict[str, float]:
-    """The other metrics of a step, which ends now."""
+def step_metrics(
+    run: Run,
+    step: int,
+    experience: Experience,
+    drawn: Mapping[str, float],
+    learned: Mapping[str, float],
+    start_s: float,
+) -> dict[str, float]:
+    """All metrics of a step that ends now; `drawn` are those of `drawn_metrics`."""
     times = run.ledger.step_times(step, start_s, time.time())
     seconds = times.phases_s
+    generation_s = seconds[Phase.GENERATION]
+    tokens = sum(len(rollout.token_ids) for group in experience.groups for rollout in group.rollouts)
     return {
+        **drawn,
         "step_s": times.wall_s,
-        "generation_s": seconds[Phase.GENERATION],
+        "generation_s": generation_s,
         "scoring_s": seconds[Phase.SCORING],
         "reference_s": seconds[Phase.REFERENCE],
         "learn_s": seconds[Phase.LEARN],
         "sync_s": seconds[Phase.SYNC],
         "outside_s": times.outside_s,
+        "generation_tokens_per_s": tokens / generation_s if generation_s else 0.0,
         **({"host_busy_cores": run.stage.host_busy_cores} if run.stage else {}),
         "actors": float(len(run.generation.serving())),
         **run.scaler.figures(step),
