@@ -114,7 +114,10 @@ def read_file(path: Path, digest: str) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 yield name, file.get_tensor(name)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, RuntimeError) as error:
+        # safetensors opens a file twice, and the second time through torch, which says RuntimeError of all that fails
+        if isinstance(error, RuntimeError) and path.exists():
+            raise
         raise WeightFileError(
             f"weight file {path} (digest {digest}) does not exist; it was never published, or was already "
             "deleted as an old version"

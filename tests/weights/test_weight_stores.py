@@ -187,6 +187,23 @@ def test_readers_never_see_half_a_version(pair: Pair) -> None:
         assert all(watcher.result(timeout=30) > 0 for watcher in watchers)
 
 
+def test_a_version_that_goes_while_it_is_opened_is_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opened are the header first and the storage after it; the file can go between the two."""
+    store = FolderStore(tmp_path)
+    stored = store.put("run", 0, 0, _tensors())
+    open_storage = torch.UntypedStorage.from_file
+
+    def too_late(*args: object, **options: object) -> object:
+        store.delete(stored.version)
+        return open_storage(*args, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", too_late)
+    with pytest.raises(WeightFileError, match="does not exist"):
+        dict(store.read(stored.location))
+
+
 def test_a_failed_publish_leaves_nothing(pair: Pair) -> None:
     with pytest.raises(KeyError):  # a dtype that safetensors has no name for
         pair.store.put("run", 0, 0, {"w": torch.ones(2, dtype=torch.complex64)})
