@@ -9,6 +9,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 E = TypeVar("E")
+L = TypeVar("L")
 
 
 @dataclass
@@ -30,3 +31,11 @@ class Agenda(Generic[E]):
         """The next event and its time. Raises IndexError if there is none."""
         at_s, _, event = heapq.heappop(self._heap)
         return at_s, event
+
+    def pop_like(self, at_s: float, kind: type[L]) -> list[L]:
+        """Those of a kind that are due next, at this time, as long as no other comes between them."""
+        found: list[L] = []
+        while self._heap and self._heap[0][0] == at_s and isinstance(event := self._heap[0][2], kind):
+            found.append(event)
+            heapq.heappop(self._heap)
+        return found

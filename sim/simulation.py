@@ -10,6 +10,7 @@ The policy is asked at every event of `rlhfless.scaling.policy`; beats come whil
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -64,6 +65,8 @@ class Simulation:
         """Oldest first; the last one is drawn, unless it has been."""
         self._begun = 0
         self._beat_s = 0.0
+        self._drawn_s = -math.inf
+        """Up to when the step that is drawn has been."""
         self._vain = 0
         """Questions to the policy since it was known that somebody works."""
 
@@ -100,7 +103,7 @@ class Simulation:
         taken = {place: np.zeros(batch.groups, dtype=np.bool_) for place in self._services}
         under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken)
         self._steps.append(under_way)
-        self._ask(StepBegan(), under_way)
+        self._ask([StepBegan()], under_way)
         generation.check()
         self.fleet.drawing = True
         self.fleet.sync(self.now_s)
@@ -120,14 +123,16 @@ class Simulation:
                 self._happen()
             elif drawing:
                 self._beat_s = until_s + self.setup.links.beat_s
-                self._ask(Beat(), current)
+                self._ask([Beat()], current)
         self._want()
 
     def _draw(self, current: StepUnderWay, until_s: float) -> bool:
         """Brings generation to `until_s`. Returns whether it came to its end, and the clock to that."""
         generation = current.generation
-        generation.advance(until_s)
-        self._want()
+        if until_s > self._drawn_s:  # what begins at an instant ends no iteration in it
+            generation.advance(until_s)
+            self._drawn_s = until_s
+            self._want()
         if generation.unfinished or generation.end_s > until_s:
             return False
         self.now_s = current.generated_s = max(self.now_s, generation.end_s)
@@ -137,7 +142,7 @@ class Simulation:
             self._take(place)
         if not self._services:
             current.ready_s = self.now_s
-        self._ask(Generated(), current)
+        self._ask([Generated()], current)
         return True
 
     def _happen(self) -> None:
@@ -147,12 +152,18 @@ class Simulation:
             self._worked(event)
         elif isinstance(event, Interrupted):
             self._interrupted(at_s, event, current)
-        elif self.fleet.happen(at_s, event):
-            if isinstance(event, Up) and event.place in self._services:
-                self._take(event.place)
-            elif isinstance(event, Loaded):
-                current.generation.serving(event.place, at_s)
-                self._ask(Serving(event.place), current)
+        elif isinstance(event, Loaded):
+            self._loaded(at_s, event, current)
+        elif self.fleet.happen(at_s, event) and isinstance(event, Up) and event.place in self._services:
+            self._take(event.place)
+
+    def _loaded(self, at_s: float, event: Loaded, current: StepUnderWay) -> None:
+        """All that have loaded the weights at one instant serve before the policy is told of the first."""
+        loaded = [event, *self.fleet.agenda.pop_like(at_s, Loaded)]
+        up = [event.place for event in loaded if self.fleet.happen(at_s, event)]
+        for place in up:
+            current.generation.serving(place, at_s)
+        self._ask([Serving(place) for place in up], current)
 
     def _worked(self, event: Worked) -> None:
         self._vain = 0
@@ -161,11 +172,11 @@ class Simulation:
             under_way.served.add(event.place)
             if len(under_way.served) == len(self._services):
                 under_way.ready_s = self.now_s
-            self._ask(Idle(event.place), under_way)
+            self._ask([Idle(event.place)], under_way)
             return
         self.ledger.steps.append(under_way.record(self.now_s))
-        self._ask(Idle(event.place), under_way)
-        self._ask(StepEnded(under_way.begun_s, self.now_s), under_way)
+        self._ask([Idle(event.place)], under_way)
+        self._ask([StepEnded(under_way.begun_s, self.now_s)], under_way)
         self._steps.remove(under_way)
 
     def _interrupted(self, at_s: float, event: Interrupted, current: StepUnderWay) -> None:
@@ -174,7 +185,7 @@ class Simulation:
             return
         at_s, samples = current.generation.lost(event.place, at_s)
         self.fleet.happen(at_s, event)
-        self._ask(Lost(event.place, samples), current)
+        self._ask([Lost(event.place, samples)], current)
         current.generation.check()
 
     def _want(self) -> None:
@@ -205,10 +216,16 @@ class Simulation:
                 end_s = max(step.done_s[place], self.now_s)
                 self.fleet.agenda.add(end_s, Worked(place, step.number))
 
-    def _ask(self, event: Event, under_way: StepUnderWay) -> None:
-        self._wait(under_way)
-        for action in self._policy.decide(self.now_s, event, under_way.window.look()):
-            self._carry_out(action, under_way.generation)
+    def _ask(self, events: Sequence[Event], under_way: StepUnderWay) -> None:
+        """Tells the policy what happened at one instant, and does what it says to each."""
+        view = under_way.window.look()
+        for event in events:
+            self._wait(under_way)
+            actions = self._policy.decide(self.now_s, event, view)
+            for action in actions:
+                self._carry_out(action, under_way.generation)
+            if actions:
+                view = under_way.window.look()
 
     def _wait(self, under_way: StepUnderWay) -> None:
         """Raises SimulationError if nobody has worked for too long."""

@@ -20,6 +20,19 @@ def mean_weights(levels: Array) -> Array:
     return weights
 
 
+_MEAN_WEIGHTS = mean_weights(QUANTILE_LEVELS)
+
+
+def runs(*columns: npt.NDArray[np.generic]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Rows that follow each other and are equal in all columns [rows] make a run: the run of each row [rows], and the
+    first row of each run [runs]."""
+    begins = np.ones(columns[0].size, np.bool_)
+    begins[1:] = columns[0][1:] != columns[0][:-1]
+    for column in columns[1:]:
+        begins[1:] |= column[1:] != column[:-1]
+    return np.cumsum(begins) - 1, np.flatnonzero(begins)
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """The unfinished samples of a step, by prompt and then by sample index."""
@@ -29,9 +42,21 @@ class Forecast:
     prompt: npt.NDArray[np.intp]  # [samples]: index into prompt_ids
     sample: npt.NDArray[np.intp]  # [samples]: sample index
     tokens: Array  # [samples]: drawn so far
-    remaining_tokens: Array
-    """[samples, Q], ascending along Q: at least 1, and never beyond max_tokens."""
-    mean_tokens: Array  # [samples]: of what remains
+    kind: npt.NDArray[np.intp]
+    """[samples]: row of `table`. Siblings that have drawn as many tokens are alike, and forecast once."""
+    table: Array
+    """[kinds, Q]: remaining tokens, ascending along Q: at least 1, and never beyond max_tokens."""
+
+    @property
+    def remaining_tokens(self) -> Array:
+        """[samples, Q]: see `table`."""
+        return self.table[self.kind]
+
+    @property
+    def mean_tokens(self) -> Array:
+        """[samples]: of what remains."""
+        means: Array = (self.table @ _MEAN_WEIGHTS)[self.kind]
+        return means
 
     @property
     def total_tokens(self) -> Array:
@@ -45,8 +70,8 @@ class Forecast:
             self.prompt[rows],
             self.sample[rows],
             self.tokens[rows],
-            self.remaining_tokens[rows],
-            self.mean_tokens[rows],
+            self.kind[rows],
+            self.table,
         )
 
     def __len__(self) -> int:

@@ -29,7 +29,9 @@ class Samples:
 
     log_tokens: Array  # [prompts, samples]: log of the length, or of the tokens so far
     finished: Array  # [prompts, samples]: 1 where the length is known, 0 where it is at least that
-    present: Array  # [prompts, samples]: 1 where there is such a sample
+    present: Array
+    """[prompts, samples]: how many such samples there are. Those that are known to be longer than a length are alike, and
+    those whose lengths are known count as so many with the mean of their logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Levels:
 
 def mills(z: Array) -> Array:
     """Inverse Mills ratio pdf(z) / P(Z > z) of the standard normal: by how much Z > z moves the mean of Z."""
-    place = np.clip((z - _LOWEST_Z) / _Z_CELL, 0.0, len(_MILLS) - 1.5)
+    place = np.minimum(np.maximum((z - _LOWEST_Z) / _Z_CELL, 0.0), len(_MILLS) - 1.5)
     cell = place.astype(np.intp)
     low = _MILLS[cell]
     result: Array = low + (place - cell) * (_MILLS[cell + 1] - low)
@@ -56,10 +58,10 @@ def update(prior: Levels, spread: Array, samples: Samples) -> Levels:
     mean = (prior.mean / prior.variance + (finished * samples.log_tokens).sum(axis=1)) / weights
     for _ in range(NEWTON_STEPS):
         pull, weight = _evidence(mean, spread, samples)
-        precision = 1 / prior.variance + weight.sum(axis=1)
-        mean += ((prior.mean - mean) / prior.variance + pull.sum(axis=1)) / precision
+        precision = 1 / prior.variance + (weight * samples.present).sum(axis=1)
+        mean += ((prior.mean - mean) / prior.variance + (pull * samples.present).sum(axis=1)) / precision
     _, weight = _evidence(mean, spread, samples)
-    return Levels(mean, 1 / (1 / prior.variance + weight.sum(axis=1)))
+    return Levels(mean, 1 / (1 / prior.variance + (weight * samples.present).sum(axis=1)))
 
 
 def without_each(levels: Levels, spread: Array, samples: Samples) -> Levels:
@@ -68,8 +70,9 @@ def without_each(levels: Levels, spread: Array, samples: Samples) -> Levels:
     A forecast of a running sample is conditioned on its own tokens; those must not count twice.
     """
     pull, weight = _evidence(levels.mean, spread, samples)
-    precision = 1 / levels.variance[:, None] - weight
-    return Levels(levels.mean[:, None] - pull / precision, 1 / precision)
+    there = samples.present > 0
+    precision = 1 / levels.variance[:, None] - weight * there
+    return Levels(levels.mean[:, None] - pull * there / precision, 1 / precision)
 
 
 def squared_residuals(mean: Array, spread: Array, samples: Samples) -> Array:
@@ -82,13 +85,13 @@ def squared_residuals(mean: Array, spread: Array, samples: Samples) -> Array:
 
 
 def _evidence(mean: Array, spread: Array, samples: Samples) -> tuple[Array, Array]:
-    """First derivative, and minus the second, of each sample's log likelihood in its prompt's level."""
+    """First derivative, and minus the second, of one sample's log likelihood in its prompt's level."""
     z = (samples.log_tokens - mean[:, None]) / spread[:, None]
     ratio = mills(z)
     known = samples.finished > 0
     pull = np.where(known, z, ratio) / spread[:, None]
-    weight = np.where(known, 1.0, np.clip(ratio * (ratio - z), 0.0, 1.0)) / spread[:, None] ** 2
-    return pull * samples.present, weight * samples.present
+    weight = np.where(known, 1.0, np.minimum(np.maximum(ratio * (ratio - z), 0.0), 1.0)) / spread[:, None] ** 2
+    return pull, weight
 
 
 def _mills_of(z: float) -> float:

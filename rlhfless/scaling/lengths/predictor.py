@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast, mean_weights
+from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast, runs
 from rlhfless.scaling.lengths.hazard import Array, HazardTable
 from rlhfless.scaling.lengths.history import STEPS_KEPT, History
 from rlhfless.scaling.lengths.levels import Levels, update, without_each
@@ -44,7 +44,6 @@ _SHAPE_COUNT = 64.0
 # A prompt is known once its level's variance is below this share of that between prompts.
 _KNOWN = 0.5
 
-_MEAN_WEIGHTS = mean_weights(QUANTILE_LEVELS)
 _HAZARD_AT_LEVELS = -np.log1p(-QUANTILE_LEVELS)
 
 
@@ -125,21 +124,19 @@ class LengthPredictor:
         now = self._open[step]
         prompt, sample = np.nonzero(now.running)
         tokens = now.tokens[prompt, sample]
+        kind, first = runs(prompt, tokens)
+        which, drawn = prompt[first], tokens[first]
         if now.tokens.any():
-            rows = np.flatnonzero(now.running.any(axis=1))
-            samples, spread = now.samples(rows), now.spread[rows]
-            prior = Levels(now.prior.mean[rows], now.prior.variance[rows])
+            rows, row = np.unique(which, return_inverse=True)
+            samples, column = now.evidence(rows, row, drawn, np.diff(first, append=len(prompt)))
+            prior, spread = Levels(now.prior.mean[rows], now.prior.variance[rows]), now.spread[rows]
             levels = without_each(update(prior, spread, samples), spread, samples)
-            row = np.searchsorted(rows, prompt)
-            each = Levels(levels.mean[row, sample], levels.variance[row, sample])
-            totals = self._totals(each, now.spread[prompt], now.between, tokens)
-        else:  # all samples of a prompt are alike
-            totals = self._totals(now.prior, now.spread, now.between, np.zeros(len(now.prompt_ids)))[prompt]
-        most = np.maximum(self._max_tokens - tokens, 1.0)
-        remaining = totals
-        remaining -= tokens[:, None]
-        np.clip(remaining, 1.0, most[:, None], out=remaining)
-        return Forecast(now.prompt_ids, prompt, sample, tokens, remaining, remaining @ _MEAN_WEIGHTS)
+            each = Levels(levels.mean[row, column], levels.variance[row, column])
+        else:  # nothing is known yet but what was before
+            each = Levels(now.prior.mean[which], now.prior.variance[which])
+        table = self._totals(each, now.spread[which], now.between, drawn) - drawn[:, None]
+        np.clip(table, 1.0, np.maximum(self._max_tokens - drawn, 1.0)[:, None], out=table)
+        return Forecast(now.prompt_ids, prompt, sample, tokens, kind, table)
 
     def _totals(self, levels: Levels, spread: Array, between: float, tokens: Array) -> Array:
         """Quantiles [samples, Q] of the whole length, given that it is longer than `tokens`."""

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from rlhfless.scaling.lengths.hazard import Array, BoolArray
 from rlhfless.scaling.lengths.levels import Levels, Samples
 
-ALL = slice(None)
+Ints = npt.NDArray[np.intp]
 
 
 class OpenStep:
@@ -69,12 +69,28 @@ class OpenStep:
         self.ended[self.there] = ended
         self._truncated[self.there] = truncated
 
-    def samples(self, rows: npt.NDArray[np.intp] | slice = ALL) -> Samples:
-        """Of some prompts, as evidence. A sample without a token says nothing; one that goes on will have at least one
-        more."""
-        tokens, ended = self.tokens[rows], self.ended[rows]
+    def samples(self) -> Samples:
+        """All, as evidence. One without a token says nothing; one that goes on will have at least one more."""
         return Samples(
-            log_tokens=np.log(np.maximum(tokens + ~ended, 1.0)),
-            finished=(ended & ~self._truncated[rows]).astype(np.float64),
-            present=(ended | (tokens > 0)).astype(np.float64),
+            log_tokens=np.log(np.maximum(self.tokens + ~self.ended, 1.0)),
+            finished=(self.ended & ~self._truncated).astype(np.float64),
+            present=(self.ended | (self.tokens > 0)).astype(np.float64),
         )
+
+    def evidence(self, rows: Ints, row: Ints, drawn: Array, counts: Ints) -> tuple[Samples, Ints]:
+        """The same of the prompts `rows` in fewer columns, for `counts` running samples alike of each kind [kinds], that
+        have drawn so much; `row` [kinds] says of which of the rows, ascending. Also the column of each kind.
+
+        All samples of a prompt that have ended are one column, and those that were cut off another: they were so at
+        the same length.
+        """
+        column = np.arange(row.size) - np.searchsorted(row, row) + 2
+        shape = rows.size, int(column.max()) + 1
+        log_tokens, finished, present = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        log_tokens[row, column], present[row, column] = np.log(drawn + 1.0), counts * (drawn > 0)
+        logs, ended, cut_off = np.log(np.maximum(self.tokens[rows], 1.0)), self.ended[rows], self._truncated[rows]
+        for at, which in enumerate((ended & ~cut_off, ended & cut_off)):
+            present[:, at] = which.sum(axis=1)
+            log_tokens[:, at] = (logs * which).sum(axis=1) / np.maximum(present[:, at], 1.0)
+        finished[:, 0] = 1.0
+        return Samples(log_tokens, finished, present), column

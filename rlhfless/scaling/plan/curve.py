@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +37,10 @@ class IterationCurve:
 
     def iteration_s(self, sequences: NDArray[np.float64] | float) -> NDArray[np.float64]:
         """a(B) by the pieces; B may be fractional and anything from 1 to the last knot."""
-        starts = np.asarray(self.knots[:-1], float)
-        values = self.at_zero_s + self.slopes_s[0] * np.asarray(sequences, float)
-        for knot, bend in zip(starts[1:], np.diff(self.slopes_s), strict=True):
-            values = values + bend * np.maximum(np.asarray(sequences, float) - knot, 0.0)
+        batch = np.asarray(sequences, float)
+        values = self.at_zero_s + self.slopes_s[0] * batch
+        for knot, (before, after) in zip(self.knots[1:-1], pairwise(self.slopes_s), strict=True):
+            values += (after - before) * np.maximum(batch - knot, 0.0)
         return np.asarray(values, float)
 
 

@@ -111,7 +111,7 @@ class CostAware:
         actions = self._resting.began(now)
         self._forecaster.begin(view)
         ahead = self._forecaster.look(view)
-        self._resting.tokens = ahead.mean_tokens + float(view.prompt_tokens[view.group].sum())
+        self._resting.tokens = float(ahead.means.sum()) + float(view.prompt_tokens[view.group].sum())
         made = self._planner.plan(now, ahead, self._asked(now), self._reviewer)
         self._steps += 1
         self._crew, self._reviewer.needed = made.dealt.places, set(made.later)

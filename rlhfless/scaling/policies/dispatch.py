@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlhfless.records import ReplicaState
-from rlhfless.scaling.lengths.forecast import mean_weights
 from rlhfless.scaling.plan import CheapestUnderDeadline, Contract, FleetOptions, Plan, Responses, plan, responses
 from rlhfless.scaling.policies.crew import Moment, awake
 from rlhfless.scaling.policies.forecasters import Ahead, Floats
@@ -43,10 +42,9 @@ def even_ranks(count: int) -> Floats:
 def typical(ahead: Ahead, view: StepView, confidence: float) -> Responses:
     """The step as the planner is shown it. All samples of the step must be in `ahead`. All groups together end by the
     lengths that they are given with this probability."""
-    if ahead.levels.size == 1:  # each length is known, and so is which sibling is long
-        return responses(ahead.remaining_tokens[:, 0], view.group, view.prompt_tokens)
-    means = ahead.remaining_tokens @ mean_weights(ahead.levels)
-    by_mean = np.argsort(np.bincount(view.group, means) / np.bincount(view.group), kind="stable")
+    if ahead.known:  # and so is which sibling is long
+        return responses(ahead.means, view.group, view.prompt_tokens)
+    by_mean = np.argsort(np.bincount(view.group, ahead.means) / np.bincount(view.group), kind="stable")
     rank = np.empty(by_mean.size, np.int64)
     rank[by_mean] = np.arange(by_mean.size)
     order = np.argsort(rank[view.group], kind="stable")
@@ -142,8 +140,7 @@ class StepPlanner:
         limit_s = contract.deadline_s / problem.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
         ends_s = now.at_s + limit_s, now.at_s + max(limit_s, board.last_s)
         aim = StepAim(now.at_s, *ends_s, asked.after_s, found.time_usd_per_s)
-        known = ahead.levels.size == 1
-        self._limits.begin(aim, None if known else (board.grid, board.nobody.sum(axis=0)))
+        self._limits.begin(aim, None if ahead.known else (board.grid, board.nobody.sum(axis=0)))
         return Made(found, dealt, later)
 
     def _safest(self, now: Moment, ahead: Ahead, asked: Asked, options: FleetOptions) -> tuple[Plan, Problem]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor
-from rlhfless.scaling.lengths.forecast import mean_weights
+from rlhfless.scaling.lengths.forecast import mean_weights, runs
 from rlhfless.scaling.policy import Ints, StepView
 
 Floats = NDArray[np.float64]
@@ -33,33 +33,42 @@ class Ahead:
 
     samples: Ints  # [rows], ascending
     levels: Floats  # [Q], ascending: ranks of the quantiles
-    remaining_tokens: Floats  # [rows, Q], ascending along Q, at least 1
+    kind: Ints
+    """[rows]: row of `table`. Rows of a kind are siblings that have drawn as many tokens."""
+    table: Floats
+    """[kinds, Q]: remaining tokens, ascending along Q, at least 1."""
 
     @property
-    def mean_tokens(self) -> float:
-        """Expected of all rows together."""
-        return float((self.remaining_tokens @ mean_weights(self.levels)).sum())
+    def known(self) -> bool:
+        """Each length is known, so that siblings are not alike."""
+        return self.levels.size == 1
+
+    @property
+    def means(self) -> Floats:
+        """[rows]: expected tokens still to draw."""
+        return np.asarray((self.table @ mean_weights(self.levels))[self.kind])
+
+    def of(self, rows: Ints) -> Ahead:
+        """Some of the rows."""
+        return Ahead(self.samples[rows], self.levels, self.kind[rows], self.table)
 
     def at(self, ranks: Floats) -> Floats:
-        """[rows, ranks] for `ranks` [ranks]: remaining tokens there, by straight lines between the levels."""
+        """[kinds, ranks] for `ranks` [ranks]: remaining tokens there, by straight lines between the levels."""
         right = np.clip(np.searchsorted(self.levels, ranks), 1, max(self.levels.size - 1, 1))
-        if self.levels.size == 1:
-            return np.repeat(self.remaining_tokens, ranks.size, axis=1)
+        if self.known:
+            return np.repeat(self.table, ranks.size, axis=1)
         low, high = self.levels[right - 1], self.levels[right]
         share = np.clip((ranks - low) / (high - low), 0.0, 1.0)
-        table = self.remaining_tokens
-        return np.asarray(table[:, right - 1] * (1 - share) + table[:, right] * share)
+        return np.asarray(self.table[:, right - 1] * (1 - share) + self.table[:, right] * share)
 
     def one_each(self, rank: Floats) -> Floats:
         """[rows] for `rank` [rows]: of each row the remaining tokens at its own rank."""
-        if self.levels.size == 1:
-            return self.remaining_tokens[:, 0]
+        if self.known:
+            return self.table[self.kind, 0]
         right = np.clip(np.searchsorted(self.levels, rank), 1, self.levels.size - 1)
         low, high = self.levels[right - 1], self.levels[right]
         share = np.clip((rank - low) / (high - low), 0.0, 1.0)
-        rows = np.arange(rank.size)
-        table = self.remaining_tokens
-        return np.asarray(table[rows, right - 1] * (1 - share) + table[rows, right] * share)
+        return np.asarray(self.table[self.kind, right - 1] * (1 - share) + self.table[self.kind, right] * share)
 
 
 class Forecaster(Protocol):
@@ -107,11 +116,13 @@ class PredictedLengths:
     def look(self, view: StepView) -> Ahead:
         assert self._predictor is not None  # begin comes first
         self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
-        remaining = self._predictor.forecast(view.step).remaining_tokens
-        samples = np.flatnonzero(~view.finished)
-        most = np.maximum(view.fleet.max_tokens - view.tokens[samples], 1.0)
-        scaled = remaining * self._bias[self._part[view.group[samples]]][:, None]
-        return Ahead(samples, QUANTILE_LEVELS, np.clip(scaled, 1.0, most[:, None]))
+        forecast = self._predictor.forecast(view.step)
+        samples, kinds = np.flatnonzero(~view.finished), len(forecast.table)
+        part, most = np.empty(kinds, np.int64), np.empty(kinds)
+        part[forecast.kind] = self._part[view.group[samples]]
+        most[forecast.kind] = np.maximum(view.fleet.max_tokens - view.tokens[samples], 1.0)
+        scaled = np.clip(forecast.table * self._bias[part][:, None], 1.0, most[:, None])
+        return Ahead(samples, QUANTILE_LEVELS, forecast.kind, scaled)
 
     def end(self, view: StepView) -> None:
         assert self._predictor is not None
@@ -135,7 +146,7 @@ class Clairvoyant:
     def look(self, view: StepView) -> Ahead:
         samples = np.flatnonzero(~view.finished)
         left = self._lengths(view.step)[samples] - view.tokens[samples]
-        return Ahead(samples, np.array([0.5]), np.maximum(left, 1.0)[:, None])
+        return Ahead(samples, np.array([0.5]), np.arange(samples.size), np.maximum(left, 1.0)[:, None])
 
     def end(self, view: StepView) -> None:
         """Nothing to learn."""
@@ -157,8 +168,8 @@ class DistributionOracle:
     def look(self, view: StepView) -> Ahead:
         table = self._quantiles(view.step)
         samples = np.flatnonzero(~view.finished)
-        group, tokens = view.group[samples], view.tokens[samples]
-        count = table.shape[1]
+        kind, first = runs(view.group[samples], view.tokens[samples])
+        group, tokens, count = view.group[samples[first]], view.tokens[samples[first]], table.shape[1]
         # Of the K lengths those up to the tokens drawn are ruled out; the levels are those of the rest.
         flat = table + (np.arange(len(table)) * (table.max() + 1))[:, None]
         out = np.searchsorted(flat.ravel(), tokens + group * (table.max() + 1), side="right") - group * count
@@ -167,7 +178,7 @@ class DistributionOracle:
         right = np.minimum(left + 1, count - 1)
         share = np.clip(rank - left, 0.0, 1.0)
         total = table[group[:, None], left] * (1 - share) + table[group[:, None], right] * share
-        return Ahead(samples, QUANTILE_LEVELS, np.maximum(total - tokens[:, None], 1.0))
+        return Ahead(samples, QUANTILE_LEVELS, kind, np.maximum(total - tokens[:, None], 1.0))
 
     def end(self, view: StepView) -> None:
         """Nothing to learn."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless.scaling.policies.forecasters import Floats
-from rlhfless.scaling.policies.outlook import Alive, Engines, chance, end_s, work_s
-from rlhfless.scaling.policy import Ints
+from rlhfless.scaling.policies.outlook import Alive, Engines, chance, ends_s, work_s
+from rlhfless.scaling.policy import Flags, Ints
 
 LEAST_GAIN = 0.1
 """Hysteresis: less than a tenth of what is given up is not worth a move, which may turn out wrong."""
@@ -49,10 +49,10 @@ class Aim:
 class Part:
     """Some samples of an actor, as the outlook counts them."""
 
-    sequences: Floats  # [T]
-    context: Floats  # [T]
-    nobody: Floats  # [T]
-    count: int
+    sequences: Floats  # [T], or [rows, T] of several actors
+    context: Floats  # as well
+    nobody: Floats  # as well
+    count: int | Ints
 
     def without(self) -> Part:
         """As much less."""
@@ -71,6 +71,7 @@ class Board:
         All [places]."""
         self.engines = engines
         self.grid = state.grid
+        self._steps = np.diff(state.grid)
         self.sequences = state.sequences.copy()
         self.context = state.context_tokens.copy()
         self.nobody = state.nobody.copy()
@@ -86,10 +87,9 @@ class Board:
         """Brings `hold_s` and `end_s` of places up to date."""
         self.hold_s[places], self.end_s[places] = self.trial(places, NOTHING, 0.0, confidence)
 
-    def part(self, place: int) -> Part:
-        """All that an actor has."""
-        sequences, context, nobody = (rows[place].copy() for rows in (self.sequences, self.context, self.nobody))
-        return Part(sequences, context, nobody, int(self.count[place]))
+    def part(self, places: int | Ints) -> Part:
+        """All that an actor has, or several have, in a row for each."""
+        return Part(self.sequences[places], self.context[places], self.nobody[places], self.count[places])
 
     def add(self, place: int, part: Part) -> None:
         """Gives an actor more, without judging it."""
@@ -98,19 +98,20 @@ class Board:
             rows[place] = np.maximum(rows[place] + more, 0.0)
         self.count[place] += part.count
 
-    def trial(self, places: Ints, part: Part, delay_s: float | Floats, confidence: float) -> tuple[Floats, Floats]:
-        """`hold_s` and `end_s` [rows] of actors with so much more (or less) to do, after a delay."""
+    def trial(self, places: Ints, part: Part, delay_s: float | Floats, *confidences: float) -> tuple[Floats, ...]:
+        """`hold_s`, and `end_s` with each confidence, [rows] of actors with so much more (or less) to do, after a
+        delay."""
         sequences = np.maximum(self.sequences[places] + part.sequences, 0.0)
         context = np.maximum(self.context[places] + part.context, 0.0)
         nobody = np.maximum(self.nobody[places] + part.nobody, 0.0)
-        seconds = self.engines.spans_s(places, sequences, context, self.grid)
+        seconds = self.engines.spans_s(places, sequences, context, self._steps)
         before = self.ready_s[places] + delay_s
-        return before + work_s(seconds, nobody), before + end_s(seconds, nobody, confidence)
+        return before + work_s(seconds, nobody), *(before + end for end in ends_s(seconds, nobody, confidences))
 
     def chance(self, limit_s: float) -> float:
         """The probability that all have ended by then."""
         places = np.flatnonzero(self.count)
-        seconds = self.engines.spans_s(places, self.sequences[places], self.context[places], self.grid)
+        seconds = self.engines.spans_s(places, self.sequences[places], self.context[places], self._steps)
         return float(chance(seconds, self.nobody[places], limit_s - self.ready_s[places]).prod())
 
     @property
@@ -139,25 +140,33 @@ def dissolve(board: Board, aim: Aim, sources: Ints, able: Ints, recompute_s: Flo
     `able`: places that serve. `recompute_s` [places]: to compute the KV of a place's samples again elsewhere, or to
     move it.
     """
-    working = sources[board.count[sources] > 0]
-    best: Transfer | None = None
-    for source in working[np.argsort(board.sequences[working, 0], kind="stable")][:SOURCES].tolist():
-        targets = able[(able != source) & (board.count[able] > 0)]
-        if not targets.size:
-            continue
-        part, delay_s = board.part(source), recompute_s[source]
-        # Two actors that each end in time with probability p both do with p^2: so much is asked of one for both.
-        hold_s, end = board.trial(targets, part, delay_s, aim.confidence**2)
-        sure = board.trial(targets, part, delay_s, aim.caution**2)[1] if math.isfinite(aim.limit_s) else end
-        given_up = board.freed[source] * board.hold_s[source]
-        saves = given_up - board.freed[targets] * (hold_s - board.hold_s[targets])
-        saves -= aim.time_usd_per_s * (np.maximum(end, _last_without(board, source, targets)) - board.last_s)
-        allowed = (sure <= aim.limit_s) & _fits(board, source, targets) & (saves > LEAST_GAIN * given_up)
-        if allowed.any():
-            at = int(np.argmax(np.where(allowed, saves, -math.inf)))
-            if best is None or saves[at] > best.saves_usd:
-                best = Transfer(source, int(targets[at]), float(saves[at]), float(end[at]))
-    return best
+    working, takers = sources[board.count[sources] > 0], able[board.count[able] > 0]
+    fewest = working[np.argsort(board.sequences[working, 0], kind="stable")][:SOURCES]
+    source, target = np.repeat(fewest, takers.size), np.tile(takers, fewest.size)
+    possible = (source != target) & _fits(board, source, target)
+    source, target = source[possible], target[possible]
+    if not source.size:
+        return None
+    # Two actors that each end in time with probability p both do with p^2: so much is asked of one for both.
+    confidences = aim.confidence**2, aim.caution**2
+    hold_s, end, sure = board.trial(target, board.part(source), recompute_s[source], *confidences)
+    given_up = board.freed[source] * board.hold_s[source]
+    saves = given_up - board.freed[target] * (hold_s - board.hold_s[target])
+    saves -= aim.time_usd_per_s * (np.maximum(end, _last_without(board, source, target)) - board.last_s)
+    allowed = (sure <= aim.limit_s) & (saves > LEAST_GAIN * given_up)
+    if not allowed.any():
+        return None
+    at = int(np.argmax(np.where(allowed, saves, -math.inf)))
+    return Transfer(int(source[at]), int(target[at]), float(saves[at]), float(end[at]))
+
+
+def may_relieve(board: Board, aim: Aim) -> bool:
+    """Whether it can help at all to move samples off the actor that ends last. In time already, it would have to save
+    time, and of that no more than there is between the last end and the one before."""
+    if board.last_s > aim.limit_s:
+        return True
+    before_s = float(np.partition(board.end_s, -2)[-2]) if board.end_s.size > 1 else 0.0
+    return aim.time_usd_per_s > 0 and board.last_s - before_s > LEAST_GAIN * board.last_s
 
 
 def relieve(board: Board, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -> Transfer | None:
@@ -177,7 +186,7 @@ def relieve(board: Board, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -
     costs += board.freed[source] * (left_hold_s - board.hold_s[source])
     late = board.last_s > aim.limit_s
     # Too late, every actor counts: where several end last, relieving one of them does not help the step yet.
-    others = 0.0 if late else _last_without(board, source, targets)
+    others = 0.0 if late else _last_without(board, one, targets)
     gained_s = board.last_s - np.maximum(ends, others)
     saves = aim.time_usd_per_s * gained_s - costs
     fits = board.count[targets] + part.count <= board.engines.most[targets]
@@ -206,15 +215,16 @@ def each(confidence: float, board: Board) -> float:
     return float(confidence ** (1 / max(int(np.count_nonzero(board.count)), 1)))
 
 
-def _last_without(board: Board, source: int, targets: Ints) -> Floats:
-    """[targets]: when all have ended but the source and each target."""
-    ends = board.end_s.copy()
-    ends[source] = 0.0
-    order = np.argsort(ends)[::-1]
-    return np.where(targets == order[0], ends[order[1]], ends[order[0]])
+def _last_without(board: Board, source: Ints, target: Ints) -> Floats:
+    """[pairs]: when all have ended but a source and its target."""
+    last = np.zeros(target.size)
+    for place in np.argsort(board.end_s)[-3:]:  # one of the last three is neither
+        last = np.where((place != source) & (place != target), board.end_s[place], last)
+    return last
 
 
-def _fits(board: Board, source: int, targets: Ints) -> np.ndarray:
-    count = board.count[targets] + board.count[source] <= board.engines.most[targets]
-    tokens = (board.context[targets] + board.context[source]).max(axis=1)
-    return np.asarray(count & (tokens <= KV_SHARE * board.engines.kv_tokens[targets]))
+def _fits(board: Board, source: Ints, target: Ints) -> Flags:
+    """[pairs]: whether the samples of the one have room at the other."""
+    count = board.count[target] + board.count[source] <= board.engines.most[target]
+    tokens = (board.context[target] + board.context[source]).max(axis=1)
+    return np.asarray(count & (tokens <= KV_SHARE * board.engines.kv_tokens[target]))

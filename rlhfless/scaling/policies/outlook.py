@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfless.scaling.lengths.forecast import mean_weights
+from rlhfless.scaling.lengths.forecast import runs
 from rlhfless.scaling.plan import DeviceOption
 from rlhfless.scaling.policies.forecasters import Ahead, Floats
 from rlhfless.scaling.policy import Flags, Ints, StepView
@@ -67,7 +67,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The unfinished samples of a step, or kinds of them."""
+    """The unfinished samples of a step, or some of them."""
 
     ahead: Ahead
     home: Ints
@@ -79,26 +79,33 @@ class Rows:
     counts: Ints
     """[rows]: how many alike it stands for."""
 
-    @property
-    def means(self) -> Floats:
-        """[rows]: expected tokens still to draw."""
-        return np.asarray(self.ahead.remaining_tokens @ mean_weights(self.ahead.levels))
+    def of(self, some: Ints) -> Rows:
+        """Some of the rows."""
+        return Rows(self.ahead.of(some), self.home[some], self.context[some], self.begun[some], self.counts[some])
+
+    def alike(self) -> Rows:
+        """Siblings that follow each other, are at one place and have drawn as much, as one row; unless their lengths
+        are known."""
+        if self.ahead.known or not self.home.size:
+            return self
+        _, first = runs(self.ahead.kind, self.home)
+        return replace(self.of(first), counts=np.add.reduceat(self.counts, first))
 
 
-def rows_at_begin(ahead: Ahead, view: StepView, home: Ints) -> Rows:
-    """A step that begins, with the place of each sample: all samples of a prompt at one place are alike, unless their
-    lengths are known."""
-    pairs = view.group * len(view.places) + home if ahead.levels.size > 1 else np.arange(home.size)
-    _, first, counts = np.unique(pairs, return_index=True, return_counts=True)
-    some = Ahead(first, ahead.levels, ahead.remaining_tokens[first])
-    return Rows(some, home[first], view.prompt_tokens[view.group[first]], np.zeros(first.size, np.bool_), counts)
+def rows_of(ahead: Ahead, view: StepView, home: Ints) -> Rows:
+    """The unfinished samples of a step; `home` [rows] is the place of each."""
+    samples = ahead.samples
+    context = view.tokens[samples] + view.prompt_tokens[view.group[samples]]
+    return Rows(ahead, home, context, view.tokens[samples] > 0, np.ones(samples.size, np.int64))
 
 
 def queue_tokens(rows: Rows, most: Ints) -> Floats:
     """[rows]: iterations until a sample that waits is admitted; 0 for those that an engine runs at once (`most` by
     place). They are taken to wait from long to short; a slot is free for the next one when the work of all before it
     has been done by all slots, but for the halves of what runs."""
-    means = rows.means
+    if (np.bincount(rows.home, rows.counts, minlength=most.size) <= most).all():
+        return np.zeros(rows.home.size)
+    means = rows.ahead.means
     order = np.lexsort((-means, ~rows.begun, rows.home))
     home, mean, count = rows.home[order], means[order], rows.counts[order]
     places, begins = np.unique(home, return_index=True)
@@ -115,10 +122,9 @@ def alive(rows: Rows, places: int, most: Ints, few: Flags | None = None) -> Aliv
     """What is expected of all places; `most` [places] is how many sequences an engine there runs at once, `few`
     [places] whether each of its samples counts for itself (see `FEW`)."""
     delay = queue_tokens(rows, most)
-    single = rows.ahead.levels.size == 1
-    left = (rows.ahead.remaining_tokens if single else rows.ahead.at(RANKS)) + delay[:, None]
+    left = (rows.ahead.table if rows.ahead.known else rows.ahead.at(RANKS))[rows.ahead.kind] + delay[:, None]
     grid = grid_to(float(left.max()))
-    shares = np.broadcast_to(np.ones(1) if single else WEIGHTS, left.shape)
+    shares = np.broadcast_to(np.ones(1) if rows.ahead.known else WEIGHTS, left.shape)
     cells = np.minimum(np.searchsorted(grid, left), grid.size - 1)
     if few is None:
         few = np.bincount(rows.home, rows.counts, minlength=places) <= FEW
@@ -146,17 +152,20 @@ def ends_by(ahead: Ahead, samples: Ints, confidence: float) -> Floats:
     Each sample may take longer with the same small probability, so a group's length depends on what is in it, not on
     how many; but none is longer than what all samples of the list together are over by.
     """
-    left = ahead.at(RANKS)[samples]
+    run, first = runs(ahead.kind[samples])
+    counts = np.diff(first, append=samples.size)
+    left = ahead.at(RANKS)[ahead.kind[samples[first]]]
     grid = grid_to(float(left.max()))
     cells = np.searchsorted(grid, left) + (np.arange(len(left)) * grid.size)[:, None]
-    weights = np.broadcast_to(WEIGHTS, left.shape).ravel()
+    weights = (counts[:, None] * WEIGHTS).ravel()
     ends = np.bincount(cells.ravel(), weights, minlength=len(left) * grid.size).reshape(len(left), grid.size)
     total = np.concatenate([np.zeros((1, grid.size)), (ends[:, ::-1].cumsum(axis=1)[:, ::-1] - ends).cumsum(axis=0)])
-    rows, allowed = np.arange(1, len(left) + 1), -math.log(confidence)
-    first = np.maximum(rows - AROUND, 0)
-    alone = _crossing((total[rows] - total[first]) / (rows - first)[:, None], grid, allowed / len(left))
+    until, allowed = np.append(0, first + counts), -math.log(confidence)
+    since = np.minimum(np.searchsorted(until, until[1:] - AROUND), np.arange(first.size))
+    around = (total[1:] - total[since]) / (until[1:] - until[since])[:, None]
+    alone = _crossing(around, grid, allowed / samples.size)
     together = _crossing(total[-1:], grid, allowed)
-    return np.asarray(np.minimum(np.maximum.accumulate(alone), together))
+    return np.asarray(np.minimum(np.maximum.accumulate(alone), together))[run]
 
 
 class Engines:
@@ -172,23 +181,23 @@ class Engines:
         self.kv_tokens = np.array([0 if device is None else device.kv_capacity_tokens for device in devices])
         self._pace = pace
 
-    def spans_s(self, places: Ints, sequences: Floats, context: Floats, grid: Floats) -> Floats:
-        """Seconds [rows, T - 1] between the points of the grid while anybody is alive; `sequences` and `context`
-        [rows, T] are those of actors at `places` [rows]."""
-        middle = (np.asarray((column[:, 1:] + column[:, :-1]) / 2) for column in (sequences, context))
-        return self.iteration_s(places, *middle) * self._pace[places][:, None] * np.diff(grid)
+    def spans_s(self, places: Ints, sequences: Floats, context: Floats, steps: Floats) -> Floats:
+        """Seconds [rows, T - 1] between the points of a grid while anybody is alive; `sequences` and `context`
+        [rows, T] are those of actors at `places` [rows], `steps` [T - 1] are iterations from point to point."""
+        middle = (np.asarray(column[:, 1:] + column[:, :-1]) / 2 for column in (sequences, context))
+        return self.iteration_s(places, *middle) * (self._pace[places, None] * steps)
 
     def iteration_s(self, places: Ints, sequences: Floats, context: Floats) -> Floats:
         """Seconds [rows, points] by which everybody alive comes one token on, by the models; at least one is alive."""
-        most = self.most[places][:, None]
-        batch = np.clip(sequences, 1.0, most)
-        iteration_s = np.empty_like(batch)
-        for number, device in enumerate(self._kinds):
-            rows = self._kind[places] == number
-            if rows.any():
-                iteration_s[rows] = device.curve.iteration_s(batch[rows])
+        batch = np.minimum(np.maximum(sequences, 1.0), self.most[places, None])
+        if len(self._kinds) == 1:
+            iteration_s = self._kinds[0].curve.iteration_s(batch)
+        else:
+            iteration_s, kind = np.empty_like(batch), self._kind[places]
+            for number in np.unique(kind).tolist():
+                iteration_s[kind == number] = self._kinds[number].curve.iteration_s(batch[kind == number])
         read = context * np.minimum(batch / np.maximum(sequences, 1e-9), 1e3)
-        return np.asarray(iteration_s + self._context_s[places][:, None] * read)
+        return np.asarray(iteration_s + self._context_s[places, None] * read)
 
 
 def work_s(seconds: Floats, nobody: Floats) -> Floats:
@@ -197,26 +206,34 @@ def work_s(seconds: Floats, nobody: Floats) -> Floats:
     return np.asarray((seconds * (somebody[:, 1:] + somebody[:, :-1])).sum(axis=1) / 2)
 
 
-def end_s(seconds: Floats, nobody: Floats, confidence: float) -> Floats:
-    """[rows]: seconds until the last sample has ended, with this probability."""
-    total = np.concatenate([np.zeros((len(nobody), 1)), seconds.cumsum(axis=1)], axis=1)
-    return _crossing(nobody, total, -math.log(confidence))
+def ends_s(seconds: Floats, nobody: Floats, confidences: Sequence[float]) -> list[Floats]:
+    """[rows]: seconds until the last sample has ended, with each of these probabilities."""
+    total = _from_zero(seconds)
+    return [_crossing(nobody, total, -math.log(confidence)) for confidence in confidences]
 
 
 def chance(seconds: Floats, nobody: Floats, within_s: Floats) -> Floats:
     """[rows]: the probability that the last sample has ended within so many seconds [rows]."""
-    total = np.concatenate([np.zeros((len(nobody), 1)), seconds.cumsum(axis=1)], axis=1)
+    total = _from_zero(seconds)
     left = [float(np.interp(limit_s, *row)) for limit_s, *row in zip(within_s, total, nobody, strict=True)]
     return np.asarray(np.exp(-np.array(left)) * (within_s >= 0))
 
 
+def _from_zero(seconds: Floats) -> Floats:
+    """[rows, T]: sums of spans [rows, T - 1] up to each point."""
+    total = np.zeros((seconds.shape[0], seconds.shape[1] + 1))
+    seconds.cumsum(axis=1, out=total[:, 1:])
+    return total
+
+
 def _crossing(falling: Floats, at: Floats, limit: float) -> Floats:
     """[rows]: where rows that fall to 0 come below the limit, between the points `at`; 0 if they start so."""
-    at = np.broadcast_to(at, falling.shape)
     over = falling > limit
-    last = np.where(over[:, 0], over.shape[1] - 1 - over[:, ::-1].argmax(axis=1), 0)
-    after = np.minimum(last + 1, over.shape[1] - 1)
+    begins, end = over[:, 0], over.shape[1] - 1
+    last = (end - over[:, ::-1].argmax(axis=1)) * begins
+    after = np.minimum(last + 1, end)
     rows = np.arange(len(falling))
     high, low = falling[rows, last], falling[rows, after]
-    share = np.clip((high - limit) / np.maximum(high - low, 1e-12), 0.0, 1.0)
-    return np.where(over[:, 0], at[rows, last] + share * (at[rows, after] - at[rows, last]), 0.0)
+    share = np.minimum(np.maximum((high - limit) / np.maximum(high - low, 1e-12), 0.0), 1.0)
+    since, until = (at[last], at[after]) if at.ndim == 1 else (at[rows, last], at[rows, after])
+    return np.asarray((since + share * (until - since)) * begins)

@@ -17,11 +17,11 @@ from rlhfless.scaling.policies.crew import Moment, load
 from rlhfless.scaling.policies.forecasters import Ahead, Floats, Forecaster
 from rlhfless.scaling.policies.learned import Pace, Starts
 from rlhfless.scaling.policies.limits import Limits
-from rlhfless.scaling.policies.migration import Aim, Board, Transfer, carry_out, dissolve, each, relieve
+from rlhfless.scaling.policies.migration import Aim, Board, Transfer, carry_out, dissolve, each, may_relieve, relieve
 from rlhfless.scaling.policies.offers import Offers
-from rlhfless.scaling.policies.outlook import Engines, Rows, alive, rows_at_begin
+from rlhfless.scaling.policies.outlook import Engines, Rows, alive, rows_of
 from rlhfless.scaling.policies.resting import Resting
-from rlhfless.scaling.policies.transfers import Recompute, moves, note, part_of, rows_now
+from rlhfless.scaling.policies.transfers import Recompute, moves, note, part_of
 from rlhfless.scaling.policy import Action, Ints
 
 LEFT_SHARE = 0.75
@@ -70,7 +70,7 @@ class Reviewer:
         ready_s = np.zeros(now.places)
         ready_s[list(dealt.places)] = dealt.ready_s
         count = np.bincount(dealt.home, minlength=now.places)
-        board = self._board(now, rows_at_begin(ahead, now.view, dealt.home), ready_s, count)
+        board = self._board(now, rows_of(ahead, now.view, dealt.home), ready_s, count)
         board.judge(np.flatnonzero(count), each(confidence, board))
         self._pace.begin()
         self._look_again(now, board, now.view.group.size)
@@ -86,10 +86,11 @@ class Reviewer:
     def review(self, now: Moment) -> list[Action]:
         """Moves samples where that pays. Actors that are empty then are released by the caller."""
         view = now.view
-        rows = rows_now(self._forecaster.look(view), view)
+        ahead = self._forecaster.look(view)
+        rows = rows_of(ahead, view, view.home[ahead.samples])
         board = self._board(now, rows, self._ready_s(now), load(view))
         self._pace.look(now.at_s, view.tokens, view.home, _iteration_s(now, board))
-        self._resting.tokens = now.tokens + float(rows.means.sum())
+        self._resting.tokens = now.tokens + float(ahead.means.sum())
         aim, again = self._aim(now, board), Recompute(now, rows)
         notes: list[Action] = []
         while (move := self._dissolve(now, board, aim, again)) is not None:
@@ -123,7 +124,7 @@ class Reviewer:
                 rests[key] = self._resting.rest(now, place).freed_usd_per_s
             freed[place] = rests[key]
         engines = Engines(devices, self._pace.factor)
-        return Board(engines, alive(rows, now.places, engines.most), ready_s, freed, count)
+        return Board(engines, alive(rows.alike(), now.places, engines.most), ready_s, freed, count)
 
     def _ready_s(self, now: Moment) -> Floats:
         """[places]: until each actor that is there can work."""
@@ -168,14 +169,14 @@ class Reviewer:
     def _relieve(self, now: Moment, board: Board, aim: Aim, rows: Rows, again: Recompute) -> list[Action]:
         """Relieves the actor that ends last, as long as that helps."""
         notes: list[Action] = []
-        if board.last_s <= aim.limit_s and aim.time_usd_per_s <= 0:
+        if not may_relieve(board, aim):
             return notes
-        means, wait_s = rows.means, {place: self._wait_s(now, place) for place in now.layout.generation}
+        means, wait_s = rows.ahead.means, {place: self._wait_s(now, place) for place in now.layout.generation}
         for _ in now.layout.generation:
             source = int(np.argmax(board.end_s))
             mine = np.flatnonzero(rows.home == source)
             half = mine[np.argsort(means[mine], kind="stable")][: mine.size // 2]
-            if not half.size:
+            if not half.size or not may_relieve(board, aim):
                 break
             delay_s = again.seconds[source] * half.size / mine.size
             # Of actors that have work, the board knows how long they are waited for.

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from rlhfless.records import Decision
 from rlhfless.scaling.policies.crew import Inputs, Moment, asleep_or_absent, make_way, start
-from rlhfless.scaling.policies.forecasters import Ahead, Floats
+from rlhfless.scaling.policies.forecasters import Floats
 from rlhfless.scaling.policies.migration import Aim, Board, Part, Transfer
 from rlhfless.scaling.policies.outlook import FEW, Rows, alive
-from rlhfless.scaling.policy import Action, Flags, Ints, Move, Note, StepView
-
-
-def rows_now(ahead: Ahead, view: StepView) -> Rows:
-    """The unfinished samples as they stand. Their homes are a copy, to be changed as samples are moved."""
-    samples, one_each = ahead.samples, np.ones(ahead.samples.size, np.int64)
-    context = view.tokens[samples] + view.prompt_tokens[view.group[samples]]
-    return Rows(ahead, view.home[samples].copy(), context, view.tokens[samples] > 0, one_each)
+from rlhfless.scaling.policy import Action, Flags, Ints, Move, Note
 
 
 def part_of(rows: Rows, chosen: Ints, board: Board) -> Part:
     """Some of an actor's rows as the outlook counts them, on the board's grid, as if none of them waited."""
-    ahead = Ahead(rows.ahead.samples[chosen], rows.ahead.levels, rows.ahead.remaining_tokens[chosen])
-    some = Rows(ahead, np.zeros(chosen.size, np.int64), rows.context[chosen], rows.begun[chosen], rows.counts[chosen])
+    some = replace(rows.of(chosen), home=np.zeros(chosen.size, np.int64)).alike()
     # Counted as they are on the board, to be taken off it.
     few = board.count[rows.home[chosen[:1]]] <= FEW
     found = alive(some, 1, np.array([chosen.size]), few)
