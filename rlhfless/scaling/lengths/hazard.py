@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.intp]
 
 
 class HazardTable:

@@ -44,23 +44,18 @@ class Mean:
         return (self.value * self.weight + self._total) / (self.weight + self._count)
 
 
-@dataclass(slots=True)
-class PromptHistory:
-    """One prompt: log tokens, and their squares."""
-
-    offset: float
-    """Of its level from the run's mean, as it was at the last visit."""
-    variance: float
-    squares: float = 0.0
-    """Of its samples' distances from its level, and how many there were; older visits count less."""
-    count: float = 0.0
+PROMPT = np.dtype([("offset", float), ("variance", float), ("squares", float), ("count", float)])
+"""A prompt's history in log tokens: the offset of its level from the run's mean, as it was at the last visit, with its
+variance; the squares of its samples' distances from its level, and how many there were, older visits counting less."""
 
 
 class History:
     """All prompts of a run."""
 
     def __init__(self) -> None:
-        self._prompts: dict[str, PromptHistory] = {}
+        self._row: dict[str, int] = {}
+        self._prompts = np.zeros(0, PROMPT)
+        """By row: as many as there are, and room for more."""
         self._spread_variance = Mean(0.4**2, 16.0)  # siblings differ by a factor of 1.5
         self._drift_variance = Mean(0.15**2, 16.0)  # between two visits, a level by a seventh
 
@@ -73,26 +68,24 @@ class History:
 
         `mean` is the run's mean, `between` the variance of levels around it: all that is known of a new prompt.
         """
-        new = PromptHistory(0.0, between)
-        known = [self._prompts.get(prompt_id, new) for prompt_id in prompt_ids]
-        seen = np.array([history is not new for history in known])
-        drifted = np.array([history.variance for history in known]) + seen * max(self._drift_variance.now, 0.0)
-        offset = np.array([history.offset for history in known])
-        squares = np.array([history.squares for history in known])
-        count = np.array([history.count for history in known])
+        rows = np.array([self._row.get(prompt_id, -1) for prompt_id in prompt_ids])
+        seen, known = rows >= 0, np.zeros(rows.size, PROMPT)
+        known["variance"] = between
+        known[seen] = self._prompts[rows[seen]]
+        drifted = known["variance"] + seen * max(self._drift_variance.now, 0.0)
         pooled = self._spread_variance
-        spread = np.sqrt((pooled.weight * pooled.now + squares) / (pooled.weight + count))
-        return Levels(mean + offset, drifted), spread, seen
+        spread = np.sqrt((pooled.weight * pooled.now + known["squares"]) / (pooled.weight + known["count"]))
+        return Levels(mean + known["offset"], drifted), spread, seen
 
     def learn_scatter(self, before: Levels, after: Levels, spread: Array, seen: BoolArray, samples: Samples) -> None:
         """Learn from a step how much samples scatter around levels, and levels from visit to visit."""
         squares, freedom = _scatter(after, spread, samples)
         self._spread_variance.add(float(squares.sum()), float(freedom.sum()))
         # Drift is told from prompts whose lengths are all known: a cut-off one has no mean to be off by.
-        count = samples.present.sum(axis=1)
-        whole = seen & (count > 0) & (samples.finished.sum(axis=1) == count)
+        count = samples.sums(1.0, spread.size)
+        whole = seen & (count > 0) & (samples.sums(samples.finished, spread.size) == count)
         if whole.any():
-            means = (samples.log_tokens * samples.present).sum(axis=1)[whole] / count[whole]
+            means = samples.sums(samples.log_tokens, spread.size)[whole] / count[whole]
             off = (means - before.mean[whole]) ** 2
             explained = before.variance[whole] - self._drift_variance.now + spread[whole] ** 2 / count[whole]
             self._drift_variance.add(float((off - explained).sum()), float(whole.sum()))
@@ -102,20 +95,20 @@ class History:
     ) -> None:
         """Keep the levels of a step that is over; `mean` is the run's mean with that step in it."""
         squares, freedom = _scatter(after, spread, samples)
-        for row in np.flatnonzero(samples.present.any(axis=1)):
-            name = prompt_ids[row]
-            old = self._prompts.get(name, PromptHistory(0.0, 0.0))
-            self._prompts[name] = PromptHistory(
-                offset=float(after.mean[row] - mean),
-                variance=float(after.variance[row]),
-                squares=old.squares * VISITS_KEPT + float(squares[row]),
-                count=old.count * VISITS_KEPT + float(freedom[row]),
-            )
+        there = np.flatnonzero(samples.sums(1.0, spread.size))
+        rows = np.array([self._row.setdefault(prompt_ids[at], len(self._row)) for at in there.tolist()], np.intp)
+        if len(self._row) > self._prompts.size:
+            self._prompts = np.concatenate([self._prompts, np.zeros(len(self._row), PROMPT)])
+        kept = self._prompts[rows]
+        kept["offset"], kept["variance"] = after.mean[there] - mean, after.variance[there]
+        kept["squares"] = kept["squares"] * VISITS_KEPT + squares[there]
+        kept["count"] = kept["count"] * VISITS_KEPT + freedom[there]
+        self._prompts[rows] = kept
 
 
 def _scatter(after: Levels, spread: Array, samples: Samples) -> tuple[Array, Array]:
     """Sum of squares around the level, and of how many free samples: each [prompts]."""
-    squares: Array = squared_residuals(after.mean, spread, samples).sum(axis=1)
-    count = samples.present.sum(axis=1)
+    squares = samples.sums(squared_residuals(after.mean, spread, samples), spread.size)
+    count = samples.sums(1.0, spread.size)
     fitted = np.minimum(count * after.variance / spread**2, count)  # what the level itself took from them
     return squares, count - fitted

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.scaling.lengths.hazard import Array
+from rlhfless.scaling.lengths.hazard import Array, BoolArray, Ints
 
 NEWTON_STEPS = 4
 """From the peak that the prior and the finished samples have together, which is exact. Samples of which only "at least"
@@ -25,13 +25,18 @@ never past it, so evidence of a long response never lowers a level. Met to a hun
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples of prompts, as evidence."""
+    """Samples of prompts, as evidence. Those of a prompt that are known to be longer than a length are alike, and those
+    whose lengths are known count as so many with the mean of their logs."""
 
-    log_tokens: Array  # [prompts, samples]: log of the length, or of the tokens so far
-    finished: Array  # [prompts, samples]: 1 where the length is known, 0 where it is at least that
-    present: Array
-    """[prompts, samples]: how many such samples there are. Those that are known to be longer than a length are alike, and
-    those whose lengths are known count as so many with the mean of their logs."""
+    prompt: Ints  # [entries]: whose they are
+    log_tokens: Array  # [entries]: log of the length, or of the tokens so far
+    finished: BoolArray  # [entries]: whether the length is known, or it is at least that
+    count: Array  # [entries]: how many there are
+
+    def sums(self, of_one: Array | float, prompts: int) -> Array:
+        """[prompts]: the sum over all samples of a figure [entries] of one."""
+        total: Array = np.bincount(self.prompt, of_one * self.count, minlength=prompts)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,44 +58,42 @@ def mills(z: Array) -> Array:
 
 def update(prior: Levels, spread: Array, samples: Samples) -> Levels:
     """The levels [prompts] after the samples; `spread` [prompts] is the sd of one sample around its level."""
-    finished = samples.present * (samples.finished > 0) / spread[:, None] ** 2
-    weights = 1 / prior.variance + finished.sum(axis=1)
-    mean = (prior.mean / prior.variance + (finished * samples.log_tokens).sum(axis=1)) / weights
+    prompts, believed, finished = spread.size, 1 / prior.variance, samples.finished / spread[samples.prompt] ** 2
+    weights = believed + samples.sums(finished, prompts)
+    mean = (prior.mean * believed + samples.sums(finished * samples.log_tokens, prompts)) / weights
     for _ in range(NEWTON_STEPS):
         pull, weight = _evidence(mean, spread, samples)
-        precision = 1 / prior.variance + (weight * samples.present).sum(axis=1)
-        mean += ((prior.mean - mean) / prior.variance + (pull * samples.present).sum(axis=1)) / precision
+        precision = believed + samples.sums(weight, prompts)
+        mean += ((prior.mean - mean) * believed + samples.sums(pull, prompts)) / precision
     _, weight = _evidence(mean, spread, samples)
-    return Levels(mean, 1 / (1 / prior.variance + (weight * samples.present).sum(axis=1)))
+    return Levels(mean, 1 / (believed + samples.sums(weight, prompts)))
 
 
 def without_each(levels: Levels, spread: Array, samples: Samples) -> Levels:
-    """For each sample the level [prompts, samples] that all *others* speak for, by one Newton step.
+    """For each sample the level [entries] that all *others* speak for, by one Newton step.
 
     A forecast of a running sample is conditioned on its own tokens; those must not count twice.
     """
     pull, weight = _evidence(levels.mean, spread, samples)
-    there = samples.present > 0
-    precision = 1 / levels.variance[:, None] - weight * there
-    return Levels(levels.mean[:, None] - pull * there / precision, 1 / precision)
+    there = samples.count > 0
+    precision = 1 / levels.variance[samples.prompt] - weight * there
+    return Levels(levels.mean[samples.prompt] - pull * there / precision, 1 / precision)
 
 
 def squared_residuals(mean: Array, spread: Array, samples: Samples) -> Array:
-    """Expected squared distance [prompts, samples] from the level; for a cut-off sample that of where it may end."""
-    away = samples.log_tokens - mean[:, None]
-    variance = spread[:, None] ** 2
-    z = away / spread[:, None]
-    expected = variance * (1 + z * mills(z))
-    return np.where(samples.finished > 0, away**2, expected) * samples.present
+    """Expected squared distance [entries] from the level; for a cut-off sample that of where it may end."""
+    away, scale = samples.log_tokens - mean[samples.prompt], spread[samples.prompt]
+    z = away / scale
+    return np.where(samples.finished, away**2, scale**2 * (1 + z * mills(z)))
 
 
 def _evidence(mean: Array, spread: Array, samples: Samples) -> tuple[Array, Array]:
     """First derivative, and minus the second, of one sample's log likelihood in its prompt's level."""
-    z = (samples.log_tokens - mean[:, None]) / spread[:, None]
+    scale = spread[samples.prompt]
+    z = (samples.log_tokens - mean[samples.prompt]) / scale
     ratio = mills(z)
-    known = samples.finished > 0
-    pull = np.where(known, z, ratio) / spread[:, None]
-    weight = np.where(known, 1.0, np.minimum(np.maximum(ratio * (ratio - z), 0.0), 1.0)) / spread[:, None] ** 2
+    pull = np.where(samples.finished, z, ratio) / scale
+    weight = np.where(samples.finished, 1.0, np.minimum(np.maximum(ratio * (ratio - z), 0.0), 1.0)) / scale**2
     return pull, weight
 
 

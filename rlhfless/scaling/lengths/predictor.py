@@ -26,7 +26,7 @@ from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast, runs
 from rlhfless.scaling.lengths.hazard import Array, HazardTable
 from rlhfless.scaling.lengths.history import STEPS_KEPT, History
-from rlhfless.scaling.lengths.levels import Levels, update, without_each
+from rlhfless.scaling.lengths.levels import Levels, Samples, update, without_each
 from rlhfless.scaling.lengths.replay import max_tokens_of, steps_of
 from rlhfless.scaling.lengths.step import OpenStep
 
@@ -112,9 +112,9 @@ class LengthPredictor:
         ended = self._open.pop(step)
         samples = ended.samples()
         after = update(ended.prior, ended.spread, samples)
-        self._learn_errors(ended)
+        self._learn_errors(ended, samples)
         self._history.learn_scatter(ended.prior, after, ended.spread, ended.seen, samples)
-        known, cut_off = samples.finished > 0, (samples.present > 0) & (samples.finished == 0)
+        known, cut_off = samples.finished, (samples.count > 0) & ~samples.finished
         self._run.add(samples.log_tokens[known], samples.log_tokens[cut_off], STEPS_KEPT)
         self._mean, self._sd = self._run.moments()
         self._history.remember(ended.prompt_ids, self._mean, after, ended.spread, samples)
@@ -128,10 +128,10 @@ class LengthPredictor:
         which, drawn = prompt[first], tokens[first]
         if now.tokens.any():
             rows, row = np.unique(which, return_inverse=True)
-            samples, column = now.evidence(rows, row, drawn, np.diff(first, append=len(prompt)))
-            prior, spread = Levels(now.prior.mean[rows], now.prior.variance[rows]), now.spread[rows]
-            levels = without_each(update(prior, spread, samples), spread, samples)
-            each = Levels(levels.mean[row, column], levels.variance[row, column])
+            samples, spread = now.evidence(rows, row, drawn, np.diff(first, append=len(prompt))), now.spread[rows]
+            prior = Levels(now.prior.mean[rows], now.prior.variance[rows])
+            others = without_each(update(prior, spread, samples), spread, samples)
+            each = Levels(others.mean[: row.size], others.variance[: row.size])
         else:  # nothing is known yet but what was before
             each = Levels(now.prior.mean[which], now.prior.variance[which])
         table = self._totals(each, now.spread[which], now.between, drawn) - drawn[:, None]
@@ -154,10 +154,9 @@ class LengthPredictor:
         totals: Array = np.exp(np.minimum(levels.mean[:, None] + scale[:, None] * shape, np.log(LONGEST_TOKENS)))
         return totals
 
-    def _learn_errors(self, ended: OpenStep) -> None:
-        samples = ended.samples()
+    def _learn_errors(self, ended: OpenStep, samples: Samples) -> None:
         scale = np.sqrt(ended.prior.variance + ended.spread**2)
-        errors = (samples.log_tokens - ended.prior.mean[:, None]) / scale[:, None]
-        of_known = (samples.present > 0) & (ended.prior.variance < _KNOWN * ended.between)[:, None]
-        known = of_known & (samples.finished > 0)
+        errors = (samples.log_tokens - ended.prior.mean[samples.prompt]) / scale[samples.prompt]
+        of_known = (samples.count > 0) & (ended.prior.variance < _KNOWN * ended.between)[samples.prompt]
+        known = of_known & samples.finished
         self._errors.add(errors[known], errors[of_known & ~known], STEPS_KEPT)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.scaling.lengths.hazard import Array, BoolArray
+from rlhfless.scaling.lengths.hazard import Array, BoolArray, Ints
 from rlhfless.scaling.lengths.levels import Levels, Samples
-
-Ints = npt.NDArray[np.intp]
 
 
 class OpenStep:
@@ -71,26 +69,24 @@ class OpenStep:
 
     def samples(self) -> Samples:
         """All, as evidence. One without a token says nothing; one that goes on will have at least one more."""
-        return Samples(
-            log_tokens=np.log(np.maximum(self.tokens + ~self.ended, 1.0)),
-            finished=(self.ended & ~self._truncated).astype(np.float64),
-            present=(self.ended | (self.tokens > 0)).astype(np.float64),
-        )
+        prompt, sample = np.nonzero(self.there)
+        tokens, ended = self.tokens[prompt, sample], self.ended[prompt, sample]
+        known = ended & ~self._truncated[prompt, sample]
+        return Samples(prompt, np.log(np.maximum(tokens + ~ended, 1.0)), known, (ended | (tokens > 0)).astype(float))
 
-    def evidence(self, rows: Ints, row: Ints, drawn: Array, counts: Ints) -> tuple[Samples, Ints]:
-        """The same of the prompts `rows` in fewer columns, for `counts` running samples alike of each kind [kinds], that
-        have drawn so much; `row` [kinds] says of which of the rows, ascending. Also the column of each kind.
-
-        All samples of a prompt that have ended are one column, and those that were cut off another: they were so at
-        the same length.
+    def evidence(self, rows: Ints, row: Ints, drawn: Array, counts: Ints) -> Samples:
+        """The same of the prompts `rows` alone, with few entries. First come running samples: `counts` of each kind
+        [kinds] that have drawn so much, `row` [kinds] says of which of the rows. Then for each prompt those that have
+        ended, and those that were cut off: they were so at the same length.
         """
-        column = np.arange(row.size) - np.searchsorted(row, row) + 2
-        shape = rows.size, int(column.max()) + 1
-        log_tokens, finished, present = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        log_tokens[row, column], present[row, column] = np.log(drawn + 1.0), counts * (drawn > 0)
-        logs, ended, cut_off = np.log(np.maximum(self.tokens[rows], 1.0)), self.ended[rows], self._truncated[rows]
-        for at, which in enumerate((ended & ~cut_off, ended & cut_off)):
-            present[:, at] = which.sum(axis=1)
-            log_tokens[:, at] = (logs * which).sum(axis=1) / np.maximum(present[:, at], 1.0)
-        finished[:, 0] = 1.0
-        return Samples(log_tokens, finished, present), column
+        prompt, sample = np.nonzero(self.ended[rows])
+        logs = np.log(np.maximum(self.tokens[rows[prompt], sample], 1.0))
+        index = prompt + self._truncated[rows[prompt], sample] * rows.size
+        ended = np.bincount(index, minlength=2 * rows.size)
+        mean = np.bincount(index, logs, minlength=2 * rows.size) / np.maximum(ended, 1)
+        return Samples(
+            prompt=np.concatenate([row, np.tile(np.arange(rows.size), 2)]),
+            log_tokens=np.concatenate([np.log(drawn + 1.0), mean]),
+            finished=np.repeat([False, True, False], [row.size, rows.size, rows.size]),
+            count=np.concatenate([counts * (drawn > 0), ended]).astype(float),
+        )
