@@ -25,6 +25,10 @@ RESOLUTION = 1.004
 SHORTER = 0.8
 """Where small batches are the cheaper ones (a(B) / B rises), limits below the one asked for are tried in such steps."""
 
+OVERSHOOT = 2.0
+"""Where a limit failed, so many times of what was left over, spread over all actors, is added to it: shorter groups
+work less efficiently, and too little costs another pass, too much hardly any."""
+
 PROVEN = 1.008
 """A plan under weights is taken when it is proven that no limit gives one better by more than 0.8 percent."""
 
@@ -41,7 +45,8 @@ class Frontier:
             for listed, order in enumerate(self.lists)
             for candidate in _candidates(step, options, listed, order)
         ]
-        self._tried: dict[float, Partition | None] = {}
+        self._tried: dict[float, Partition | float] = {}
+        """By limit; where there is none, the seconds of work that are left over."""
         self._least_s = min(
             seats.ready_s + seats.times.one_s(candidate.samples - 1, candidate.samples)
             for candidate in self._candidates
@@ -50,10 +55,13 @@ class Frontier:
 
     def under(self, limit_s: float) -> Partition | None:
         """The cheapest plan that ends within the limit, or None if there is none."""
-        found = plan = self._pass(limit_s)
-        while not self._merging_pays and plan is not None:
+        plan = self._pass(limit_s)
+        if not isinstance(plan, Partition):
+            return None
+        found = plan
+        while not self._merging_pays and isinstance(plan, Partition):
+            found = min(found, plan, key=_cheaper)
             plan = self._pass(plan.step_s * SHORTER)
-            found = min((option for option in (found, plan) if option is not None), key=_cheaper)
         return found
 
     def cheapest(self) -> Partition:
@@ -112,7 +120,7 @@ class Frontier:
     def settle(self, plan: Partition, limit_s: float) -> Partition:
         """The plan at no more cost within the limit: cuts polished, siblings together where that costs no more."""
         whole = fill(plan.candidate, limit_s, self._max_actors, together=True)
-        best = min((option for option in (whole, plan) if option is not None), key=_cheaper)
+        best = min(whole, plan, key=_cheaper) if isinstance(whole, Partition) else plan
         return heal(polish(best, limit_s), limit_s)
 
     def _least(self, wanted: Callable[[Partition], bool]) -> Partition:
@@ -126,16 +134,21 @@ class Frontier:
             else:
                 low_s = guess_s
             guess_s = min(math.sqrt(low_s * best.step_s), 2 * low_s)
+            left_s = self._tried[low_s] if low_s in self._tried else None
+            if isinstance(left_s, float):  # a limit that fails by little is close to the least
+                guess_s = min(guess_s, low_s * RESOLUTION + OVERSHOOT * left_s / self._max_actors)
         return best
 
-    def _pass(self, limit_s: float) -> Partition | None:
+    def _pass(self, limit_s: float) -> Partition | float:
         if limit_s not in self._tried:
-            best, most_usd = None, math.inf
+            best, most_usd, left_s = None, math.inf, math.inf
             for candidate in self._candidates:
                 plan = fill(candidate, limit_s, self._max_actors, most_usd=most_usd)
-                if plan is not None and (best is None or _cheaper(plan) < _cheaper(best)):
+                if not isinstance(plan, Partition):
+                    left_s = min(left_s, plan)
+                elif best is None or _cheaper(plan) < _cheaper(best):
                     best, most_usd = plan, plan.usd
-            self._tried[limit_s] = best
+            self._tried[limit_s] = best or left_s
         return self._tried[limit_s]
 
 

@@ -77,12 +77,13 @@ class Partition:
 
 def fill(
     candidate: Candidate, limit_s: float, max_actors: int, *, most_usd: float = math.inf, together: bool = False
-) -> Partition | None:
-    """The partition of this pass, or None if the actors do not suffice or it would cost more than `most_usd`.
+) -> Partition | float:
+    """The partition of this pass; or, if the actors do not suffice, how many seconds one of them would take for what
+    is left; or infinity if it would cost more than `most_usd`.
 
     `together` cuts through siblings only where a group could not hold all of them.
     """
-    end, usd, groups = candidate.samples, 0.0, list[Group]()
+    end, usd, groups, left_s = candidate.samples, 0.0, list[Group](), math.inf
     for seats in candidate.seats:
         room_s, usd_per_s, longest_group = limit_s - seats.ready_s, seats.device.usd_per_s, seats.times.longest_group
         for _ in range(min(seats.actors, max_actors - len(groups))):
@@ -99,11 +100,12 @@ def fill(
             if begin == 0:
                 return partition(candidate, groups)
             if usd > most_usd:
-                return None
+                return math.inf
             end = begin
             if end <= seats.stop:
                 break
-    return None
+        left_s = seats.times.one_s(0, end)
+    return left_s
 
 
 def heal(cut: Partition, limit_s: float) -> Partition:
