@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast, runs
-from rlhfless.scaling.lengths.hazard import Array, HazardTable
+from rlhfless.scaling.lengths.hazard import Array, BoolArray, HazardTable
 from rlhfless.scaling.lengths.history import STEPS_KEPT, History
 from rlhfless.scaling.lengths.levels import Levels, Samples, update, without_each
 from rlhfless.scaling.lengths.replay import max_tokens_of, steps_of
@@ -90,6 +90,10 @@ class LengthPredictor:
         between = self._history.between_variance(self._sd**2)
         prior, spread, seen = self._history.recall(tuple(prompt_ids), self._mean, between)
         self._open[step] = OpenStep(tuple(prompt_ids), samples, prior, spread, seen, between)
+
+    def seen(self, step: int) -> BoolArray:
+        """[prompts]: whether a prompt of an open step was in one before."""
+        return self._open[step].seen
 
     def drop(self, step: int) -> None:
         """A step that has begun is given up, or begins anew: nothing is learned from it. Any other step is fine."""

@@ -128,7 +128,7 @@ class CostAware:
         steps_left = max(self._settings.steps - self._steps, 1)
         spec = self._settings.contract_of(self._steps)
         shared_by = 1 if isinstance(spec, WeightedSpec) or spec.per == "step" else steps_left
-        self._limits.share(shared_by, now.view.prompt_ids)
+        self._limits.share(shared_by, revisits=self._forecaster.revisits(now.view))
         after_s = self._resting.after_at_s(self._limits.confidence)
         contract = contract_for_step(
             spec,

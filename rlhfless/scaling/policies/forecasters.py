@@ -78,6 +78,10 @@ class Forecaster(Protocol):
         """A step has begun."""
         ...
 
+    def revisits(self, view: StepView) -> bool:
+        """Whether most prompts of the step were seen before, so that forecasts are as good as they get."""
+        ...
+
     def look(self, view: StepView) -> Ahead:
         """What its unfinished samples have still to draw, by what is known now."""
         ...
@@ -113,8 +117,12 @@ class PredictedLengths:
         rank = np.argsort(np.argsort(self._expected / np.bincount(view.group), kind="stable"), kind="stable")
         self._part = rank * PARTS // rank.size
 
-    def look(self, view: StepView) -> Ahead:
+    def revisits(self, view: StepView) -> bool:
         assert self._predictor is not None  # begin comes first
+        return bool(2 * np.count_nonzero(self._predictor.seen(view.step)) > len(view.prompt_ids))
+
+    def look(self, view: StepView) -> Ahead:
+        assert self._predictor is not None
         self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
         forecast = self._predictor.forecast(view.step)
         samples, kinds = np.flatnonzero(~view.finished), len(forecast.table)
@@ -143,6 +151,9 @@ class Clairvoyant:
     def begin(self, view: StepView) -> None:
         """Nothing to learn."""
 
+    def revisits(self, view: StepView) -> bool:  # noqa: ARG002
+        return True
+
     def look(self, view: StepView) -> Ahead:
         samples = np.flatnonzero(~view.finished)
         left = self._lengths(view.step)[samples] - view.tokens[samples]
@@ -164,6 +175,9 @@ class DistributionOracle:
 
     def begin(self, view: StepView) -> None:
         """Nothing to learn."""
+
+    def revisits(self, view: StepView) -> bool:  # noqa: ARG002
+        return True
 
     def look(self, view: StepView) -> Ahead:
         table = self._quantiles(view.step)

@@ -8,7 +8,6 @@ reserve: of the time that steps were given they took a share, and a deadline is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -54,20 +53,19 @@ class Limits:
         self._used = {seen: Recent(1.0, FIRST_SCATTER, FIRST_STEPS) for seen in (False, True)}
         """What share of the time that steps were given, or seemed to need, they took; of steps with prompts that were
         seen before apart from the others, because their forecasts are better."""
-        self._seen: set[str] = set()
         self._revisits = False
         """Whether most prompts of the step were seen before."""
         self._alive: tuple[Floats, Floats] | None = None
         """Iterations, and how many samples were expected to be alive after each, when the step began."""
         self._steps = 0
 
-    def share(self, steps: int, prompt_ids: Sequence[str]) -> None:
-        """A step with these prompts begins. Its deadline is its part of one for so many steps together, with itself: 1
-        if it has its own. What some take longer others make up for, so the scatter of their mean counts, that by
-        sqrt(steps)."""
+    def share(self, steps: int, *, revisits: bool) -> None:
+        """A step begins; `revisits`: with prompts most of which were seen before. Its deadline is its part of one for so
+        many steps together, with itself: 1 if it has its own. What some take longer others make up for, so the scatter
+        of their mean counts, that by sqrt(steps)."""
         normal = NormalDist()
         self.confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
-        self._revisits = 2 * len(self._seen.intersection(prompt_ids)) > len(prompt_ids)
+        self._revisits = revisits
 
     @property
     def tested(self) -> bool:
@@ -101,7 +99,6 @@ class Limits:
         """Generation has ended: how much of its time it took, and whether its longest response was as likely as
         forecast. One that was cut off at max_tokens could not have been any longer, and says nothing."""
         self._steps += 1
-        self._seen.update(view.prompt_ids)
         if math.isfinite(self.aim.limit_s) and self._steps > 1:  # the first step knows nothing, and is no measure
             self._used[self._revisits].add((at_s - self.aim.began_s) / (self.aim.foreseen_s - self.aim.began_s))
         if self._alive is not None and not view.truncated.any():

@@ -16,17 +16,16 @@ from rlhfless.scaling.policy import Flags, Ints
 class Ended:
     """A step whose samples have ended."""
 
-    prompt_ids: tuple[str, ...]
     truncated: Flags
     tokens: Ints
 
 
-def step(limits: Limits, prompts: str, took_s: float, given_s: float = 100.0) -> float:
-    """Lets a step with these prompts take so long; returns the reserve that it began with."""
-    limits.share(1, tuple(prompts))
+def step(limits: Limits, took_s: float, *, revisits: bool) -> float:
+    """Lets a step that was given 100 s take so long; returns the reserve that it began with."""
+    limits.share(1, revisits=revisits)
     reserve = limits.reserve
-    limits.begin(StepAim(0.0, given_s, given_s), None)
-    limits.learn(took_s, Ended(tuple(prompts), np.zeros(2, np.bool_), np.array([3, 5])))
+    limits.begin(StepAim(0.0, 100.0, 100.0), None)
+    limits.learn(took_s, Ended(np.zeros(2, np.bool_), np.array([3, 5])))
     return reserve
 
 
@@ -43,35 +42,20 @@ def reserve(value: float, scatter: float, seen: int) -> float:
 def test_steps_with_prompts_seen_before_are_judged_by_steps_of_their_kind() -> None:
     limits = Limits(0.99)
     first = pytest.approx(reserve(1.0, FIRST_SCATTER, 0), rel=1e-3)
-    assert step(limits, "ab", took_s=300.0) == first  # it knows nothing, and is no measure
-    assert step(limits, "cd", took_s=150.0) == first
+    assert step(limits, 300.0, revisits=False) == first  # it knows nothing, and is no measure
+    assert step(limits, 150.0, revisits=False) == first
     once = FIRST_SCATTER * math.sqrt(2 / 3)  # one step, and two that scatter as was assumed
-    assert step(limits, "ef", took_s=150.0) == pytest.approx(reserve(1.5, once, 1), rel=1e-3)
-    assert step(limits, "ac", took_s=100.0) == first  # those say nothing of a step with known prompts
-    assert step(limits, "bd", took_s=80.0) == pytest.approx(reserve(1.0, once, 1), rel=1e-3)
+    assert step(limits, 150.0, revisits=False) == pytest.approx(reserve(1.5, once, 1), rel=1e-3)
+    assert step(limits, 100.0, revisits=True) == first  # those say nothing of a step with known prompts
+    assert step(limits, 80.0, revisits=True) == pytest.approx(reserve(1.0, once, 1), rel=1e-3)
     # 1.0 and 0.8: 0.1 from their median each.
     twice = math.sqrt((2 * FIRST_SCATTER**2 + 2 * (1.4826 * 0.1) ** 2) / 4)
-    assert step(limits, "ce", took_s=80.0) == pytest.approx(reserve(0.9, twice, 2), rel=1e-3)
-
-
-def test_half_of_the_prompts_is_not_most_of_them() -> None:
-    limits = Limits(0.99)
-    for prompts in ("ab", "cd", "ef"):
-        step(limits, prompts, took_s=150.0)
-    assert step(limits, "ax", took_s=150.0) > 1.5
-
-
-def test_a_step_that_is_begun_anew_has_not_been_seen() -> None:
-    limits = Limits(0.99)
-    for prompts in ("ab", "cd"):
-        step(limits, prompts, took_s=150.0)
-    limits.share(1, ("e", "f"))
-    assert step(limits, "ef", took_s=150.0) > 1.5
+    assert step(limits, 80.0, revisits=True) == pytest.approx(reserve(0.9, twice, 2), rel=1e-3)
 
 
 def test_caution_goes_from_none_to_that_of_a_deadline() -> None:
     limits = Limits(0.99)
-    limits.share(1, ("a",))
+    limits.share(1, revisits=False)
     assert limits.caution(0.0) == (limits.even, 1.0)
     assert limits.caution(1.0) == (pytest.approx(limits.level), pytest.approx(limits.reserve))
     assert limits.caution(0.5) == (

@@ -1,0 +1,95 @@
+"""What a policy is told of the lengths to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS
+from rlhfless.scaling.policies.forecasters import Ahead, Clairvoyant, DistributionOracle, PredictedLengths
+from rlhfless.scaling.policies.outlook import alive, ends_by, rows_of
+from rlhfless.scaling.policy import StepView
+from tests.scaling.policies.views import UP, fleet_of, room, view_of
+
+FLEET = fleet_of(room(0), room(1))
+
+
+def view(step: int, prompts: Sequence[str], tokens: Sequence[int], finished: Sequence[bool]) -> StepView:
+    """Two samples of each prompt."""
+    count = len(prompts)
+    return view_of(
+        FLEET, [UP, UP], prompts=count, siblings=2, tokens=tokens, finished=finished, step=step, prompt_ids=prompts
+    )
+
+
+def through(lengths: PredictedLengths, step: int, prompts: Sequence[str]) -> bool:
+    """A step from its begin to its end; whether it revisits prompts."""
+    begun = view(step, prompts, [0] * 2 * len(prompts), [False] * 2 * len(prompts))
+    lengths.begin(begun)
+    revisits = lengths.revisits(begun)
+    lengths.end(view(step, prompts, [20, 30] * len(prompts), [True] * 2 * len(prompts)))
+    return revisits
+
+
+def test_a_step_revisits_prompts_if_most_of_them_were_in_a_step_that_has_ended() -> None:
+    lengths = PredictedLengths()
+    assert not through(lengths, 1, "ab")
+    assert not through(lengths, 2, "ac")  # half of them is not most
+    assert through(lengths, 3, "abx")
+
+
+def test_a_step_that_is_begun_anew_has_not_been_seen() -> None:
+    lengths, begun = PredictedLengths(), view(1, "ab", [0] * 4, [False] * 4)
+    for _ in range(2):
+        lengths.begin(begun)
+        assert not lengths.revisits(begun)
+
+
+def test_siblings_that_have_drawn_as_much_are_one_kind() -> None:
+    lengths = PredictedLengths()
+    lengths.begin(view(1, "abc", [0] * 6, [False] * 6))
+    ahead = lengths.look(view(1, "abc", [5, 5, 5, 9, 20, 7], [False, False, False, False, True, False]))
+    assert ahead.samples.tolist() == [0, 1, 2, 3, 5]
+    assert ahead.kind.tolist() == [0, 0, 1, 2, 3]
+    assert ahead.table.shape == (4, QUANTILE_LEVELS.size)
+    assert ahead.means[0] == ahead.means[1]
+
+
+def test_the_oracle_of_distributions_has_the_same_kinds() -> None:
+    oracle = DistributionOracle(lambda _: np.tile(np.arange(1, 101), (2, 1)))
+    ahead = oracle.look(view(1, "ab", [50, 50, 0, 50], [False] * 4))
+    assert ahead.kind.tolist() == [0, 0, 1, 2]
+    # Of 1 to 100 in equal parts, 51 to 100 are left: 25.5 more tokens in the middle of them.
+    assert ahead.at(np.array([0.5]))[:, 0].tolist() == pytest.approx([25.5, 50.5, 25.5])
+
+
+def test_known_lengths_are_never_alike() -> None:
+    known = Clairvoyant(lambda _: np.array([10, 10, 30, 40])).look(view(1, "ab", [0] * 4, [False] * 4))
+    assert known.kind.tolist() == [0, 1, 2, 3]
+    assert rows_of(known, view(1, "ab", [0] * 4, [False] * 4), np.zeros(4, np.int64)).alike().home.size == 4
+
+
+def even(*, alike: bool) -> Ahead:
+    """Four samples that are over by 1, 2, ..., 100 tokens with equal chances; as one kind, or each for itself."""
+    levels = np.linspace(0.005, 0.995, 100)
+    kind = np.zeros(4, np.int64) if alike else np.arange(4)
+    return Ahead(np.arange(4), levels, kind, np.tile(np.arange(1.0, 101.0), (1 if alike else 4, 1)))
+
+
+@pytest.mark.parametrize("home", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)])
+def test_rows_that_are_alike_look_the_same_as_each_for_itself(home: Sequence[int]) -> None:
+    step, places = view(1, "ab", [3] * 4, [False] * 4), np.array(home)
+    one, each = (rows_of(even(alike=alike), step, places).alike() for alike in (True, False))
+    assert one.counts.sum() == each.counts.sum() == 4
+    assert one.home.size < each.home.size or home == (0, 1, 0, 1)
+    outlooks = [alive(rows, 2, np.array([8, 8])) for rows in (one, each)]
+    for field in ("grid", "sequences", "context_tokens", "nobody"):
+        assert getattr(outlooks[0], field) == pytest.approx(getattr(outlooks[1], field), rel=1e-12)
+
+
+def test_the_ends_of_a_list_do_not_depend_on_who_is_told_apart() -> None:
+    ends = [ends_by(even(alike=alike), np.arange(4), confidence=0.9) for alike in (True, False)]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-12)
+    assert (np.diff(ends[0]) >= 0).all()
