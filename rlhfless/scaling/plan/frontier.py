@@ -134,7 +134,7 @@ class Frontier:
             else:
                 low_s = guess_s
             guess_s = min(math.sqrt(low_s * best.step_s), 2 * low_s)
-            left_s = self._tried[low_s] if low_s in self._tried else None
+            left_s = self._tried.get(low_s)
             if isinstance(left_s, float):  # a limit that fails by little is close to the least
                 guess_s = min(guess_s, low_s * RESOLUTION + OVERSHOOT * left_s / self._max_actors)
         return best

@@ -60,9 +60,9 @@ class Limits:
         self._steps = 0
 
     def share(self, steps: int, *, revisits: bool) -> None:
-        """A step begins; `revisits`: with prompts most of which were seen before. Its deadline is its part of one for so
-        many steps together, with itself: 1 if it has its own. What some take longer others make up for, so the scatter
-        of their mean counts, that by sqrt(steps)."""
+        """A step begins; `revisits`: with prompts most of which were seen before. Its deadline is its part of one for
+        so many steps together, with itself: 1 if it has its own. What some take longer others make up for, so the
+        scatter of their mean counts, that by sqrt(steps)."""
         normal = NormalDist()
         self.confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
         self._revisits = revisits
