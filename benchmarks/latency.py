@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless.scaling.engine_model import EngineModel, decode_s
-from rlhfless.scaling.latency import LatencyFit, LinearEngine, ModelShape, Roofline
+from rlhfless.scaling.latency import BentEngine, LatencyFit, LinearEngine, ModelShape, Roofline
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.timeline import Array, Requests
@@ -124,7 +124,7 @@ def _until(model: EngineModel, sequences: int, context: int, seconds: float) -> 
     return max(int(np.ceil(seconds / each)), 1)
 
 
-def fitted(run: Measured, learn: np.ndarray) -> LinearEngine:
+def fitted(run: Measured, learn: np.ndarray) -> BentEngine:
     """Fitted to some requests of a run."""
     fit = LatencyFit(run.roofline)
     fit.observe(run.requests, learn)
@@ -136,16 +136,16 @@ def measured_kernels(like: Roofline) -> MeasuredKernels:
     return MeasuredKernels(like.shape, like.device.kind, like.tensor_parallel, tables_folder())
 
 
-def carried(model: LinearEngine, source: Measured, target: Measured) -> LinearEngine:
+def carried(model: BentEngine, source: Measured, target: Measured) -> BentEngine:
     """A fit to one model, for another one, by the ratio of their rooflines.
 
     What each sequence adds is kernels that the roofline does not count; it is carried over like the fixed part.
     """
     here, there = LinearEngine.of(source.roofline), LinearEngine.of(target.roofline)
     fixed = there.fixed_s / here.fixed_s
-    return LinearEngine(
+    return BentEngine(
         model.fixed_s * fixed,
-        model.sequence_s * fixed,
+        tuple(slope_s * fixed for slope_s in model.sequence_s),
         model.context_s * there.context_s / here.context_s,
         model.prefill_token_s * there.prefill_token_s / here.prefill_token_s,
         model.prefill_context_s * there.prefill_context_s / here.prefill_context_s,

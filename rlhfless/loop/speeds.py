@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from rlhfless.records import FunctionName, Invocation
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.latency import LatencyFit, LinearEngine, ModelShape, prior_of
+from rlhfless.scaling.latency import BentEngine, LatencyFit, ModelShape, prior_of
 
 STEPS_REPLAYED = 20
 """Steps of a trace that a resumed run learns from: of older ones the fit would have kept less than a hundredth."""
@@ -21,7 +21,7 @@ class EngineSpeeds:
         self._max_sequences = max_sequences
         self._fits: dict[str, LatencyFit] = {}
 
-    def model(self, kind: str) -> LinearEngine:
+    def model(self, kind: str) -> BentEngine:
         """The best that is known of the engines on a kind of device."""
         return self._fit(kind).model()
 

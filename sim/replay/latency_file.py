@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from rlhfless.scaling.latency import LinearEngine
+from rlhfless.scaling.latency import BentEngine
+from rlhfless.scaling.latency.timeline import KNOTS
 from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import InputError, Problem
@@ -18,12 +19,12 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class EngineFit(SpecModel):
-    """The generation engine: `rlhfless.scaling.latency.LinearEngine`."""
+    """The generation engine: `rlhfless.scaling.latency.BentEngine`."""
 
     fixed_s: NotNegative
     """Of each decode iteration."""
-    sequence_s: NotNegative
-    """Of each sequence in it."""
+    sequence_s: Annotated[tuple[NotNegative, ...], Field(min_length=len(KNOTS), max_length=len(KNOTS))]
+    """Of each sequence beyond each of KNOTS, up to the next one."""
     context_s: NotNegative
     """Of each token of context that it reads."""
     prefill_token_s: NotNegative
@@ -69,15 +70,15 @@ class LatencyFile(SpecModel):
     driver_s: NotNegative
     """Of a step, while no function worked: calls on their way, the driver's own bookkeeping."""
     helper_cores: NotNegative = 0.0
-    """CPU cores that were busy with other things than the engines while these worked; 0 where engines have devices of
-    their own."""
+    """CPU cores that were busy with other things while the engines worked, for each of theirs; 0 where engines have
+    devices of their own."""
     mean_s: dict[str, NotNegative]
     """Of the steps, by stage."""
 
     @property
-    def engine(self) -> LinearEngine:
+    def engine(self) -> BentEngine:
         """The engine model."""
-        return LinearEngine(**self.generation.model_dump())
+        return BentEngine(**self.generation.model_dump())
 
 
 def load_latency(path: str | os.PathLike[str]) -> LatencyFile:

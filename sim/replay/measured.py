@@ -38,16 +38,17 @@ def means_s(steps: Sequence[tuple[StepRecord, Trace]]) -> dict[str, float]:
 
 
 def helper_cores(record: StepRecord, trace: Trace) -> float | None:
-    """CPU cores that others than the engines kept busy while the step was drawn: the driver, Ray, scoring, and whatever
-    else runs there. None if the engines do not run on cores, or the trace does not say."""
+    """CPU cores that others than the engines kept busy while the step was drawn, for each that an engine did: the
+    driver, Ray and scoring work for what the engines draw. None if the engines do not run on cores, or the trace does
+    not say."""
     busy = record.metrics.get("host_busy_cores")
     if busy is None or not (cores := _cores(trace)):
         return None
     calls = _generated(record.step, trace.invocations)
-    span_s = length(union((call.start_s, call.end_s) for call in calls))
-    if not span_s:
+    drawn_core_s = sum(call.duration_s * cores.get(call.replica, 0) for call in calls)
+    if not drawn_core_s:
         return None
-    return max(busy - sum(call.duration_s * cores.get(call.replica, 0) for call in calls) / span_s, 0.0)
+    return max(busy * length(union((call.start_s, call.end_s) for call in calls)) / drawn_core_s - 1, 0.0)
 
 
 def drawn_s(step: int, invocations: Sequence[Invocation]) -> list[float]:
@@ -59,11 +60,11 @@ def drawn_s(step: int, invocations: Sequence[Invocation]) -> list[float]:
 
 
 def shared_s(work_s: Sequence[float], helpers: float, cores: float) -> float:
-    """Seconds until the last of several engines has ended, where they and `helpers` busy cores of others get equal
-    parts of a machine's cores. With a core of its own each engine would work for `work_s`."""
+    """Seconds until the last of several engines has ended, where they, and for each of them `helpers` busy cores of
+    others, get equal parts of a machine's cores. With a core of its own each engine would work for `work_s`."""
     at_s = done_s = 0.0
     for ended, seconds in enumerate(sorted(work_s)):
-        wanted = len(work_s) - ended + helpers
+        wanted = (len(work_s) - ended) * (1 + helpers)
         at_s += (seconds - done_s) * max(wanted / cores, 1.0)
         done_s = seconds
     return at_s

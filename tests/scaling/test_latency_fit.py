@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from rlhfless.records import FinishReason, FunctionName, Invocation, Work
 from rlhfless.records.traces import TracedRollout
-from rlhfless.scaling.engine_model import decode_s
-from rlhfless.scaling.latency import LatencyFit, LinearEngine
+from rlhfless.scaling.engine_model import EngineModel, decode_s
+from rlhfless.scaling.latency import BentEngine, LatencyFit, LinearEngine
 from rlhfless.scaling.latency.fitted import _non_negative
-from rlhfless.scaling.latency.timeline import WORK, Requests, admitted_s, iterations, spans
+from rlhfless.scaling.latency.timeline import KNOTS, WORK, Requests, admitted_s, iterations, spans
 
 REPOSITORY = Path(__file__).parents[2]
 MEASURED = os.environ.get("RLHFLESS_MEASURED_RUNS")
@@ -34,14 +34,20 @@ def requests(rows: list[tuple[float, float, float, float]], cached: float = 0.0)
     return Requests(prompt, np.full(len(rows), cached), response, start, end)
 
 
+def bent(line: LinearEngine) -> BentEngine:
+    """The same without a bend."""
+    slopes = (line.sequence_s,) * len(KNOTS)
+    return BentEngine(line.fixed_s, slopes, line.context_s, line.prefill_token_s, line.prefill_context_s)
+
+
 def everyone(told: Requests) -> np.ndarray:
     return np.ones(len(told.started_s), dtype=bool)
 
 
-def engine(model: LinearEngine, seed: int, sequences: int = 24) -> Requests:
+def engine(model: EngineModel, seed: int, sequences: int = 24, longest_prompt: int = 3000) -> Requests:
     """A step on one engine: all prompts are prefilled, and then all sequences decode until their end."""
     draw = np.random.default_rng(seed)
-    prompt = draw.integers(20, 3000, sequences).astype(float)
+    prompt = draw.integers(20, longest_prompt, sequences).astype(float)
     length = np.sort(draw.integers(20, 800, sequences)).astype(float)
     now = 100.0 + sum(model.prefill_s(int(tokens)) for tokens in prompt)
     end, drawn, context = np.empty(sequences), 0.0, float(prompt.sum())
@@ -59,14 +65,16 @@ def test_the_sums_of_a_span_by_hand() -> None:
     assert dict(zip(WORK, work[0], strict=True)) == pytest.approx(
         {
             "iterations": 16,
-            "sequences": 24,
+            "sequences_beyond_0": 24,
+            "sequences_beyond_32": 0,
+            "sequences_beyond_128": 0,
             "context": (100 * 16 + 16 * 16 / 2) + (50 * 8 + 8 * 8 / 2),
             "prefill": 150,
             "prefill_context": 100 * 50 + 50 * 25,
         }
     )
     # While B ran, A drew its tokens 9 to 16, and read 108 to 116.
-    assert work[1] == pytest.approx([8, 16, (100 * 8 + (16**2 - 8**2) / 2) + 432, 50, 50 * 25])
+    assert work[1] == pytest.approx([8, 16, 0, 0, (100 * 8 + (16**2 - 8**2) / 2) + 432, 50, 50 * 25])
     assert seconds.tolist() == [10, 4]
 
 
@@ -82,7 +90,14 @@ def test_iterations_are_numbered_by_what_ended() -> None:
 
 def test_cached_tokens_are_not_prefilled_but_read() -> None:
     work, _ = spans(requests([(100, 10, 0, 10)], cached=60))
-    assert work[0, 3:] == pytest.approx([40, 40 * (60 + 20)])
+    assert work[0, -2:] == pytest.approx([40, 40 * (60 + 20)])
+
+
+def test_a_batch_is_counted_piece_by_piece() -> None:
+    # 200 draw two tokens, and 40 of them four more: two iterations of 200, and four of 40.
+    work, _ = spans(requests([(1, 2, 0, 10)] * 160 + [(1, 6, 0, 20)] * 40))
+    assert work[0, 1:4].tolist() == [2 * 32, 2 * 96, 2 * 72]
+    assert work[-1, 1:4].tolist() == [2 * 32 + 4 * 32, 2 * 96 + 4 * 8, 2 * 72]
 
 
 def test_requests_above_the_limit_have_waited() -> None:
@@ -99,7 +114,7 @@ def test_least_squares_without_negative_coefficients() -> None:
 
 def test_without_data_it_is_the_prior() -> None:
     model = LatencyFit(TRUE).model()
-    assert model.coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)
+    assert model.coefficients == pytest.approx(bent(TRUE).coefficients, rel=1e-6)
     assert LinearEngine.of(TRUE).coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)
 
 
@@ -113,6 +128,27 @@ def test_a_line_is_fitted_through_what_a_known_engine_did() -> None:
     work, seconds = spans(unseen)
     assert np.median(np.abs(work @ model.coefficients / seconds - 1)) < 0.02
     assert model.iteration_s(16) == pytest.approx(TRUE.iteration_s(16), rel=0.2)
+
+
+def test_pieces_by_hand() -> None:
+    bends = BentEngine(1.0, (0.5, 0.25, 0.125), 0.0, 0.0, 0.0)
+    batches = 1, 32, 33, 128, 130, 1000
+    seconds = 1.5, 17.0, 17.25, 41.0, 41.25, 41.0 + 872 / 8
+    assert [bends.iteration_s(batch) for batch in batches] == pytest.approx(list(seconds))
+
+
+def test_bends_are_found_and_what_was_not_seen_stays_on_the_line() -> None:
+    true = BentEngine(5e-3, (1e-5, 1e-4, 1e-4), 0.0, 3e-5, 0.0)  # free up to 32, and then dear
+    fit = LatencyFit(GUESS, prior_weight=1e-3)
+    for seed in range(10):
+        told = engine(true, seed, sequences=100, longest_prompt=200)
+        fit.observe(told, everyone(told))
+    model, (work, seconds) = fit.model(), spans(engine(true, 99, sequences=100, longest_prompt=200))
+    assert [model.iteration_s(batch) for batch in (8, 32, 64, 96)] == pytest.approx(
+        [true.iteration_s(batch) for batch in (8, 32, 64, 96)], rel=0.1
+    )
+    assert model.sequence_s[0] < model.sequence_s[2] < model.sequence_s[1]
+    assert np.median(np.abs(work @ model.coefficients / seconds - 1)) < 0.005
 
 
 def test_it_follows_an_engine_that_became_slower() -> None:
@@ -183,7 +219,7 @@ def test_a_step_of_the_ledger_teaches_each_actor_its_own() -> None:
     moved = LatencyFit(GUESS)
     late = [dataclasses.replace(call, start_s=100.5) for call in calls]
     moved.observe_step(late, rollouts, max_sequences=64)
-    assert moved.model().coefficients == pytest.approx(GUESS.coefficients)
+    assert moved.model().coefficients == pytest.approx(bent(GUESS).coefficients)
 
 
 @pytest.mark.skipif(not MEASURED, reason="RLHFLESS_MEASURED_RUNS names no folder of measured runs")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from recorded_run import ENGINE, EVALUATE_TOKEN_S, LEARN_S, LEARN_TOKEN_S, LOAD_S, PUBLISH_S, record
 
+from rlhfless.records import Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.engine_model import decode_s
@@ -87,8 +88,8 @@ def test_the_file_reads_back_and_is_checked(latency: LatencyFile, tmp_path: Path
 
 
 def test_engines_share_the_cores_of_a_machine_with_its_helpers() -> None:
-    """Two of 1 and 3 s on two cores, half a core of helpers: 1 s of work at 2 / 2.5, and 2 s alone, with room."""
-    assert shared_s([3.0, 1.0], 0.5, 2.0) == pytest.approx(1.25 + 2.0)
+    """Two of 1 and 3 s on two cores, half a core of helpers each: 1 s of work at 2 / 3, and 2 s alone, with room."""
+    assert shared_s([3.0, 1.0], 0.5, 2.0) == pytest.approx(1.5 + 2.0)
     assert shared_s([3.0, 1.0], 0.0, 2.0) == 3.0
     assert shared_s([3.0], 1.0, 2.0) == 3.0
     assert shared_s([3.0], 1.5, 2.0) == pytest.approx(3.75)
@@ -100,10 +101,21 @@ def test_helpers_are_what_the_engines_do_not_keep_busy(one_actor: Path) -> None:
     steps = [replace(step, metrics={**step.metrics, "host_busy_cores": 1.4}) for step in whole.steps]
     busy = replace(whole, steps=tuple(steps))
     assert calibrate([busy]).helper_cores == pytest.approx(0.4)  # one engine, on one core, at work all the time
+    # Two engines that drew side by side had 0.7 each.
+    twin = [replace(call, replica="twin") for call in busy.invocations if call.work is Work.GENERATE]
+    held = [replace(holding, replica="twin") for holding in busy.holdings if holding.replica == twin_of(busy)]
+    both = replace(busy, invocations=(*busy.invocations, *twin), holdings=(*busy.holdings, *held))
+    more = [replace(step, metrics={**step.metrics, "host_busy_cores": 3.4}) for step in whole.steps]
+    assert helper_cores(more[0], both) == pytest.approx(0.7)
     idle = [replace(step, metrics={**step.metrics, "host_busy_cores": 0.7}) for step in whole.steps]
     assert calibrate([replace(whole, steps=tuple(idle))]).helper_cores == 0.0
     gpus = tuple(replace(holding, device_kind="h100") for holding in busy.holdings)
     assert helper_cores(busy.steps[0], replace(busy, holdings=gpus)) is None
+
+
+def twin_of(trace: Trace) -> str:
+    """The only actor of the run."""
+    return next(call.replica for call in trace.invocations if call.work is Work.GENERATE)
 
 
 def test_two_actors_are_slower_where_helpers_need_a_core(latency: LatencyFile, tmp_path: Path) -> None:
@@ -111,7 +123,7 @@ def test_two_actors_are_slower_where_helpers_need_a_core(latency: LatencyFile, t
     trace, drawn = read_trace(folder), read_runtime(folder)
     cores = replace(trace, meta=replace(trace.meta, machine={"cpu_cores": 2}))
     alone, beside = (
-        replay(cores, drawn, latency.model_copy(update={"helper_cores": helpers})).errors for helpers in (0.0, 1.0)
+        replay(cores, drawn, latency.model_copy(update={"helper_cores": helpers})).errors for helpers in (0.0, 0.5)
     )
     assert alone[0].predicted_s < beside[0].predicted_s < 1.5 * alone[0].predicted_s
     assert beside[-1].predicted_s - alone[-1].predicted_s == pytest.approx(beside[0].predicted_s - alone[0].predicted_s)

@@ -3,8 +3,9 @@
     seconds of a span = c0 iterations + c1 sequences + g context + p prefill + q prefill x its context
 
 (`timeline` has the sums). A row is divided by its seconds, so that relative errors count. Only the sums of products are
-kept: 5 x 5 numbers, however long the run. A prior, a roofline say, stands in before there is data, and goes on to
-speak for terms that the data cannot tell apart: each coefficient is held to its prior, softly and relative to it.
+kept, however long the run. A prior, a roofline say, stands in before there is data, and goes on to speak for terms that
+the data cannot tell apart: each coefficient is held to its prior, softly and relative to it. Then c1 may differ between
+small and large batches, each held to that of the line: what batches of a size were not seen for stays on the line.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from rlhfless.records import Invocation, Work
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.latency.timeline import WORK, Array, BoolArray, Requests, spans
+from rlhfless.scaling.latency.timeline import KNOTS, WORK, Array, BoolArray, Requests, spans
 
 KEPT = 0.8
 """Weight of all earlier steps at each new one: an engine's speed changes with its neighbours, seldom more."""
@@ -30,13 +31,19 @@ PRIOR_WEIGHT = 0.1
 _FEW, _MANY = 1, 128
 _CHUNK, _BEHIND = 2048, 8192
 
+# [WORK, LINE]: a line has one coefficient for the sequences of all batches.
+_LINE = np.zeros((len(WORK), len(WORK) - len(KNOTS) + 1))
+_LINE[0, 0] = 1
+_LINE[1 : len(KNOTS) + 1, 1] = 1
+_LINE[len(KNOTS) + 1 :, 2:] = np.eye(3)
+
 # What a term may cost that the prior sees as free: as much as the fixed part, in a batch of 128 contexts of 1,024.
 _FREE = np.array([1, 1 / _MANY, 1 / (_MANY * 1024), 1 / _MANY, 1 / (_MANY * 1024)])
 
 
 @dataclass(frozen=True, slots=True)
 class LinearEngine:
-    """An `EngineModel` of five coefficients."""
+    """An `EngineModel` of five coefficients: what is known of an engine before it has run."""
 
     fixed_s: float
     """Of each decode iteration."""
@@ -65,8 +72,41 @@ class LinearEngine:
 
     @property
     def coefficients(self) -> Array:
-        """[WORK]: what each sum of a span is multiplied with."""
+        """[LINE]: what each sum of a span is multiplied with, all sequences in one."""
         return np.array([self.fixed_s, self.sequence_s, self.context_s, self.prefill_token_s, self.prefill_context_s])
+
+
+@dataclass(frozen=True, slots=True)
+class BentEngine:
+    """An `EngineModel` whose iterations take straight pieces of the batch."""
+
+    fixed_s: float
+    """Of each decode iteration."""
+    sequence_s: tuple[float, ...]
+    """Of each sequence beyond each of KNOTS, up to the next one."""
+    context_s: float
+    prefill_token_s: float
+    prefill_context_s: float
+    """Of each pair of a prefilled token and a token that it attends to."""
+
+    @classmethod
+    def of(cls, coefficients: Array) -> BentEngine:
+        """From what each sum of a span is multiplied with, [WORK]."""
+        fixed_s, *sequence_s, context_s, token_s, pair_s = coefficients.tolist()
+        return cls(fixed_s, tuple(sequence_s), context_s, token_s, pair_s)
+
+    def iteration_s(self, sequences: int) -> float:
+        pieces = zip(KNOTS, (*KNOTS[1:], sequences), self.sequence_s, strict=True)
+        return self.fixed_s + sum(slope_s * max(min(sequences, end) - begin, 0) for begin, end, slope_s in pieces)
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        return tokens * (self.prefill_token_s + self.prefill_context_s * (context_tokens + tokens / 2))
+
+    @property
+    def coefficients(self) -> Array:
+        """[WORK]: what each sum of a span is multiplied with."""
+        ends = self.context_s, self.prefill_token_s, self.prefill_context_s
+        return np.array([self.fixed_s, *self.sequence_s, *ends])
 
 
 class LatencyFit:
@@ -107,14 +147,20 @@ class LatencyFit:
             learn = np.array([any(_within(row, call) for call in of_actor) for row in rows])
             self.observe(Requests.of_rollouts(rows, max_sequences), learn)
 
-    def model(self) -> LinearEngine:
+    def model(self) -> BentEngine:
         """The best coefficients so far; the prior's before there is data."""
-        before = self._prior.coefficients
-        unit = np.where(before > 0, before, self._prior.fixed_s * _FREE)
+        line, free = self._prior.coefficients, self._prior.fixed_s * _FREE
+        line = self._held_to(line, free, _LINE)
+        return BentEngine.of(self._held_to(_LINE @ line, _LINE @ free, np.eye(len(WORK))))
+
+    def _held_to(self, before: Array, free: Array, terms: Array) -> Array:
+        """The best coefficients of `terms` [WORK, terms], softly held to those `before`. `free` is the unit of those
+        that were 0."""
+        unit = np.where(before > 0, before, free)
         # In such units coefficients are about 1, and the soft bound is a multiple of the unit matrix.
-        products = self._products * np.outer(unit, unit) + self._prior_weight * np.eye(len(WORK))
-        targets = self._targets * unit + self._prior_weight * before / unit
-        return LinearEngine(*(float(value) for value in unit * _non_negative(products, targets)))
+        products = terms.T @ self._products @ terms * np.outer(unit, unit) + self._prior_weight * np.eye(unit.size)
+        targets = terms.T @ self._targets * unit + self._prior_weight * before / unit
+        return np.asarray(unit * _non_negative(products, targets))
 
 
 def _within(rollout: TracedRollout, call: Invocation) -> bool:
@@ -122,7 +168,7 @@ def _within(rollout: TracedRollout, call: Invocation) -> bool:
 
 
 def _non_negative(products: Array, targets: Array) -> Array:
-    """Least squares without negative coefficients: the best of all 31 sets of coefficients that may be positive."""
+    """Least squares without negative coefficients: the best of all sets of coefficients that may be positive."""
     best, best_value = np.zeros(len(targets)), 0.0
     for chosen in range(1, 2 ** len(targets)):
         terms = [index for index in range(len(targets)) if chosen >> index & 1]

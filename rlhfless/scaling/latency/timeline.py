@@ -62,19 +62,24 @@ def admitted_s(asked_s: Array, finished_s: Array, max_sequences: int) -> Array:
     return admitted
 
 
-WORK = ("iterations", "sequences", "context", "prefill", "prefill_context")
-"""Columns of `spans`: what the terms of an engine model are multiplied with."""
+KNOTS = (0, 32, 128)
+"""Batch sizes where the time of an iteration may bend: small batches wait for memory or for the engine's own scheduler,
+large ones for arithmetic, and between the two lies about this."""
+
+WORK = ("iterations", *(f"sequences_beyond_{knot}" for knot in KNOTS), "context", "prefill", "prefill_context")
+"""Columns of `spans`: what the terms of an engine model are multiplied with. Of a batch, each column of sequences
+counts those beyond its knot, up to the next one."""
 
 
 def spans(requests: Requests) -> tuple[Array, Array]:
     """Work [requests, WORK] done while each request ran, and how long that took [requests]."""
     start, end = requests.started_s, requests.finished_s
     first, last = iterations(requests)
-    tokens, read = _drawn(requests, first, last)
+    sequences, read = _batches(first, last), _read(requests, first, last)
     new = requests.prompt_tokens - requests.cached_tokens
     prefilled = _between(start, new, start, end)
     prefill_read = _between(start, new * (requests.cached_tokens + new / 2), start, end)
-    work = np.stack([requests.response_tokens, tokens, read, prefilled, prefill_read], axis=1)
+    work = np.stack([requests.response_tokens, *sequences, read, prefilled, prefill_read], axis=1)
     return work, end - start
 
 
@@ -116,28 +121,39 @@ def _between(at: Array, amount: Array, start: Array, end: Array) -> Array:
     return result
 
 
-def _drawn(requests: Requests, first: Array, last: Array) -> tuple[Array, Array]:
-    """Tokens that all requests drew between iterations `first` and `last` of each, and the context that they read.
+def _batches(first: Array, last: Array) -> list[Array]:
+    """By knot, the sum [requests] over the iterations `first` to `last` of each of what the batch has beyond it."""
+    times = np.concatenate([first, last])
+    order = np.argsort(times, kind="stable")
+    at = times[order]
+    running = np.cumsum(np.where(order < first.size, 1, -1))  # from each event to the next
+    sums = []
+    for knot, following in zip(KNOTS, (*KNOTS[1:], np.inf), strict=True):
+        beyond = np.minimum(np.maximum(running - knot, 0), following - knot)
+        total = np.concatenate([[0.0], np.cumsum(beyond[:-1] * np.diff(at))])
+        sums.append(np.interp(last, at, total) - np.interp(first, at, total))
+    return sums
+
+
+def _read(requests: Requests, first: Array, last: Array) -> Array:
+    """[requests]: the context that the tokens read which all requests drew between `first` and `last` of each.
 
     A request has drawn n = t - first tokens by iteration t, and read (prompt + n / 2) n: a polynomial in t. Their sum
     is one polynomial between any two events; the coefficients are running sums over the events.
     """
     prompt, length = requests.prompt_tokens, requests.response_tokens
     # n = t - first; read = prompt n + n n / 2, as coefficients of 1, t, t t.
-    drawing = np.stack([-first, np.ones_like(first), np.zeros_like(first)], axis=1)
     reading = np.stack([first**2 / 2 - prompt * first, prompt - first, np.full_like(first, 0.5)], axis=1)
-    done = np.stack([length, prompt * length + length**2 / 2], axis=1)
-    coefficients = np.concatenate([drawing, reading], axis=1)  # [requests, 6]
-    finished = np.concatenate([done[:, :1], 0 * done, done[:, 1:], 0 * done], axis=1)
+    finished = np.zeros_like(reading)
+    finished[:, 0] = prompt * length + length**2 / 2
     times = np.concatenate([first, last])
     order = np.argsort(times, kind="stable")
-    steps = np.cumsum(np.concatenate([coefficients, finished - coefficients])[order], axis=0)
-    table = np.concatenate([np.zeros((1, 6)), steps])
+    steps = np.cumsum(np.concatenate([reading, finished - reading])[order], axis=0)
+    table = np.concatenate([np.zeros((1, 3)), steps])
 
-    def upto(t: Array) -> tuple[Array, Array]:
+    def upto(t: Array) -> Array:
         row = table[np.searchsorted(times[order], t, side="right")]
-        powers = np.stack([np.ones_like(t), t, t * t], axis=1)
-        return (row[:, :3] * powers).sum(axis=1), (row[:, 3:] * powers).sum(axis=1)
+        total: Array = (row * np.stack([np.ones_like(t), t, t * t], axis=1)).sum(axis=1)
+        return total
 
-    (tokens_end, read_end), (tokens_start, read_start) = upto(last), upto(first)
-    return tokens_end - tokens_start, read_end - read_start
+    return upto(last) - upto(first)

@@ -33,10 +33,9 @@ class Samples:
     finished: BoolArray  # [entries]: whether the length is known, or it is at least that
     count: Array  # [entries]: how many there are
 
-    def sums(self, of_one: Array | float, prompts: int) -> Array:
+    def sums(self, of_one: Array | BoolArray | float, prompts: int) -> Array:
         """[prompts]: the sum over all samples of a figure [entries] of one."""
-        total: Array = np.bincount(self.prompt, of_one * self.count, minlength=prompts)
-        return total
+        return np.bincount(self.prompt, of_one * self.count, minlength=prompts).astype(np.float64, copy=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Ahead:
     def one_each(self, rank: Floats) -> Floats:
         """[rows] for `rank` [rows]: of each row the remaining tokens at its own rank."""
         if self.known:
-            return self.table[self.kind, 0]
+            return self.means
         right = np.clip(np.searchsorted(self.levels, rank), 1, self.levels.size - 1)
         low, high = self.levels[right - 1], self.levels[right]
         share = np.clip((rank - low) / (high - low), 0.0, 1.0)
