@@ -38,6 +38,8 @@ class Fleet:
 
     def __str__(self) -> str:
         size = "all devices" if self.devices is None else f"{self.devices} devices"
+        if self.placement.prefill_devices:
+            size += f", {self.placement.prefill_devices} of them for prefill alone"
         if self.placement.mode == "colocated":
             return f"{size}, co-located"
         return f"{size}, {self.placement.learner_devices or 'half'} of them the learner's"
@@ -88,11 +90,19 @@ def policy_kind(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
 
 
 def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
-    """The entry's own placement; else that which the policy is about; else the scenario's."""
-    if entry.placement is not None:
-        return Fleet(entry.placement)
-    mode = policy_kind(scenario, entry).placement or scenario.placement.mode
-    return Fleet(PlacementSpec(mode=mode, learner_devices=scenario.placement.learner_devices))
+    """The entry's own placement; else that which the policy is about; else the scenario's.
+
+    Raises InputError for devices that nobody would use.
+    """
+    kind, placement = policy_kind(scenario, entry), entry.placement
+    if placement is None:
+        placement = scenario.placement.model_copy(update={"mode": kind.placement or scenario.placement.mode})
+    if placement.prefill_devices and not kind.prefill:
+        having = ", ".join(name for name, other in POLICIES.items() if other.prefill)
+        what = f"{entry.shown} gives no work to devices that prefill only ({placement.prefill_devices})"
+        mend = f"leave placement.prefill_devices out, or set it in the `placement` of one of {having} alone"
+        raise InputError(scenario.name, [Problem("placement.prefill_devices", what, mend)])
+    return Fleet(placement)
 
 
 def settings_of(scenario: Scenario, entry: PolicyEntry, contracts: Sequence[ContractSpec]) -> PolicySettings:

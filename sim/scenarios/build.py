@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.latency.devices import device_of
@@ -105,6 +105,12 @@ class Layout:
             if index == 0 and self._placement.mode == "disaggregated":
                 fleet = fleet.without(self.learner_slots)
             found += self._of_kind(machines, fleet)
+        alone = self._placement.prefill_devices // self._scenario.engine.tensor_parallel
+        if 0 < len(found) <= alone:
+            what = f"{self._placement.prefill_devices} devices prefill, and no actor is left that decodes"
+            mend = "lower placement.prefill_devices, or take more devices"
+            raise timing.DoesNotFit(self._scenario.name, [Problem("placement.prefill_devices", what, mend)])
+        found[:alone] = [replace(actor, engine=replace(actor.engine, prefill_only=True)) for actor in found[:alone]]
         if not found:
             tensor_parallel = self._scenario.engine.tensor_parallel
             what = f"no node has {tensor_parallel} devices left for an actor"

@@ -35,6 +35,8 @@ class Layout:
     rooms: tuple[Room, ...]
     generation: tuple[int, ...]
     """Places for generation actors that decode."""
+    prefill: tuple[int, ...]
+    """Places for generation actors that prefill only, and hand the KV over."""
     others: tuple[int, ...]
     """Places for all other functions."""
     neighbours: tuple[frozenset[int], ...]
@@ -49,6 +51,7 @@ class Layout:
         )
         if not generation:
             raise ValueError("no room holds a generation actor that decodes; give the fleet at least one")
+        prefill = tuple(i for i, room in enumerate(rooms) if room.engine is not None and room.engine.prefill_only)
         by_device: dict[str, set[int]] = {}
         in_turn = [() if room.beside else room.devices for room in rooms]
         for place, devices in enumerate(in_turn):
@@ -60,7 +63,7 @@ class Layout:
         )
         others = tuple(i for i, room in enumerate(rooms) if room.function is not FunctionName.GENERATION)
         nodes = frozenset(room.node for room in rooms if room.function is FunctionName.LEARNER)
-        return cls(rooms, generation, others, neighbours, nodes)
+        return cls(rooms, generation, prefill, others, neighbours, nodes)
 
     def shared(self, place: int) -> bool:
         """Whether another function may want its devices."""

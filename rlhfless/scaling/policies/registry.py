@@ -37,6 +37,8 @@ class PolicyKind:
     summary: str
     placement: Literal["colocated", "disaggregated"] | None = None
     """The placement that it is about; None: any."""
+    prefill: bool = False
+    """It gives work to actors that prefill only."""
     reserved: bool = False
     """Its users rent all devices for the whole run: what it does not hold is paid for as well."""
 
@@ -44,12 +46,22 @@ class PolicyKind:
 POLICIES: Mapping[str, PolicyKind] = MappingProxyType(
     {
         "static_colocated": PolicyKind(
-            StaticSettings, Static, "all functions on all devices in turn (verl)", "colocated", reserved=True
+            StaticSettings,
+            Static,
+            "all functions on all devices in turn (verl)",
+            "colocated",
+            prefill=True,
+            reserved=True,
         ),
         "static_disaggregated": PolicyKind(
-            StaticSettings, Static, "own devices for generation and learner (OpenRLHF)", "disaggregated", reserved=True
+            StaticSettings,
+            Static,
+            "own devices for generation and learner (OpenRLHF)",
+            "disaggregated",
+            prefill=True,
+            reserved=True,
         ),
-        "static": PolicyKind(StaticSettings, Static, "so many actors in every step"),
+        "static": PolicyKind(StaticSettings, Static, "so many actors in every step", prefill=True),
         "queue_reactive_ray_serve": PolicyKind(
             RayServeSettings, lambda settings: QueueReactive(RayServe(settings)), "replicas by Ray Serve's queue rule"
         ),

@@ -2,7 +2,8 @@
 
 All actors work in every step, with equal shares of the prompts. Where generation shares its devices with other
 functions (verl), whoever is done sleeps, with its weights in host memory, and wakes for its next turn. Where it does
-not (OpenRLHF), nobody ever gives anything back.
+not (OpenRLHF), nobody ever gives anything back. Where there are actors that prefill only (DistServe, arXiv 2401.09670),
+all prompts begin with them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rlhfless.scaling.policy import Action, Event, Generated, Idle, Lost, StepBe
 
 
 class Static:
-    """The first `actors` rooms for generation, in every step."""
+    """The first `actors` rooms for generation, in every step, and all for prefill."""
 
     def __init__(self, settings: StaticSettings) -> None:
         self._actors = settings.actors
@@ -23,10 +24,11 @@ class Static:
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
         layout = self._layouts.of(view.fleet)
-        crew = layout.generation[: self._actors]
+        crew = (*layout.prefill, *layout.generation[: self._actors])
         match event:
             case StepBegan():
-                return [*make_way(view, layout, crew), *start(view, crew), *groups_dealt(view, crew)]
+                begin = layout.prefill or crew
+                return [*make_way(view, layout, crew), *start(view, crew), *groups_dealt(view, begin)]
             case Lost(place, samples):
                 return rescue(view, layout, place, samples)
             case Generated():

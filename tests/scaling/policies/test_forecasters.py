@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from views import UP, fleet_of, room, view_of
 
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS
 from rlhfless.scaling.policies.forecasters import Ahead, Clairvoyant, DistributionOracle, PredictedLengths
 from rlhfless.scaling.policies.outlook import alive, ends_by, rows_of
 from rlhfless.scaling.policy import StepView
-from tests.scaling.policies.views import UP, fleet_of, room, view_of
 
 FLEET = fleet_of(room(0), room(1))
 

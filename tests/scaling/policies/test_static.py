@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from views import ABSENT, ASLEEP, UP, fleet_of, learner, room, view_of
+from views import ABSENT, ASLEEP, ENGINE, UP, fleet_of, learner, room, view_of
 
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.policies import POLICIES, PolicySettings, StaticSettings, make_policy
@@ -132,3 +134,15 @@ def test_the_factory_names_what_is_wrong() -> None:
         make_policy("static", PolicySettings())
     for name, kind in POLICIES.items():
         assert make_policy(name, kind.settings()) is not None
+
+
+def test_prompts_begin_with_those_that_prefill_only() -> None:
+    first = dataclasses.replace(ENGINE, prefill_only=True)
+    split = fleet_of(room(0, engine=first), room(1), room(2), learner(3))
+    view = view_of(split, [ABSENT] * 4, prompts=2, siblings=2)
+    actions = make_policy("static").decide(0.0, StepBegan(), view)
+    assert [a for a in actions if isinstance(a, Start)] == [Start(0), Start(1), Start(2)]
+    assert dealt(actions) == {0: [0, 1, 2, 3]}
+    turns = fleet_of(room(0, engine=first), room(1), learner(0, 1))
+    view = view_of(turns, [UP, UP, ASLEEP], prompts=2, siblings=2)
+    assert make_policy("static").decide(9.0, Generated(), view) == [Release(0, "host"), Release(1, "host")]
