@@ -12,7 +12,7 @@ from rlhfless.sim.experiment.compare import Comparison, quoted_part
 from rlhfless.sim.experiment.rows import Row
 from rlhfless.sim.report.columns import COLUMNS, Column
 from rlhfless.sim.report.pictures import PARTS
-from rlhfless.sim.report.words import contract_text
+from rlhfless.sim.report.words import contract_text, infeasible
 
 HALVES = (COLUMNS[:5], COLUMNS[5:])
 """What it comes to, and why: side by side they would not fit a terminal of 80 columns."""
@@ -26,7 +26,7 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     legend = "dim: half of the 95 % confidence interval. times: by the first policy, in pairs of equal seeds."
     title = Text.assemble((scenario.name, "bold"), f"  {what}\n", f"contract: {contract_text(scenario.contract)}")
     parts = [part for columns in HALVES for part in ("", _table(rows, columns))]
-    return Group(title, *parts, "", Text(legend, style="dim"))
+    return Group(title, *parts, "", *infeasible(comparison), Text(legend, style="dim"))
 
 
 def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:

@@ -10,8 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfless.cli.trace import inner_folder
-from rlhfless.records.traces import Trace, read_trace
+from rlhfless.records.traces import Trace, read_trace, trace_folder
 from rlhfless.scaling.policies import POLICIES
 from rlhfless.scaling.policy import Policy
 from rlhfless.sim.replay.calibrate import calibrate as fit
@@ -25,14 +24,14 @@ from rlhfless.telemetry.numbers import decimal, money
 
 def calibrate(folders: Sequence[Path], out: Path) -> None:
     """Fits the latency model to all steps of the traces and writes it."""
-    latency = fit([read_trace(inner_folder(folder)) for folder in folders])
+    latency = fit([read_trace(trace_folder(folder)) for folder in folders])
     write_latency(latency, out)
     typer.echo(f"{out}: fitted to {latency.steps} steps of {', '.join(latency.traces)}")
 
 
 def replay(folder: Path, policy: str | None, latency: Path | None) -> None:
     """Prints predicted beside measured seconds; with a policy, what it would have taken."""
-    folder = inner_folder(folder)
+    folder = trace_folder(folder)
     trace = read_trace(folder)
     chosen = None if policy is None else (policy, _policy(policy, trace))
     again = simulate_again(trace, read_runtime(folder), load_latency(latency) if latency else None, chosen)

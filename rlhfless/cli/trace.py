@@ -25,11 +25,11 @@ def summary(folder: TraceFolder) -> None:
     from rich.console import Console
 
     from rlhfless.cli.report import trace_report
-    from rlhfless.records.traces import read_trace
+    from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.scaling.accounting import summarise
     from rlhfless.scaling.prices import PriceBook
 
-    trace = read_trace(inner_folder(folder))
+    trace = read_trace(trace_folder(folder))
     summary = summarise(trace, PriceBook.model_validate(trace.meta.prices))
     Console(highlight=False).print(trace_report(trace.meta.run_id, summary))
 
@@ -37,9 +37,9 @@ def summary(folder: TraceFolder) -> None:
 def compare(first: TraceFolder, second: TraceFolder) -> None:
     """Print which share of the samples of two runs has the same tokens, such as a resumed run and an unbroken one."""
     from rlhfless.records.compare import compare_samples
-    from rlhfless.records.traces import read_trace
+    from rlhfless.records.traces import read_trace, trace_folder
 
-    result = compare_samples(read_trace(inner_folder(first)), read_trace(inner_folder(second)))
+    result = compare_samples(read_trace(trace_folder(first)), read_trace(trace_folder(second)))
     typer.echo(f"{result.identical:,} of {result.compared:,} samples are token-identical ({result.fraction:.4f})")
     if result.first_difference is not None:
         step, prompt_id, index = result.first_difference
@@ -53,14 +53,8 @@ def lengths(folder: TraceFolder) -> None:
     from rich.console import Console
 
     from rlhfless.cli.lengths import lengths_report
-    from rlhfless.records.traces import read_trace
+    from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.scaling.lengths.evaluate import evaluate
 
-    trace = read_trace(inner_folder(folder))
+    trace = read_trace(trace_folder(folder))
     Console(highlight=False).print(lengths_report(trace.meta.run_id, evaluate(trace)))
-
-
-def inner_folder(folder: Path) -> Path:
-    """The trace of a run, by its own folder or the run's."""
-    inner = folder / "trace"
-    return inner if inner.is_dir() else folder

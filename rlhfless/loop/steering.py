@@ -73,6 +73,7 @@ class Steering:
         self._fleet = fleet
         self._note = note
         self._clock = clock
+        self._feasible = True
         self._view: FleetView | None = None
         self._board: Board | None = None
         self._faults = 0
@@ -135,8 +136,19 @@ class Steering:
                 self._fleet.release(place, tier, board.step)
             case Note(decision):
                 self._note(decision)
-                if decision.kind == "plan" and "step_s" in decision.inputs:
-                    self._figures["planned_generation_s"] = float(decision.inputs["step_s"])
+                if decision.kind == "plan":
+                    self._planned(decision)
+
+    def _planned(self, decision: Decision) -> None:
+        """A step's plan. That no plan can keep the contract is said when it begins to be so, not at every step."""
+        inputs = decision.inputs
+        if "step_s" in inputs:
+            self._figures["planned_generation_s"] = float(inputs["step_s"])
+        feasible = inputs.get("feasible") is not False
+        if self._feasible and not feasible:
+            what = "step %d: no plan for generation keeps its part of the contract (%s); the nearest is kept: %s"
+            log.warning(what, decision.step, inputs["reason"], inputs["nearest"])
+        self._feasible = feasible
 
     def _require_room(self, place: int) -> None:
         if self._view is not None and place not in self._view.generation():

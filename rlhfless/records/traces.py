@@ -264,6 +264,12 @@ def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
     )
 
 
+def trace_folder(folder: str | os.PathLike[str]) -> Path:
+    """The trace of a run, by its own folder or the run's."""
+    inner = Path(folder) / "trace"
+    return inner if inner.is_dir() else Path(folder)
+
+
 def read_tables(folder: str | os.PathLike[str]) -> dict[str, pa.Table]:
     """Reads the trace as Arrow tables, one per table of the schema; for columns rather than records."""
     read_meta(folder)
@@ -276,7 +282,7 @@ def read_meta(folder: str | os.PathLike[str]) -> TraceMeta:
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
-        raise TraceError(f"{path} does not exist; name the `trace` folder of a run") from None
+        raise TraceError(f"{path} does not exist; name the folder of a run, or the `trace` in it") from None
     except json.JSONDecodeError as error:
         raise TraceError(f"{path} is not JSON ({error}); restore it from a copy of the run") from error
     version = content.pop("trace_version", None) if isinstance(content, dict) else None

@@ -66,6 +66,8 @@ class RunResult:
     fleet: Fleet
     seed: int
     steps: tuple[StepFigures, ...]
+    infeasible: tuple[str, ...] = ()
+    """Why, of each step whose contract no plan could keep."""
     trace: Trace | None = None
     batches: tuple[RolloutBatch, ...] = ()
     """Those of the trace."""
@@ -142,4 +144,6 @@ def run(task: Task) -> RunResult:
     count[scenario.cluster.machines[0].kind] = layout.devices
     figures = step_figures(trace, prices, Devices(count, kind.reserved))
     kept = (trace, tuple(drawn)) if task.traced else (None, ())
-    return RunResult(entry.shown, task.fleet, task.seed, tuple(figures), *kept)
+    plans = [decision.inputs for decision in trace.decisions if decision.kind == "plan"]
+    infeasible = tuple(str(inputs["reason"]) for inputs in plans if inputs.get("feasible") is False)
+    return RunResult(entry.shown, task.fleet, task.seed, tuple(figures), infeasible, *kept)

@@ -13,7 +13,7 @@ from rlhfless.sim.experiment.statistics import CONFIDENCE
 from rlhfless.sim.report.columns import COLUMNS
 from rlhfless.sim.report.pictures import PARTS, Pictures
 from rlhfless.sim.report.svg import svg
-from rlhfless.sim.report.words import best_fleets, contract_text
+from rlhfless.sim.report.words import best_fleets, contract_text, infeasible
 from rlhfless.sim.scenarios.load import resolved_yaml
 
 STYLE = """
@@ -39,6 +39,7 @@ def page(comparison: Comparison, pictures: Pictures) -> str:
         f"{CONFIDENCE:.0%} confidence intervals; times are by the first policy, in pairs of equal seeds.</p>"
     )
     body.append(f"<p>Contract: {escape(contract_text(scenario.contract))}. {escape(best_fleets(comparison))}</p>")
+    body += [f"<p>{escape(line)}</p>" for line in infeasible(comparison)]
     for each in parts:
         body += [f"<h2>{PARTS[each].capitalize()}</h2>", _table(comparison.rows(each))]
     body += ["<h2>Cost and time</h2>", _figure(svg(pictures.pareto), "Lower left is better. Bars are intervals.")]

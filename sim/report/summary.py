@@ -11,7 +11,7 @@ from rlhfless.sim.experiment.compare import Comparison, quoted_part
 from rlhfless.sim.experiment.rows import Part
 from rlhfless.sim.experiment.statistics import CONFIDENCE
 
-SUMMARY_VERSION = 1
+SUMMARY_VERSION = 2
 """Raised with any change of a key's name, unit or meaning."""
 
 
@@ -29,7 +29,12 @@ def summary(comparison: Comparison) -> dict[str, Any]:
             label: {
                 "contract": [contract.model_dump(mode="json") for contract in comparison.contracts[label]],
                 "runs": [
-                    {"seed": run.seed, "fleet": str(run.fleet), "steps": [asdict(step) for step in run.steps]}
+                    {
+                        "seed": run.seed,
+                        "fleet": str(run.fleet),
+                        "infeasible": list(run.infeasible),
+                        "steps": [asdict(step) for step in run.steps],
+                    }
                     for run in runs
                 ],
             }

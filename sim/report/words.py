@@ -30,6 +30,20 @@ def best_fleets(comparison: Comparison) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
+def infeasible(comparison: Comparison) -> list[str]:
+    """By policy, in how many steps no plan could keep its contract, and why in the first of them."""
+    told = []
+    for label, runs in comparison.results.items():
+        reasons = [reason for run in runs for reason in run.infeasible]
+        if reasons:
+            steps = sum(len(run.steps) for run in runs)
+            told.append(
+                f"{label}: the contract could not be kept by any plan in {len(reasons)} of {steps} steps, and the "
+                f"nearest one was kept; of generation in the first of them: {reasons[0]}"
+            )
+    return told
+
+
 def _multiple(measure: MultipleOf, of: str) -> str:
     return f"{measure.times:g} x the {of} of {measure.policy}"
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from rlhfless.records.traces import trace_folder
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import (
@@ -29,7 +30,7 @@ def batches(scenario: Scenario, seed: int) -> list[RolloutBatch]:
     if isinstance(workload, LognormalWorkload | BimodalWorkload):
         return list(synthetic(scenario, workload, seed).batches(scenario.steps))
     if isinstance(workload, RecordedWorkload):
-        return _enough(scenario, read_runtime(workload.path))
+        return _enough(scenario, read_runtime(trace_folder(workload.path)))
     requests = read_azure(workload.path) if isinstance(workload, AzureWorkload) else read_mooncake(workload.path)
     if len(requests) < scenario.prompts_per_step:
         return _enough(scenario, [])

@@ -179,6 +179,20 @@ async def test_decisions_are_noted_and_the_planned_time_is_a_metric() -> None:
     assert scene.fleet.started == [(2, 130.0, 3)]
 
 
+async def test_a_contract_that_cannot_be_kept_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    told = {"feasible": False, "reason": "no plan ends before 9 s", "nearest": "cheapest within 9 s"}
+    late, fine = (Decision(3, 100.0, "plan", "1 actors", {"feasible": True, **more}) for more in (told, {}))
+    policy = Scripted(StepBegan=[Note(late), Note(late), Note(fine), Note(late), Assign(0, ints(0, 1))])
+    with caplog.at_level(logging.WARNING, "rlhfless.loop.steering"):
+        scene = Scene(FakePool("a"), "p", policy)
+        await until(lambda: bool(scene.pool["a"].running))
+        await scene.ended("a")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2  # and again when it had been kept in between
+    assert "no plan ends before 9 s" in said[0]
+    assert "the nearest is kept: cheapest within 9 s" in said[0]
+
+
 def boom(view: StepView) -> Sequence[Action]:
     raise ZeroDivisionError("no lengths")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,35 @@ def test_a_comparison_is_shown_and_written(scenario: Path, tmp_path: Path) -> No
     assert {"report.html", "summary.json", "scenario.yaml", "pareto.png", "perfetto-clairvoyant.json"} <= written
 
 
+def test_a_contract_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
+    path, limit = tmp_path / "tiny.yaml", {"type": "cheapest", "deadline_s": 0.01, "per": "step"}
+    names = ["static_colocated", "cost_aware"]
+    path.write_text(yaml.safe_dump(values(contract=limit, seeds=1, policies=[{"name": name} for name in names])))
+    result = invoke(path, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    said = "cost_aware: the contract could not be kept by any plan in 4 of 4 steps, and the nearest one was kept"
+    assert said in " ".join(result.stdout.split())
+    assert said in (tmp_path / "out" / "tiny" / "report.html").read_text()
+    runs = json.loads((tmp_path / "out" / "tiny" / "summary.json").read_text())["policies"]
+    assert [len(runs[name]["runs"][0]["infeasible"]) for name in names] == [0, 4]
+
+
+def test_a_recorded_run_is_a_workload_by_its_own_folder(run: Path, tmp_path: Path) -> None:
+    path, entry = tmp_path / "tiny.yaml", [{"name": "static"}]
+    recorded = {"type": "recorded", "path": str(run)}
+    sizes = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens": 112, "steps": 4, "seeds": 1}
+    path.write_text(yaml.safe_dump(values(workload=recorded, policies=entry, **sizes)))
+    result = invoke(path, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["nowhere.yaml"], "nowhere.yaml: 1 problem\n- no such file"),
         ([], "no scenario file was given"),
         (["--calibrate"], "no folder of a recorded run was given"),
-        (["--replay", "nowhere"], "name the `trace` folder of a run"),
+        (["--replay", "nowhere"], "name the folder of a run, or the `trace` in it"),
         (["a.yaml", "--replay", "nowhere"], "--replay takes no scenario, got a.yaml"),
     ],
 )
