@@ -8,7 +8,8 @@ to the emptiest actor at every beat. Lengths are lognormal with a drift. The fig
 scoring, learning, the bill), after one step that compiles and warms up.
 
 Then steps of 8,192 responses on 64 actors under policies that people use, with all that they decide: the price of a
-step, and of 1,000.
+step, and of 1,000, told apart by who takes it: the simulator, plans (and what is learned when a step ends), and looks
+at a step while it is drawn.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.placement import Seat, Slot
 from rlhfless.scaling.policies import POLICIES, CostAwareSettings, make_policy
-from rlhfless.scaling.policy import Action, Assign, Event, Lost, Move, Start, StepBegan, StepView
+from rlhfless.scaling.policy import Action, Assign, Beat, Event, Lost, Move, Policy, Start, StepBegan, StepView
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
@@ -108,19 +109,43 @@ def workload(prompts: int, samples: int) -> SyntheticWorkload:
     return SyntheticWorkload(shape, 4 * prompts, prompts, samples, 256, MAX_TOKENS, drift_per_step=0.01, seed=0)
 
 
+class Timed:
+    """A policy, and what its answers take: when a step begins or ends, and while it is drawn."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.plans_s = self.looks_s = 0.0
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        began_s = time.process_time()
+        actions = self._policy.decide(at_s, event, view)
+        took_s = time.process_time() - began_s
+        if isinstance(event, Beat):
+            self.looks_s += took_s
+        else:
+            self.plans_s += took_s
+        return actions
+
+
 def planned(name: str) -> None:
     """Prints what steps under a policy take, after one that warms up."""
     settings = POLICIES[name].settings()
     if isinstance(settings, CostAwareSettings):
         settings = settings.model_copy(update={"steps": PLANNED_STEPS})
-    simulation = Simulation(fleet(PLANNED_ACTORS), make_policy(name, settings), load_price_book())
+    policy = Timed(make_policy(name, settings))
+    simulation = Simulation(fleet(PLANNED_ACTORS), policy, load_price_book())
     first, *batches = workload(PLANNED_PROMPTS, 8).batches(PLANNED_STEPS + 1)
     simulation.step(first)
+    policy.plans_s = policy.looks_s = 0.0
     began_s = time.process_time()
     for batch in batches:
         simulation.step(batch)
     step_s = (time.process_time() - began_s) / PLANNED_STEPS
-    print(f"{name:26} {1e3 * step_s:6.0f} ms of processor time a step, {1e3 * step_s:6.0f} s for 1,000 steps")
+    plans_s, looks_s = policy.plans_s / PLANNED_STEPS, policy.looks_s / PLANNED_STEPS
+    print(
+        f"{name:26} {1e3 * step_s:6.0f} s of processor time for 1,000 steps: simulator "
+        f"{1e3 * (step_s - plans_s - looks_s):.0f}, plans {1e3 * plans_s:.0f}, looks in mid-step {1e3 * looks_s:.0f}"
+    )
 
 
 def main() -> None:
