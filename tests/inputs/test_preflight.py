@@ -241,8 +241,10 @@ def test_settings_that_do_harm_or_nothing_are_warned_of(check):
             generation={"max_tokens": 16, "top_p": 0.9},
             learner={"micro_batch_tokens": 10},
             rewards=[{"type": "length_penalty", "free_tokens": 16, "max_tokens": 20}],
+            scaling={"contract": {"type": "weighted"}},
         ).warnings
     )
+    assert "scaling.contract: is of no effect, because there are always 1 generation actors" in warnings
     assert "generation: top_p 0.9 and top_k 0 cut the distribution" in warnings
     assert "learner.micro_batch_tokens: 10 is below the longest sequence of 18 tokens" in warnings
     assert "rewards.0: no response is longer than free_tokens (16)" in warnings
