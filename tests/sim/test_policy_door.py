@@ -34,6 +34,7 @@ from rlhfless.scaling.policy import (
     Generated,
     Move,
     Release,
+    Serving,
     Start,
     StepBegan,
     StepView,
@@ -65,6 +66,18 @@ def test_what_a_policy_sees() -> None:
     assert seen[-1] == (generation.end_s, 200, True, True)
     assert len(seen) > 10
     assert all(at_s == pytest.approx(0.5 * (i + 1)) for i, (at_s, *_) in enumerate(seen[:-1]))
+
+
+def test_who_serves_from_one_instant_on_is_seen_before_the_first_is_told() -> None:
+    told: list[tuple[int, list[ReplicaState | None]]] = []
+
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG001
+        if isinstance(event, Serving):
+            told.append((event.place, [view.places[place].state for place in (0, 1)]))
+        return ()
+
+    one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch_of([(5, [20]), (5, [20])]))
+    assert told == [(place, [ReplicaState.SERVING] * 2) for place in (0, 1)]
 
 
 def test_rooms_as_a_policy_sees_them() -> None:
