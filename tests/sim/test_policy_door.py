@@ -71,7 +71,7 @@ def test_what_a_policy_sees() -> None:
 def test_who_serves_from_one_instant_on_is_seen_before_the_first_is_told() -> None:
     told: list[tuple[int, list[ReplicaState | None]]] = []
 
-    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG001
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         if isinstance(event, Serving):
             told.append((event.place, [view.places[place].state for place in (0, 1)]))
         return ()
