@@ -68,7 +68,7 @@ class LinearEngine:
         return self.fixed_s + self.sequence_s * sequences
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        return tokens * (self.prefill_token_s + self.prefill_context_s * (context_tokens + tokens / 2))
+        return _prefill_s(self, tokens, context_tokens)
 
     @property
     def coefficients(self) -> Array:
@@ -100,13 +100,17 @@ class BentEngine:
         return self.fixed_s + sum(slope_s * max(min(sequences, end) - begin, 0) for begin, end, slope_s in pieces)
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        return tokens * (self.prefill_token_s + self.prefill_context_s * (context_tokens + tokens / 2))
+        return _prefill_s(self, tokens, context_tokens)
 
     @property
     def coefficients(self) -> Array:
         """[WORK]: what each sum of a span is multiplied with."""
         ends = self.context_s, self.prefill_token_s, self.prefill_context_s
         return np.array([self.fixed_s, *self.sequence_s, *ends])
+
+
+def _prefill_s(engine: LinearEngine | BentEngine, tokens: int, context_tokens: int) -> float:
+    return tokens * (engine.prefill_token_s + engine.prefill_context_s * (context_tokens + tokens / 2))
 
 
 class LatencyFit:
