@@ -220,6 +220,8 @@ class Simulation:
         """Tells the policy what happened at one instant, and does what it says to each."""
         view = under_way.window.look()
         for event in events:
+            if isinstance(event, Serving) and view.places[event.place].state is not ReplicaState.SERVING:
+                continue  # released by what it said to one before
             self._wait(under_way)
             actions = self._policy.decide(self.now_s, event, view)
             for action in actions:

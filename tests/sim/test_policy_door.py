@@ -80,6 +80,19 @@ def test_who_serves_from_one_instant_on_is_seen_before_the_first_is_told() -> No
     assert told == [(place, [ReplicaState.SERVING] * 2) for place in (0, 1)]
 
 
+def test_who_was_released_at_the_instant_it_came_up_is_not_told_of() -> None:
+    told: list[int] = []
+
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        if not isinstance(event, Serving):
+            return ()
+        told.append(event.place)
+        return [Release(1, None)]  # it has no samples: there is one group
+
+    one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch_of([(5, [20])]))
+    assert told == [0]
+
+
 def test_rooms_as_a_policy_sees_them() -> None:
     eight = Seat(tuple(Slot(f"h100-{i}", "h100", i) for i in range(8)), 1.0)
     setup = setup_of(actor(0), actor(1), learner=on(LEARNER, site(0, seat=eight)))
