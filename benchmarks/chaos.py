@@ -17,7 +17,6 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from demo_run import demo_command
 from where import machine
 
 from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.accounting import check_holdings
 
-HERE = Path(__file__).parent
 VICTIMS = ("generation", "engine", "scoring", "learner", "rank", "driver")
 
 # What the command line of a victim holds.
@@ -57,22 +56,15 @@ class Ended:
 
 
 def command(model: Path, output: Path, seed: int, steps: int) -> list[str]:
-    program = str(Path(sys.executable).with_name("rlhfless"))
     settings = {
-        "model.path": model / "model",
-        "prompts.path": model / "train.jsonl",
-        "prompts.held_out.path": model / "heldout.jsonl",
-        "output": output,
         "seed": seed,
-        "logging.console": "off",
         "logging.record_tokens": "true",
         "checkpoint.every_steps": 5,
         "steps": steps,
         "recovery": '{"lease_s": 20, "beat_s": 10, "per_step": 10}',
         "timeouts.drain_s": 5,
     }
-    demo = str(HERE.parent / "examples" / "demo.yaml")
-    return [program, "run", demo, *(part for key, value in settings.items() for part in ("--set", f"{key}={value}"))]
+    return demo_command(model, output, [f"{key}={value}" for key, value in settings.items()])
 
 
 def steps_done(output: Path) -> int:

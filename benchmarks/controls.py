@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from demo_run import demo_command
 from where import machine
 
 HERE = Path(__file__).parent
@@ -35,18 +35,7 @@ SETTINGS: dict[str, list[str]] = {
 def run(model: Path, kind: str, seed: int) -> list[dict[str, float]]:
     """The evaluations of one run: the first and the last."""
     with tempfile.TemporaryDirectory() as output:
-        settings = [
-            f"model.path={model / 'model'}",
-            f"prompts.path={model / 'train.jsonl'}",
-            f"prompts.held_out.path={model / 'heldout.jsonl'}",
-            f"seed={seed}",
-            f"output={output}",
-            "logging.console=off",
-            *SETTINGS[kind],
-        ]
-        command = [str(Path(sys.executable).with_name("rlhfless")), "run", str(HERE.parent / "examples" / "demo.yaml")]
-        for setting in settings:
-            command += ["--set", setting]
+        command = demo_command(model, Path(output), [f"seed={seed}", *SETTINGS[kind]])
         # The reward is imported from the current folder, as a user's own would be.
         subprocess.run(command, check=True, cwd=HERE)
         lines = next(Path(output).glob("*/metrics.jsonl")).read_text().splitlines()

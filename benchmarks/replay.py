@@ -15,11 +15,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from demo_run import demo_command
 from where import machine
 
 from rlhfless.records.traces import read_trace
@@ -40,18 +40,8 @@ KINDS = {
 
 def record(model: Path, output: Path, steps: int, changes: Sequence[str]) -> Path:
     """One run; returns its trace."""
-    settings = [
-        f"model.path={model / 'model'}",
-        f"prompts.path={model / 'train.jsonl'}",
-        f"prompts.held_out.path={model / 'heldout.jsonl'}",
-        f"output={output}",
-        f"steps={steps}",
-        "evaluation.every_steps=null",
-        "logging.console=off",
-        *changes,
-    ]
-    program, demo = Path(sys.executable).with_name("rlhfless"), Path(__file__).parent.parent / "examples" / "demo.yaml"
-    subprocess.run([program, "run", demo, *(part for one in settings for part in ("--set", one))], check=True)
+    settings = [f"steps={steps}", "evaluation.every_steps=null", *changes]
+    subprocess.run(demo_command(model, output, settings), check=True)
     return next(output.iterdir()) / "trace"
 
 

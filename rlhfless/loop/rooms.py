@@ -142,7 +142,7 @@ class LiveFleet:
     def _usd_per_s(self, function: FunctionName, seat: Seat) -> float:
         """What releasing it would save: nothing if it is never released."""
         bounds = self._spec.scaling.generation
-        if function is FunctionName.GENERATION and bounds.min_actors == bounds.max_actors:
+        if function is FunctionName.GENERATION and bounds.fixed:
             return 0.0
         prices = (self._ledger.prices.device(slot.kind) for slot in seat.slots)
         return sum(price.saved_usd_per_hour for price in prices) * seat.share / SECONDS_PER_HOUR

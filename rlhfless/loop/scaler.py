@@ -103,7 +103,7 @@ def policy_of(spec: RunSpec, earlier: Trace | None, spent_usd: float = 0.0) -> P
 
 def _contract(scaling: ScalingSpec, spent_s: float, spent_usd: float) -> ContractSpec:
     contract, bounds = scaling.contract, scaling.generation
-    if bounds.min_actors == bounds.max_actors:
+    if bounds.fixed:
         return WeightedSpec(time_weight=1.0)  # it costs the same whatever is decided
     if isinstance(contract, CheapestSpec) and contract.per == "run":
         return contract.model_copy(update={"deadline_s": max(contract.deadline_s - spent_s, 0.0)})

@@ -38,6 +38,11 @@ class GenerationScalingSpec(SpecModel):
             raise ValueError(f"max_actors ({self.max_actors}) is below min_actors ({self.min_actors})")
         return self
 
+    @property
+    def fixed(self) -> bool:
+        """The number of actors is given, and nothing decides about it."""
+        return self.min_actors == self.max_actors
+
 
 Hold = Literal["auto", "always", "never"]
 """Between two uses: keep the replica warm, release it, or whichever costs less by the run's own ledger."""

@@ -24,6 +24,7 @@ from rlhfless.records.traces import TracedRollout
 
 Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ def spans(requests: Requests) -> tuple[Array, Array]:
     """Work [requests, WORK] done while each request ran, and how long that took [requests]."""
     start, end = requests.started_s, requests.finished_s
     first, last = iterations(requests)
-    sequences, read = _batches(first, last), _read(requests, first, last)
+    order = np.argsort(np.concatenate([first, last]), kind="stable")
+    sequences, read = _batches(first, last, order), _read(requests, first, last, order)
     new = requests.prompt_tokens - requests.cached_tokens
     prefilled = _between(start, new, start, end)
     prefill_read = _between(start, new * (requests.cached_tokens + new / 2), start, end)
@@ -121,11 +123,10 @@ def _between(at: Array, amount: Array, start: Array, end: Array) -> Array:
     return result
 
 
-def _batches(first: Array, last: Array) -> list[Array]:
-    """By knot, the sum [requests] over the iterations `first` to `last` of each of what the batch has beyond it."""
-    times = np.concatenate([first, last])
-    order = np.argsort(times, kind="stable")
-    at = times[order]
+def _batches(first: Array, last: Array, order: Ints) -> list[Array]:
+    """By knot, the sum [requests] over the iterations `first` to `last` of each of what the batch has beyond it.
+    `order` sorts all begins and ends."""
+    at = np.concatenate([first, last])[order]
     running = np.cumsum(np.where(order < first.size, 1, -1))  # from each event to the next
     sums = []
     for knot, following in zip(KNOTS, (*KNOTS[1:], np.inf), strict=True):
@@ -135,7 +136,7 @@ def _batches(first: Array, last: Array) -> list[Array]:
     return sums
 
 
-def _read(requests: Requests, first: Array, last: Array) -> Array:
+def _read(requests: Requests, first: Array, last: Array, order: Ints) -> Array:
     """[requests]: the context that the tokens read which all requests drew between `first` and `last` of each.
 
     A request has drawn n = t - first tokens by iteration t, and read (prompt + n / 2) n: a polynomial in t. Their sum
@@ -146,13 +147,12 @@ def _read(requests: Requests, first: Array, last: Array) -> Array:
     reading = np.stack([first**2 / 2 - prompt * first, prompt - first, np.full_like(first, 0.5)], axis=1)
     finished = np.zeros_like(reading)
     finished[:, 0] = prompt * length + length**2 / 2
-    times = np.concatenate([first, last])
-    order = np.argsort(times, kind="stable")
+    at = np.concatenate([first, last])[order]
     steps = np.cumsum(np.concatenate([reading, finished - reading])[order], axis=0)
     table = np.concatenate([np.zeros((1, 3)), steps])
 
     def upto(t: Array) -> Array:
-        row = table[np.searchsorted(times[order], t, side="right")]
+        row = table[np.searchsorted(at, t, side="right")]
         total: Array = (row * np.stack([np.ones_like(t), t, t * t], axis=1)).sum(axis=1)
         return total
 

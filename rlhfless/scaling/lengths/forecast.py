@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.scaling.lengths.hazard import Array, BoolArray
+from rlhfless.scaling.lengths.hazard import Array, BoolArray, Ints
 
 QUANTILE_LEVELS: Array = np.array([0.01, 0.05, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.95, 0.99, 0.999, 0.9999])
 """Q levels, the same in every forecast. The upper ones are there because the longest of a batch decides its end."""
@@ -23,7 +23,7 @@ def mean_weights(levels: Array) -> Array:
 _MEAN_WEIGHTS = mean_weights(QUANTILE_LEVELS)
 
 
-def runs(*columns: npt.NDArray[np.generic]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+def runs(*columns: npt.NDArray[np.generic]) -> tuple[Ints, Ints]:
     """Rows that follow each other and are equal in all columns [rows] make a run: the run of each row [rows], and the
     first row of each run [runs]."""
     begins = np.ones(columns[0].size, np.bool_)
@@ -39,10 +39,10 @@ class Forecast:
 
     prompt_ids: tuple[str, ...]
     """Of the step, in the order in which it began."""
-    prompt: npt.NDArray[np.intp]  # [samples]: index into prompt_ids
-    sample: npt.NDArray[np.intp]  # [samples]: sample index
+    prompt: Ints  # [samples]: index into prompt_ids
+    sample: Ints  # [samples]: sample index
     tokens: Array  # [samples]: drawn so far
-    kind: npt.NDArray[np.intp]
+    kind: Ints
     """[samples]: row of `table`. Siblings that have drawn as many tokens are alike, and forecast once."""
     table: Array
     """[kinds, Q]: remaining tokens, ascending along Q: at least 1, and never beyond max_tokens."""

@@ -176,7 +176,7 @@ class Reviewer:
             source = int(np.argmax(board.end_s))
             mine = np.flatnonzero(rows.home == source)
             half = mine[np.argsort(means[mine], kind="stable")][: mine.size // 2]
-            if not half.size or not may_relieve(board, aim):
+            if not half.size:
                 break
             delay_s = again.seconds[source] * half.size / mine.size
             # Of actors that have work, the board knows how long they are waited for.
@@ -188,6 +188,8 @@ class Reviewer:
             carry_out(board, move, waits[move.target], aim.confidence)
             rows.home[half] = move.target
             notes.append(note(now, move, "relieve", aim))
+            if not may_relieve(board, aim):
+                break
         return notes
 
 
