@@ -22,19 +22,10 @@ layout of `sim.memory` is part of the functions' types, so that it is looked at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
 
-from numba import njit
-
+from rlhfless.scaling.compiled import compiled, inlined, part
 from rlhfless.scaling.policy import NOBODY
 from rlhfless.sim.memory import Costs, Flags, Ints, Limits, Pool, State, Table
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-LIGHT = {"cache": True, "error_model": "numpy", "_nrt": False}
-"""No division is by zero, and not checking for it doubles the speed. Nothing is allocated, so no references to arrays
-are counted: a call of a part costs little, and need not be inlined, which would take long to compile."""
 
 JOIN_S = 0.030
 """Work that follows other work that closely is one call with it, as in the runtime (`rlhfless.loop.experience`)."""
@@ -47,22 +38,6 @@ GROUPS, FINISHED = 0, 1
 
 ENDED, OVER = 0, 1
 """Places in `Pool.totals`."""
-
-
-def compiled(function: F) -> F:
-    """The function as machine code, kept on disk between processes."""
-    return cast(F, njit(**LIGHT)(function))
-
-
-def part(function: F) -> F:
-    """The same, of what is only called from machine code: without a way in from Python it compiles in less time."""
-    return cast(F, njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **LIGHT)(function))
-
-
-def inlined(function: F) -> F:
-    """The same, put where it is called: for what returns a record, which no function can, and for what is long and
-    called once, which then is optimised once."""
-    return cast(F, njit(inline="always", **LIGHT)(function))
 
 
 @compiled

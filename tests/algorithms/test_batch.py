@@ -13,7 +13,7 @@ from rlhfless.algorithms.batch import Denominators, PackedBatch, in_batch_order,
 from rlhfless.records import Group
 
 PER_TOKEN = ("tokens", "positions", "response_mask", "rollout_logprobs", "advantages")
-FIXTURE_IS_PURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+FIXTURE_IS_PURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 groups_as_data = st.lists(
     st.tuples(

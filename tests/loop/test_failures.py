@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 from fake_fleet import group
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.algorithms.advantages import STD_FLOOR, with_grpo_advantages
@@ -59,7 +59,6 @@ SCORES = st.lists(
 ).filter(lambda groups: any(value is not None for values in groups for value in values))
 
 
-@settings(deadline=None)
 @given(SCORES)
 def test_advantages_are_those_of_the_kept_samples_of_each_group(values: list[list[float | None]]) -> None:
     scores = [[BAD if value is None else Score(value, {"judge": value}) for value in of_group] for of_group in values]

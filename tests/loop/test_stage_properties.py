@@ -67,7 +67,7 @@ async def play(random: Random) -> list[Rollout]:
     return [rollout for group in reader.groups for rollout in group.rollouts]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_no_sample_is_lost_or_doubled_under_any_decisions(seed: int) -> None:
     logging.disable(logging.ERROR)

@@ -254,7 +254,7 @@ names = st.text(max_size=8)
 metrics = st.dictionaries(names, st.floats(allow_nan=False))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 2**40), times, times, metrics), max_size=5), st.data())
 def test_any_steps_survive_the_round_trip(
     tmp_path_factory: pytest.TempPathFactory,

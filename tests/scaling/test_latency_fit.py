@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records import FinishReason, FunctionName, Invocation, Work
@@ -162,7 +162,6 @@ def test_it_follows_an_engine_that_became_slower() -> None:
     assert np.median(np.abs(work @ fit.model().coefficients / seconds - 1)) < 0.05
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 4000), st.integers(1, 2000), st.floats(0, 50), st.floats(0.1, 50)),

@@ -216,7 +216,7 @@ def test_truncated_responses_count_as_at_least() -> None:
     assert before_step(cut, "new").remaining_tokens[0, MEDIAN] > 600
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.tuples(lengths, st.booleans()), min_size=1, max_size=4), min_size=1, max_size=6),
     st.lists(st.integers(0, MAX_TOKENS), min_size=1, max_size=4),
@@ -239,7 +239,7 @@ def test_quantiles_are_ordered_and_within_bounds(visits: list[list[tuple[int, bo
     assert np.all(forecast.mean_tokens <= forecast.remaining_tokens[:, -1] * (1 + rounding))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(lengths, min_size=1, max_size=20), st.integers(1, 10))
 def test_truncated_samples_never_lower_the_forecast_of_a_new_prompt(known: list[int], cut: int) -> None:
     one, two = LengthPredictor(MAX_TOKENS), LengthPredictor(MAX_TOKENS)

@@ -226,7 +226,7 @@ def play_naively(scenario: Scenario) -> NaiveEngine:
 
 
 @given(scenarios())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_closed_form_equals_the_naive_loop(scenario: Scenario) -> None:
     engine, naive = play(scenario), play_naively(scenario)
     expected = [naive.finish_s[sample] for sample in range(scenario.batch.samples)]
@@ -236,7 +236,7 @@ def test_closed_form_equals_the_naive_loop(scenario: Scenario) -> None:
 
 
 @given(scenarios())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_nothing_is_lost_or_left_behind(scenario: Scenario) -> None:
     engine = play(scenario)
     assert engine.progress.finished.all()
@@ -247,7 +247,7 @@ def test_nothing_is_lost_or_left_behind(scenario: Scenario) -> None:
 
 
 @given(scenarios(), st.lists(st.floats(0.0, 5.0, allow_nan=False), max_size=6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_stopping_in_between_changes_nothing(scenario: Scenario, stops: list[float]) -> None:
     whole, split = play(scenario), play(scenario, tuple(sorted(stops)))
     assert split.progress.table.finish_s == pytest.approx(whole.progress.table.finish_s, rel=EXACT)
@@ -255,7 +255,7 @@ def test_stopping_in_between_changes_nothing(scenario: Scenario, stops: list[flo
 
 
 @given(scenarios(with_cuts=False))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_makespan_is_at_least_the_longest_response_alone(scenario: Scenario) -> None:
     engine = play(scenario)
     alone_s = max(

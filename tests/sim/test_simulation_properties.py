@@ -107,7 +107,7 @@ def check_books(run: Run, policy: Policy) -> None:
 
 
 @given(runs())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_nothing_is_lost_doubled_or_billed_twice(run: Run) -> None:
     check_books(run, run.restless())
 
@@ -120,19 +120,19 @@ CONTRACTS = st.one_of(
 
 
 @given(run=runs(), contract=CONTRACTS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_so_it_is_with_the_runs_own_scaler_under_any_contract(run: Run, contract: ContractSpec) -> None:
     check_books(run, make_policy("cost_aware", CostAwareSettings(contract=contract, steps=len(run.batches))))
 
 
 @given(run=runs(), name=st.sampled_from(sorted(POLICIES)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_and_with_every_other_policy(run: Run, name: str) -> None:
     check_books(run, make_policy(name, POLICIES[name].settings()))
 
 
 @given(run=runs(), contract=CONTRACTS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_and_with_the_bounds(run: Run, contract: ContractSpec) -> None:
     lengths = {batch.step: batch.response_tokens for batch in run.batches}
     by_step = {batch.step: batch for batch in run.batches}
@@ -148,14 +148,14 @@ def test_and_with_the_bounds(run: Run, contract: ContractSpec) -> None:
 
 
 @given(runs())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_same_seed_gives_the_same_run(run: Run) -> None:
     first, second = (play(run.setup, run.batches, run.restless())[0].close() for _ in range(2))
     assert first == second
 
 
 @given(runs(), st.floats(1e6, 1e10))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_more_bandwidth_never_takes_longer(run: Run, bandwidth_bytes_per_s: float) -> None:
     ends = []
     for factor in (1, 3):
@@ -168,7 +168,7 @@ def test_more_bandwidth_never_takes_longer(run: Run, bandwidth_bytes_per_s: floa
 
 
 @given(runs(), st.floats(0.05, 5.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_stopping_more_often_changes_nothing(run: Run, beat_s: float) -> None:
     """A policy that does nothing at beats gets the same run with any beat."""
     traces = []
@@ -183,7 +183,7 @@ def test_stopping_more_often_changes_nothing(run: Run, beat_s: float) -> None:
 
 
 @given(runs(), st.sampled_from([None, "host", "disk"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_no_step_is_shorter_than_its_longest_response(run: Run, tier: str | None) -> None:
     simulation, _ = play(calm(run.setup), run.batches, InTurns(tier))
     trace = simulation.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,13 +39,23 @@ class Forecast:
 
     prompt_ids: tuple[str, ...]
     """Of the step, in the order in which it began."""
-    prompt: Ints  # [samples]: index into prompt_ids
     sample: Ints  # [samples]: sample index
-    tokens: Array  # [samples]: drawn so far
     kind: Ints
     """[samples]: row of `table`. Siblings that have drawn as many tokens are alike, and forecast once."""
+    kind_prompt: Ints  # [kinds]: index into prompt_ids
+    kind_tokens: Array  # [kinds]: drawn so far
     table: Array
     """[kinds, Q]: remaining tokens, ascending along Q: at least 1, and never beyond max_tokens."""
+
+    @property
+    def prompt(self) -> Ints:
+        """[samples]: index into prompt_ids."""
+        return self.kind_prompt[self.kind]
+
+    @property
+    def tokens(self) -> Array:
+        """[samples]: drawn so far."""
+        return self.kind_tokens[self.kind]
 
     @property
     def remaining_tokens(self) -> Array:
@@ -65,14 +75,7 @@ class Forecast:
 
     def take(self, rows: BoolArray) -> Forecast:
         """Only these samples; `rows` [samples]."""
-        return Forecast(
-            self.prompt_ids,
-            self.prompt[rows],
-            self.sample[rows],
-            self.tokens[rows],
-            self.kind[rows],
-            self.table,
-        )
+        return replace(self, sample=self.sample[rows], kind=self.kind[rows])
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.sample)

@@ -19,6 +19,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from rlhfless.scaling.lengths.kernel import Shape
+
 Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.intp]
@@ -52,6 +54,10 @@ class HazardTable:
         """The inverse: where H reaches `hazard`, any shape."""
         result: Array = np.interp(hazard, self._hazard, self._x)
         return result
+
+    def shape(self, mean: float, sd: float) -> Shape:
+        """Of the distribution of (x - mean) / sd."""
+        return Shape((self._x - mean) / sd, self._hazard)
 
     def moments(self) -> tuple[float, float]:
         """Mean and standard deviation."""

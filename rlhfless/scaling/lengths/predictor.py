@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast, runs
+from rlhfless.scaling.lengths import kernel
+from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast
 from rlhfless.scaling.lengths.hazard import Array, BoolArray, HazardTable
 from rlhfless.scaling.lengths.history import STEPS_KEPT, History
 from rlhfless.scaling.lengths.levels import Levels, Samples, update, without_each
@@ -118,7 +119,7 @@ class LengthPredictor:
         after = update(ended.prior, ended.spread, samples)
         self._learn_errors(ended, samples)
         self._history.learn_scatter(ended.prior, after, ended.spread, ended.seen, samples)
-        known, cut_off = samples.finished, (samples.count > 0) & ~samples.finished
+        known, cut_off = samples.finished, (samples.number > 0) & ~samples.finished
         self._run.add(samples.log_tokens[known], samples.log_tokens[cut_off], STEPS_KEPT)
         self._mean, self._sd = self._run.moments()
         self._history.remember(ended.prompt_ids, self._mean, after, ended.spread, samples)
@@ -126,41 +127,27 @@ class LengthPredictor:
     def forecast(self, step: int) -> Forecast:
         """What the step's unfinished samples have still to draw. Raises KeyError for a step that is not open."""
         now = self._open[step]
-        prompt, sample = np.nonzero(now.running)
-        tokens = now.tokens[prompt, sample]
-        kind, first = runs(prompt, tokens)
-        which, drawn = prompt[first], tokens[first]
-        if now.tokens.any():
-            rows, row = np.unique(which, return_inverse=True)
-            samples, spread = now.evidence(rows, row, drawn, np.diff(first, append=len(prompt))), now.spread[rows]
-            prior = Levels(now.prior.mean[rows], now.prior.variance[rows])
-            others = without_each(update(prior, spread, samples), spread, samples)
-            each = Levels(others.mean[: row.size], others.variance[: row.size])
-        else:  # nothing is known yet but what was before
-            each = Levels(now.prior.mean[which], now.prior.variance[which])
-        table = self._totals(each, now.spread[which], now.between, drawn) - drawn[:, None]
-        np.clip(table, 1.0, np.maximum(self._max_tokens - drawn, 1.0)[:, None], out=table)
-        return Forecast(now.prompt_ids, prompt, sample, tokens, kind, table)
+        running = now.running()
+        which = running.prompt
+        others = without_each(update(now.prior, now.spread, running.evidence), now.spread, running.evidence)
+        levels = Levels(others.mean[: which.size], others.variance[: which.size])
+        table = self._left_tokens(levels, now.spread[which], now.between, running.tokens)
+        return Forecast(now.prompt_ids, running.sample, running.kind, which, running.tokens, table)
 
-    def _totals(self, levels: Levels, spread: Array, between: float, tokens: Array) -> Array:
-        """Quantiles [samples, Q] of the whole length, given that it is longer than `tokens`."""
-        known = levels.variance < _KNOWN * between
-        scale = np.sqrt(levels.variance + spread**2)
-        begun = tokens > 0
-        at = (np.log(np.maximum(tokens, 1.0)) - levels.mean) / scale
-        shape = np.empty((len(tokens), len(QUANTILE_LEVELS)))
-        new = ~known
+    def _left_tokens(self, levels: Levels, spread: Array, between: float, tokens: Array) -> Array:
+        """Quantiles [kinds, Q] of what is left to draw after `tokens`."""
+        known, scale = levels.variance < _KNOWN * between, np.sqrt(levels.variance + spread**2)
+        table = np.empty((tokens.size, QUANTILE_LEVELS.size))
         # The run's table stands in log tokens: its own mean and sd make a shape of it.
-        behind = self._run.cumulative_hazard(self._mean + self._sd * at[new]) * begun[new]
-        shape[new] = (self._run.at_hazard(behind[:, None] + _HAZARD_AT_LEVELS) - self._mean) / self._sd
-        behind = self._errors.cumulative_hazard(at[known]) * begun[known]
-        shape[known] = self._errors.at_hazard(behind[:, None] + _HAZARD_AT_LEVELS)
-        totals: Array = np.exp(np.minimum(levels.mean[:, None] + scale[:, None] * shape, np.log(LONGEST_TOKENS)))
-        return totals
+        run, errors = self._run.shape(self._mean, self._sd), self._errors.shape(0.0, 1.0)
+        kernel.left_tokens(
+            levels.mean, scale, known, tokens, run, errors, _HAZARD_AT_LEVELS, float(self._max_tokens), table
+        )
+        return table
 
     def _learn_errors(self, ended: OpenStep, samples: Samples) -> None:
         scale = np.sqrt(ended.prior.variance + ended.spread**2)
         errors = (samples.log_tokens - ended.prior.mean[samples.prompt]) / scale[samples.prompt]
-        of_known = (samples.count > 0) & (ended.prior.variance < _KNOWN * ended.between)[samples.prompt]
+        of_known = (samples.number > 0) & (ended.prior.variance < _KNOWN * ended.between)[samples.prompt]
         known = of_known & samples.finished
         self._errors.add(errors[known], errors[of_known & ~known], STEPS_KEPT)

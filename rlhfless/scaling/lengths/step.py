@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
+from rlhfless.scaling.lengths import kernel
 from rlhfless.scaling.lengths.hazard import Array, BoolArray, Ints
 from rlhfless.scaling.lengths.levels import Levels, Samples
+
+
+class Running(NamedTuple):
+    """Unfinished samples of a step. Siblings that follow each other and have drawn as many tokens are of one kind."""
+
+    sample: Ints  # [samples]: sample index
+    kind: Ints  # [samples]
+    prompt: Ints  # [kinds]
+    tokens: Array  # [kinds]: drawn so far
+    evidence: Samples
+    """For their prompts: first the kinds themselves, then what has ended."""
 
 
 class OpenStep:
@@ -43,12 +57,6 @@ class OpenStep:
         self.ended = np.zeros(self.there.shape, dtype=bool)
         self._truncated = np.zeros(self.there.shape, dtype=bool)
 
-    @property
-    def running(self) -> BoolArray:
-        """[prompts, samples]."""
-        running: BoolArray = self.there & ~self.ended
-        return running
-
     def progress(self, prompt_id: str, sample: int, tokens: int) -> None:
         """Never steps back: beats may come late, and a sample that moved keeps its tokens."""
         row = self._rows[prompt_id]
@@ -74,19 +82,16 @@ class OpenStep:
         known = ended & ~self._truncated[prompt, sample]
         return Samples(prompt, np.log(np.maximum(tokens + ~ended, 1.0)), known, (ended | (tokens > 0)).astype(float))
 
-    def evidence(self, rows: Ints, row: Ints, drawn: Array, counts: Ints) -> Samples:
-        """The same of the prompts `rows` alone, with few entries. First come running samples: `counts` of each kind
-        [kinds] that have drawn so much, `row` [kinds] says of which of the rows. Then for each prompt those that have
-        ended, and those that were cut off: they were so at the same length.
-        """
-        prompt, sample = np.nonzero(self.ended[rows])
-        logs = np.log(np.maximum(self.tokens[rows[prompt], sample], 1.0))
-        index = prompt + self._truncated[rows[prompt], sample] * rows.size
-        ended = np.bincount(index, minlength=2 * rows.size)
-        mean = np.bincount(index, logs, minlength=2 * rows.size) / np.maximum(ended, 1)
-        return Samples(
-            prompt=np.concatenate([row, np.tile(np.arange(rows.size), 2)]),
-            log_tokens=np.concatenate([np.log(drawn + 1.0), mean]),
-            finished=np.repeat([False, True, False], [row.size, rows.size, rows.size]),
-            count=np.concatenate([counts * (drawn > 0), ended]).astype(float),
+    def running(self) -> Running:
+        """The unfinished samples, and the evidence for their prompts."""
+        prompts, most = len(self.prompt_ids), self.there.size
+        sample, kind, drawn = np.empty(most, np.intp), np.empty(most, np.intp), np.empty(most)
+        # What was cut off was so at the same length; of what has ended by itself only the mean log counts.
+        prompt = np.concatenate([np.zeros(most, np.intp), np.repeat(np.arange(prompts), 2)])
+        finished = np.concatenate([np.zeros(most, np.bool_), np.tile([True, False], prompts)])
+        entries = Samples(prompt, np.zeros(prompt.size), finished, np.zeros(prompt.size))
+        samples, kinds = kernel.gather(
+            self.there, self.tokens, self.ended, self._truncated, sample, kind, entries, drawn
         )
+        evidence = Samples(*(np.concatenate([column[:kinds], column[most:]]) for column in entries))
+        return Running(sample[:samples], kind[:samples], prompt[:kinds], drawn[:kinds], evidence)

@@ -18,12 +18,11 @@ fit from it upwards and downwards in the list. That is exact for waves of equal 
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
-
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhfless.scaling.plan import kernel
+from rlhfless.scaling.plan.kernel import Times
 from rlhfless.scaling.plan.options import DeviceOption
 from rlhfless.scaling.plan.responses import Floats, Ints, Responses
 
@@ -50,9 +49,9 @@ class GroupTimes:
         self._lengths = _sums(tokens / per_iteration)
         self._rest = _sums(reading_s + np.where(brings, costs_s, 0.0))
         # What a group that begins with this sample prefills although its list has charged it to the one before.
-        self._again = np.append(np.where(_first_of_run(prompt), 0.0, costs_s), 0.0)
+        again_s = np.append(np.where(_first_of_run(prompt), 0.0, costs_s), 0.0)
         longest = np.maximum.accumulate(tokens) if step.longest is None or actor is not None else step.longest
-        self._pieces(np.concatenate(([0.0], longest / per_iteration)))
+        end_s, start_s = self._pieces(np.concatenate(([0.0], longest / per_iteration)))
         if (most := float((tokens + context).max())) > device.kv_capacity_tokens:
             raise CapacityError(
                 f"{device.kind}: kv_capacity_tokens is {device.kv_capacity_tokens}, too little for a response that has "
@@ -61,7 +60,8 @@ class GroupTimes:
         # In a list that keeps unequal siblings together a short one lies among long ones, and is counted as one.
         as_longest = actor is None and step.order is None
         held = (longest if as_longest else tokens) + np.where(brings, context, 0.0)
-        self._waves(device, _sums(held), float(context.max()))
+        floor, waiting_s = self._waves(device, _sums(held), float(context.max()))
+        self.table = Times(end_s, start_s, again_s, waiting_s, floor, np.array(device.curve.knots))
 
     @staticmethod
     def _prefill_s(device: DeviceOption, step: Responses) -> Floats:
@@ -69,8 +69,8 @@ class GroupTimes:
         sizes, where = np.unique(step.prompt_tokens, return_inverse=True)
         return np.array([device.engine.prefill_s(int(size)) if size else 0.0 for size in sizes])[where]
 
-    def _pieces(self, running_longest: Floats) -> None:
-        """For a group whose size lies in piece m, the time is `end[m][j] - start[m][i]`."""
+    def _pieces(self, running_longest: Floats) -> tuple[Floats, Floats]:
+        """For a group whose size lies in piece m, the time is `end[m, j] - start[m, i]`."""
         curve, sums = self._curve, self._lengths
         end = curve.at_zero_s * running_longest + self._rest + curve.slopes_s[0] * sums
         ends = [end]
@@ -78,15 +78,11 @@ class GroupTimes:
             end = end.copy()
             end[knot:] += bend * sums[: max(sums.size - knot, 0)]
             ends.append(end)
-        self._inner_knots = np.array(curve.knots[1:-1], np.int64)
-        self._end = np.stack(ends)
-        self._start = np.stack([slope * sums + self._rest for slope in curve.slopes_s])
-        self._fast_end = [array("d", row.tobytes()) for row in self._end]
-        self._fast_start = [array("d", row.tobytes()) for row in self._start]
-        self._fast_again = array("d", self._again.tobytes())
+        return np.stack(ends), np.stack([slope * sums + self._rest for slope in curve.slopes_s])
 
-    def _waves(self, device: DeviceOption, kv_tokens: Floats, longest_prompt: float) -> None:
-        """For each end j of a group, `floor[j]` is the first sample of those that the engine runs at once."""
+    def _waves(self, device: DeviceOption, kv_tokens: Floats, longest_prompt: float) -> tuple[Ints, Floats]:
+        """For each end j of a group, `floor[j]` is the first sample of those that the engine runs at once; and sums of
+        what each sample takes that waits."""
         # A group that begins amid siblings holds their prompt too: room for one more prompt is kept free.
         room = device.kv_capacity_tokens - longest_prompt
         ends = np.arange(kv_tokens.size)
@@ -95,56 +91,26 @@ class GroupTimes:
         upwards = np.searchsorted(floor, ends[:-1], side="right") - 1 - ends[:-1]
         at_once = np.maximum(upwards, (upwards + ends[1:] - floor[1:]) / 2)
         rate_s = self._curve.iteration_s(at_once) / at_once
-        waiting = _sums(np.diff(self._lengths) * rate_s) + self._rest
-        self._floor, self._waiting = floor, waiting
-        self._fast_floor = array("q", floor.astype(np.int64).tobytes())
-        self._fast_waiting = array("d", waiting.tobytes())
+        return floor, _sums(np.diff(self._lengths) * rate_s) + self._rest
 
     def time_s(self, begin: Ints, end: Ints) -> Floats:
         """Seconds for the groups [begin, end), element by element, with begin < end; shapes may be broadcast."""
-        fitting = np.maximum(begin, self._floor[end])
-        piece = self._inner_knots.searchsorted(end - fitting, side="left")
-        working = self._end[piece, end] - self._start[piece, fitting]
-        return np.asarray(working + self._waiting[fitting] - self._waiting[begin] + self._again[begin])
+        times = self.table
+        fitting = np.maximum(begin, times.floor[end])
+        piece = times.knots[1:-1].searchsorted(end - fitting, side="left")
+        working = times.end_s[piece, end] - times.start_s[piece, fitting]
+        return np.asarray(working + times.waiting_s[fitting] - times.waiting_s[begin] + times.again_s[begin])
 
     def longest_group(self, end: int, limit_s: float) -> tuple[int, float]:
         """The smallest `begin` such that [begin, end) takes at most `limit_s`, and its seconds.
 
         (end, 0.0) if not even the last sample does.
         """
-        begin, seconds = self._without_repeat(end, limit_s)
-        seconds += self._fast_again[begin]
-        # A group that begins amid siblings prefills their prompt again.
-        while begin < end and seconds > limit_s:
-            begin += 1
-            seconds = self.one_s(begin, end)
-        return (begin, seconds) if begin < end else (end, 0.0)
-
-    def _without_repeat(self, end: int, limit_s: float) -> tuple[int, float]:
-        """As `longest_group`, but the prompt of siblings that are cut through is not charged again."""
-        knots, floor = self._curve.knots, self._fast_floor[end]
-        last, piece = len(knots) - 2, 0
-        while True:
-            end_s, start_s = self._fast_end[piece][end], self._fast_start[piece]
-            low = floor if piece == last else max(end - knots[piece + 1], floor)
-            if low == floor or end_s - start_s[low] > limit_s:
-                break
-            piece += 1
-        begin = bisect_left(start_s, end_s - limit_s, low, end - knots[piece] if piece else end)
-        if begin > floor or floor == 0:
-            return begin, end_s - start_s[begin] if begin < end else 0.0
-        waiting, all_s = self._fast_waiting, end_s - start_s[floor] + self._fast_waiting[floor]
-        begin = bisect_left(waiting, all_s - limit_s, 0, floor)
-        return begin, all_s - waiting[begin]
+        return kernel.longest_group(self.table, end, limit_s)
 
     def one_s(self, begin: int, end: int) -> float:
-        """`time_s` of one group that is not empty, for the inner loop of the search."""
-        fitting = max(begin, self._fast_floor[end])
-        piece = bisect_left(self._curve.knots, end - fitting, 1, len(self._curve.knots) - 1) - 1
-        seconds: float = self._fast_end[piece][end] - self._fast_start[piece][fitting] + self._fast_again[begin]
-        if fitting > begin:
-            seconds += self._fast_waiting[fitting] - self._fast_waiting[begin]
-        return seconds
+        """`time_s` of one group that is not empty."""
+        return kernel.one_s(self.table, begin, end)
 
 
 def _sums(values: Floats) -> Floats:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -153,7 +152,7 @@ class Frontier:
 
 
 def _cheaper(plan: Partition) -> tuple[float, float, int]:
-    return plan.usd, plan.step_s, len(plan.groups)
+    return plan.usd, plan.step_s, len(plan.seats)
 
 
 def _candidates(step: Responses, options: FleetOptions, listed: int, order: Ints) -> list[Candidate]:
@@ -161,11 +160,11 @@ def _candidates(step: Responses, options: FleetOptions, listed: int, order: Ints
     prompt = step.prompt[order]
     cuts = np.concatenate(([True], prompt[1:] != prompt[:-1], [True]))
     places = np.where(cuts, np.arange(cuts.size), cuts.size)
-    run_begins = array("q", np.minimum.accumulate(places[::-1])[::-1].astype(np.int64).tobytes())
+    run_begins = np.minimum.accumulate(places[::-1])[::-1].astype(np.int64)
     times = [GroupTimes(device, step, order) if device.actors else None for device in options.devices]
     found = []
     for way in orders(options, order.size):
-        seats = [seat for index, stop in way for seat in _seats(options, index, run_begins[stop], times[index])]
+        seats = [seat for index, stop in way for seat in _seats(options, index, int(run_begins[stop]), times[index])]
         found.append(Candidate(listed, order.size, tuple(seats), run_begins))
     return found
 

@@ -13,12 +13,17 @@ Actors that begin later come later, so they get the shorter samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
+from rlhfless.scaling.plan import kernel
 from rlhfless.scaling.plan.cost import GroupTimes
+from rlhfless.scaling.plan.kernel import Taken
 from rlhfless.scaling.plan.options import DeviceOption, Standby
+from rlhfless.scaling.plan.responses import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +66,29 @@ class Candidate:
     """Which of the step's lists."""
     samples: int
     seats: tuple[Seats, ...]
-    run_begins: Sequence[int]
+    run_begins: Ints
     """[samples + 1]: for each cut, the first cut at or after it that keeps siblings together."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Partition:
     """All samples of a list, each on one actor; the longest samples first."""
 
     candidate: Candidate
-    groups: tuple[Group, ...]
+    begins: Ints
+    """[groups]: each ends where the one before begins, the first one at the end of the list."""
+    work_s: Floats  # [groups]
+    seats: tuple[int, ...]
+    """[groups]: index into the candidate's seats."""
     step_s: float
     usd: float
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """One for each actor."""
+        ends = (self.candidate.samples, *self.begins.tolist())
+        seats = (self.candidate.seats[index] for index in self.seats)
+        return tuple(map(Group, self.begins.tolist(), ends, seats, self.work_s.tolist()))
 
 
 def fill(
@@ -83,27 +99,31 @@ def fill(
 
     `together` cuts through siblings only where a group could not hold all of them.
     """
-    end, usd, groups, left_s = candidate.samples, 0.0, list[Group](), math.inf
-    for seats in candidate.seats:
-        room_s, usd_per_s, longest_group = limit_s - seats.ready_s, seats.device.usd_per_s, seats.times.longest_group
-        for _ in range(min(seats.actors, max_actors - len(groups))):
-            begin, work_s = longest_group(end, room_s)
-            if begin == end:
-                break
-            wanted = max(begin, seats.stop)
-            if together and (whole := candidate.run_begins[wanted]) < end:
-                wanted = whole
-            if wanted != begin:
-                begin, work_s = wanted, seats.times.one_s(wanted, end)
-            groups.append(Group(begin, end, seats, work_s))
-            usd += (seats.ready_s + work_s) * usd_per_s
-            if begin == 0:
-                return partition(candidate, groups)
-            if usd > most_usd:
-                return math.inf
-            end = begin
-            if end <= seats.stop:
-                break
+    begins, work_s = np.empty(max_actors, np.int64), np.empty(max_actors)
+    end, usd, step_s, left_s, taken = candidate.samples, 0.0, 0.0, math.inf, list[int]()
+    for index, seats in enumerate(candidate.seats):
+        done, actors = len(taken), min(seats.actors, max_actors - len(taken))
+        got = Taken(
+            *kernel.take(
+                seats.times.table,
+                candidate.run_begins,
+                limit_s - seats.ready_s,
+                seats.stop,
+                actors,
+                together,
+                end,
+                begins[done:],
+                work_s[done:],
+            )
+        )
+        if got.actors:
+            end, step_s = got.end, max(step_s, seats.ready_s + got.most_s)
+            usd += (got.actors * seats.ready_s + got.sum_s) * seats.device.usd_per_s
+            taken += [index] * got.actors
+        if usd > most_usd:
+            return math.inf
+        if end == 0:
+            return Partition(candidate, begins[: len(taken)], work_s[: len(taken)], tuple(taken), step_s, usd)
         left_s = seats.times.one_s(0, end)
     return left_s
 
@@ -114,7 +134,7 @@ def heal(cut: Partition, limit_s: float) -> Partition:
     for index in range(len(groups) - 1):
         upper, lower = groups[index], groups[index + 1]
         at = upper.begin
-        whole = candidate.run_begins[at]
+        whole = int(candidate.run_begins[at])
         if whole == at:
             continue
         before = at - 1
@@ -127,14 +147,16 @@ def heal(cut: Partition, limit_s: float) -> Partition:
                 if not late and sum(group.usd for group in pair) <= upper.usd + lower.usd:
                     groups[index : index + 2] = pair
                     break
-    return partition(candidate, groups)
+    begins, work_s = zip(*((group.begin, group.work_s) for group in groups), strict=True)
+    return moved_to(cut, np.array(begins), np.array(work_s))
 
 
-def partition(candidate: Candidate, groups: Sequence[Group]) -> Partition:
-    """Adds up what the groups take and cost."""
-    ends_s = [group.seats.ready_s + group.work_s for group in groups]
-    usd = math.fsum(end_s * group.seats.device.usd_per_s for end_s, group in zip(ends_s, groups, strict=True))
-    return Partition(candidate, tuple(groups), max(ends_s), usd)
+def moved_to(cut: Partition, begins: Ints, work_s: Floats) -> Partition:
+    """The same actors with their groups begun elsewhere [groups]; adds up what that takes and costs."""
+    seats = [cut.candidate.seats[index] for index in cut.seats]
+    ends_s = work_s + [each.ready_s for each in seats]
+    usd = float(ends_s @ [each.device.usd_per_s for each in seats])
+    return Partition(cut.candidate, begins, work_s, cut.seats, float(ends_s.max()), usd)
 
 
 def _group(begin: int, end: int, seats: Seats) -> Group:

@@ -42,6 +42,8 @@ class Layout:
     neighbours: tuple[frozenset[int], ...]
     """For each place, those that take turns with it on a device."""
     learner_nodes: frozenset[str]
+    alike: tuple[Ints, ...]
+    """Places for generation actors that decode, in sets that differ in nothing but where they are."""
 
     @classmethod
     def of(cls, rooms: tuple[Room, ...]) -> Layout:
@@ -63,11 +65,19 @@ class Layout:
         )
         others = tuple(i for i, room in enumerate(rooms) if room.function is not FunctionName.GENERATION)
         nodes = frozenset(room.node for room in rooms if room.function is FunctionName.LEARNER)
-        return cls(rooms, generation, prefill, others, neighbours, nodes)
+        alike: dict[tuple[str, bool], list[int]] = {}
+        for place in generation:
+            alike.setdefault((rooms[place].kind, _shared(rooms, neighbours, place)), []).append(place)
+        sets = tuple(np.array(places) for places in alike.values())
+        return cls(rooms, generation, prefill, others, neighbours, nodes, sets)
 
     def shared(self, place: int) -> bool:
         """Whether another function may want its devices."""
-        return any(self.rooms[other].function is not self.rooms[place].function for other in self.neighbours[place])
+        return _shared(self.rooms, self.neighbours, place)
+
+
+def _shared(rooms: Sequence[Room], neighbours: Sequence[frozenset[int]], place: int) -> bool:
+    return any(rooms[other].function is not rooms[place].function for other in neighbours[place])
 
 
 @dataclass(frozen=True, slots=True)

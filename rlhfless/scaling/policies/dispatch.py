@@ -140,7 +140,7 @@ class StepPlanner:
         limit_s = contract.deadline_s / problem.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
         ends_s = now.at_s + limit_s, now.at_s + max(limit_s, board.last_s)
         aim = StepAim(now.at_s, *ends_s, asked.after_s, found.time_usd_per_s)
-        self._limits.begin(aim, None if ahead.known else (board.grid, board.nobody.sum(axis=0)))
+        self._limits.begin(aim, None if ahead.known else (board.grid, board.nobody()))
         return Made(found, dealt, later)
 
     def _safest(self, now: Moment, ahead: Ahead, asked: Asked, options: FleetOptions) -> tuple[Plan, Problem]:

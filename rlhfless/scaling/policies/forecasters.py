@@ -52,23 +52,25 @@ class Ahead:
         """Some of the rows."""
         return Ahead(self.samples[rows], self.levels, self.kind[rows], self.table)
 
+    def between(self, ranks: Floats) -> tuple[Ints, Ints, Floats]:
+        """For `ranks` [ranks] the levels on both sides, and how far it is from the one to the other: each [ranks]."""
+        right = np.clip(np.searchsorted(self.levels, ranks), 1, self.levels.size - 1)
+        low, high = self.levels[right - 1], self.levels[right]
+        return right - 1, right, np.clip((ranks - low) / (high - low), 0.0, 1.0)
+
     def at(self, ranks: Floats) -> Floats:
         """[kinds, ranks] for `ranks` [ranks]: remaining tokens there, by straight lines between the levels."""
-        right = np.clip(np.searchsorted(self.levels, ranks), 1, max(self.levels.size - 1, 1))
         if self.known:
             return np.repeat(self.table, ranks.size, axis=1)
-        low, high = self.levels[right - 1], self.levels[right]
-        share = np.clip((ranks - low) / (high - low), 0.0, 1.0)
-        return np.asarray(self.table[:, right - 1] * (1 - share) + self.table[:, right] * share)
+        left, right, share = self.between(ranks)
+        return np.asarray(self.table[:, left] * (1 - share) + self.table[:, right] * share)
 
     def one_each(self, rank: Floats) -> Floats:
         """[rows] for `rank` [rows]: of each row the remaining tokens at its own rank."""
         if self.known:
             return self.means
-        right = np.clip(np.searchsorted(self.levels, rank), 1, self.levels.size - 1)
-        low, high = self.levels[right - 1], self.levels[right]
-        share = np.clip((rank - low) / (high - low), 0.0, 1.0)
-        return np.asarray(self.table[self.kind, right - 1] * (1 - share) + self.table[self.kind, right] * share)
+        left, right, share = self.between(rank)
+        return np.asarray(self.table[self.kind, left] * (1 - share) + self.table[self.kind, right] * share)
 
 
 class Forecaster(Protocol):
@@ -125,12 +127,10 @@ class PredictedLengths:
         assert self._predictor is not None
         self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
         forecast = self._predictor.forecast(view.step)
-        samples, kinds = np.flatnonzero(~view.finished), len(forecast.table)
-        part, most = np.empty(kinds, np.int64), np.empty(kinds)
-        part[forecast.kind] = self._part[view.group[samples]]
-        most[forecast.kind] = np.maximum(view.fleet.max_tokens - view.tokens[samples], 1.0)
-        scaled = np.clip(forecast.table * self._bias[part][:, None], 1.0, most[:, None])
-        return Ahead(samples, QUANTILE_LEVELS, forecast.kind, scaled)
+        bias = self._bias[self._part[forecast.kind_prompt]]
+        most = np.maximum(view.fleet.max_tokens - forecast.kind_tokens, 1.0)
+        scaled = np.minimum(np.maximum(forecast.table * bias[:, None], 1.0), most[:, None])
+        return Ahead(np.flatnonzero(~view.finished), QUANTILE_LEVELS, forecast.kind, scaled)
 
     def end(self, view: StepView) -> None:
         assert self._predictor is not None

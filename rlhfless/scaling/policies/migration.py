@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhfless.scaling.policies import kernel
 from rlhfless.scaling.policies.forecasters import Floats
-from rlhfless.scaling.policies.outlook import Alive, Engines, chance, ends_s, work_s
+from rlhfless.scaling.policies.kernel import CONTEXT, NOBODY, SEQUENCES
+from rlhfless.scaling.policies.outlook import Alive, Engines
 from rlhfless.scaling.policy import Flags, Ints
 
 LEAST_GAIN = 0.1
@@ -47,34 +49,29 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some samples of an actor, as the outlook counts them."""
+    """Some samples of an actor, as the outlook counts them; or of several actors, a row for each."""
 
-    sequences: Floats  # [T], or [rows, T] of several actors
-    context: Floats  # as well
-    nobody: Floats  # as well
+    columns: Floats  # [3, rows, T]
     count: int | Ints
+    rows: Ints
+    """Which row is meant: for all actors that it is tried at [1], or for each of them [actors]."""
 
     def without(self) -> Part:
         """As much less."""
-        return Part(-self.sequences, -self.context, -self.nobody, -self.count)
-
-
-NOTHING = Part(np.zeros(1), np.zeros(1), np.zeros(1), 0)
-"""No samples more."""
+        return Part(-self.columns, -self.count, self.rows)
 
 
 class Board:
-    """The actors of a step and what they have still to do. Rows [places] change as samples are moved on it."""
+    """The actors of a step and what they have still to do. Columns [3, places, T] change as samples are moved on it."""
 
-    def __init__(self, engines: Engines, state: Alive, ready_s: Floats, freed_usd_per_s: Floats, count: Ints) -> None:
-        """`ready_s`: until an actor works; `freed_usd_per_s`: what each second less of it saves; `count`: its samples.
-        All [places]."""
+    def __init__(
+        self, engines: Engines, pace: Floats, state: Alive, ready_s: Floats, freed_usd_per_s: Floats, count: Ints
+    ) -> None:
+        """`pace`: how much slower than its model an engine was measured; `ready_s`: until an actor works;
+        `freed_usd_per_s`: what each second less of it saves; `count`: its samples. All [places]."""
         self.engines = engines
         self.grid = state.grid
-        self._steps = np.diff(state.grid)
-        self.sequences = state.sequences.copy()
-        self.context = state.context_tokens.copy()
-        self.nobody = state.nobody.copy()
+        self.columns = state.columns.copy()
         self.ready_s = ready_s.copy()
         self.freed = freed_usd_per_s
         self.count = count.copy()
@@ -82,37 +79,53 @@ class Board:
         """Until it has nothing left to do, as expected."""
         self.end_s = np.zeros(ready_s.size)
         """Until it has, with the confidence of the aim."""
+        self._pace = pace
+        self._nothing = Part(np.zeros((3, 1, state.grid.size)), 0, np.zeros(1, np.int64))
+
+    def nobody(self) -> Floats:
+        """[T]: -log of the probability that everything has ended, at all places."""
+        return np.asarray(self.columns[NOBODY].sum(axis=0))
 
     def judge(self, places: Ints, confidence: float) -> None:
         """Brings `hold_s` and `end_s` of places up to date."""
-        self.hold_s[places], self.end_s[places] = self.trial(places, NOTHING, 0.0, confidence)
+        self.hold_s[places], self.end_s[places] = self.trial(places, self._nothing, 0.0, confidence)
 
-    def part(self, places: int | Ints) -> Part:
-        """All that an actor has, or several have, in a row for each."""
-        return Part(self.sequences[places], self.context[places], self.nobody[places], self.count[places])
+    def part(self, places: Ints) -> Part:
+        """All that these actors have [places], as it is now: it changes with the board."""
+        return Part(self.columns, self.count[places], places)
 
-    def add(self, place: int, part: Part) -> None:
-        """Gives an actor more, without judging it."""
-        pairs = (self.sequences, part.sequences), (self.context, part.context), (self.nobody, part.nobody)
-        for rows, more in pairs:
-            rows[place] = np.maximum(rows[place] + more, 0.0)
-        self.count[place] += part.count
+    def take(self, source: int, target: int, part: Part | None) -> None:
+        """Gives samples of one actor, all of them if None, to another, without judging either."""
+        moved = self.columns[:, source].copy() if part is None else part.columns[:, 0]
+        count = self.count[source] if part is None else part.count
+        self.columns[:, target] += moved
+        self.columns[:, source] = np.maximum(self.columns[:, source] - moved, 0.0)
+        self.count[target] += count
+        self.count[source] -= count
 
-    def trial(self, places: Ints, part: Part, delay_s: float | Floats, *confidences: float) -> tuple[Floats, ...]:
-        """`hold_s`, and `end_s` with each confidence, [rows] of actors with so much more (or less) to do, after a
-        delay."""
-        sequences = np.maximum(self.sequences[places] + part.sequences, 0.0)
-        context = np.maximum(self.context[places] + part.context, 0.0)
-        nobody = np.maximum(self.nobody[places] + part.nobody, 0.0)
-        seconds = self.engines.spans_s(places, sequences, context, self._steps)
-        before = self.ready_s[places] + delay_s
-        return before + work_s(seconds, nobody), *(before + end for end in ends_s(seconds, nobody, confidences))
+    def trial(self, places: Ints, part: Part, delay_s: float | Floats, *confidences: float) -> Floats:
+        """`hold_s`, and `end_s` with each confidence, [1 + confidences, rows] of actors with so much more (or less) to
+        do, after a delay."""
+        out = np.empty((1 + len(confidences), places.size))
+        which = part.rows if part.rows.size == places.size else np.broadcast_to(part.rows, places.size).copy()
+        limits = -np.log(confidences)
+        rows = self.grid, self.columns, places, part.columns, which
+        kernel.trial(self.engines.speeds, self._pace, *rows, limits, out)
+        return np.asarray(out + (self.ready_s[places] + delay_s))
 
     def chance(self, limit_s: float) -> float:
         """The probability that all have ended by then."""
         places = np.flatnonzero(self.count)
-        seconds = self.engines.spans_s(places, self.sequences[places], self.context[places], self._steps)
-        return float(chance(seconds, self.nobody[places], limit_s - self.ready_s[places]).prod())
+        within_s, nobody = limit_s - self.ready_s[places], np.empty(places.size)
+        speeds = self.engines.speeds
+        kernel.nobody_within(speeds, self._pace, self.grid, self.columns, places, within_s, nobody)
+        return float(np.exp(-nobody.sum())) if (within_s >= 0).all() else 0.0
+
+    def iteration_s(self, places: Ints) -> Floats:
+        """[rows]: what an iteration takes now at `places` [rows], by the models."""
+        out = np.empty(places.size)
+        kernel.iterations_s(self.engines.speeds, places, self.columns, out)
+        return out
 
     @property
     def last_s(self) -> float:
@@ -141,7 +154,7 @@ def dissolve(board: Board, aim: Aim, sources: Ints, able: Ints, recompute_s: Flo
     move it.
     """
     working, takers = sources[board.count[sources] > 0], able[board.count[able] > 0]
-    fewest = working[np.argsort(board.sequences[working, 0], kind="stable")][:SOURCES]
+    fewest = working[np.argsort(board.columns[SEQUENCES, working, 0], kind="stable")][:SOURCES]
     source, target = np.repeat(fewest, takers.size), np.tile(takers, fewest.size)
     possible = (source != target) & _fits(board, source, target)
     source, target = source[possible], target[possible]
@@ -202,9 +215,7 @@ def relieve(board: Board, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -
 def carry_out(board: Board, move: Transfer, recompute_s: float, confidence: float) -> None:
     """Moves the samples on the board."""
     source, target = move.source, move.target
-    moved = board.part(source) if move.part is None else move.part
-    board.add(target, moved)
-    board.add(source, moved.without())
+    board.take(source, target, move.part)
     board.ready_s[target] += recompute_s
     board.hold_s[source] = board.end_s[source] = 0.0
     board.judge(np.array([target] if move.part is None else [source, target]), confidence)
@@ -226,5 +237,5 @@ def _last_without(board: Board, source: Ints, target: Ints) -> Floats:
 def _fits(board: Board, source: Ints, target: Ints) -> Flags:
     """[pairs]: whether the samples of the one have room at the other."""
     count = board.count[target] + board.count[source] <= board.engines.most[target]
-    tokens = (board.context[target] + board.context[source]).max(axis=1)
+    tokens = (board.columns[CONTEXT, target] + board.columns[CONTEXT, source]).max(axis=1)
     return np.asarray(count & (tokens <= KV_SHARE * board.engines.kv_tokens[target]))

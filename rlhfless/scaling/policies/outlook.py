@@ -23,7 +23,9 @@ import numpy as np
 
 from rlhfless.scaling.lengths.forecast import runs
 from rlhfless.scaling.plan import DeviceOption
+from rlhfless.scaling.policies import kernel
 from rlhfless.scaling.policies.forecasters import Ahead, Floats
+from rlhfless.scaling.policies.kernel import Counted, Ranks, Speeds
 from rlhfless.scaling.policy import Flags, Ints, StepView
 
 GRID_STEP = 1.25
@@ -47,9 +49,6 @@ def grid_to(most_tokens: float) -> Floats:
 FEW = 16
 """Of an actor with so many samples or fewer each one counts for itself in whether anybody is alive."""
 
-SURE = 0.999
-"""More certain than that of being alive is nobody, so that sums stay finite."""
-
 AROUND = 64
 """So many neighbours in a sorted list are alike."""
 
@@ -59,10 +58,8 @@ class Alive:
     """What is expected to be alive at each place."""
 
     grid: Floats  # [T]
-    sequences: Floats  # [places, T]
-    context_tokens: Floats  # [places, T]
-    nobody: Floats
-    """[places, T]: -log of the probability that all samples there have ended."""
+    columns: Floats
+    """[3, places, T]: sequences, their tokens of context, and -log of the probability that all have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +96,13 @@ def rows_of(ahead: Ahead, view: StepView, home: Ints) -> Rows:
     return Rows(ahead, home, context, view.tokens[samples] > 0, np.ones(samples.size, np.int64))
 
 
+def ranks_of(ahead: Ahead) -> Ranks:
+    """Where `RANKS` lie among the levels of a forecast; a length that is known stands for itself."""
+    if ahead.known:
+        return Ranks(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1), np.ones(1))
+    return Ranks(*ahead.between(RANKS), WEIGHTS)
+
+
 def queue_tokens(rows: Rows, most: Ints) -> Floats:
     """[rows]: iterations until a sample that waits is admitted; 0 for those that an engine runs at once (`most` by
     place). They are taken to wait from long to short; a slot is free for the next one when the work of all before it
@@ -118,31 +122,18 @@ def queue_tokens(rows: Rows, most: Ints) -> Floats:
     return delay
 
 
-def alive(rows: Rows, places: int, most: Ints, few: Flags | None = None) -> Alive:
+def alive(rows: Rows, places: int, most: Ints, few: Flags | None = None, grid: Floats | None = None) -> Alive:
     """What is expected of all places; `most` [places] is how many sequences an engine there runs at once, `few`
-    [places] whether each of its samples counts for itself (see `FEW`)."""
-    delay = queue_tokens(rows, most)
-    left = (rows.ahead.table if rows.ahead.known else rows.ahead.at(RANKS))[rows.ahead.kind] + delay[:, None]
-    grid = grid_to(float(left.max()))
-    shares = np.broadcast_to(np.ones(1) if rows.ahead.known else WEIGHTS, left.shape)
-    cells = np.minimum(np.searchsorted(grid, left), grid.size - 1)
+    [places] whether each of its samples counts for itself (see `FEW`); on this `grid`, or one that is long enough."""
+    ahead, delay = rows.ahead, queue_tokens(rows, most)
     if few is None:
         few = np.bincount(rows.home, rows.counts, minlength=places) <= FEW
-
-    def beyond(weight: Floats, row: Ints, count: int) -> Floats:
-        """`[count, T]`: sums of all that ends after each point, by row."""
-        flat = (cells[row >= 0] + (row[row >= 0] * grid.size)[:, None]).ravel()
-        ends = np.bincount(flat, weight[row >= 0].ravel(), minlength=count * grid.size).reshape(count, grid.size)
-        return np.asarray(ends[:, ::-1].cumsum(axis=1)[:, ::-1] - ends)
-
-    weights = shares * rows.counts[:, None]
-    sequences = beyond(weights, rows.home, places)
-    context = beyond((rows.context - delay)[:, None] * weights, rows.home, places) + sequences * grid
-    chosen = few[rows.home]
-    chance = np.clip(beyond(shares, np.where(chosen, np.cumsum(chosen) - 1, -1), int(chosen.sum())), 0.0, SURE)
-    nobody = np.where(few[:, None], 0.0, sequences)
-    np.add.at(nobody, rows.home[chosen], -np.log1p(-chance) * rows.counts[chosen][:, None])
-    return Alive(grid, sequences, np.maximum(context, 0.0), nobody)
+    if grid is None:
+        grid = grid_to(float((ahead.table[:, -1][ahead.kind] + delay).max()))
+    columns = np.zeros((3, places, grid.size))
+    counted = Counted(rows.home, ahead.kind, rows.context, rows.counts, delay)
+    kernel.count_alive(counted, ahead.table, ranks_of(ahead), few, grid, np.zeros(grid.size), columns)
+    return Alive(grid, columns)
 
 
 def ends_by(ahead: Ahead, samples: Ints, confidence: float) -> Floats:
@@ -171,59 +162,27 @@ def ends_by(ahead: Ahead, samples: Ints, confidence: float) -> Floats:
 class Engines:
     """The engines at all places, as the outlook needs them."""
 
-    def __init__(self, devices: Sequence[DeviceOption | None], pace: Floats) -> None:
-        """By place: its kind (None where nothing is generated), and how much slower than its model it was measured."""
-        self._kinds = list({id(device): device for device in devices if device is not None}.values())
-        index = {id(device): number for number, device in enumerate(self._kinds)}
-        self._kind = np.array([-1 if device is None else index[id(device)] for device in devices])
-        self._context_s = np.array([0.0 if device is None else device.engine.context_s for device in devices])
+    def __init__(self, devices: Sequence[DeviceOption | None]) -> None:
+        """By place: its kind, None where nothing is generated."""
+        kinds = list({id(device): device for device in devices if device is not None}.values())
+        index = {id(device): number for number, device in enumerate(kinds)}
+        curves = [device.curve for device in kinds]
+        most_knots = max(len(curve.slopes_s) - 1 for curve in curves)
+        knots, bends_s = np.full((len(kinds), most_knots), np.inf), np.zeros((len(kinds), most_knots))
+        for row, curve in enumerate(curves):
+            inner = slice(len(curve.slopes_s) - 1)
+            knots[row, inner], bends_s[row, inner] = curve.knots[1:-1], np.diff(curve.slopes_s)
         self.most = np.array([1 if device is None else device.max_sequences for device in devices])
         self.kv_tokens = np.array([0 if device is None else device.kv_capacity_tokens for device in devices])
-        self._pace = pace
-
-    def spans_s(self, places: Ints, sequences: Floats, context: Floats, steps: Floats) -> Floats:
-        """Seconds [rows, T - 1] between the points of a grid while anybody is alive; `sequences` and `context`
-        [rows, T] are those of actors at `places` [rows], `steps` [T - 1] are iterations from point to point."""
-        middle = (np.asarray(column[:, 1:] + column[:, :-1]) / 2 for column in (sequences, context))
-        return self.iteration_s(places, *middle) * (self._pace[places, None] * steps)
-
-    def iteration_s(self, places: Ints, sequences: Floats, context: Floats) -> Floats:
-        """Seconds [rows, points] by which everybody alive comes one token on, by the models; at least one is alive."""
-        batch = np.minimum(np.maximum(sequences, 1.0), self.most[places, None])
-        if len(self._kinds) == 1:
-            iteration_s = self._kinds[0].curve.iteration_s(batch)
-        else:
-            iteration_s, kind = np.empty_like(batch), self._kind[places]
-            for number in np.unique(kind).tolist():
-                iteration_s[kind == number] = self._kinds[number].curve.iteration_s(batch[kind == number])
-        read = context * np.minimum(batch / np.maximum(sequences, 1e-9), 1e3)
-        return np.asarray(iteration_s + self._context_s[places, None] * read)
-
-
-def work_s(seconds: Floats, nobody: Floats) -> Floats:
-    """[rows]: expected seconds of work; `seconds` [rows, T - 1] between the points, `nobody` [rows, T] at them."""
-    somebody = -np.expm1(-nobody)
-    return np.asarray((seconds * (somebody[:, 1:] + somebody[:, :-1])).sum(axis=1) / 2)
-
-
-def ends_s(seconds: Floats, nobody: Floats, confidences: Sequence[float]) -> list[Floats]:
-    """[rows]: seconds until the last sample has ended, with each of these probabilities."""
-    total = _from_zero(seconds)
-    return [_crossing(nobody, total, -math.log(confidence)) for confidence in confidences]
-
-
-def chance(seconds: Floats, nobody: Floats, within_s: Floats) -> Floats:
-    """[rows]: the probability that the last sample has ended within so many seconds [rows]."""
-    total = _from_zero(seconds)
-    left = [float(np.interp(limit_s, *row)) for limit_s, *row in zip(within_s, total, nobody, strict=True)]
-    return np.asarray(np.exp(-np.array(left)) * (within_s >= 0))
-
-
-def _from_zero(seconds: Floats) -> Floats:
-    """[rows, T]: sums of spans [rows, T - 1] up to each point."""
-    total = np.zeros((seconds.shape[0], seconds.shape[1] + 1))
-    seconds.cumsum(axis=1, out=total[:, 1:])
-    return total
+        self.speeds = Speeds(
+            curve=np.array([0 if device is None else index[id(device)] for device in devices]),
+            most=self.most,
+            context_s=np.array([0.0 if device is None else device.engine.context_s for device in devices]),
+            at_zero_s=np.array([curve.at_zero_s for curve in curves]),
+            slope_s=np.array([curve.slopes_s[0] for curve in curves]),
+            knots=knots,
+            bends_s=bends_s,
+        )
 
 
 def _crossing(falling: Floats, at: Floats, limit: float) -> Floats:

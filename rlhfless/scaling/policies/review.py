@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.plan import DeviceOption
-from rlhfless.scaling.policies.crew import Moment, load
+from rlhfless.scaling.policies.crew import Layout, Moment, load
 from rlhfless.scaling.policies.forecasters import Ahead, Floats, Forecaster
 from rlhfless.scaling.policies.learned import Pace, Starts
 from rlhfless.scaling.policies.limits import Limits
@@ -64,6 +64,8 @@ class Reviewer:
         """Places that start for later steps, and keep what they have."""
         self._left = 0
         self._next_s = 0.0
+        self._layout: Layout | None = None
+        self._engines: Engines | None = None
 
     def begin(self, now: Moment, ahead: Ahead, dealt: Dealt, confidence: float) -> Board:
         """A step has been planned: the outlook with all samples where the plan has them."""
@@ -113,18 +115,20 @@ class Reviewer:
         """The actors of the step, `ready_s` and `count` [places]."""
         if self._pace.factor.size != now.places:
             self._pace = Pace(now.places)
-        devices: list[DeviceOption | None] = [None] * now.places
+        if self._engines is None or self._layout is not now.layout:
+            self._layout, self._engines = now.layout, self._engines_of(now.layout)
         freed = np.zeros(now.places)
-        rests: dict[tuple[str, bool], float] = {}
-        for place in now.layout.generation:
-            room = now.layout.rooms[place]
-            devices[place] = self._offers.device(room)
-            key = room.kind, now.layout.shared(place)
-            if key not in rests:
-                rests[key] = self._resting.rest(now, place).freed_usd_per_s
-            freed[place] = rests[key]
-        engines = Engines(devices, self._pace.factor)
-        return Board(engines, alive(rows.alike(), now.places, engines.most), ready_s, freed, count)
+        for places in now.layout.alike:
+            freed[places] = self._resting.rest(now, int(places[0])).freed_usd_per_s
+        outlook = alive(rows.alike(), now.places, self._engines.most)
+        return Board(self._engines, self._pace.factor, outlook, ready_s, freed, count)
+
+    def _engines_of(self, layout: Layout) -> Engines:
+        """Of the rooms as they are: whoever learns anything new of an engine shows new rooms."""
+        devices: list[DeviceOption | None] = [None] * len(layout.rooms)
+        for place in layout.generation:
+            devices[place] = self._offers.device(layout.rooms[place])
+        return Engines(devices)
 
     def _ready_s(self, now: Moment) -> Floats:
         """[places]: until each actor that is there can work."""
@@ -198,7 +202,5 @@ def _iteration_s(now: Moment, board: Board) -> Floats:
     steady = [there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.places]
     places = np.flatnonzero(np.array(steady) & (board.count > 0))
     iteration_s = np.zeros(now.places)
-    if places.size:
-        column = board.sequences[places, :1], board.context[places, :1]
-        iteration_s[places] = board.engines.iteration_s(places, *column)[:, 0]
+    iteration_s[places] = board.iteration_s(places)
     return iteration_s

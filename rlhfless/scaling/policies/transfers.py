@@ -20,10 +20,8 @@ def part_of(rows: Rows, chosen: Ints, board: Board) -> Part:
     some = replace(rows.of(chosen), home=np.zeros(chosen.size, np.int64)).alike()
     # Counted as they are on the board, to be taken off it.
     few = board.count[rows.home[chosen[:1]]] <= FEW
-    found = alive(some, 1, np.array([chosen.size]), few)
-    columns = found.sequences[0], found.context_tokens[0], found.nobody[0]
-    sequences, context, nobody = (np.interp(board.grid, found.grid, row, right=0.0) for row in columns)
-    return Part(sequences, context, nobody, chosen.size)
+    found = alive(some, 1, np.array([chosen.size]), few, board.grid)
+    return Part(found.columns, chosen.size, np.zeros(1, np.int64))
 
 
 class Recompute:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracles import Roofline, Straight, brute_force, device, fleet, group_times, least_time_s, least_usd
 
@@ -138,7 +138,6 @@ def test_speculation_is_part_of_the_time():
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=7)
 
 
-@settings(deadline=None)
 @given(lengths, st.integers(1, 3), st.floats(0.0, 3.0), st.integers(0, 100))
 def test_straight_engines_are_planned_exactly(tokens, actors, fixed_s, share):
     """Brute force over all contiguous groups: fastest, cheapest, and cheapest under a deadline between the two."""
@@ -155,7 +154,6 @@ def test_straight_engines_are_planned_exactly(tokens, actors, fixed_s, share):
     assert made.usd == pytest.approx(min(usd for s, usd in every if s <= deadline_s))
 
 
-@settings(deadline=None)
 @given(lengths, st.floats(0.0, 20.0), st.integers(0, 100))
 def test_late_actors_are_planned_as_brute_force_does(tokens, wait_s, share):
     step = responses(tokens, range(len(tokens)), [0] * len(tokens))
@@ -224,7 +222,6 @@ contracts = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6), st.booleans(), contracts, st.integers(1, 9), st.sampled_from([7000, 30_000, 10**6]))
 def test_every_plan_keeps_to_what_it_says(seed, alike, contract, actors, memory):
     """Each sample once, no more actors than allowed, contracts kept or declared infeasible, the same plan again."""

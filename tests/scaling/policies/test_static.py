@@ -85,7 +85,6 @@ def test_one_that_is_lost_with_nothing_to_do_leaves_shared_devices_to_the_others
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 50))
-@settings(deadline=None)
 def test_shares_level_the_loads(loads: list[int], samples: int) -> None:
     shares = shares_to_least(samples, np.array(loads))
     assert shares.sum() == samples

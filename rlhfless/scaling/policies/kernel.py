@@ -1,0 +1,176 @@
+"""The loops of `outlook` and `migration`, compiled; nothing else calls them. What they compute is said there."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from rlhfless.scaling.compiled import compiled, part
+from rlhfless.scaling.policies.forecasters import Floats
+from rlhfless.scaling.policy import Flags, Ints
+
+SEQUENCES, CONTEXT, NOBODY = 0, 1, 2
+"""Columns of an outlook: sequences expected to be alive, their tokens of context, and -log P(nobody is alive)."""
+
+SURE = 0.999
+"""More certain than that of being alive is nobody, so that sums stay finite."""
+
+
+class Ranks(NamedTuple):
+    """Where in a row of quantiles the lengths lie that stand for a distribution. All [ranks]."""
+
+    left: Ints  # column of the quantile before it
+    right: Ints  # and of the one behind it
+    share: Floats  # how far it is from one to the other
+    weight: Floats  # probability that it stands for
+
+
+class Counted(NamedTuple):
+    """Samples at places. All [rows]."""
+
+    home: Ints
+    kind: Ints  # row of the table of quantiles
+    context: Ints  # tokens, now
+    count: Ints  # how many alike it stands for
+    delay: Floats  # iterations until it is admitted
+
+
+class Speeds(NamedTuple):
+    """What an iteration takes at each place: straight pieces by the batch, and what reading a context takes."""
+
+    curve: Ints  # [places]: row of the curves
+    most: Ints  # [places]: sequences that run at once
+    context_s: Floats  # [places]: per token
+    at_zero_s: Floats  # [curves]
+    slope_s: Floats  # [curves]: of the first piece
+    knots: Floats  # [curves, knots]: where the next piece begins; infinite behind the last one
+    bends_s: Floats  # [curves, knots]: by how much its slope is more
+
+
+@compiled
+def count_alive(
+    rows: Counted, table: Floats, ranks: Ranks, few: Flags, grid: Floats, scratch: Floats, columns: Floats
+) -> None:
+    """Adds up what is alive at each point of the `grid` [T]. `table` [kinds, Q] has the quantiles, `few` [places] says
+    where each sample counts for itself; `scratch` [T] and `columns` [3, places, T] are 0."""
+    for row in range(rows.home.size):
+        _add_sample(rows, row, table, ranks, few[rows.home[row]], grid, scratch, columns)
+    for place in range(columns.shape[1]):
+        sequences = context = 0.0
+        for point in range(grid.size - 1, -1, -1):
+            ends, took = columns[SEQUENCES, place, point], columns[CONTEXT, place, point]
+            columns[SEQUENCES, place, point] = sequences
+            columns[CONTEXT, place, point] = max(context + sequences * grid[point], 0.0)
+            if not few[place]:
+                columns[NOBODY, place, point] = sequences
+            sequences += ends
+            context += took
+
+
+@part
+def _add_sample(
+    rows: Counted, row: int, table: Floats, ranks: Ranks, alone: bool, grid: Floats, scratch: Floats, columns: Floats
+) -> None:
+    """Where it may end; and, where it counts `alone`, how likely it is alive at each point."""
+    place, kind, count, delay = rows.home[row], rows.kind[row], rows.count[row], rows.delay[row]
+    cell, last = 0, grid.size - 1
+    for rank in range(ranks.weight.size):
+        low, high, share = table[kind, ranks.left[rank]], table[kind, ranks.right[rank]], ranks.share[rank]
+        length = low * (1 - share) + high * share + delay
+        while cell < last and grid[cell] < length:
+            cell += 1
+        weight = ranks.weight[rank] * count
+        columns[SEQUENCES, place, cell] += weight
+        columns[CONTEXT, place, cell] += weight * (rows.context[row] - delay)
+        if alone:
+            scratch[cell] += ranks.weight[rank]
+    if alone:
+        chance = 0.0
+        for point in range(cell, -1, -1):
+            columns[NOBODY, place, point] -= math.log1p(-min(chance, SURE)) * count
+            chance += scratch[point]
+            scratch[point] = 0.0
+
+
+@part
+def _iteration_s(speeds: Speeds, place: int, sequences: float, context: float) -> float:
+    """By which everybody alive comes one token on, by the models; at least one is alive."""
+    batch, curve = min(max(sequences, 1.0), float(speeds.most[place])), speeds.curve[place]
+    seconds, knot = speeds.at_zero_s[curve] + speeds.slope_s[curve] * batch, 0
+    while knot < speeds.knots.shape[1] and speeds.knots[curve, knot] < batch:
+        seconds += speeds.bends_s[curve, knot] * (batch - speeds.knots[curve, knot])
+        knot += 1
+    return seconds + speeds.context_s[place] * context * min(batch / max(sequences, 1e-9), 1e3)
+
+
+@compiled
+def iterations_s(speeds: Speeds, places: Ints, columns: Floats, out: Floats) -> None:
+    """`out` [rows]: what an iteration takes now at each of the `places` [rows]; `columns` [3, all places, T]."""
+    for row in range(places.size):
+        place = places[row]
+        out[row] = _iteration_s(speeds, place, columns[SEQUENCES, place, 0], columns[CONTEXT, place, 0])
+
+
+@compiled
+def trial(
+    speeds: Speeds,
+    pace: Floats,
+    grid: Floats,
+    columns: Floats,
+    places: Ints,
+    more: Floats,
+    which: Ints,
+    limits: Floats,
+    out: Floats,
+) -> None:
+    """`out` [1 + limits, rows]: expected seconds of work at each of the `places` [rows], and seconds until -log
+    P(nobody is alive) falls below each of the `limits`; with row `which` [rows] of `more` [3, rows of it, T] on top of
+    `columns` [3, all places, T]."""
+    for row in range(places.size):
+        place, extra = places[row], which[row]
+        total = sequences = context = nobody = somebody = 0.0
+        for limit in range(1 + limits.size):
+            out[limit, row] = 0.0
+        for point in range(grid.size):
+            total_before, sequences_before, context_before, nobody_before = total, sequences, context, nobody
+            sequences = max(columns[SEQUENCES, place, point] + more[SEQUENCES, extra, point], 0.0)
+            context = max(columns[CONTEXT, place, point] + more[CONTEXT, extra, point], 0.0)
+            nobody = max(columns[NOBODY, place, point] + more[NOBODY, extra, point], 0.0)
+            if point > 0:
+                if nobody_before == 0:
+                    break
+                middle = (sequences + sequences_before) / 2, (context + context_before) / 2
+                seconds = _iteration_s(speeds, place, *middle) * pace[place] * (grid[point] - grid[point - 1])
+                total += seconds
+                out[0, row] += seconds * somebody / 2
+                somebody = -math.expm1(-nobody)
+                out[0, row] += seconds * somebody / 2
+            else:
+                somebody = -math.expm1(-nobody)
+            for limit in range(limits.size):
+                if nobody > limits[limit]:
+                    out[1 + limit, row] = total  # where nothing is behind it
+                elif nobody_before > limits[limit]:
+                    share = (nobody_before - limits[limit]) / (nobody_before - nobody)
+                    out[1 + limit, row] = total_before + share * (total - total_before)
+
+
+@compiled
+def nobody_within(
+    speeds: Speeds, pace: Floats, grid: Floats, columns: Floats, places: Ints, within_s: Floats, out: Floats
+) -> None:
+    """`out` [rows]: -log P(nobody is alive) after `within_s` [rows] seconds of work at each of the `places` [rows]."""
+    for row in range(places.size):
+        place, total = places[row], 0.0
+        out[row] = columns[NOBODY, place, 0]
+        for point in range(1, grid.size):
+            sequences = (columns[SEQUENCES, place, point] + columns[SEQUENCES, place, point - 1]) / 2
+            context = (columns[CONTEXT, place, point] + columns[CONTEXT, place, point - 1]) / 2
+            seconds = _iteration_s(speeds, place, sequences, context) * pace[place] * (grid[point] - grid[point - 1])
+            if total + seconds >= within_s[row]:
+                share = min(max((within_s[row] - total) / seconds, 0.0), 1.0)
+                before, after = columns[NOBODY, place, point - 1], columns[NOBODY, place, point]
+                out[row] = before + share * (after - before)
+                break
+            total += seconds
+            out[row] = columns[NOBODY, place, point]
