@@ -34,7 +34,7 @@ class Ahead:
     samples: Ints  # [rows], ascending
     levels: Floats  # [Q], ascending: ranks of the quantiles
     kind: Ints
-    """[rows]: row of `table`. Rows of a kind are siblings that have drawn as many tokens."""
+    """[rows], ascending: row of `table`. Rows of a kind are siblings that have drawn as many tokens."""
     table: Floats
     """[kinds, Q]: remaining tokens, ascending along Q, at least 1."""
 
@@ -44,9 +44,14 @@ class Ahead:
         return self.levels.size == 1
 
     @property
+    def kind_means(self) -> Floats:
+        """[kinds]: expected tokens still to draw."""
+        return np.asarray(self.table @ mean_weights(self.levels))
+
+    @property
     def means(self) -> Floats:
-        """[rows]: expected tokens still to draw."""
-        return np.asarray((self.table @ mean_weights(self.levels))[self.kind])
+        """[rows]: the same."""
+        return self.kind_means[self.kind]
 
     def of(self, rows: Ints) -> Ahead:
         """Some of the rows."""
@@ -54,9 +59,9 @@ class Ahead:
 
     def between(self, ranks: Floats) -> tuple[Ints, Ints, Floats]:
         """For `ranks` [ranks] the levels on both sides, and how far it is from the one to the other: each [ranks]."""
-        right = np.clip(np.searchsorted(self.levels, ranks), 1, self.levels.size - 1)
+        right = np.minimum(np.maximum(np.searchsorted(self.levels, ranks), 1), self.levels.size - 1)
         low, high = self.levels[right - 1], self.levels[right]
-        return right - 1, right, np.clip((ranks - low) / (high - low), 0.0, 1.0)
+        return right - 1, right, np.minimum(np.maximum((ranks - low) / (high - low), 0.0), 1.0)
 
     def at(self, ranks: Floats) -> Floats:
         """[kinds, ranks] for `ranks` [ranks]: remaining tokens there, by straight lines between the levels."""

@@ -31,7 +31,6 @@ class Counted(NamedTuple):
     home: Ints
     kind: Ints  # row of the table of quantiles
     context: Ints  # tokens, now
-    count: Ints  # how many alike it stands for
     delay: Floats  # iterations until it is admitted
 
 
@@ -47,14 +46,30 @@ class Speeds(NamedTuple):
     bends_s: Floats  # [curves, knots]: by how much its slope is more
 
 
+class Actors(NamedTuple):
+    """The actors of a board. All [places]."""
+
+    count: Ints  # samples
+    kv_tokens: Ints  # that they have room for
+    freed: Floats  # USD per second that it works less
+    ready_s: Floats
+    hold_s: Floats
+    end_s: Floats
+
+
 @compiled
 def count_alive(
     rows: Counted, table: Floats, ranks: Ranks, few: Flags, grid: Floats, scratch: Floats, columns: Floats
 ) -> None:
     """Adds up what is alive at each point of the `grid` [T]. `table` [kinds, Q] has the quantiles, `few` [places] says
     where each sample counts for itself; `scratch` [T] and `columns` [3, places, T] are 0."""
-    for row in range(rows.home.size):
-        _add_sample(rows, row, table, ranks, few[rows.home[row]], grid, scratch, columns)
+    row = 0
+    while row < rows.home.size:
+        count = 1
+        while row + count < rows.home.size and _alike(rows, row, row + count):
+            count += 1
+        _add_samples(rows, row, count, table, ranks, few[rows.home[row]], grid, scratch, columns)
+        row += count
     for place in range(columns.shape[1]):
         sequences = context = 0.0
         for point in range(grid.size - 1, -1, -1):
@@ -67,12 +82,51 @@ def count_alive(
             context += took
 
 
-@part
-def _add_sample(
-    rows: Counted, row: int, table: Floats, ranks: Ranks, alone: bool, grid: Floats, scratch: Floats, columns: Floats
+@compiled
+def add_waits(
+    home: Ints,
+    begun: Flags,
+    most: Ints,
+    means: Floats,
+    longest: Ints,
+    first: Ints,
+    seen: Ints,
+    work: Floats,
+    delay: Floats,
 ) -> None:
-    """Where it may end; and, where it counts `alone`, how likely it is alive at each point."""
-    place, kind, count, delay = rows.home[row], rows.kind[row], rows.count[row], rows.delay[row]
+    """`delay` [rows]: iterations until each is admitted. `means` [kinds] are their lengths, `longest` [kinds] has the
+    longest first, and `first` [kinds + 1] says at which row each begins; `seen` and `work` [places] are 0."""
+    for waiting in (False, True):
+        for kind in longest:
+            for row in range(first[kind], first[kind + 1]):
+                if begun[row] != waiting:
+                    place = home[row]
+                    if seen[place] >= most[place]:
+                        delay[row] = max(work[place] / most[place] - means[kind] / 2, 0.0)
+                    seen[place] += 1
+                    work[place] += means[kind]
+
+
+@part
+def _alike(rows: Counted, one: int, other: int) -> bool:
+    same = rows.kind[one] == rows.kind[other] and rows.home[one] == rows.home[other]
+    return same and rows.delay[one] == rows.delay[other]
+
+
+@part
+def _add_samples(
+    rows: Counted,
+    row: int,
+    count: int,
+    table: Floats,
+    ranks: Ranks,
+    alone: bool,
+    grid: Floats,
+    scratch: Floats,
+    columns: Floats,
+) -> None:
+    """Where a sample may end; and, where it counts `alone`, how likely it is alive at each point; for so many alike."""
+    place, kind, delay = rows.home[row], rows.kind[row], rows.delay[row]
     cell, last = 0, grid.size - 1
     for rank in range(ranks.weight.size):
         low, high, share = table[kind, ranks.left[rank]], table[kind, ranks.right[rank]], ranks.share[rank]
@@ -119,40 +173,107 @@ def trial(
     columns: Floats,
     places: Ints,
     more: Floats,
-    which: Ints,
     limits: Floats,
     out: Floats,
 ) -> None:
-    """`out` [1 + limits, rows]: expected seconds of work at each of the `places` [rows], and seconds until -log
-    P(nobody is alive) falls below each of the `limits`; with row `which` [rows] of `more` [3, rows of it, T] on top of
-    `columns` [3, all places, T]."""
+    """`out` [rows, 1 + limits]: expected seconds of work at each of the `places` [rows], and seconds until -log
+    P(nobody is alive) falls below each of the `limits`; with `more` [3, 1, T] on top of `columns` [3, all places, T].
+    """
     for row in range(places.size):
-        place, extra = places[row], which[row]
-        total = sequences = context = nobody = somebody = 0.0
-        for limit in range(1 + limits.size):
-            out[limit, row] = 0.0
-        for point in range(grid.size):
-            total_before, sequences_before, context_before, nobody_before = total, sequences, context, nobody
-            sequences = max(columns[SEQUENCES, place, point] + more[SEQUENCES, extra, point], 0.0)
-            context = max(columns[CONTEXT, place, point] + more[CONTEXT, extra, point], 0.0)
-            nobody = max(columns[NOBODY, place, point] + more[NOBODY, extra, point], 0.0)
-            if point > 0:
-                if nobody_before == 0:
-                    break
-                middle = (sequences + sequences_before) / 2, (context + context_before) / 2
-                seconds = _iteration_s(speeds, place, *middle) * pace[place] * (grid[point] - grid[point - 1])
-                total += seconds
-                out[0, row] += seconds * somebody / 2
-                somebody = -math.expm1(-nobody)
-                out[0, row] += seconds * somebody / 2
-            else:
-                somebody = -math.expm1(-nobody)
-            for limit in range(limits.size):
-                if nobody > limits[limit]:
-                    out[1 + limit, row] = total  # where nothing is behind it
-                elif nobody_before > limits[limit]:
-                    share = (nobody_before - limits[limit]) / (nobody_before - nobody)
-                    out[1 + limit, row] = total_before + share * (total - total_before)
+        _trial(speeds, pace, grid, columns, places[row], more, 0, limits, out[row])
+
+
+@part
+def _trial(
+    speeds: Speeds,
+    pace: Floats,
+    grid: Floats,
+    columns: Floats,
+    place: int,
+    more: Floats,
+    extra: int,
+    limits: Floats,
+    out: Floats,
+) -> None:
+    total = sequences = context = nobody = somebody = 0.0
+    for limit in range(1 + limits.size):
+        out[limit] = 0.0
+    for point in range(grid.size):
+        total_before, sequences_before, context_before, nobody_before = total, sequences, context, nobody
+        sequences = max(columns[SEQUENCES, place, point] + more[SEQUENCES, extra, point], 0.0)
+        context = max(columns[CONTEXT, place, point] + more[CONTEXT, extra, point], 0.0)
+        nobody = max(columns[NOBODY, place, point] + more[NOBODY, extra, point], 0.0)
+        if point > 0:
+            if nobody_before == 0:
+                break
+            middle = (sequences + sequences_before) / 2, (context + context_before) / 2
+            seconds = _iteration_s(speeds, place, *middle) * pace[place] * (grid[point] - grid[point - 1])
+            total += seconds
+            out[0] += seconds * somebody / 2
+            somebody = -math.expm1(-nobody)
+            out[0] += seconds * somebody / 2
+        else:
+            somebody = -math.expm1(-nobody)
+        for limit in range(limits.size):
+            if nobody > limits[limit]:
+                out[1 + limit] = total  # where nothing is behind it
+            elif nobody_before > limits[limit]:
+                share = (nobody_before - limits[limit]) / (nobody_before - nobody)
+                out[1 + limit] = total_before + share * (total - total_before)
+
+
+@compiled
+def best_dissolved(
+    speeds: Speeds,
+    pace: Floats,
+    grid: Floats,
+    columns: Floats,
+    actors: Actors,
+    sources: Ints,
+    takers: Ints,
+    recompute_s: Floats,
+    limits: Floats,
+    aim: tuple[float, float, float, float, float],
+    scratch: Floats,
+) -> tuple[int, int, float, float]:
+    """Of all samples of one of the `sources` to one of the `takers`, what saves most: from where and to where, what it
+    saves, and when the later of the two ends. (-1, -1, ...) if nothing saves enough.
+
+    `limits` [2] are those of the end that counts, and of the one that has to be in time. The `aim`: until when, when
+    all have ended now, what a second is worth, the least share of what is given up that it has to save, and how full KV
+    may be. `scratch` [3].
+    """
+    limit_s, last_s, time_usd_per_s, least_gain, kv_share = aim
+    found_source, found_target, found_usd, found_s = -1, -1, 0.0, 0.0
+    for source in sources:
+        given_up = actors.freed[source] * actors.hold_s[source]
+        for target in takers:
+            if source == target or not _has_room(speeds, columns, actors, source, target, kv_share):
+                continue
+            _trial(speeds, pace, grid, columns, target, columns, source, limits, scratch)
+            before_s = actors.ready_s[target] + recompute_s[source]
+            end_s = before_s + scratch[1]
+            later_s = 0.0
+            for place in range(actors.end_s.size):
+                if place != source and place != target:
+                    later_s = max(later_s, actors.end_s[place])
+            usd = given_up - actors.freed[target] * (before_s + scratch[0] - actors.hold_s[target])
+            usd -= time_usd_per_s * (max(end_s, later_s) - last_s)
+            enough = usd > least_gain * given_up and before_s + scratch[2] <= limit_s
+            if enough and (found_source < 0 or usd > found_usd):
+                found_source, found_target, found_usd, found_s = source, target, usd, end_s
+    return found_source, found_target, found_usd, found_s
+
+
+@part
+def _has_room(speeds: Speeds, columns: Floats, actors: Actors, source: int, target: int, kv_share: float) -> bool:
+    """Whether the samples of the one have room at the other."""
+    if actors.count[target] + actors.count[source] > speeds.most[target]:
+        return False
+    for point in range(columns.shape[2]):
+        if columns[CONTEXT, target, point] + columns[CONTEXT, source, point] > kv_share * actors.kv_tokens[target]:
+            return False
+    return True
 
 
 @compiled

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhfless.scaling.policies import kernel
 from rlhfless.scaling.policies.forecasters import Floats
-from rlhfless.scaling.policies.kernel import CONTEXT, NOBODY, SEQUENCES
+from rlhfless.scaling.policies.kernel import NOBODY, SEQUENCES, Actors
 from rlhfless.scaling.policies.outlook import Alive, Engines
 from rlhfless.scaling.policy import Flags, Ints
 
@@ -49,16 +49,14 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some samples of an actor, as the outlook counts them; or of several actors, a row for each."""
+    """Some samples of an actor, as the outlook counts them."""
 
-    columns: Floats  # [3, rows, T]
-    count: int | Ints
-    rows: Ints
-    """Which row is meant: for all actors that it is tried at [1], or for each of them [actors]."""
+    columns: Floats  # [3, 1, T]
+    count: int
 
     def without(self) -> Part:
         """As much less."""
-        return Part(-self.columns, -self.count, self.rows)
+        return Part(-self.columns, -self.count)
 
 
 class Board:
@@ -79,8 +77,8 @@ class Board:
         """Until it has nothing left to do, as expected."""
         self.end_s = np.zeros(ready_s.size)
         """Until it has, with the confidence of the aim."""
-        self._pace = pace
-        self._nothing = Part(np.zeros((3, 1, state.grid.size)), 0, np.zeros(1, np.int64))
+        self.pace = pace
+        self._nothing = Part(np.zeros((3, 1, state.grid.size)), 0)
 
     def nobody(self) -> Floats:
         """[T]: -log of the probability that everything has ended, at all places."""
@@ -90,9 +88,10 @@ class Board:
         """Brings `hold_s` and `end_s` of places up to date."""
         self.hold_s[places], self.end_s[places] = self.trial(places, self._nothing, 0.0, confidence)
 
-    def part(self, places: Ints) -> Part:
-        """All that these actors have [places], as it is now: it changes with the board."""
-        return Part(self.columns, self.count[places], places)
+    @property
+    def actors(self) -> Actors:
+        """The board's own arrays."""
+        return Actors(self.count, self.engines.kv_tokens, self.freed, self.ready_s, self.hold_s, self.end_s)
 
     def take(self, source: int, target: int, part: Part | None) -> None:
         """Gives samples of one actor, all of them if None, to another, without judging either."""
@@ -106,19 +105,17 @@ class Board:
     def trial(self, places: Ints, part: Part, delay_s: float | Floats, *confidences: float) -> Floats:
         """`hold_s`, and `end_s` with each confidence, [1 + confidences, rows] of actors with so much more (or less) to
         do, after a delay."""
-        out = np.empty((1 + len(confidences), places.size))
-        which = part.rows if part.rows.size == places.size else np.broadcast_to(part.rows, places.size).copy()
-        limits = -np.log(confidences)
-        rows = self.grid, self.columns, places, part.columns, which
-        kernel.trial(self.engines.speeds, self._pace, *rows, limits, out)
-        return np.asarray(out + (self.ready_s[places] + delay_s))
+        out = np.empty((places.size, 1 + len(confidences)))
+        rows = self.engines.speeds, self.pace, self.grid, self.columns, places, part.columns
+        kernel.trial(*rows, -np.log(confidences), out)
+        return np.asarray(out.T + (self.ready_s[places] + delay_s))
 
     def chance(self, limit_s: float) -> float:
         """The probability that all have ended by then."""
         places = np.flatnonzero(self.count)
         within_s, nobody = limit_s - self.ready_s[places], np.empty(places.size)
         speeds = self.engines.speeds
-        kernel.nobody_within(speeds, self._pace, self.grid, self.columns, places, within_s, nobody)
+        kernel.nobody_within(speeds, self.pace, self.grid, self.columns, places, within_s, nobody)
         return float(np.exp(-nobody.sum())) if (within_s >= 0).all() else 0.0
 
     def iteration_s(self, places: Ints) -> Floats:
@@ -155,22 +152,12 @@ def dissolve(board: Board, aim: Aim, sources: Ints, able: Ints, recompute_s: Flo
     """
     working, takers = sources[board.count[sources] > 0], able[board.count[able] > 0]
     fewest = working[np.argsort(board.columns[SEQUENCES, working, 0], kind="stable")][:SOURCES]
-    source, target = np.repeat(fewest, takers.size), np.tile(takers, fewest.size)
-    possible = (source != target) & _fits(board, source, target)
-    source, target = source[possible], target[possible]
-    if not source.size:
-        return None
     # Two actors that each end in time with probability p both do with p^2: so much is asked of one for both.
-    confidences = aim.confidence**2, aim.caution**2
-    hold_s, end, sure = board.trial(target, board.part(source), recompute_s[source], *confidences)
-    given_up = board.freed[source] * board.hold_s[source]
-    saves = given_up - board.freed[target] * (hold_s - board.hold_s[target])
-    saves -= aim.time_usd_per_s * (np.maximum(end, _last_without(board, source, target)) - board.last_s)
-    allowed = (sure <= aim.limit_s) & (saves > LEAST_GAIN * given_up)
-    if not allowed.any():
-        return None
-    at = int(np.argmax(np.where(allowed, saves, -math.inf)))
-    return Transfer(int(source[at]), int(target[at]), float(saves[at]), float(end[at]))
+    limits = -2 * np.log((aim.confidence, aim.caution))
+    asked = aim.limit_s, board.last_s, aim.time_usd_per_s, LEAST_GAIN, KV_SHARE
+    rows = board.engines.speeds, board.pace, board.grid, board.columns, board.actors
+    source, target, usd, end_s = kernel.best_dissolved(*rows, fewest, takers, recompute_s, limits, asked, np.empty(3))
+    return None if source < 0 else Transfer(source, target, usd, end_s)
 
 
 def may_relieve(board: Board, aim: Aim) -> bool:
@@ -232,10 +219,3 @@ def _last_without(board: Board, source: Ints, target: Ints) -> Floats:
     for place in np.argsort(board.end_s)[-3:]:  # one of the last three is neither
         last = np.where((place != source) & (place != target), board.end_s[place], last)
     return last
-
-
-def _fits(board: Board, source: Ints, target: Ints) -> Flags:
-    """[pairs]: whether the samples of the one have room at the other."""
-    count = board.count[target] + board.count[source] <= board.engines.most[target]
-    tokens = (board.columns[CONTEXT, target] + board.columns[CONTEXT, source]).max(axis=1)
-    return np.asarray(count & (tokens <= KV_SHARE * board.engines.kv_tokens[target]))

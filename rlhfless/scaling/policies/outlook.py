@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -73,27 +73,17 @@ class Rows:
     """[rows]: what it has drawn, with its prompt."""
     begun: Flags
     """[rows]: whether it has drawn anything."""
-    counts: Ints
-    """[rows]: how many alike it stands for."""
 
     def of(self, some: Ints) -> Rows:
         """Some of the rows."""
-        return Rows(self.ahead.of(some), self.home[some], self.context[some], self.begun[some], self.counts[some])
-
-    def alike(self) -> Rows:
-        """Siblings that follow each other, are at one place and have drawn as much, as one row; unless their lengths
-        are known."""
-        if self.ahead.known or not self.home.size:
-            return self
-        _, first = runs(self.ahead.kind, self.home)
-        return replace(self.of(first), counts=np.add.reduceat(self.counts, first))
+        return Rows(self.ahead.of(some), self.home[some], self.context[some], self.begun[some])
 
 
 def rows_of(ahead: Ahead, view: StepView, home: Ints) -> Rows:
     """The unfinished samples of a step; `home` [rows] is the place of each."""
     samples = ahead.samples
     context = view.tokens[samples] + view.prompt_tokens[view.group[samples]]
-    return Rows(ahead, home, context, view.tokens[samples] > 0, np.ones(samples.size, np.int64))
+    return Rows(ahead, home, context, view.tokens[samples] > 0)
 
 
 def ranks_of(ahead: Ahead) -> Ranks:
@@ -103,35 +93,31 @@ def ranks_of(ahead: Ahead) -> Ranks:
     return Ranks(*ahead.between(RANKS), WEIGHTS)
 
 
-def queue_tokens(rows: Rows, most: Ints) -> Floats:
-    """[rows]: iterations until a sample that waits is admitted; 0 for those that an engine runs at once (`most` by
-    place). They are taken to wait from long to short; a slot is free for the next one when the work of all before it
-    has been done by all slots, but for the halves of what runs."""
-    if (np.bincount(rows.home, rows.counts, minlength=most.size) <= most).all():
-        return np.zeros(rows.home.size)
-    means = rows.ahead.means
-    order = np.lexsort((-means, ~rows.begun, rows.home))
-    home, mean, count = rows.home[order], means[order], rows.counts[order]
-    places, begins = np.unique(home, return_index=True)
-    of = np.searchsorted(places, home)
-    ahead, work = np.cumsum(count) - count, np.cumsum(mean * count) - mean * count
-    ahead, work = ahead - ahead[begins][of], work - work[begins][of]
-    waits = np.maximum(work / most[home] - mean / 2, 0.0) * (ahead + count / 2 > most[home])
-    delay = np.empty(order.size)
-    delay[order] = waits
+def queue_tokens(rows: Rows, most: Ints, count: Ints) -> Floats:
+    """[rows]: iterations until a sample that waits is admitted; 0 for those that an engine runs at once: `most` of the
+    `count` at each place [places]. They are taken to wait from long to short; a slot is free for the next one when the
+    work of all before it has been done by all slots, but for the halves of what runs."""
+    delay = np.zeros(rows.home.size)
+    if (count > most).any():
+        ahead = rows.ahead
+        first = np.flatnonzero(np.diff(ahead.kind, prepend=-1, append=len(ahead.table)))
+        means = ahead.kind_means[ahead.kind[first[:-1]]]
+        longest = np.argsort(-means, kind="stable")
+        room = np.zeros(most.size, np.int64), np.zeros(most.size)
+        kernel.add_waits(rows.home, rows.begun, most, means, longest, first, *room, delay)
     return delay
 
 
 def alive(rows: Rows, places: int, most: Ints, few: Flags | None = None, grid: Floats | None = None) -> Alive:
     """What is expected of all places; `most` [places] is how many sequences an engine there runs at once, `few`
     [places] whether each of its samples counts for itself (see `FEW`); on this `grid`, or one that is long enough."""
-    ahead, delay = rows.ahead, queue_tokens(rows, most)
-    if few is None:
-        few = np.bincount(rows.home, rows.counts, minlength=places) <= FEW
+    ahead, count = rows.ahead, np.bincount(rows.home, minlength=places)
+    delay = queue_tokens(rows, most, count)
     if grid is None:
         grid = grid_to(float((ahead.table[:, -1][ahead.kind] + delay).max()))
     columns = np.zeros((3, places, grid.size))
-    counted = Counted(rows.home, ahead.kind, rows.context, rows.counts, delay)
+    counted = Counted(rows.home, ahead.kind, rows.context, delay)
+    few = count <= FEW if few is None else few
     kernel.count_alive(counted, ahead.table, ranks_of(ahead), few, grid, np.zeros(grid.size), columns)
     return Alive(grid, columns)
 

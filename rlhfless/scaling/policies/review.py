@@ -22,7 +22,7 @@ from rlhfless.scaling.policies.offers import Offers
 from rlhfless.scaling.policies.outlook import Engines, Rows, alive, rows_of
 from rlhfless.scaling.policies.resting import Resting
 from rlhfless.scaling.policies.transfers import Recompute, moves, note, part_of
-from rlhfless.scaling.policy import Action, Ints
+from rlhfless.scaling.policy import Action, Flags, Ints
 
 LEFT_SHARE = 0.75
 """A review is due when only this share of the samples that were left at the last one is still left."""
@@ -91,7 +91,8 @@ class Reviewer:
         ahead = self._forecaster.look(view)
         rows = rows_of(ahead, view, view.home[ahead.samples])
         board = self._board(now, rows, self._ready_s(now), load(view))
-        self._pace.look(now.at_s, view.tokens, view.home, _iteration_s(now, board))
+        steady = _steady(now)
+        self._pace.look(now.at_s, view.tokens, view.home, _iteration_s(board, steady))
         self._resting.tokens = now.tokens + float(ahead.means.sum())
         aim, again = self._aim(now, board), Recompute(now, rows)
         notes: list[Action] = []
@@ -100,7 +101,7 @@ class Reviewer:
             rows.home[rows.home == move.source] = move.target
             notes.append(note(now, move, "dissolve", aim))
         notes += self._relieve(now, board, aim, rows, again)
-        self._pace.go_on(_iteration_s(now, board))
+        self._pace.go_on(_iteration_s(board, steady))
         self._look_again(now, board, rows.home.size)
         return [*moves(now, rows, again), *notes]
 
@@ -120,7 +121,7 @@ class Reviewer:
         freed = np.zeros(now.places)
         for places in now.layout.alike:
             freed[places] = self._resting.rest(now, int(places[0])).freed_usd_per_s
-        outlook = alive(rows.alike(), now.places, self._engines.most)
+        outlook = alive(rows, now.places, self._engines.most)
         return Board(self._engines, self._pace.factor, outlook, ready_s, freed, count)
 
     def _engines_of(self, layout: Layout) -> Engines:
@@ -175,21 +176,23 @@ class Reviewer:
         notes: list[Action] = []
         if not may_relieve(board, aim):
             return notes
-        means, wait_s = rows.ahead.means, {place: self._wait_s(now, place) for place in now.layout.generation}
+        means, places, wait_s = rows.ahead.means, np.array(now.layout.generation), np.zeros(now.places)
+        for place in now.layout.generation:
+            if not board.count[place]:  # of actors that have work, the board knows how long they are waited for
+                wait_s[place] = self._wait_s(now, place)
         for _ in now.layout.generation:
             source = int(np.argmax(board.end_s))
             mine = np.flatnonzero(rows.home == source)
             half = mine[np.argsort(means[mine], kind="stable")][: mine.size // 2]
             if not half.size:
                 break
-            delay_s = again.seconds[source] * half.size / mine.size
-            # Of actors that have work, the board knows how long they are waited for.
-            waits = {place: delay_s + (0.0 if board.count[place] else wait_s[place]) for place in wait_s}
-            targets = np.array([p for p in waits if board.end_s[p] < board.end_s[source]], np.int64)
-            move = relieve(board, aim, part_of(rows, half, board), targets, np.array([waits[p] for p in targets]))
+            delay_s = float(again.seconds[source]) * half.size / mine.size
+            sooner = places[board.end_s[places] < board.end_s[source]]
+            move = relieve(board, aim, part_of(rows, half, board), sooner, delay_s + wait_s[sooner])
             if move is None:
                 break
-            carry_out(board, move, waits[move.target], aim.confidence)
+            carry_out(board, move, delay_s + float(wait_s[move.target]), aim.confidence)
+            wait_s[move.target] = 0.0
             rows.home[half] = move.target
             notes.append(note(now, move, "relieve", aim))
             if not may_relieve(board, aim):
@@ -197,10 +200,14 @@ class Reviewer:
         return notes
 
 
-def _iteration_s(now: Moment, board: Board) -> Floats:
+def _steady(now: Moment) -> Flags:
+    """[places]: whether an engine there does nothing but decode."""
+    return np.array([there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.places])
+
+
+def _iteration_s(board: Board, steady: Flags) -> Floats:
     """[places]: what an iteration takes now by the models; 0 where an engine does not decode alone."""
-    steady = [there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.places]
-    places = np.flatnonzero(np.array(steady) & (board.count > 0))
-    iteration_s = np.zeros(now.places)
+    places = np.flatnonzero(steady & (board.count > 0))
+    iteration_s = np.zeros(steady.size)
     iteration_s[places] = board.iteration_s(places)
     return iteration_s

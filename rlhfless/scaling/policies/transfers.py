@@ -17,11 +17,11 @@ from rlhfless.scaling.policy import Action, Flags, Ints, Move, Note
 
 def part_of(rows: Rows, chosen: Ints, board: Board) -> Part:
     """Some of an actor's rows as the outlook counts them, on the board's grid, as if none of them waited."""
-    some = replace(rows.of(chosen), home=np.zeros(chosen.size, np.int64)).alike()
+    some = replace(rows.of(chosen), home=np.zeros(chosen.size, np.int64))
     # Counted as they are on the board, to be taken off it.
     few = board.count[rows.home[chosen[:1]]] <= FEW
     found = alive(some, 1, np.array([chosen.size]), few, board.grid)
-    return Part(found.columns, chosen.size, np.zeros(1, np.int64))
+    return Part(found.columns, chosen.size)
 
 
 class Recompute:
@@ -47,12 +47,13 @@ class Recompute:
 def moves(now: Moment, rows: Rows, again: Recompute) -> list[Action]:
     """From where samples are to where `rows` have them now; whoever takes some and is not there is started."""
     view, before = now.view, now.view.home[rows.ahead.samples]
-    pairs = np.unique(np.stack([before, rows.home], axis=1)[before != rows.home], axis=0).tolist()
-    takers = sorted({target for _, target in pairs})
-    absent = [place for place in takers if asleep_or_absent(view.places[place])]
+    moved = np.flatnonzero(before != rows.home)
+    sources, targets = before[moved], rows.home[moved]
+    absent = [place for place in np.unique(targets).tolist() if asleep_or_absent(view.places[place])]
     actions = [*make_way(view, now.layout, absent), *start(view, absent)]
-    for source, target in pairs:
-        samples = rows.ahead.samples[(before == source) & (rows.home == target)]
+    pair = sources * now.places + targets
+    for source, target in (divmod(code, now.places) for code in np.unique(pair).tolist()):
+        samples = rows.ahead.samples[moved[pair == source * now.places + target]]
         actions.append(Move(source, target, samples, bool(again.with_kv[source])))
     return actions
 
