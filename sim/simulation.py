@@ -108,6 +108,7 @@ class Simulation:
         self.fleet.drawing = True
         self.fleet.sync(self.now_s)
         self._beat_s = self.now_s + self.setup.links.beat_s
+        self._drawn_s = -math.inf
         return under_way
 
     def _go_on(self) -> None:

@@ -138,6 +138,21 @@ def test_moving_with_kv_costs_its_way_and_no_prefill() -> None:
         one_step(none, Scripted(answer), batch)
 
 
+def test_the_next_step_is_drawn_though_the_last_one_was_looked_at_further_ahead() -> None:
+    """Nothing happens between the end of the first step's generation and 20 s, by when the second one is over."""
+
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        return (Start(2, 20.0),) if isinstance(event, StepBegan) and view.step == 1 else ()
+
+    rarely = setup_of(actor(0), links=dataclasses.replace(LINKS, beat_s=100.0))
+    simulation, batch = Simulation(rarely, Scripted(answer), PRICES), batch_of([(5, [3])])
+    for step in (1, 2):
+        simulation.step(dataclasses.replace(batch, step=step))
+    drawn_s = 0.3 + MODEL.prefill_s(5) + decode_s(MODEL, 1, 6, 2)
+    second = simulation.ledger.steps[1]
+    assert second.end_s - second.start_s == pytest.approx(drawn_s + 0.004 + 0.2 + 0.008 + 0.05, rel=1e-9)
+
+
 def test_first_come_first_served_by_hand() -> None:
     """Jobs within 30 ms of each other are one call."""
     spans = first_come_first_served(np.array([0.0, 1.0, 5.0, 6.02]), np.array([2.0, 1.0, 1.0, 1.0]))

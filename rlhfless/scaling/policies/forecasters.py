@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +28,7 @@ LEARNED = 0.3
 """Weight of each step in the bias: a memory of about three steps."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ahead:
     """The unfinished samples of a step, and what each has still to draw."""
 
@@ -43,12 +44,12 @@ class Ahead:
         """Each length is known, so that siblings are not alike."""
         return self.levels.size == 1
 
-    @property
+    @cached_property
     def kind_means(self) -> Floats:
         """[kinds]: expected tokens still to draw."""
         return np.asarray(self.table @ mean_weights(self.levels))
 
-    @property
+    @cached_property
     def means(self) -> Floats:
         """[rows]: the same."""
         return self.kind_means[self.kind]

@@ -159,18 +159,22 @@ class Coverage:
 
     def __init__(self) -> None:
         self._seen: list[float] = []
+        self._table()
 
     def add(self, probability: float) -> None:
         self._seen = [*self._seen[1 - STEPS_SEEN :], probability]
+        self._table()
 
     def level(self, confidence: float) -> float:
         """The p to ask for, so that what it names comes true with this probability."""
-        seen = np.sort(self._seen)
-        below = np.concatenate([[0.0], seen, [1.0]])
-        share = (PRIOR_STEPS * below + np.concatenate([[0], np.arange(1, seen.size + 1), [seen.size]])) / (
-            PRIOR_STEPS + seen.size
-        )
-        return min(float(np.interp(confidence, share, below)), MOST_CERTAIN)
+        return min(float(np.interp(confidence, self._share, self._below)), MOST_CERTAIN)
+
+    def _table(self) -> None:
+        """How often what was said to have a probability up to `below` came true."""
+        count = len(self._seen)
+        self._below = np.concatenate([[0.0], np.sort(self._seen), [1.0]])
+        seen = np.concatenate([[0], np.arange(1, count + 1), [count]])
+        self._share = (PRIOR_STEPS * self._below + seen) / (PRIOR_STEPS + count)
 
 
 class Pace:
@@ -187,19 +191,20 @@ class Pace:
         """Another step: nothing was seen of it yet."""
         self._at_s = -math.inf
 
-    def look(self, at_s: float, tokens: Ints, home: Ints, iteration_s: Floats) -> None:
-        """`tokens` and `home` [samples] as they stand; `iteration_s` [places] is what an iteration should take now,
-        not positive where nothing can be said. Samples that were at the same place at the last look tell its pace."""
-        passed_s, places = at_s - self._at_s, self.factor.size
+    def look(self, at_s: float, view: StepView, samples: Ints, iteration_s: Floats) -> None:
+        """At the unfinished `samples`; `iteration_s` [places] is what an iteration should take now, not positive where
+        nothing can be said. Samples that were at the same place at the last look tell its pace."""
+        passed_s, places, home = at_s - self._at_s, self.factor.size, view.home[samples]
         if 0 < passed_s < math.inf:
-            same = (home >= 0) & (home == self._home) & (self._tokens > 0)
-            drawn = np.bincount(home[same], tokens[same] - self._tokens[same], minlength=places)
+            before = self._tokens[samples]
+            same = (home >= 0) & (home == self._home[samples]) & (before > 0)
+            drawn = np.bincount(home[same], (view.tokens[samples] - before)[same], minlength=places)
             count = np.bincount(home[same], minlength=places)
             expected_s = (self._iteration_s + iteration_s) / 2
             told = (drawn >= LEAST_TOKENS * count) & (count > 0) & (self._iteration_s > 0) & (iteration_s > 0)
             measured = passed_s * count[told] / drawn[told] / expected_s[told]
             self.factor[told] *= (measured / self.factor[told]) ** (1 - KEPT)
-        self._at_s, self._tokens, self._home = at_s, tokens.copy(), home.copy()
+        self._at_s, self._tokens, self._home = at_s, view.tokens.copy(), view.home.copy()
 
     def go_on(self, iteration_s: Floats) -> None:
         """What an iteration should take [places] from this look on, after all that it led to."""

@@ -92,7 +92,7 @@ class Reviewer:
         rows = rows_of(ahead, view, view.home[ahead.samples])
         board = self._board(now, rows, self._ready_s(now), load(view))
         steady = _steady(now)
-        self._pace.look(now.at_s, view.tokens, view.home, _iteration_s(board, steady))
+        self._pace.look(now.at_s, view, ahead.samples, _iteration_s(board, steady))
         self._resting.tokens = now.tokens + float(ahead.means.sum())
         aim, again = self._aim(now, board), Recompute(now, rows)
         notes: list[Action] = []
