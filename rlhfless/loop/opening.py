@@ -31,6 +31,7 @@ from rlhfless.records import FunctionName
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
+from rlhfless.scaling.policies.warm_up import warm_up
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec, ScalingSpec
 from rlhfless.telemetry.console import Console
@@ -166,7 +167,7 @@ async def _start(opening: Opening, run: Run) -> int:
     actors = opening.spec.scaling.generation.min_actors
     with opening.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
         others = [pool.ready() for pool in run.pools if pool is not run.generation]
-        await together(run.generation.ensure(actors), *others)
+        await together(run.generation.ensure(actors), *others, asyncio.to_thread(warm_up))
     with opening.console.waiting("checking that weight loads reach every tensor"):
         step = await run.restore()
         await run.open_weights(step)

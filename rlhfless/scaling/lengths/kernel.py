@@ -145,7 +145,8 @@ def _mills(z: float, mills: Mills) -> float:
     place = min(max((z - mills.lowest) / mills.cell, 0.0), mills.values.size - 1.5)
     cell = int(place)
     low = mills.values[cell]
-    return low + (place - cell) * (mills.values[cell + 1] - low)
+    ratio: float = low + (place - cell) * (mills.values[cell + 1] - low)
+    return ratio
 
 
 @compiled
@@ -211,4 +212,5 @@ def _before_from(xs: Array, x: float, low: int) -> int:
 def _between(xs: Array, ys: Array, at: int, x: float) -> float:
     """By a straight line from a point to the next one; held to what is there at both ends."""
     share = (x - xs[at]) / max(xs[at + 1] - xs[at], 1e-300)
-    return ys[at] + min(max(share, 0.0), 1.0) * (ys[at + 1] - ys[at])
+    y: float = ys[at] + min(max(share, 0.0), 1.0) * (ys[at + 1] - ys[at])
+    return y

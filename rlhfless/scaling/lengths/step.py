@@ -77,7 +77,7 @@ class OpenStep:
 
     def samples(self) -> Samples:
         """All, as evidence. One without a token says nothing; one that goes on will have at least one more."""
-        prompt, sample = np.nonzero(self.there)
+        prompt, sample = (index.copy() for index in np.nonzero(self.there))  # each in one piece
         tokens, ended = self.tokens[prompt, sample], self.ended[prompt, sample]
         known = ended & ~self._truncated[prompt, sample]
         return Samples(prompt, np.log(np.maximum(tokens + ~ended, 1.0)), known, (ended | (tokens > 0)).astype(float))

@@ -116,7 +116,8 @@ def _usd(upper_s: float, lower_s: float, usd_per_s: Floats, pair: int, limit_s: 
     """What a pair costs; infinite where one of the two ends too late."""
     if max(upper_s, lower_s) > limit_s:
         return float("inf")
-    return upper_s * usd_per_s[pair, 0] + lower_s * usd_per_s[pair, 1]
+    usd: float = upper_s * usd_per_s[pair, 0] + lower_s * usd_per_s[pair, 1]
+    return usd
 
 
 @part
@@ -124,8 +125,9 @@ def _one_s(times: Times, begin: int, end: int) -> float:
     fitting, piece = max(begin, times.floor[end]), 0
     while piece + 2 < times.knots.size and times.knots[piece + 1] < end - fitting:
         piece += 1
-    seconds = times.end_s[piece, end] - times.start_s[piece, fitting] + times.again_s[begin]
-    return seconds + times.waiting_s[fitting] - times.waiting_s[begin]
+    working_s = times.end_s[piece, end] - times.start_s[piece, fitting]
+    seconds: float = working_s + times.waiting_s[fitting] - times.waiting_s[begin] + times.again_s[begin]
+    return seconds
 
 
 @part

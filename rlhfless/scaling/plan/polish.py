@@ -41,7 +41,8 @@ def _move(cut: Partition, uppers: Ints, limit_s: float, begins: Ints, work_s: Fl
     usd_per_s = np.array([[each.device.usd_per_s for each in pair] for pair in seats])
     ends = np.concatenate(([cut.candidate.samples], begins))
     at, pair_s = begins[uppers], np.empty((uppers.size, 2))
-    times = (each.times.table for each in seats[0])
-    kernel.move_cuts(*times, ready_s, usd_per_s, limit_s, REACH, begins[uppers + 1], at, ends[uppers], pair_s)
+    upper, lower = (each.times.table for each in seats[0])
+    cuts = begins[uppers + 1], at, ends[uppers]
+    kernel.move_cuts(upper, lower, ready_s, usd_per_s, limit_s, REACH, *cuts, pair_s)
     begins[uppers] = at
     work_s[uppers], work_s[uppers + 1] = pair_s.T

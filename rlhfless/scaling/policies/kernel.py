@@ -49,7 +49,7 @@ class Speeds(NamedTuple):
 class Actors(NamedTuple):
     """The actors of a board. All [places]."""
 
-    count: Ints  # samples
+    samples: Ints
     kv_tokens: Ints  # that they have room for
     freed: Floats  # USD per second that it works less
     ready_s: Floats
@@ -109,8 +109,8 @@ def add_waits(
 
 @part
 def _alike(rows: Counted, one: int, other: int) -> bool:
-    same = rows.kind[one] == rows.kind[other] and rows.home[one] == rows.home[other]
-    return same and rows.delay[one] == rows.delay[other]
+    same: bool = rows.kind[one] == rows.kind[other] and rows.home[one] == rows.home[other]
+    return same and bool(rows.delay[one] == rows.delay[other])
 
 
 @part
@@ -154,7 +154,8 @@ def _iteration_s(speeds: Speeds, place: int, sequences: float, context: float) -
     while knot < speeds.knots.shape[1] and speeds.knots[curve, knot] < batch:
         seconds += speeds.bends_s[curve, knot] * (batch - speeds.knots[curve, knot])
         knot += 1
-    return seconds + speeds.context_s[place] * context * min(batch / max(sequences, 1e-9), 1e3)
+    seconds += speeds.context_s[place] * context * min(batch / max(sequences, 1e-9), 1e3)
+    return float(seconds)
 
 
 @compiled
@@ -268,7 +269,7 @@ def best_dissolved(
 @part
 def _has_room(speeds: Speeds, columns: Floats, actors: Actors, source: int, target: int, kv_share: float) -> bool:
     """Whether the samples of the one have room at the other."""
-    if actors.count[target] + actors.count[source] > speeds.most[target]:
+    if actors.samples[target] + actors.samples[source] > speeds.most[target]:
         return False
     for point in range(columns.shape[2]):
         if columns[CONTEXT, target, point] + columns[CONTEXT, source, point] > kv_share * actors.kv_tokens[target]:

@@ -12,7 +12,6 @@ All is judged by the outlook: rows of expected sequences and contexts, which add
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ from rlhfless.scaling.policies import kernel
 from rlhfless.scaling.policies.forecasters import Floats
 from rlhfless.scaling.policies.kernel import NOBODY, SEQUENCES, Actors
 from rlhfless.scaling.policies.outlook import Alive, Engines
-from rlhfless.scaling.policy import Flags, Ints
+from rlhfless.scaling.policy import Ints
 
 LEAST_GAIN = 0.1
 """Hysteresis: less than a tenth of what is given up is not worth a move, which may turn out wrong."""

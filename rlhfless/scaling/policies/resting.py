@@ -7,6 +7,7 @@ seen so far; how long generation still takes in this step is what the last revie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -137,7 +138,8 @@ class Resting:
 
     def waiting_usd_per_s(self, now: Moment) -> float:
         """What those beside generation cost that are awake now: a longer step keeps them waiting."""
-        return sum(now.layout.rooms[place].usd_per_s for place in now.layout.others if awake(now.view.places[place]))
+        awake_places = (place for place in now.layout.others if awake(now.view.places[place]))
+        return math.fsum(now.layout.rooms[place].usd_per_s for place in awake_places)
 
     @staticmethod
     def _services(layout: Layout) -> list[int]:

@@ -1,0 +1,90 @@
+"""Compiles what the scaler calls in loops, ahead of the first step: else that step would wait for it, for seconds.
+
+What was compiled once is kept on disk, if there is a folder that can be written (`scaling.compiled`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.scaling.latency.fitted import LinearEngine
+from rlhfless.scaling.lengths import LengthPredictor
+from rlhfless.scaling.policies.cost_aware import CostAware
+from rlhfless.scaling.policies.forecasters import PredictedLengths
+from rlhfless.scaling.policies.settings import CostAwareSettings
+from rlhfless.scaling.policy import (
+    NOBODY,
+    Beat,
+    EngineRoom,
+    FleetView,
+    Generated,
+    PlaceView,
+    Room,
+    StepBegan,
+    StepEnded,
+    StepView,
+)
+from rlhfless.spec import CheapestSpec
+
+PROMPTS, SIBLINGS, ACTORS = 4, 8, 2
+"""Few, but enough for a plan that leaves samples waiting, and for actors of which one is worth dissolving."""
+
+MAX_TOKENS = 64
+
+
+def warm_up() -> None:
+    """Plays two steps of a made-up run in which everything is decided that can be."""
+    policy = CostAware(
+        CostAwareSettings(contract=CheapestSpec(deadline_s=1.0, per="step"), steps=2),
+        PredictedLengths(LengthPredictor(MAX_TOKENS)),
+    )
+    fleet = _fleet()
+    samples = PROMPTS * SIBLINGS
+    for step in (1, 2):
+        policy.decide(step, StepBegan(), _view(fleet, step, np.zeros(samples, np.int64), np.full(samples, NOBODY)))
+        # One sample of each actor is left, and goes on; all that began with it have ended.
+        tokens, home = np.full(samples, MAX_TOKENS // 2), np.full(samples, NOBODY)
+        home[:ACTORS] = range(ACTORS)
+        policy.decide(step + 0.5, Beat(), _view(fleet, step, tokens, home))
+        over = _view(fleet, step, tokens + 1, np.full(samples, NOBODY))
+        policy.decide(step + 0.8, Generated(), over)
+        policy.decide(step + 0.9, StepEnded(step, step + 0.9), over)
+
+
+def _fleet() -> FleetView:
+    model = LinearEngine(fixed_s=0.01, sequence_s=0.001, context_s=0.0, prefill_token_s=1e-5, prefill_context_s=0.0)
+    rooms = tuple(
+        Room(
+            function=FunctionName.GENERATION,
+            kind=f"kind-{index}",
+            devices=(f"device-{index}",),
+            node="node",
+            usd_per_s=0.001,
+            start_s=1.0,
+            wake_s={},
+            resident_usd_per_s={},
+            engine=EngineRoom(model, kv_capacity_tokens=10_000, max_sequences=PROMPTS * SIBLINGS // 2 // ACTORS),
+        )
+        for index in range(ACTORS)
+    )
+    return FleetView(rooms, 0.1, 0.01, math.inf, 0.1, MAX_TOKENS)
+
+
+def _view(fleet: FleetView, step: int, tokens: np.ndarray, home: np.ndarray) -> StepView:
+    samples = PROMPTS * SIBLINGS
+    begun = bool(tokens.any())
+    return StepView(
+        fleet=fleet,
+        places=(PlaceView(ReplicaState.SERVING),) * ACTORS,
+        step=step,
+        prompt_ids=tuple(map(str, range(PROMPTS))),
+        prompt_tokens=np.full(PROMPTS, 8),
+        group=np.repeat(np.arange(PROMPTS), SIBLINGS),
+        tokens=tokens,
+        finished=begun & (home == NOBODY),
+        truncated=np.zeros(samples, np.bool_),
+        home=home,
+    )

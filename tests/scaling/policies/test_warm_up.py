@@ -1,0 +1,43 @@
+"""What is compiled ahead is all that a run needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+RUN = """
+import json
+from pathlib import Path
+
+from rlhfless.scaling.lengths import kernel as lengths
+from rlhfless.scaling.plan import kernel as plan
+from rlhfless.scaling.policies import kernel as policies
+from rlhfless.scaling.policies.warm_up import warm_up
+from rlhfless.sim.experiment.compare import compare
+from rlhfless.sim.scenarios import load_scenario
+
+
+def compiled():
+    rooms = lengths, plan, policies
+    return {f"{room.__name__}.{name}": len(found.signatures)
+            for room in rooms for name, found in vars(room).items() if hasattr(found, "signatures")}
+
+
+warm_up()
+before = compiled()
+scenario = load_scenario(Path("examples/scenarios/code-7b-mixed.yaml"))
+ours = [policy for policy in scenario.policies if policy.shown == "cost_aware"]
+compare(scenario.model_copy(update={"seeds": 1, "steps": 3, "policies": tuple(ours)}), jobs=1)
+print(json.dumps([before, compiled()]))
+"""
+
+
+def test_nothing_is_compiled_in_a_step() -> None:
+    root, command = Path(__file__).parents[3], [sys.executable, "-c", RUN]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250, check=True)
+    before, after = json.loads(done.stdout.splitlines()[-1])
+    assert before == after
+    assert {name for name, count in before.items() if count > 1} == set()
+    assert sum(before.values()) > 10
