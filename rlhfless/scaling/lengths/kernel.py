@@ -49,6 +49,8 @@ def gather(
     last = entries.prompt.size - 2 * prompts
     for prompt in range(prompts):
         before = -1.0
+        for entry in range(last + 2 * prompt, last + 2 * prompt + 2):
+            entries.number[entry] = entries.log_tokens[entry] = 0.0
         for sibling in range(siblings):
             if there[prompt, sibling] and not ended[prompt, sibling]:
                 if tokens[prompt, sibling] != before:

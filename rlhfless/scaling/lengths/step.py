@@ -56,6 +56,7 @@ class OpenStep:
         """Drawn so far."""
         self.ended = np.zeros(self.there.shape, dtype=bool)
         self._truncated = np.zeros(self.there.shape, dtype=bool)
+        self._room = _room_for(self.there.size, len(prompt_ids))
 
     def progress(self, prompt_id: str, sample: int, tokens: int) -> None:
         """Never steps back: beats may come late, and a sample that moved keeps its tokens."""
@@ -84,14 +85,24 @@ class OpenStep:
 
     def running(self) -> Running:
         """The unfinished samples, and the evidence for their prompts."""
-        prompts, most = len(self.prompt_ids), self.there.size
-        sample, kind, drawn = np.empty(most, np.intp), np.empty(most, np.intp), np.empty(most)
-        # What was cut off was so at the same length; of what has ended by itself only the mean log counts.
-        prompt = np.concatenate([np.zeros(most, np.intp), np.repeat(np.arange(prompts), 2)])
-        finished = np.concatenate([np.zeros(most, np.bool_), np.tile([True, False], prompts)])
-        entries = Samples(prompt, np.zeros(prompt.size), finished, np.zeros(prompt.size))
+        room, most = self._room, self.there.size
         samples, kinds = kernel.gather(
-            self.there, self.tokens, self.ended, self._truncated, sample, kind, entries, drawn
+            self.there, self.tokens, self.ended, self._truncated, room.sample, room.kind, room.evidence, room.tokens
         )
-        evidence = Samples(*(np.concatenate([column[:kinds], column[most:]]) for column in entries))
-        return Running(sample[:samples], kind[:samples], prompt[:kinds], drawn[:kinds], evidence)
+        evidence = Samples(*(np.concatenate([column[:kinds], column[most:]]) for column in room.evidence))
+        return Running(
+            room.sample[:samples].copy(),
+            room.kind[:samples].copy(),
+            evidence.prompt[:kinds],
+            room.tokens[:kinds].copy(),
+            evidence,
+        )
+
+
+def _room_for(samples: int, prompts: int) -> Running:
+    """Room to gather what is unfinished: a kind for each sample, and two more entries for each prompt."""
+    # What was cut off was so at the same length; of what has ended by itself only the mean log counts.
+    prompt = np.concatenate([np.zeros(samples, np.intp), np.repeat(np.arange(prompts), 2)])
+    finished = np.concatenate([np.zeros(samples, np.bool_), np.tile([True, False], prompts)])
+    entries = Samples(prompt, np.zeros(prompt.size), finished, np.zeros(prompt.size))
+    return Running(np.empty(samples, np.intp), np.empty(samples, np.intp), prompt, np.empty(samples), entries)
