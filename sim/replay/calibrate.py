@@ -120,7 +120,7 @@ def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
     """The line whose slope is the median of those between all pairs, with no negative part (Theil 1950, Sen 1968).
 
     Calls of about one size say little of what a call of no tokens would take. As far as their scatter leaves that open,
-    it is taken to be little: the fixed part is shrunk towards 0 (normal prior, FIXED_SHARE).
+    it is taken to be FIXED_SHARE of a typical call, give or take as much (a normal prior).
     """
     count = len(sizes)
     chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_PAIRS)).astype(int))
@@ -131,9 +131,8 @@ def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
     slope = max(median(slopes), 0.0)
     fixed = max(median(s - slope * x for x, s in points), 0.0)
     prior_s = FIXED_SHARE * median(s for _, s in points)
-    if fixed > 0:
-        error_s = _fixed_error_s(points, LineFit(fixed_s=fixed, token_s=slope))
-        fixed *= prior_s**2 / (prior_s**2 + error_s**2)
+    error_s = _fixed_error_s(points, LineFit(fixed_s=fixed, token_s=slope))
+    fixed = (fixed * prior_s**2 + prior_s * error_s**2) / (prior_s**2 + error_s**2)
     return LineFit(fixed_s=fixed, token_s=max(median((s - fixed) / x for x, s in points if x > 0), 0.0))
 
 
