@@ -46,6 +46,15 @@ class Speeds(NamedTuple):
     bends_s: Floats  # [curves, knots]: by how much its slope is more
 
 
+class Outlook(NamedTuple):
+    """What all actors have still to do."""
+
+    speeds: Speeds
+    pace: Floats  # [places]: how much slower than its model an engine is
+    grid: Floats  # [T]: iterations
+    columns: Floats  # [3, places, T]
+
+
 class Actors(NamedTuple):
     """The actors of a board. All [places]."""
 
@@ -158,48 +167,37 @@ def _iteration_s(speeds: Speeds, place: int, sequences: float, context: float) -
     return float(seconds)
 
 
+@part
+def _span_s(outlook: Outlook, place: int, point: int, sequences: float, context: float) -> float:
+    """From the point of the grid before to this one, with so many alive in between."""
+    iterations = outlook.grid[point] - outlook.grid[point - 1]
+    return float(_iteration_s(outlook.speeds, place, sequences, context) * outlook.pace[place] * iterations)
+
+
 @compiled
-def iterations_s(speeds: Speeds, places: Ints, columns: Floats, out: Floats) -> None:
-    """`out` [rows]: what an iteration takes now at each of the `places` [rows]; `columns` [3, all places, T]."""
+def iterations_s(outlook: Outlook, places: Ints, out: Floats) -> None:
+    """`out` [rows]: what an iteration takes now at each of the `places` [rows], by the models."""
     for row in range(places.size):
-        place = places[row]
-        out[row] = _iteration_s(speeds, place, columns[SEQUENCES, place, 0], columns[CONTEXT, place, 0])
+        place, columns = places[row], outlook.columns
+        out[row] = _iteration_s(outlook.speeds, place, columns[SEQUENCES, place, 0], columns[CONTEXT, place, 0])
 
 
 @compiled
-def trial(
-    speeds: Speeds,
-    pace: Floats,
-    grid: Floats,
-    columns: Floats,
-    places: Ints,
-    more: Floats,
-    limits: Floats,
-    out: Floats,
-) -> None:
+def trial(outlook: Outlook, places: Ints, more: Floats, limits: Floats, out: Floats) -> None:
     """`out` [rows, 1 + limits]: expected seconds of work at each of the `places` [rows], and seconds until -log
-    P(nobody is alive) falls below each of the `limits`; with `more` [3, 1, T] on top of `columns` [3, all places, T].
-    """
+    P(nobody is alive) falls below each of the `limits`; with `more` [3, 1, T] on top of what there is."""
     for row in range(places.size):
-        _trial(speeds, pace, grid, columns, places[row], more, 0, limits, out[row])
+        _trial(outlook, places[row], more, 0, limits, out[row])
 
 
 @part
-def _trial(
-    speeds: Speeds,
-    pace: Floats,
-    grid: Floats,
-    columns: Floats,
-    place: int,
-    more: Floats,
-    extra: int,
-    limits: Floats,
-    out: Floats,
-) -> None:
+def _trial(outlook: Outlook, place: int, more: Floats, extra: int, limits: Floats, out: Floats) -> None:
+    """The same of one place, with row `extra` of `more` [3, rows, T]."""
+    columns = outlook.columns
     total = sequences = context = nobody = somebody = 0.0
     for limit in range(1 + limits.size):
         out[limit] = 0.0
-    for point in range(grid.size):
+    for point in range(outlook.grid.size):
         total_before, sequences_before, context_before, nobody_before = total, sequences, context, nobody
         sequences = max(columns[SEQUENCES, place, point] + more[SEQUENCES, extra, point], 0.0)
         context = max(columns[CONTEXT, place, point] + more[CONTEXT, extra, point], 0.0)
@@ -208,7 +206,7 @@ def _trial(
             if nobody_before == 0:
                 break
             middle = (sequences + sequences_before) / 2, (context + context_before) / 2
-            seconds = _iteration_s(speeds, place, *middle) * pace[place] * (grid[point] - grid[point - 1])
+            seconds = _span_s(outlook, place, point, *middle)
             total += seconds
             out[0] += seconds * somebody / 2
             somebody = -math.expm1(-nobody)
@@ -225,10 +223,7 @@ def _trial(
 
 @compiled
 def best_dissolved(
-    speeds: Speeds,
-    pace: Floats,
-    grid: Floats,
-    columns: Floats,
+    outlook: Outlook,
     actors: Actors,
     sources: Ints,
     takers: Ints,
@@ -249,9 +244,9 @@ def best_dissolved(
     for source in sources:
         given_up = actors.freed[source] * actors.hold_s[source]
         for target in takers:
-            if source == target or not _has_room(speeds, columns, actors, source, target, kv_share):
+            if source == target or not _has_room(outlook, actors, source, target, kv_share):
                 continue
-            _trial(speeds, pace, grid, columns, target, columns, source, limits, scratch)
+            _trial(outlook, target, outlook.columns, source, limits, scratch)
             before_s = actors.ready_s[target] + recompute_s[source]
             end_s = before_s + scratch[1]
             later_s = 0.0
@@ -267,9 +262,10 @@ def best_dissolved(
 
 
 @part
-def _has_room(speeds: Speeds, columns: Floats, actors: Actors, source: int, target: int, kv_share: float) -> bool:
+def _has_room(outlook: Outlook, actors: Actors, source: int, target: int, kv_share: float) -> bool:
     """Whether the samples of the one have room at the other."""
-    if actors.samples[target] + actors.samples[source] > speeds.most[target]:
+    columns = outlook.columns
+    if actors.samples[target] + actors.samples[source] > outlook.speeds.most[target]:
         return False
     for point in range(columns.shape[2]):
         if columns[CONTEXT, target, point] + columns[CONTEXT, source, point] > kv_share * actors.kv_tokens[target]:
@@ -278,17 +274,16 @@ def _has_room(speeds: Speeds, columns: Floats, actors: Actors, source: int, targ
 
 
 @compiled
-def nobody_within(
-    speeds: Speeds, pace: Floats, grid: Floats, columns: Floats, places: Ints, within_s: Floats, out: Floats
-) -> None:
+def nobody_within(outlook: Outlook, places: Ints, within_s: Floats, out: Floats) -> None:
     """`out` [rows]: -log P(nobody is alive) after `within_s` [rows] seconds of work at each of the `places` [rows]."""
+    columns = outlook.columns
     for row in range(places.size):
         place, total = places[row], 0.0
         out[row] = columns[NOBODY, place, 0]
-        for point in range(1, grid.size):
+        for point in range(1, outlook.grid.size):
             sequences = (columns[SEQUENCES, place, point] + columns[SEQUENCES, place, point - 1]) / 2
             context = (columns[CONTEXT, place, point] + columns[CONTEXT, place, point - 1]) / 2
-            seconds = _iteration_s(speeds, place, sequences, context) * pace[place] * (grid[point] - grid[point - 1])
+            seconds = _span_s(outlook, place, point, sequences, context)
             if total + seconds >= within_s[row]:
                 share = min(max((within_s[row] - total) / seconds, 0.0), 1.0)
                 before, after = columns[NOBODY, place, point - 1], columns[NOBODY, place, point]

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlhfless.scaling.policies import kernel
 from rlhfless.scaling.policies.forecasters import Floats
-from rlhfless.scaling.policies.kernel import NOBODY, SEQUENCES, Actors
+from rlhfless.scaling.policies.kernel import NOBODY, SEQUENCES, Actors, Outlook
 from rlhfless.scaling.policies.outlook import Alive, Engines
 from rlhfless.scaling.policy import Ints
 
@@ -76,7 +76,7 @@ class Board:
         """Until it has nothing left to do, as expected."""
         self.end_s = np.zeros(ready_s.size)
         """Until it has, with the confidence of the aim."""
-        self.pace = pace
+        self.outlook = Outlook(engines.speeds, pace, state.grid, self.columns)
         self._nothing = Part(np.zeros((3, 1, state.grid.size)), 0)
 
     def nobody(self) -> Floats:
@@ -105,22 +105,20 @@ class Board:
         """`hold_s`, and `end_s` with each confidence, [1 + confidences, rows] of actors with so much more (or less) to
         do, after a delay."""
         out = np.empty((places.size, 1 + len(confidences)))
-        rows = self.engines.speeds, self.pace, self.grid, self.columns, places, part.columns
-        kernel.trial(*rows, -np.log(confidences), out)
+        kernel.trial(self.outlook, places, part.columns, -np.log(confidences), out)
         return np.asarray(out.T + (self.ready_s[places] + delay_s))
 
     def chance(self, limit_s: float) -> float:
         """The probability that all have ended by then."""
         places = np.flatnonzero(self.count)
         within_s, nobody = limit_s - self.ready_s[places], np.empty(places.size)
-        speeds = self.engines.speeds
-        kernel.nobody_within(speeds, self.pace, self.grid, self.columns, places, within_s, nobody)
+        kernel.nobody_within(self.outlook, places, within_s, nobody)
         return float(np.exp(-nobody.sum())) if (within_s >= 0).all() else 0.0
 
     def iteration_s(self, places: Ints) -> Floats:
         """[rows]: what an iteration takes now at `places` [rows], by the models."""
         out = np.empty(places.size)
-        kernel.iterations_s(self.engines.speeds, places, self.columns, out)
+        kernel.iterations_s(self.outlook, places, out)
         return out
 
     @property
@@ -154,8 +152,8 @@ def dissolve(board: Board, aim: Aim, sources: Ints, able: Ints, recompute_s: Flo
     # Two actors that each end in time with probability p both do with p^2: so much is asked of one for both.
     limits = -2 * np.log((aim.confidence, aim.caution))
     asked = aim.limit_s, board.last_s, aim.time_usd_per_s, LEAST_GAIN, KV_SHARE
-    rows = board.engines.speeds, board.pace, board.grid, board.columns, board.actors
-    source, target, usd, end_s = kernel.best_dissolved(*rows, fewest, takers, recompute_s, limits, asked, np.empty(3))
+    found = kernel.best_dissolved(board.outlook, board.actors, fewest, takers, recompute_s, limits, asked, np.empty(3))
+    source, target, usd, end_s = found
     return None if source < 0 else Transfer(source, target, usd, end_s)
 
 
