@@ -101,6 +101,9 @@ class Limits:
         self._steps += 1
         if math.isfinite(self.aim.limit_s) and self._steps > 1:  # the first step knows nothing, and is no measure
             self._used[self._revisits].add((at_s - self.aim.began_s) / (self.aim.foreseen_s - self.aim.began_s))
+            if not self._used[True].count:  # what is forecast better scatters no more
+                new = self._used[False]
+                self._used[True] = Recent(1.0, new.scatter, FIRST_STEPS + new.count)
         if self._alive is not None and not view.truncated.any():
             grid, sequences = self._alive
             self._coverage.add(math.exp(-float(np.interp(view.tokens.max(), grid, sequences))))
