@@ -46,11 +46,13 @@ def test_steps_with_prompts_seen_before_are_judged_by_steps_of_their_kind() -> N
     assert step(limits, 150.0, revisits=False) == first
     once = FIRST_SCATTER * math.sqrt(2 / 3)  # one step, and two that scatter as was assumed
     assert step(limits, 150.0, revisits=False) == pytest.approx(reserve(1.5, once, 1), rel=1e-3)
-    assert step(limits, 100.0, revisits=True) == first  # those say nothing of a step with known prompts
-    assert step(limits, 80.0, revisits=True) == pytest.approx(reserve(1.0, once, 1), rel=1e-3)
+    # With known prompts it is 1 again; what the two others scattered (not at all, and two as was assumed) is as much.
+    seen = FIRST_SCATTER * math.sqrt(2 / 4)
+    assert step(limits, 100.0, revisits=True) == pytest.approx(reserve(1.0, seen, 2), rel=1e-3)
+    assert step(limits, 80.0, revisits=True) == pytest.approx(reserve(1.0, seen * math.sqrt(4 / 5), 3), rel=1e-3)
     # 1.0 and 0.8: 0.1 from their median each.
-    twice = math.sqrt((2 * FIRST_SCATTER**2 + 2 * (1.4826 * 0.1) ** 2) / 4)
-    assert step(limits, 80.0, revisits=True) == pytest.approx(reserve(0.9, twice, 2), rel=1e-3)
+    twice = math.sqrt((4 * seen**2 + 2 * (1.4826 * 0.1) ** 2) / 6)
+    assert step(limits, 80.0, revisits=True) == pytest.approx(reserve(0.9, twice, 4), rel=1e-3)
 
 
 def test_caution_goes_from_none_to_that_of_a_deadline() -> None:
