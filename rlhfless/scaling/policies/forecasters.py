@@ -105,7 +105,7 @@ class PredictedLengths:
     The predictor's law is a normal one of log lengths around each prompt's level. Where answers are of two kinds, it
     says too little of the prompts with the longest ones. So the prompts of each step are put into `PARTS` equal parts
     by what was expected of them, and each part's real tokens by the expected ones, learned from step to step, scale
-    what is forecast of that part.
+    what is forecast of that part. Nothing is learned from a run's first step, which is expected without having seen any.
     """
 
     def __init__(self, predictor: LengthPredictor | None = None) -> None:
@@ -140,8 +140,11 @@ class PredictedLengths:
 
     def end(self, view: StepView) -> None:
         assert self._predictor is not None
+        guessed = self._predictor.steps == 0
         self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
         self._predictor.step_ended(view.step)
+        if guessed:
+            return
         real = np.bincount(self._part, np.bincount(view.group, view.tokens), minlength=PARTS)
         expected = np.bincount(self._part, self._expected, minlength=PARTS)
         there = expected > 0
