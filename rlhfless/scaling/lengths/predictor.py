@@ -66,8 +66,6 @@ class LengthPredictor:
         self._history = History()
         self._mean, self._sd = self._run.moments()
         self._open: dict[int, OpenStep] = {}
-        self.steps = 0
-        """That it has learned from."""
 
     @classmethod
     def of_trace(cls, trace: Trace) -> LengthPredictor:
@@ -125,7 +123,6 @@ class LengthPredictor:
         self._run.add(samples.log_tokens[known], samples.log_tokens[cut_off], STEPS_KEPT)
         self._mean, self._sd = self._run.moments()
         self._history.remember(ended.prompt_ids, self._mean, after, ended.spread, samples)
-        self.steps += 1
 
     def forecast(self, step: int) -> Forecast:
         """What the step's unfinished samples have still to draw. Raises KeyError for a step that is not open."""

@@ -21,13 +21,6 @@ from rlhfless.scaling.policy import Ints, StepView
 Floats = NDArray[np.float64]
 
 
-PARTS = 6
-"""Few enough for each to hold some hundreds of samples of a step, many enough to set the longest apart."""
-
-LEARNED = 0.3
-"""Weight of each step in the bias: a memory of about three steps."""
-
-
 @dataclass(frozen=True)
 class Ahead:
     """The unfinished samples of a step, and what each has still to draw."""
@@ -100,30 +93,16 @@ class Forecaster(Protocol):
 
 
 class PredictedLengths:
-    """The run's own LengthPredictor, the one of an earlier attempt's trace or a new one, with its bias taken out.
-
-    The predictor's law is a normal one of log lengths around each prompt's level. Where answers are of two kinds, it
-    says too little of the prompts with the longest ones. So the prompts of each step are put into `PARTS` equal parts
-    by what was expected of them, and each part's real tokens by the expected ones, learned from step to step, scale
-    what is forecast of that part. Nothing is learned from a run's first step, which is expected without having seen any.
-    """
+    """The run's own LengthPredictor: the one of an earlier attempt's trace, or a new one."""
 
     def __init__(self, predictor: LengthPredictor | None = None) -> None:
         self._predictor = predictor
-        self._bias: Floats = np.ones(PARTS)
-        self._part: Ints = np.empty(0, np.int64)
-        """[groups]: of each prompt of the step."""
-        self._expected: Floats = np.empty(0)
-        """[groups]: tokens of all its samples, by the predictor itself."""
 
     def begin(self, view: StepView) -> None:
         if self._predictor is None:
             self._predictor = LengthPredictor(view.fleet.max_tokens)
         self._predictor.drop(view.step)  # a step that failed begins anew
         self._predictor.step_began(view.step, view.prompt_ids, np.bincount(view.group))
-        self._expected = np.bincount(view.group, self._predictor.forecast(view.step).mean_tokens).astype(np.float64)
-        rank = np.argsort(np.argsort(self._expected / np.bincount(view.group), kind="stable"), kind="stable")
-        self._part = rank * PARTS // rank.size
 
     def revisits(self, view: StepView) -> bool:
         assert self._predictor is not None  # begin comes first
@@ -133,22 +112,12 @@ class PredictedLengths:
         assert self._predictor is not None
         self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
         forecast = self._predictor.forecast(view.step)
-        bias = self._bias[self._part[forecast.kind_prompt]]
-        most = np.maximum(view.fleet.max_tokens - forecast.kind_tokens, 1.0)
-        scaled = np.minimum(np.maximum(forecast.table * bias[:, None], 1.0), most[:, None])
-        return Ahead(np.flatnonzero(~view.finished), QUANTILE_LEVELS, forecast.kind, scaled)
+        return Ahead(np.flatnonzero(~view.finished), QUANTILE_LEVELS, forecast.kind, forecast.table)
 
     def end(self, view: StepView) -> None:
         assert self._predictor is not None
-        guessed = self._predictor.steps == 0
         self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
         self._predictor.step_ended(view.step)
-        if guessed:
-            return
-        real = np.bincount(self._part, np.bincount(view.group, view.tokens), minlength=PARTS)
-        expected = np.bincount(self._part, self._expected, minlength=PARTS)
-        there = expected > 0
-        self._bias[there] *= (real[there] / expected[there] / self._bias[there]) ** LEARNED
 
 
 class Clairvoyant:
