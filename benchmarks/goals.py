@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfless.sim.experiment.compare import Comparison, quoted_part
-from rlhfless.sim.experiment.rows import Totals
+from rlhfless.sim.experiment.rows import Part, Totals
 from rlhfless.sim.experiment.statistics import Interval, mean_interval, ratio_interval
 from rlhfless.sim.scenarios.scenario import (
     CheapestContract,
@@ -98,6 +98,10 @@ class Goals:
     regret: Interval
     regret_time: Interval
     """By the oracle's."""
+    captured_run: float | None
+    """`captured` over the whole run, which the contract is about: who learns lengths in the first epoch has less of the
+    time left for later ones than those who know them."""
+    regret_run: float
     kept: dict[float, Interval]
     published_speed_up: Interval
     """RLHFless as published, against the static fleet."""
@@ -108,7 +112,7 @@ def goals_of(found: Comparison) -> Goals:
     """All goals of a comparison `with_goals`."""
     part = quoted_part(found.scenario)
 
-    def totals(label: str) -> list[Totals]:
+    def totals(label: str, part: Part = part) -> list[Totals]:
         return found.totals(label, part)
 
     def times(label: str, other: str) -> Interval:
@@ -121,6 +125,7 @@ def goals_of(found: Comparison) -> Goals:
         return mean_interval([run.kept for run in totals(label) if run.kept is not None])
 
     steps = [step for run in found.results[STATIC] for step in run.steps[found.scenario.epoch_steps :]]
+    in_run = _captured(totals(BEST_STATIC, "all"), totals(OURS, "all"), totals(CLAIRVOYANT, "all"))
     return Goals(
         scenario=found.scenario.name,
         generation_share=sum(step.generation_s for step in steps) / sum(step.time_s for step in steps),
@@ -135,8 +140,10 @@ def goals_of(found: Comparison) -> Goals:
         cheaper_than_published=less(costs(AS_FAST, PUBLISHED)),
         cheaper_time=times(AS_FAST, PUBLISHED),
         cheapest_in_its_time=less(costs(AS_FAST_BOUND, PUBLISHED)),
-        regret=mean_interval([run.usd / best.usd - 1 for run, best in zip(totals(OURS), totals(ORACLE), strict=True)]),
+        regret=mean_interval(_regrets(totals(OURS), totals(ORACLE))),
         regret_time=times(OURS, ORACLE),
+        captured_run=None if in_run is None else in_run.mean,
+        regret_run=mean_interval(_regrets(totals(OURS, "all"), totals(ORACLE, "all"))).mean,
         kept={factor: kept(kept_label(factor)) for factor in DEADLINES},
         published_speed_up=times(STATIC, PUBLISHED),
         published_saving=less(costs(PUBLISHED, STATIC)),
@@ -151,6 +158,10 @@ def less(ratio: Interval) -> Interval:
 def geometric_mean(ratios: Sequence[float]) -> Interval:
     """Over scenarios, with the interval of such a mean."""
     return ratio_interval(ratios, [1.0] * len(ratios))
+
+
+def _regrets(ours: Sequence[Totals], best: Sequence[Totals]) -> list[float]:
+    return [mine.usd / other.usd - 1 for mine, other in zip(ours, best, strict=True)]
 
 
 def _captured(static: Sequence[Totals], ours: Sequence[Totals], bound: Sequence[Totals]) -> Interval | None:

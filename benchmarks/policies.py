@@ -131,6 +131,8 @@ def means(goals: Sequence[Goals]) -> list[str]:
     kept = [sum(each.kept[times].mean for each in goals) / len(goals) for times in DEADLINES]
     shares = ", ".join(f"{share:.0%} at {times:g}x" for times, share in zip(DEADLINES, kept, strict=True))
     regret = sum(each.regret.mean for each in goals) / len(goals)
+    regret_run = sum(each.regret_run for each in goals) / len(goals)
+    gaps_run = [each.captured_run for each in goals if each.captured_run is not None]
     return [
         f"Over {len(goals)} scenarios: a, {factor(faster)} as fast at no more cost (the clairvoyant, at any cost, "
         f"{fastest.mean:.2f}x), and {1 - saving.mean:.0%} cheaper in no more time (the clairvoyant "
@@ -139,6 +141,9 @@ def means(goals: Sequence[Goals]) -> list[str]:
         f"distribution: {sum(chances) / max(len(chances), 1):.0%}); c, {1 - published.mean:.0%} "
         f"cheaper than RLHFless as published (the clairvoyant {1 - possible.mean:.0%}); d, {regret:.1%} "
         f"regret; e, deadlines kept in {shares}.",
+        "",
+        f"Over whole runs, first epochs included, which the contract is about: b, "
+        f"{sum(gaps_run) / max(len(gaps_run), 1):.0%}; d, {regret_run:.1%}.",
     ]
 
 
