@@ -8,11 +8,12 @@ samples, and from how much the prompt's own samples scatter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfless.scaling.lengths.hazard import Array, BoolArray
+from rlhfless.scaling.lengths.hazard import Array, BoolArray, Ints
 from rlhfless.scaling.lengths.levels import Levels, Samples, squared_residuals
 
 STEPS_KEPT = 0.9
@@ -77,38 +78,38 @@ class History:
         spread = np.sqrt((pooled.weight * pooled.now + known["squares"]) / (pooled.weight + known["count"]))
         return Levels(mean + known["offset"], drifted), spread, seen
 
-    def learn_scatter(self, before: Levels, after: Levels, spread: Array, seen: BoolArray, samples: Samples) -> None:
-        """Learn from a step how much samples scatter around levels, and levels from visit to visit."""
-        squares, freedom = _scatter(after, spread, samples)
-        self._spread_variance.add(float(squares.sum()), float(freedom.sum()))
-        # Drift is told from prompts whose lengths are all known: a cut-off one has no mean to be off by.
+    def learn(
+        self,
+        prompt_ids: tuple[str, ...],
+        mean: float,
+        before: Levels,
+        after: Levels,
+        spread: Array,
+        seen: BoolArray,
+        samples: Samples,
+    ) -> None:
+        """Learn from a step that is over how much samples scatter around levels, and levels from visit to visit; and
+        keep its levels. `mean` is the run's mean with that step in it."""
         count = samples.sums(1.0, spread.size)
+        squares = samples.sums(squared_residuals(after.mean, spread, samples), spread.size)
+        free = count - np.minimum(count * after.variance / spread**2, count)  # without what the level took from them
+        self._spread_variance.add(float(squares.sum()), float(free.sum()))
+        # Drift is told from prompts whose lengths are all known: a cut-off one has no mean to be off by.
         whole = seen & (count > 0) & (samples.sums(samples.finished, spread.size) == count)
         if whole.any():
             means = samples.sums(samples.log_tokens, spread.size)[whole] / count[whole]
             off = (means - before.mean[whole]) ** 2
             explained = before.variance[whole] - self._drift_variance.now + spread[whole] ** 2 / count[whole]
             self._drift_variance.add(float((off - explained).sum()), float(whole.sum()))
+        there = np.flatnonzero(count)
+        kept = self._prompts_of([prompt_ids[at] for at in there.tolist()])
+        self._prompts["offset"][kept], self._prompts["variance"][kept] = after.mean[there] - mean, after.variance[there]
+        for name, more in (("squares", squares), ("count", free)):
+            self._prompts[name][kept] = self._prompts[name][kept] * VISITS_KEPT + more[there]
 
-    def remember(
-        self, prompt_ids: tuple[str, ...], mean: float, after: Levels, spread: Array, samples: Samples
-    ) -> None:
-        """Keep the levels of a step that is over; `mean` is the run's mean with that step in it."""
-        squares, freedom = _scatter(after, spread, samples)
-        there = np.flatnonzero(samples.sums(1.0, spread.size))
-        rows = np.array([self._row.setdefault(prompt_ids[at], len(self._row)) for at in there.tolist()], np.intp)
+    def _prompts_of(self, prompt_ids: Sequence[str]) -> Ints:
+        """Their rows [prompts]; those without one get one."""
+        rows = np.array([self._row.setdefault(prompt_id, len(self._row)) for prompt_id in prompt_ids], np.intp)
         if len(self._row) > self._prompts.size:
             self._prompts = np.concatenate([self._prompts, np.zeros(len(self._row), PROMPT)])
-        kept = self._prompts[rows]
-        kept["offset"], kept["variance"] = after.mean[there] - mean, after.variance[there]
-        kept["squares"] = kept["squares"] * VISITS_KEPT + squares[there]
-        kept["count"] = kept["count"] * VISITS_KEPT + freedom[there]
-        self._prompts[rows] = kept
-
-
-def _scatter(after: Levels, spread: Array, samples: Samples) -> tuple[Array, Array]:
-    """Sum of squares around the level, and of how many free samples: each [prompts]."""
-    squares = samples.sums(squared_residuals(after.mean, spread, samples), spread.size)
-    count = samples.sums(1.0, spread.size)
-    fitted = np.minimum(count * after.variance / spread**2, count)  # what the level itself took from them
-    return squares, count - fitted
+        return rows

@@ -170,32 +170,20 @@ def left_tokens(
         shape, drawn, at, behind = errors if known[kind] else run, tokens[kind], 0, 0.0
         if drawn > 0:
             x = (math.log(drawn) - mean[kind]) / scale[kind]
-            at = _before(shape.x, x)
+            at = _before(shape.x, x, 0)
             behind = _between(shape.x, shape.hazard, at, x)
         longest = max(most - drawn, 1.0)
         for level in range(levels.size):
             hazard = behind + levels[level]
-            at = _before_from(shape.hazard, hazard, at)
+            at = _before(shape.hazard, hazard, at)
             length = math.exp(mean[kind] + scale[kind] * _between(shape.hazard, shape.x, at, hazard))
             out[kind, level] = min(max(length - drawn, 1.0), longest)
 
 
 @part
-def _before(xs: Array, x: float) -> int:
-    """The last point at or before x; the first one if there is none, and the last but one beyond the end."""
-    low, high = 0, xs.size - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if xs[middle] <= x:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@part
-def _before_from(xs: Array, x: float, low: int) -> int:
-    """The same, from a point that is not behind it: near it first, then in the half of what is left."""
+def _before(xs: Array, x: float, low: int) -> int:
+    """The last point at or before x, or the last but one beyond the end. It is looked for from a point on that is not
+    behind it: near that one first, then in the half of what is left."""
     step = 1
     while low + step < xs.size - 1 and xs[low + step] <= x:
         low += step

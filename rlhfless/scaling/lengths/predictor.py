@@ -118,11 +118,11 @@ class LengthPredictor:
         samples = ended.samples()
         after = update(ended.prior, ended.spread, samples)
         self._learn_errors(ended, samples)
-        self._history.learn_scatter(ended.prior, after, ended.spread, ended.seen, samples)
         known, cut_off = samples.finished, (samples.number > 0) & ~samples.finished
         self._run.add(samples.log_tokens[known], samples.log_tokens[cut_off], STEPS_KEPT)
         self._mean, self._sd = self._run.moments()
-        self._history.remember(ended.prompt_ids, self._mean, after, ended.spread, samples)
+        before, spread = ended.prior, ended.spread
+        self._history.learn(ended.prompt_ids, self._mean, before, after, spread, ended.seen, samples)
 
     def forecast(self, step: int) -> Forecast:
         """What the step's unfinished samples have still to draw. Raises KeyError for a step that is not open."""

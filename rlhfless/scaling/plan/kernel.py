@@ -152,21 +152,21 @@ def _without_repeat(times: Times, end: int, limit_s: float) -> tuple[int, float]
         if low == floor or end_s - times.start_s[piece, low] > limit_s:
             break
         piece += 1
-    high = end - knots[piece] if piece > 0 else end
-    while low < high:
-        middle = (low + high) // 2
-        if times.start_s[piece, middle] < end_s - limit_s:
-            low = middle + 1
-        else:
-            high = middle
+    low = _first(times.start_s[piece], end_s - limit_s, low, end - knots[piece] if piece > 0 else end)
     if low > floor or floor == 0:
         return low, end_s - times.start_s[piece, low] if low < end else 0.0
     all_s = end_s - times.start_s[piece, floor] + times.waiting_s[floor]
-    low, high = 0, floor
+    low = _first(times.waiting_s, all_s - limit_s, 0, floor)
+    return low, all_s - times.waiting_s[low]
+
+
+@part
+def _first(ascending: Floats, least: float, low: int, high: int) -> int:
+    """The first place from `low` to before `high` that is not less; `high` if there is none."""
     while low < high:
         middle = (low + high) // 2
-        if times.waiting_s[middle] < all_s - limit_s:
+        if ascending[middle] < least:
             low = middle + 1
         else:
             high = middle
-    return low, all_s - times.waiting_s[low]
+    return low

@@ -17,7 +17,7 @@ from rlhfless.scaling.policy import Action, Flags, Ints, Move, Note
 
 def part_of(rows: Rows, chosen: Ints, board: Board) -> Part:
     """Some of an actor's rows as the outlook counts them, on the board's grid, as if none of them waited."""
-    some = replace(rows.of(chosen), home=np.zeros(chosen.size, np.int64))
+    some = replace(rows.of(np.sort(chosen)), home=np.zeros(chosen.size, np.int64))
     # Counted as they are on the board, to be taken off it.
     few = board.count[rows.home[chosen[:1]]] <= FEW
     found = alive(some, 1, np.array([chosen.size]), few, board.grid)
