@@ -101,13 +101,6 @@ class GroupTimes:
         working = times.end_s[piece, end] - times.start_s[piece, fitting]
         return np.asarray(working + times.waiting_s[fitting] - times.waiting_s[begin] + times.again_s[begin])
 
-    def longest_group(self, end: int, limit_s: float) -> tuple[int, float]:
-        """The smallest `begin` such that [begin, end) takes at most `limit_s`, and its seconds.
-
-        (end, 0.0) if not even the last sample does.
-        """
-        return kernel.longest_group(self.table, end, limit_s)
-
     def one_s(self, begin: int, end: int) -> float:
         """`time_s` of one group that is not empty."""
         return kernel.one_s(self.table, begin, end)

@@ -41,13 +41,6 @@ def one_s(times: Times, begin: int, end: int) -> float:
 
 
 @compiled
-def longest_group(times: Times, end: int, limit_s: float) -> tuple[int, float]:
-    """The smallest `begin` such that [begin, end) takes at most `limit_s`, and its seconds; (end, 0.0) if not even the
-    last sample does."""
-    return _longest_group(times, end, limit_s)
-
-
-@compiled
 def take(
     times: Times,
     run_begins: Ints,
@@ -132,6 +125,8 @@ def _one_s(times: Times, begin: int, end: int) -> float:
 
 @part
 def _longest_group(times: Times, end: int, limit_s: float) -> tuple[int, float]:
+    """The smallest `begin` such that [begin, end) takes at most `limit_s`, and its seconds; (end, 0.0) if not even the
+    last sample does."""
     begin, seconds = _without_repeat(times, end, limit_s)
     seconds += times.again_s[begin]
     # A group that begins amid siblings prefills their prompt again.
@@ -143,7 +138,7 @@ def _longest_group(times: Times, end: int, limit_s: float) -> tuple[int, float]:
 
 @part
 def _without_repeat(times: Times, end: int, limit_s: float) -> tuple[int, float]:
-    """As `longest_group`, but the prompt of siblings that are cut through is not charged again."""
+    """As `_longest_group`, but the prompt of siblings that are cut through is not charged again."""
     knots, floor, piece = times.knots, times.floor[end], 0
     last = knots.size - 2
     while True:

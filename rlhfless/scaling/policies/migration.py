@@ -64,11 +64,12 @@ class Board:
     def __init__(
         self, engines: Engines, pace: Floats, state: Alive, ready_s: Floats, freed_usd_per_s: Floats, count: Ints
     ) -> None:
-        """`pace`: how much slower than its model an engine was measured; `ready_s`: until an actor works;
-        `freed_usd_per_s`: what each second less of it saves; `count`: its samples. All [places]."""
+        """It takes over the columns of `state`. `pace`: how much slower than its model an engine was measured;
+        `ready_s`: until an actor works; `freed_usd_per_s`: what each second less of it saves; `count`: its samples.
+        All [places]."""
         self.engines = engines
         self.grid = state.grid
-        self.columns = state.columns.copy()
+        self.columns = state.columns
         self.ready_s = ready_s.copy()
         self.freed = freed_usd_per_s
         self.count = count.copy()

@@ -100,10 +100,11 @@ def queue_tokens(rows: Rows, most: Ints, count: Ints) -> Floats:
     delay = np.zeros(rows.home.size)
     if (count > most).any():
         ahead = rows.ahead
-        first = np.flatnonzero(np.diff(ahead.kind, prepend=-1, append=len(ahead.table)))
-        means = ahead.kind_means[ahead.kind[first[:-1]]]
+        _, first = runs(ahead.kind)
+        means = ahead.kind_means[ahead.kind[first]]
         longest = np.argsort(-means, kind="stable")
         room = np.zeros(most.size, np.int64), np.zeros(most.size)
+        first = np.append(first, ahead.kind.size)
         kernel.add_waits(rows.home, rows.begun, most, means, longest, first, *room, delay)
     return delay
 

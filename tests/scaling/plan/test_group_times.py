@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import Roofline, Straight, device, drained_s
 
-from rlhfless.scaling.plan import CapacityError, Speculation, responses
+from rlhfless.scaling.plan import CapacityError, Speculation, kernel, responses
 from rlhfless.scaling.plan.cost import GroupTimes
 from rlhfless.scaling.plan.curve import MOST_PIECES, fit_curve
+from rlhfless.scaling.plan.kernel import Taken
 from rlhfless.scaling.plan.responses import lists, responses_at_quantile
 
 
@@ -99,7 +100,10 @@ def test_the_longest_group_is_what_a_scan_finds(samples, max_sequences, memory, 
     for end in range(1, len(tokens) + 1):
         seconds = times.time_s(np.arange(end), np.full(end, end))
         fits = np.flatnonzero(seconds <= limit_s)
-        begin, found_s = times.longest_group(end, limit_s)
+        # One actor takes the longest group.
+        room = np.empty(1, np.int64), np.empty(1)
+        taken = Taken(*kernel.take(times.table, np.arange(len(tokens) + 1), limit_s, 0, 1, False, end, *room))
+        begin, found_s = taken.end, taken.sum_s
         assert begin == (fits[0] if fits.size else end)
         assert found_s == pytest.approx(seconds[begin] if fits.size else 0.0)
 
