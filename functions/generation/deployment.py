@@ -36,6 +36,17 @@ class GenerationSettings:
     binding: DeviceBinding
 
 
+@dataclass(frozen=True, slots=True)
+class LoadProof:
+    """That loads reach the tensors of an engine."""
+
+    moved_nats: float
+    """Largest movement of a probe token's logprob."""
+    tensors: int
+    read_back: int
+    """Tensors that can be read back from the engine's layers; the probe alone covers the others."""
+
+
 class WrongVersion(RuntimeError):
     """Generation was asked for with weights that the engine does not serve."""
 
@@ -77,11 +88,11 @@ class GenerationFunction(Function):
         usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published.version.label, start_s, usage)
 
-    async def prove_loading(self, call: Call, perturbed: PublishedWeights) -> Reply[float]:
+    async def prove_loading(self, call: Call, perturbed: PublishedWeights) -> Reply[LoadProof]:
         """Load a perturbed version, which must move the probe's logprobs to where the learner says.
 
-        Done once, before the first real load: it finds tensors, such as tied heads, that stay stale. Returns the
-        largest movement in nats. Raises WeightCheckFailed.
+        Done once, before the first real load: it finds tensors, such as tied heads, that stay stale. Raises
+        WeightCheckFailed.
         """
         self.admit(call)
         start_s = time.time()
@@ -89,12 +100,13 @@ class GenerationFunction(Function):
             self._loaded = None
             with self._engine_faults("the proof of loading"):
                 before = await self._engine.logprobs(perturbed.probe.token_ids)
-                await self._engine.load(perturbed)
+                report = await self._engine.load(perturbed)
                 after = await self._engine.logprobs(perturbed.probe.token_ids)
             tolerance = self._settings.probe_tolerance
             moved = check_moved(perturbed.version, perturbed.probe, before, after, tolerance)
         usage = Usage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
-        return self.reply(moved, start_s, usage)
+        read_back = 0 if report is None else report.read_back
+        return self.reply(LoadProof(moved, perturbed.tensors, read_back), start_s, usage)
 
     async def _load_and_check(self, published: PublishedWeights) -> None:
         # Sent one behind the other: the engine does them in turn. The load checks what the model consumed.

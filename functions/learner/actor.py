@@ -83,10 +83,12 @@ class RankActor:
         return stored.version, stored.location, stored.size_bytes, stored.tensors
 
     def probe(self, perturbed: bool) -> Probe:
-        """The learner's own logprobs of the probe, under what `publish` writes. All ranks have the same."""
+        """The learner's own logprobs of the probe, and samples of its weights, under what `publish` writes. All ranks
+        have the same."""
         token_ids = self._settings.probe_token_ids
         with self._as_published(perturbed):
-            return Probe(token_ids, self._rank.probe_logprobs(token_ids))
+            samples = self._rank.weight_samples(token_ids) if self._settings.read_back else {}
+            return Probe(token_ids, self._rank.probe_logprobs(token_ids), samples)
 
     def _as_published(self, perturbed: bool) -> contextlib.AbstractContextManager[None]:
         return self._rank.perturbed(PERTURBATION_SEED) if perturbed else contextlib.nullcontext()

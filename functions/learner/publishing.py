@@ -6,7 +6,7 @@ appears once, so that an engine's weight loader takes them as it takes a checkpo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,18 +15,36 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.spec import DType
+from rlhfless.weights.samples import sampled_values
 
 
 def published_weights(model: PreTrainedModel, dtype: DType) -> dict[str, torch.Tensor]:
     """A copy of all parameters and persistent buffers on the CPU, floating point ones in `dtype`."""
+    return {
+        name: tensor.to("cpu", _format(tensor, dtype), copy=True).contiguous()
+        for name, tensor in _named_as_published(model).items()
+    }
+
+
+def published_samples(model: PreTrainedModel, dtype: DType, tokens: Collection[int]) -> dict[str, bytes]:
+    """By tensor: the elements that an engine's weights are compared with (rlhfless.weights.samples), in `dtype`.
+
+    They are taken from the live model, so that they also tell of a file that holds other weights.
+    """
+    return {
+        name: sampled_values(tensor, tokens, _format(tensor, dtype))
+        for name, tensor in _named_as_published(model).items()
+    }
+
+
+def _named_as_published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, where they are and in their own dtype."""
     names = dict(model.named_parameters())
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: value for name, value in model.state_dict().items() if name not in shared}
     tensors = {name: parameter.detach() for name, parameter in names.items()} | buffers
-    return {
-        name: tensor.to("cpu", _format(tensor, dtype), copy=True).contiguous()
-        for name, tensor in revert_weight_conversion(model, tensors).items()
-    }
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return converted
 
 
 @contextmanager

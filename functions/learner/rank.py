@@ -32,7 +32,7 @@ from rlhfless.algorithms.batch import PackedBatch, mini_batches, select
 from rlhfless.algorithms.losses import LossInputs, combine_metrics, grpo_loss
 from rlhfless.functions.learner.checkpoint import load_state, save_checkpoint
 from rlhfless.functions.learner.metrics import over_ranks, over_updates
-from rlhfless.functions.learner.publishing import published_weights, rounded_to, substituted
+from rlhfless.functions.learner.publishing import published_samples, published_weights, rounded_to, substituted
 from rlhfless.functions.policy import (
     default_device,
     load_policy,
@@ -157,12 +157,16 @@ class LearnerRank:
             logprobs = self._policy.head.logits(hidden).log_softmax(-1)
         return tuple(logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).tolist())
 
+    def weight_samples(self, token_ids: tuple[int, ...]) -> dict[str, bytes]:
+        """Elements of the published weights, by tensor: what an engine that has loaded them gives back."""
+        return published_samples(self._model, self._spec.dtype, token_ids)
+
     @contextmanager
     def perturbed(self, seed: int) -> Iterator[None]:
         """Within the block every parameter is off, by `seed` and its name; after it, as before.
 
-        `weights` and `probe_logprobs` see the perturbed values: with them an engine's load is proven to reach
-        every tensor.
+        `weights`, `probe_logprobs` and `weight_samples` see the perturbed values: with them an engine's load is proven
+        to reach every tensor.
         """
         with substituted(self._model, perturbed_by(seed)):
             yield

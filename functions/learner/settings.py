@@ -47,6 +47,8 @@ class LearnerSettings:
     temperature: float
     probe_token_ids: tuple[int, ...]
     """The text whose logprobs every published version carries."""
+    read_back: bool
+    """A published version carries samples of its weights, which engines compare with theirs."""
     store: StoreHome
     rank_bindings: tuple[DeviceBinding, ...]
     rank_resources: tuple[dict[str, float], ...]

@@ -17,6 +17,7 @@ from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
+from rlhfless.functions.generation.deployment import LoadProof
 from rlhfless.records import PublishedWeights, ReplicaState, Work
 from rlhfless.spec import RunSpec
 
@@ -123,9 +124,9 @@ class Actors:
         for place in [place for place in places if self.state(place) is None][: max(missing, 0)]:
             self.start(place, call)
 
-    async def prove_loading(self, actor: Replica, call: Call) -> float:
+    async def prove_loading(self, actor: Replica, call: Call) -> None:
         """Check that loads reach every tensor of a new engine."""
-        return await actor.call(
+        proof: LoadProof = await actor.call(
             "prove_loading",
             call,
             self.perturbed,
@@ -133,6 +134,13 @@ class Actors:
             waiting_for="the proof that loads reach every tensor",
             work=Work.LOAD_WEIGHTS,
         )
+        if self._spec.weights.read_back and proof.read_back < proof.tensors:
+            log.warning(
+                "%s can give back %d of %d weight tensors; the probe alone covers the others",
+                actor.name,
+                proof.read_back,
+                proof.tensors,
+            )
 
     # -- who joins
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import secrets
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +25,17 @@ from rlhfless.functions.reference.deployment import ReferenceFunction, Reference
 from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.loop.preflight import Prepared
-from rlhfless.records import FunctionName
+from rlhfless.records import FunctionName, Prompt
 from rlhfless.scaling.placement import CPU_KIND, Placement, Seat, helpers, place
 from rlhfless.spec import RunSpec
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.check import PROBE_TOLERANCE
 
-PROBE_TOKENS = 32
-"""Length of the probe: enough tokens for any wrong layer to show, few enough to cost one small prefill."""
+PROBE_TOKENS = 128
+"""Length of the probe: enough that the mean over its tokens is steady, few enough to cost one small prefill."""
+
+PROBE_PROMPTS = 8
+"""Prompts that the probe is put together from, if it can be: the end of a prompt is what is its own."""
 
 TOKEN_FILE = "store.token"
 
@@ -156,7 +162,7 @@ class Launcher:
 
     def _learner(self, placement: Placement) -> Blueprint:
         spec = self.spec
-        probe = self.prepared.train[0].token_ids[:PROBE_TOKENS]
+        probe = probe_text(self.prepared.train, self.prepared.max_model_len - 1)
 
         def settings(seat: Seat) -> LearnerSettings:
             ranks = [_rank_seat(seat, rank, spec.learner.ranks) for rank in range(spec.learner.ranks)]
@@ -169,6 +175,7 @@ class Launcher:
                 algorithm=spec.algorithm,
                 temperature=spec.generation.temperature,
                 probe_token_ids=probe,
+                read_back=spec.weights.read_back,
                 store=StoreHome(str(self.store_folder), self.store_token),
                 rank_bindings=tuple(binding(rank, exclusive=False) for rank in ranks),
                 rank_resources=tuple(seat_resources(rank) for rank in ranks),
@@ -188,6 +195,15 @@ class Launcher:
         if not self.store_token:
             return StoreAddress("folder", str(self.store_folder))
         return StoreAddress("http", f"{self.store_folder}-cache", self.store_token)
+
+
+def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:
+    """Tokens of the probe `[probe]`: the ends of prompts from all over the data set, over again if they are too few for
+    PROBE_TOKENS, or `most_tokens` if that is less."""
+    chosen = random.Random(0).sample(range(len(prompts)), min(len(prompts), PROBE_TOKENS))
+    ends = [prompts[index].token_ids[-(PROBE_TOKENS // PROBE_PROMPTS) :] for index in chosen]
+    text = itertools.chain.from_iterable(itertools.cycle(ends))
+    return tuple(itertools.islice(text, min(PROBE_TOKENS, most_tokens)))
 
 
 def _store_token(folder: Path) -> str:

@@ -36,6 +36,7 @@ from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec, ScalingSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
+from rlhfless.weights.monitor import RolloutMonitor
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ async def _fleet(
         sinks=opening.sinks,
         journal=journal,
         checkpoints=opening.checkpoints,
+        monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit),
     )
     with Janitor(store_folders, wanted=not spec.placement.ray_address):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,12 +32,16 @@ from rlhfless.records import (
     Prompt,
     PublishedWeights,
     StepRecord,
+    WeightVersion,
     Work,
 )
 from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
+from rlhfless.weights.monitor import RolloutMonitor
+
+log = logging.getLogger(__name__)
 
 CALLED_S = 0.02
 """By then a call has left the driver."""
@@ -64,6 +69,7 @@ class Run:
     sinks: MetricSinks
     journal: Journal
     checkpoints: Checkpoints
+    monitor: RolloutMonitor
     before: Mapping[str, float] = field(default_factory=dict)
     """Held-out figures before the first step."""
     latest: dict[str, float] = field(default_factory=dict)
@@ -294,6 +300,14 @@ class Run:
             self.sinks.emit(record.step, record.metrics, {"response_tokens": lengths})
         self.ledger.catch_up(self.pools)
         self.ended_s = record.end_s
+
+    def check_rollouts(self, record: StepRecord, drawn_with: WeightVersion) -> None:
+        """Judge the weights of a step by its samples; raises WeightCheckFailed. A step in which nothing was learned
+        tells nothing."""
+        difference_nats = record.metrics.get("rollout_logprob_difference")
+        warning = None if difference_nats is None else self.monitor.observe(drawn_with, difference_nats)
+        if warning is not None:
+            log.warning("step %d: %s", record.step, warning)
 
 
 def _by_group(values: FloatArray, batch: PackedBatch, groups: Sequence[Group]) -> list[list[FloatArray]]:

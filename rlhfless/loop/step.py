@@ -23,7 +23,7 @@ async def train_step(run: Run, step: int) -> StepRecord:
     Raises what a stage raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
     """
     start_s, call = run.begins_s(), run.call(step)
-    draw = run.plan(step)
+    draw, drawn_with = run.plan(step), run.published.version
     _, experience = await together(run.sync(call), drawn_and_scored(run, draw))
     run.release_idle(step)
     kept = without_failures(experience, run.spec.scoring, step)
@@ -37,6 +37,7 @@ async def train_step(run: Run, step: int) -> StepRecord:
     )
     record = StepRecord(step, start_s, time.time(), step_metrics(run, step, experience, drawn, learned, start_s))
     run.close_step(record, experience)
+    run.check_rollouts(record, drawn_with)
     return record
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,14 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A short text and the learner's logprobs of it, to check that an engine really serves a version."""
+    """What the learner says of a version, to check that an engine really serves it: a short text with its logprobs, and
+    elements of the weights themselves."""
 
     token_ids: tuple[int, ...]  # [probe]
     logprobs: tuple[float, ...]  # [probe - 1]: of token i + 1 given tokens up to i, temperature 1
+    samples: Mapping[str, bytes] = field(default_factory=dict)
+    """By tensor: the elements that rlhfless.weights.samples chooses, in the published dtype; empty where the engine's
+    weights are not read back."""
 
 
 @dataclass(frozen=True, slots=True)

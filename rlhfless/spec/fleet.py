@@ -137,7 +137,17 @@ class WeightsSpec(SpecModel):
 
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the engine's and the learner's logprobs of the probe tokens, for logprobs of up to
-    10; in proportion for larger ones. Chosen by dtype when left out."""
+    10; in proportion for larger ones. The mean over the tokens may be a quarter of it. Chosen by dtype when left
+    out."""
+
+    read_back: bool = True
+    """After each load, elements of every tensor are read back from the engine's layers and must be the learner's, bit
+    for bit. Switch it off for an engine that is meant to change weights as it loads them."""
+
+    rollout_difference_limit: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean difference, in nats, between the learner's and the engines' logprobs of a step's tokens (metric
+    `rollout_logprob_difference`): one step above it is a warning, the second in a row stops the run. Left out, it is 4
+    times the median of the last 20 steps."""
 
 
 class TimeoutsSpec(SpecModel):

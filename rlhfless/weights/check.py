@@ -1,32 +1,38 @@
-"""Is the right version really loaded? Three checks that are part of the product, as pure functions.
+"""Is the right version really loaded? Five checks that are part of the product, as pure functions.
 
 `consumed`: the digest of the tensors that a load took equals the version's, and none was left out. Finds wrong,
 old or damaged bytes, and loaders that skip tensors.
 
+`read_back`: elements of every tensor that the engine computes with equal those of the learner's live weights, bit for
+bit. Finds old weights that were published as new, a stale or scaled tensor, a packed copy that was not renewed; in any
+dtype, however small the update. It cannot see layers whose values are not the published ones (quantised layers, fused
+experts).
+
 `moved`: a perturbed version must change the probe's logprobs, and to the learner's. Done once per engine, at its
 start. Finds engines that take all the bytes and go on serving from a packed copy of the old ones.
 
-`probe`: after each load, the engine's logprobs of a short text equal the learner's. Finds all else: wrong layouts,
-wrong dtype, another model.
+`probe`: after each load, the engine's logprobs of a short text equal the learner's, each of them and on average. Finds
+all else: wrong layouts, wrong dtype, another model. It cannot see an update smaller than rounding.
 
-The first proves the bytes, the last two the effect. A digest cannot see a stale copy; a probe cannot see an update
-smaller than its tolerance. Hence all three.
+`rollouts`: what a step's samples say of the same, all through the run (see `rlhfless.weights.monitor`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlhfless.records import Probe, WeightVersion
 from rlhfless.spec import DType
 from rlhfless.weights.errors import WeightCheckFailed
 
 __all__ = [
+    "MEAN_TOLERANCE",
     "PROBE_TOLERANCE",
     "WeightCheckFailed",
     "check_consumed",
     "check_moved",
     "check_probe",
+    "check_read_back",
     "largest_difference",
 ]
 
@@ -36,6 +42,13 @@ __all__ = [
 # what a stale layer does to logprobs under perturbed weights.
 PROBE_TOLERANCE: dict[DType, float] = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.03}
 """Largest |engine - learner| logprob of a probe token, by the engine's dtype, when the spec names none."""
+
+MEAN_TOLERANCE = 0.25
+"""Mean |engine - learner| over the probe's tokens, as a part of the tolerance of the largest: rounding errors have
+either sign and seldom add up, while wrong weights are wrong at every token."""
+
+MEAN_FROM_TOKENS = 32
+"""Tokens from which on the mean is judged: with fewer, the largest alone may make it."""
 
 MEASURED_LOGITS = 10.0
 """Size of the logits that the tolerances were measured with."""
@@ -61,6 +74,29 @@ def check_consumed(version: WeightVersion, expected_tensors: int, digest: str, t
         )
 
 
+def check_read_back(version: WeightVersion, compared: Mapping[str, tuple[int, int]]) -> None:
+    """The elements that an engine read back are the learner's.
+
+    Args:
+        version: what the engine has loaded.
+        compared: by tensor: elements compared, and of those, elements that differ.
+
+    Raises:
+        WeightCheckFailed: `read_back`.
+    """
+    wrong = {name: (count, total) for name, (total, count) in compared.items() if count}
+    if wrong:
+        name, (count, total) = max(wrong.items(), key=lambda item: item[1][0] / item[1][1])
+        more = f", and elements of {len(wrong) - 1} other tensors" if len(wrong) > 1 else ""
+        raise WeightCheckFailed(
+            "read_back",
+            version,
+            f"{count} of {total} sampled elements of {name!r}{more} are not the learner's in the layers that serve: "
+            "the engine computes with other weights. If this engine is meant to change weights as it loads them, "
+            "set weights.read_back: false",
+        )
+
+
 def largest_difference(left: Sequence[float], right: Sequence[float]) -> float:
     """max |left - right|; infinite if the lengths differ or a number is not finite."""
     if len(left) != len(right):
@@ -68,6 +104,11 @@ def largest_difference(left: Sequence[float], right: Sequence[float]) -> float:
     differences = [abs(a - b) for a, b in zip(left, right, strict=True)]
     # NaN compares false with everything, so `max` alone could hide it.
     return max(differences, default=0.0) if all(d == d for d in differences) else float("inf")
+
+
+def mean_difference(left: Sequence[float], right: Sequence[float]) -> float:
+    """mean |left - right| of two sequences of equal length; 0 of none."""
+    return sum(abs(a - b) for a, b in zip(left, right, strict=True)) / max(len(left), 1)
 
 
 def allowed_difference(probe: Probe, tolerance: float) -> float:
@@ -91,6 +132,14 @@ def check_probe(version: WeightVersion, probe: Probe, engine_logprobs: Sequence[
             version,
             f"engine and learner differ by {difference:.3g} in the logprob of a probe token (tolerance "
             f"{allowed:.3g}): the engine does not compute with these weights",
+        )
+    mean = mean_difference(engine_logprobs, probe.logprobs)
+    if len(probe.logprobs) >= MEAN_FROM_TOKENS and not mean <= allowed * MEAN_TOLERANCE:
+        raise WeightCheckFailed(
+            "probe",
+            version,
+            f"engine and learner differ by {mean:.3g} on average over {len(probe.logprobs)} probe tokens (tolerance "
+            f"{allowed * MEAN_TOLERANCE:.3g}): the engine does not compute with these weights",
         )
     return difference
 

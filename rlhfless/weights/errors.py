@@ -6,7 +6,7 @@ from typing import Literal
 
 from rlhfless.records import WeightVersion
 
-Check = Literal["consumed", "moved", "probe"]
+Check = Literal["consumed", "read_back", "moved", "probe", "rollouts"]
 
 
 class WeightFileError(Exception):
@@ -14,7 +14,7 @@ class WeightFileError(Exception):
 
 
 class WeightCheckFailed(Exception):
-    """A load is not what it claims to be. `check` says which of the three checks failed (see `weights.check`)."""
+    """A load is not what it claims to be. `check` says which check failed (see `weights.check`)."""
 
     def __init__(self, check: Check, version: WeightVersion, message: str) -> None:
         super().__init__(f"weight check `{check}` failed for {version.label}: {message}")

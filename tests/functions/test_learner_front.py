@@ -69,6 +69,7 @@ async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout
         GRPOSpec(),
         1.0,
         PROBE.token_ids,
+        True,
         StoreHome("nowhere"),
         (),
         (),

@@ -49,7 +49,7 @@ class FakeCore:
                 os._exit(3)
             case "fail":
                 raise KeyError("no such layer")
-        return LoadReport(published.version.digest, published.tensors, published.size_bytes, 0.0)
+        return LoadReport(published.version.digest, published.tensors, 0, published.size_bytes, 0.0)
 
     def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         return tuple(-float(token) for token in token_ids[1:])

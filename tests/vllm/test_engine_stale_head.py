@@ -13,7 +13,7 @@ from rlhfless.weights.store import FolderStore
 
 
 @pytest.mark.engine
-async def test_a_stale_head_passes_the_digest_and_fails_the_probe(
+async def test_a_stale_head_passes_the_digest_and_fails_the_probe_and_the_read_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -25,7 +25,7 @@ async def test_a_stale_head_passes_the_digest_and_fails_the_probe(
         before = await engine.logprobs(PROBE_TOKENS)
         tensors = perturbed(model.tensors(), seed=1)
         model.use(tensors)
-        published = model.publish(store.put("run", 1, 1, tensors))
+        published = model.publish(store.put("run", 1, 1, tensors), samples=False)
         report = await engine.load(published)
         assert report is not None
         assert report.digest == published.version.digest  # the first check sees nothing
@@ -37,5 +37,9 @@ async def test_a_stale_head_passes_the_digest_and_fails_the_probe(
             assert caught.value.check == "probe"
             with pytest.raises(WeightCheckFailed):
                 check_moved(published.version, published.probe, before, after, tolerance)
+        sampled = model.publish(store.put("run", 1, 2, tensors))
+        with pytest.raises(WeightCheckFailed, match=r"of 'model.embed_tokens.weight' are not the learner's") as caught:
+            await engine.load(sampled)
+        assert caught.value.check == "read_back"
     finally:
         await engine.stop()

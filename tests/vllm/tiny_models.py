@@ -13,6 +13,7 @@ from rlhfless.functions.generation.vllm.messages import EngineSettings
 from rlhfless.records import Probe, PublishedWeights
 from rlhfless.spec import EngineSpec, TimeoutsSpec
 from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.samples import sampled_values
 from rlhfless.weights.store import StoredWeights
 
 VOCABULARY = ["<bos>", "<eos>", "<pad>", *(chr(code) for code in range(33, 127))]  # 97: not a multiple of 64,
@@ -45,9 +46,10 @@ class TinyModel:
         chosen = logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])
         return tuple(chosen[:, 0].tolist())
 
-    def publish(self, stored: StoredWeights) -> PublishedWeights:
-        """The announcement of weights that this model now computes with."""
-        probe = Probe(PROBE_TOKENS, self.logprobs(PROBE_TOKENS))
+    def publish(self, stored: StoredWeights, *, samples: bool = True) -> PublishedWeights:
+        """The announcement of weights that this model now computes with; with samples of them, to be read back."""
+        values = {name: sampled_values(value, PROBE_TOKENS, value.dtype) for name, value in self.tensors().items()}
+        probe = Probe(PROBE_TOKENS, self.logprobs(PROBE_TOKENS), values if samples else {})
         return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe)
 
 

@@ -1,4 +1,4 @@
-"""The three checks, on numbers by hand."""
+"""The checks of a load, on numbers by hand."""
 
 import pickle
 
@@ -11,6 +11,7 @@ from rlhfless.weights.check import (
     check_consumed,
     check_moved,
     check_probe,
+    check_read_back,
     largest_difference,
 )
 from rlhfless.weights.errors import WeightCheckFailed
@@ -43,6 +44,23 @@ def test_probe() -> None:
         check_probe(VERSION, PROBE, [-1.0, -2.5], tolerance=0.25)
     assert failed.value.check == "probe"
     assert failed.value.version == VERSION
+
+
+def test_the_mean_over_the_probe_is_held_closer_than_the_largest() -> None:
+    """A token off by 0.2 nats is within the tolerance of each, 0.25; 20 of 40 are not within the mean's, 0.0625."""
+    probe = Probe(token_ids=tuple(range(41)), logprobs=(-1.0,) * 40)
+    assert check_probe(VERSION, probe, [-1.2] * 12 + [-1.0] * 28, tolerance=0.25) == pytest.approx(0.2)  # mean 0.06
+    with pytest.raises(WeightCheckFailed, match=r"0.1 on average over 40 probe tokens \(tolerance 0.0625\)") as failed:
+        check_probe(VERSION, probe, [-1.2] * 20 + [-1.0] * 20, tolerance=0.25)
+    assert failed.value.check == "probe"
+
+
+def test_read_back() -> None:
+    check_read_back(VERSION, {"a": (100, 0), "b": (3, 0)})
+    check_read_back(VERSION, {})
+    with pytest.raises(WeightCheckFailed, match=r"2 of 3 sampled elements of 'b', and elements of 1 other") as failed:
+        check_read_back(VERSION, {"a": (100, 7), "b": (3, 2), "c": (5, 0)})
+    assert failed.value.check == "read_back"
 
 
 def test_rounding_grows_with_the_size_of_the_logits() -> None:

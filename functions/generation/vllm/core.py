@@ -32,7 +32,7 @@ from rlhfless.functions.generation.vllm.messages import (
     SampleRequest,
 )
 from rlhfless.records import FinishReason, PublishedWeights, VersionSpan
-from rlhfless.weights.check import check_consumed
+from rlhfless.weights.check import check_consumed, check_read_back
 
 
 class Core:
@@ -119,16 +119,31 @@ class Core:
         self._drain()
         core = self._engine.engine_core
         core.collective_rpc("start_weight_update")
-        core.collective_rpc("update_weights", args=({"location": published.location},))
+        probe = published.probe
+        update = {"location": published.location, "probe_tokens": probe.token_ids if probe.samples else ()}
+        core.collective_rpc("update_weights", args=(update,))
         consumed: list[tuple[str, int, int]] = core.collective_rpc("rlhfless_consumed")  # one per worker
         for digest, tensors, _ in consumed:
             check_consumed(published.version, published.tensors, digest, tensors)
         core.collective_rpc("finish_weight_update")
+        read_back = self._read_back(published) if probe.samples else 0
         if not self._engine.reset_prefix_cache():
             raise EngineDead("the prefix cache could not be cleared: blocks of the old weights are still in use")
         self._engine.set_weight_version(published.version.label)
         digest, tensors, size_bytes = consumed[0]
-        return LoadReport(digest, tensors, size_bytes, time.monotonic() - started)
+        return LoadReport(digest, tensors, read_back, size_bytes, time.monotonic() - started)
+
+    def _read_back(self, published: PublishedWeights) -> int:
+        """Compare what the layers compute with with the learner's samples; returns how many tensors were compared."""
+        core = self._engine.engine_core
+        compared: set[str] = set()
+        answers: list[dict[str, tuple[int, int]]] = core.collective_rpc(
+            "rlhfless_read_back", args=(dict(published.probe.samples),)
+        )
+        for worker in answers:
+            check_read_back(published.version, worker)
+            compared |= worker.keys()
+        return len(compared)
 
     def _drain(self) -> None:
         """Steps until no aborted request lingers: only then is all KV free, and no forward pass in flight."""

@@ -115,6 +115,8 @@ class LoadReport:
 
     digest: str
     tensors: int
+    read_back: int
+    """Tensors of which elements were read back from the engine's layers, and were the learner's."""
     size_bytes: int
     seconds: float
 

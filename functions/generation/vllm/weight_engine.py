@@ -1,19 +1,20 @@
 """vLLM's side of a weight load: a `WeightTransferEngine` that pulls from our store.
 
 It runs inside every worker, through vLLM's four phases (init, start, update, finish), on CPU and CUDA
-alike. Two things are special to it:
+alike. Three things are special to it:
 
 * It hashes the tensors that the model's `load_weights` takes from the iterator, so a load that skipped or
   replaced something shows in the digest.
 * On CPU it repacks tied output heads. There, a linear layer computes with a packed copy of its weight, made
   in `process_weights_after_loading`. vLLM's layerwise reload runs that for the layers which received weights;
   a tied head receives none (its weight *is* the embedding's), so it kept the packed copy of the old weights.
+* It can say afterwards whether the layers compute with the learner's values (`read_back`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm.platforms import current_platform
 
 from rlhfless.functions.generation.vllm import generators
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
+from rlhfless.functions.generation.vllm.read_back import Chart, chart
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.store import WeightReader
@@ -47,6 +49,8 @@ class StoreUpdateInfo(WeightTransferUpdateInfo):
     """Which version to pull."""
 
     location: str
+    probe_tokens: tuple[int, ...] = ()
+    """Tokens of the version's probe, by which the elements that are read back are chosen; empty to read none back."""
 
 
 class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
@@ -61,6 +65,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         self._reader: WeightReader | None = None
         self._expected: set[str] = set()
         self.consumed = Digest()
+        self.chart: Chart | None = None
+        """Where the elements that are read back are; made with the first version that asks for it."""
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         self._reader = init_info.address.connect()
@@ -73,8 +79,11 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
     def receive_weights(self, update_info: StoreUpdateInfo) -> None:
         assert self._reader is not None, "init_transfer_engine comes first"
-        tensors = self.consumed.passing(self._reader.read(update_info.location))
         load_weights: Callable[..., set[str] | None] = self.model.load_weights  # type: ignore[assignment]
+        if update_info.probe_tokens and self.chart is None:
+            published = self._reader.read(update_info.location)
+            self.chart = chart(self.model, load_weights, published, update_info.probe_tokens)
+        tensors = self.consumed.passing(self._reader.read(update_info.location))
         loaded = load_weights(tensors)
         missing = self._expected - set(loaded or ())
         if loaded is not None and self.model_config.quantization is None and missing:
@@ -112,6 +121,12 @@ class StoreWorkerExtension:
         """(digest, tensors, bytes) that this worker's model consumed since the last start of an update."""
         consumed = self.weight_transfer_engine.consumed  # type: ignore[attr-defined]
         return consumed.hexdigest(), consumed.tensors, consumed.size_bytes
+
+    def rlhfless_read_back(self, samples: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
+        """See Chart.compare."""
+        engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        assert engine.chart is not None, "a version with probe tokens was loaded"
+        return engine.chart.compare(engine.model, samples)
 
 
 # vLLM imports this module in every worker, which is what both of these need.

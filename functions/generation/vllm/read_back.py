@@ -1,0 +1,218 @@
+"""The weights that a worker really computes with, read back from its layers and compared with the learner's.
+
+Where an element of a published tensor ends up is vLLM's business: layers are fused, split over devices and padded. So
+it is found by vLLM's own loaders (`chart`): once per engine they load tensors whose sampled elements are codes that
+name the element, into a scratch parameter, in which the codes are looked up. No table of layer names is needed.
+
+A matrix is read back through the layer's own product with one-hot vectors (`apply` of its quantisation method): one
+times a weight plus zeros is that weight, exactly, in every dtype. That is what the layer computes with, also where it
+computes with a packed copy (CPU) or where a tied head shares the embedding's weight. Other parameters, such as norms
+and biases, are read where they lie.
+
+Not read back: quantised layers and fused experts, whose values are not the published ones, and tensors that a model
+changes while it loads them. They are counted, and the probe alone covers them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+from rlhfless.weights.samples import SAMPLED_ELEMENTS, sampled_elements
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+_CODE_SPACING, _CODE_START = 7, 3
+"""Codes are 3, 10, 17, ...: a loader that adds to what it loads makes them no codes, instead of others."""
+
+_UNSAMPLED = -1
+
+_ROUNDS_TO_ZERO = 1e-37
+"""Kernels may flush subnormal numbers to zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Sampled elements that one parameter of this worker holds, of one tensor or of several that are fused."""
+
+    layer: Any
+    parameter: str
+    shape: torch.Size
+    """Of the parameter, as it is loaded."""
+    parts: tuple[tuple[str, torch.Tensor], ...]
+    """By tensor: which of its sampled elements, `[held of it]`."""
+    indices: torch.Tensor
+    """`[held]`: where they are in the flat parameter, part by part."""
+    columns: torch.Tensor
+    """`[columns]`: of the parameter as a matrix, those that hold any."""
+    column: torch.Tensor
+    """`[held]`: the number in `columns` of each one's column."""
+
+    @classmethod
+    def of(cls, layer: Any, parameter: str, shape: torch.Size, parts: Sequence[_Part]) -> _Held:
+        indices = torch.cat([part.indices for part in parts])
+        columns, column = (indices % shape[-1]).unique(return_inverse=True) if shape else (indices, indices)
+        return cls(
+            layer, parameter, shape, tuple((part.tensor, part.elements) for part in parts), indices, columns, column
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of one tensor, what one parameter holds of its sampled elements."""
+
+    tensor: str
+    elements: torch.Tensor
+    indices: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Where a worker holds the sampled elements of the published tensors."""
+
+    dtypes: Mapping[str, torch.dtype]
+    held: tuple[_Held, ...]
+
+    def compare(self, model: torch.nn.Module, samples: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
+        """By tensor that can be read back here: elements compared, and of those, elements that are not the learner's.
+
+        `samples` is `Probe.samples`.
+        """
+        compared: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        users = _users(model)
+        for held in self.held:
+            expected = torch.cat([_decoded(samples[name], self.dtypes[name])[some] for name, some in held.parts])
+            for values in _read(held, users):
+                wrong = ~((values.cpu().to(expected.dtype).float() - expected.float()).abs() <= _ROUNDS_TO_ZERO)
+                of_parts = wrong.split([len(some) for _, some in held.parts])
+                for (name, some), part in zip(held.parts, of_parts, strict=True):
+                    count, differ = compared[name]
+                    compared[name] = count + len(some), differ + int(part.sum())
+        return dict(compared)
+
+
+def chart(
+    model: torch.nn.Module,
+    load_weights: LoadWeights,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    tokens: Collection[int],
+) -> Chart:
+    """Find where the sampled elements of `tensors` go. Call it after vLLM's `initialize_layerwise_reload`, when all
+    parameters have the shapes that are loaded; nothing is changed."""
+    named = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
+    recorder = _Recorder([name for name, _, _ in named])
+    with recorder.recording(model):
+        load_weights(
+            (name, _coded(number, sampled_elements(shape, tokens), shape))
+            for number, (name, shape, _) in enumerate(named)
+        )
+    held = tuple(_Held.of(layer, name, shape, parts) for (layer, name), (shape, parts) in recorder.found.items())
+    return Chart({name: dtype for name, _, dtype in named}, held)
+
+
+def _coded(number: int, elements: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A tensor whose sampled elements say which element of which tensor they are."""
+    codes = number * SAMPLED_ELEMENTS + torch.arange(len(elements), dtype=torch.int32)
+    coded = torch.full((shape.numel(),), _UNSAMPLED, dtype=torch.int32)
+    coded[elements] = codes * _CODE_SPACING + _CODE_START
+    return coded.view(shape)
+
+
+class _Recorder:
+    """Has the loaders of all parameters fill a scratch parameter instead, and looks the codes up in it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self.found: dict[tuple[torch.nn.Module, str], tuple[torch.Size, list[_Part]]] = {}
+        """By layer and parameter: its shape as it is loaded, and what it holds."""
+
+    @contextmanager
+    def recording(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within the block nothing reaches the model."""
+        replaced = [
+            (tensor, getattr(tensor, "weight_loader", None), self._loader(layer, name, tensor))
+            for layer in model.modules()
+            for name, tensor in get_layer_tensors(layer).items()
+        ]
+        try:
+            for tensor, _, ours in replaced:
+                _set_loader(tensor, ours)
+            yield
+        finally:
+            for tensor, theirs, _ in replaced:
+                _set_loader(tensor, theirs)
+
+    def _loader(self, layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> Callable[..., object]:
+        original = _get_original_loader(parameter)  # type: ignore[no-untyped-call]
+
+        def load(_: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+            scratch = torch.full(parameter.shape, _UNSAMPLED, dtype=torch.int32)
+            scratch.__class__ = parameter.__class__
+            scratch.__dict__ = parameter.__dict__.copy()
+            returned = original(scratch, loaded_weight, *args, **kwargs)
+            parts = self.found.setdefault((layer, name), (parameter.shape, []))[1]
+            parts += self._looked_up(scratch.data.as_subclass(torch.Tensor).reshape(-1))
+            return returned
+
+        return load
+
+    def _looked_up(self, scratch: torch.Tensor) -> Iterator[_Part]:
+        indices = ((scratch >= _CODE_START) & ((scratch - _CODE_START) % _CODE_SPACING == 0)).nonzero()[:, 0]
+        codes = (scratch[indices] - _CODE_START) // _CODE_SPACING
+        numbers = codes // SAMPLED_ELEMENTS
+        for number in numbers.unique().tolist():
+            mine = numbers == number
+            yield _Part(self._names[number], codes[mine] % SAMPLED_ELEMENTS, indices[mine])
+
+
+def _set_loader(tensor: Any, loader: Callable[..., object] | None) -> None:
+    if loader is None:
+        del tensor.weight_loader
+    else:
+        tensor.weight_loader = loader
+
+
+def _users(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
+    """By parameter: the layers whose `weight` it is; several where embedding and head are tied."""
+    users: defaultdict[int, list[torch.nn.Module]] = defaultdict(list)
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None:
+            users[id(weight)].append(layer)
+    return users
+
+
+def _read(held: _Held, users: Mapping[int, list[torch.nn.Module]]) -> Iterator[torch.Tensor]:
+    """The values `[held]`, once for each way in which the worker computes with them; none if they cannot be read."""
+    parameter = getattr(held.layer, held.parameter)
+    method = getattr(held.layer, "quant_method", None)
+    if held.parameter == "weight" and len(held.shape) == 2:
+        for layer in users[id(parameter)]:
+            if isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+                yield _through_product(layer, held)
+    if parameter.shape == held.shape and (
+        method is None or held.parameter == "bias" or isinstance(method, UnquantizedEmbeddingMethod)
+    ):
+        yield parameter.data.reshape(-1)[held.indices.to(parameter.device)]
+
+
+@torch.no_grad()
+def _through_product(layer: Any, held: _Held) -> torch.Tensor:
+    """The layer's answers to one-hot vectors: a column of its matrix each."""
+    width = held.shape[-1]
+    one_hot = torch.nn.functional.one_hot(held.columns, width).to(layer.weight.device, layer.weight.dtype)
+    answers: torch.Tensor = layer.quant_method.apply(layer, one_hot)
+    return answers[held.column.to(answers.device), (held.indices // width).to(answers.device)]
+
+
+def _decoded(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype)
