@@ -58,9 +58,7 @@ def main() -> int:
         return 0
     if not options.json:
         print(machine())
-        print(
-            f"{'dtype':9} {'head':7} {'rate':>6} {'wrong':11} {'caught by':10} {'read back wrong':>17} {'probe mean':>11}"
-        )
+        print(f"{'dtype':9} {'head':7} {'rate':>6} {'wrong':11} {'caught by':10} {'read back':>17} {'probe mean':>11}")
     missed = 0
     for dtype in options.dtypes.split(","):
         for head in options.heads.split(","):
