@@ -3,19 +3,28 @@
 The peer is what one writes with vLLM's documentation at hand: an engine, one request per sample, the final outputs
 gathered. It is asked over a pipe, and reports the seconds between the first request and the last output, measured
 inside, so that the pipe costs it nothing.
+
+This file is the main module of that process, and not a function that multiprocessing calls there: spawned processes
+(those that vLLM spawns included) import the main module again, a benchmark's imports numba, and vLLM cannot start
+beside numba.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
+
+from rlhfless import processes
+from rlhfless.functions.generation.vllm.version import require_no_numba
 
 Request = tuple[tuple[int, ...], int]  # prompt tokens, seed
 
@@ -26,6 +35,10 @@ CPU_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+LIMIT_S = 900
+"""For a start, or a batch. Three engines that start at once on two cores have taken 120 s."""
 
 
 @dataclass(frozen=True)
@@ -40,26 +53,39 @@ class BareEngine:
     """One AsyncLLM on the given cores, or on all of them with vLLM's own defaults."""
 
     def __init__(self, model: str, max_model_len: int, cores: tuple[int, ...] | None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, model, max_model_len, cores))
-        self._process.start()
+        self._pipe, theirs = Pipe()
+        of_process = [theirs.fileno(), os.getpid(), max_model_len, model, *(cores or ())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, *map(str, of_process)], pass_fds=(theirs.fileno(),)
+            )
 
     def wait_until_up(self) -> None:
         """Blocks until the engine has answered one request."""
-        assert self._pipe.recv() == "up"
+        self._receive("start")
 
     def begin(self, batch: Batch) -> None:
-        self._pipe.send(batch)
+        self._pipe.send((batch.requests, batch.max_tokens))
 
     def finish(self) -> tuple[float, int]:
         """Seconds and tokens of the batch begun last."""
-        seconds, tokens = self._pipe.recv()
+        seconds, tokens = self._receive("finish a batch")
         return seconds, tokens
 
+    def _receive(self, what: str) -> Any:
+        if not self._pipe.poll(LIMIT_S):
+            raise TimeoutError(f"the bare engine did not {what} within {LIMIT_S} s")
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            code = self._process.wait(LIMIT_S)
+            raise RuntimeError(f"the bare engine ended with exit code {code}; its own error is above") from None
+
     def stop(self) -> None:
-        self._pipe.send(None)
-        self._process.join(30)
+        with suppress(OSError):  # its process has ended
+            self._pipe.send(None)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
         self._process.kill()
 
 
@@ -85,14 +111,6 @@ def together(engines: list[BareEngine], batches: list[Batch]) -> tuple[float, in
     return time.perf_counter() - began, tokens
 
 
-def _serve(pipe: Connection, model: str, max_model_len: int, cores: tuple[int, ...] | None) -> None:
-    os.environ.update(CPU_ENVIRONMENT)
-    if cores is not None:
-        os.sched_setaffinity(0, set(cores))
-        os.environ["OMP_NUM_THREADS"] = str(len(cores))
-    asyncio.run(_loop(pipe, model, max_model_len))
-
-
 async def _loop(pipe: Connection, model: str, max_model_len: int) -> None:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -108,12 +126,12 @@ async def _loop(pipe: Connection, model: str, max_model_len: int) -> None:
         )
     )
     await _draw(engine, Batch((((1, 2, 3), 0),), 4), round_number=0)
-    pipe.send("up")
+    pipe.send(None)
     number = 0
-    while (batch := await asyncio.to_thread(pipe.recv)) is not None:
+    while (asked := await asyncio.to_thread(pipe.recv)) is not None:
         number += 1
         began = time.perf_counter()
-        tokens = await _draw(engine, batch, number)
+        tokens = await _draw(engine, Batch(*asked), number)
         pipe.send((time.perf_counter() - began, tokens))
     engine.shutdown()
 
@@ -139,3 +157,20 @@ async def _draw(engine: Any, batch: Batch, round_number: int) -> int:
         raise RuntimeError("the engine ended a request without an output")
 
     return sum(await asyncio.gather(*(one(i, request) for i, request in enumerate(batch.requests))))
+
+
+def main() -> None:
+    """The engine's process: file descriptor of the pipe, pid of the benchmark, tokens of context, model, cores."""
+    pipe, parent, max_model_len = map(int, sys.argv[1:4])
+    model, cores = sys.argv[4], set(map(int, sys.argv[5:]))
+    processes.die_with(parent)
+    require_no_numba()
+    os.environ.update(CPU_ENVIRONMENT)
+    if cores:
+        os.sched_setaffinity(0, cores)
+        os.environ["OMP_NUM_THREADS"] = str(len(cores))
+    asyncio.run(_loop(Connection(pipe), model, max_model_len))
+
+
+if __name__ == "__main__":
+    main()
