@@ -1,6 +1,6 @@
 """Random kills in one run, with real vLLM, against the same run in which nothing dies.
 
-    python benchmarks/chaos.py MODEL_FOLDER [--kills 30] [--seed 0] [--victims driver ...]
+    python benchmarks/chaos.py MODEL_FOLDER [--kills 30] [--seed 0] [--victims driver ...] [--smoke]
 
 MODEL_FOLDER is what `rlhfless models tiny` wrote; the run is examples/demo.yaml. Kills are SIGKILLs of a generation
 actor, a vLLM engine, scoring, the learner's front or its rank, or the whole driver (which is then resumed), at random
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 from demo_run import demo_command
+from smoke import parsed
 from where import machine
 
 from rlhfless.records.compare import compare_samples
@@ -55,7 +56,7 @@ class Ended:
     kills: list[str]
 
 
-def command(model: Path, output: Path, seed: int, steps: int) -> list[str]:
+def command(model: Path, output: Path, seed: int, steps: int, smoke: bool) -> list[str]:
     settings = {
         "seed": seed,
         "logging.record_tokens": "true",
@@ -64,7 +65,7 @@ def command(model: Path, output: Path, seed: int, steps: int) -> list[str]:
         "recovery": '{"lease_s": 20, "beat_s": 10, "per_step": 10}',
         "timeouts.drain_s": 5,
     }
-    return demo_command(model, output, [f"{key}={value}" for key, value in settings.items()])
+    return demo_command(model, output, [f"{key}={value}" for key, value in settings.items()], smoke)
 
 
 def steps_done(output: Path) -> int:
@@ -90,19 +91,20 @@ def strike(process: subprocess.Popen[bytes], victim: str, chance: random.Random)
     return True
 
 
-def run(model: Path, output: Path, seed: int, victims: Sequence[str], steps: int) -> Ended:
-    """One run; each victim falls at a random moment of a random step, not before the first."""
-    chance = random.Random(seed)
-    plan = sorted((chance.randrange(1, steps - 1), victim) for victim in victims)
+def run(arguments: argparse.Namespace, output: Path, victims: Sequence[str], step_s: float) -> Ended:
+    """One run; each victim falls at a random moment of a random step, not before the first. A step takes `step_s`."""
+    chance = random.Random(arguments.seed)
+    plan = sorted((chance.randrange(1, arguments.steps - 1), victim) for victim in victims)
+    begin = command(arguments.model, output, arguments.seed, arguments.steps, arguments.smoke)
     began, began_at_s, done = time.monotonic(), time.time(), []
-    process = subprocess.Popen(command(model, output, seed, steps))
+    process = subprocess.Popen(begin)
     while process.poll() != 0:
         if process.returncode is not None:
             assert done[-1:] == ["driver"], f"the run ended with {process.returncode}, and nobody killed it"
             folder = next(output.iterdir())
-            process = subprocess.Popen([*command(model, output, seed, steps)[:1], "run", "--resume", str(folder)])
+            process = subprocess.Popen([*begin[:1], "run", "--resume", str(folder)])
         if plan and steps_done(output) >= plan[0][0]:
-            time.sleep(chance.uniform(0, 2))
+            time.sleep(chance.uniform(0, step_s))
             if process.poll() is None and strike(process, plan[0][1], chance):
                 done.append(plan.pop(0)[1])
                 print(f"{time.monotonic() - began:6.0f} s  step {steps_done(output):3}  killed {done[-1]}", flush=True)
@@ -123,14 +125,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=70, help="steps of the demo")
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
-    arguments = parser.parse_args()
+    arguments = parsed(parser, kills=1, steps=20, victims=["scoring"])
     victims = [arguments.victims[i % len(arguments.victims)] for i in range(arguments.kills)]
     print(machine())
     with tempfile.TemporaryDirectory() as name:
-        quiet = run(arguments.model, Path(name) / "quiet", arguments.seed, (), arguments.steps)
+        quiet = run(arguments, Path(name) / "quiet", (), step_s=0)
         step_s = statistics.median(step.end_s - step.start_s for step in quiet.trace.steps)
         print(f"without kills: {quiet.wall_s:.0f} s, of which the start {quiet.start_s:.0f} s; a step {step_s:.2f} s")
-        chaos = run(arguments.model, Path(name) / "chaos", arguments.seed, victims, arguments.steps)
+        chaos = run(arguments, Path(name) / "chaos", victims, step_s)
     check_holdings(chaos.trace.holdings)
     same = compare_samples(quiet.trace, chaos.trace)
     for metric in ("eval/exact_match", "eval/exact_match_greedy"):

@@ -1,6 +1,6 @@
 """Does the demo learn from its reward, and from nothing else? Three kinds of run, three seeds each.
 
-    python benchmarks/controls.py MODEL_FOLDER [--seeds 0 1 2] [--kinds real shuffled frozen]
+    python benchmarks/controls.py MODEL_FOLDER [--seeds 0 1 2] [--kinds real shuffled frozen] [--smoke]
 
 MODEL_FOLDER is what `rlhfless models tiny` wrote. `real` is examples/demo.yaml as it is; `shuffled` is the same run
 with each group's rewards shuffled; `frozen` the same with learning rate 0, for a few steps, as nothing can change.
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import tempfile
 from pathlib import Path
 
-from demo_run import demo_command
+from demo_run import run_demo
+from smoke import parsed
 from where import machine
 
 HERE = Path(__file__).parent
@@ -32,13 +32,11 @@ SETTINGS: dict[str, list[str]] = {
 }
 
 
-def run(model: Path, kind: str, seed: int) -> list[dict[str, float]]:
+def run(model: Path, kind: str, seed: int, smoke: bool) -> list[dict[str, float]]:
     """The evaluations of one run: the first and the last."""
     with tempfile.TemporaryDirectory() as output:
-        command = demo_command(model, Path(output), [f"seed={seed}", *SETTINGS[kind]])
-        # The reward is imported from the current folder, as a user's own would be.
-        subprocess.run(command, check=True, cwd=HERE)
-        lines = next(Path(output).glob("*/metrics.jsonl")).read_text().splitlines()
+        folder = run_demo(model, Path(output), [f"seed={seed}", *SETTINGS[kind]], smoke, imports=HERE)
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
     evaluations = [row for row in map(json.loads, lines) if "eval/exact_match" in row]
     return [evaluations[0], evaluations[-1]]
 
@@ -48,12 +46,12 @@ def main() -> None:
     parser.add_argument("model", type=lambda text: Path(text).absolute())
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--kinds", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    arguments = parser.parse_args()
+    arguments = parsed(parser, seeds=[0], kinds=["shuffled"])
     print(machine())
     print(f"{'run':10} seed   before    after   change   greedy before/after")
     for kind in arguments.kinds:
         for seed in arguments.seeds:
-            before, after = run(arguments.model, kind, seed)
+            before, after = run(arguments.model, kind, seed, arguments.smoke)
             first, last = before["eval/exact_match"], after["eval/exact_match"]
             greedy = f"{before['eval/exact_match_greedy']:.3f} {after['eval/exact_match_greedy']:.3f}"
             print(f"{kind:10} {seed:4} {first:8.3f} {last:8.3f} {last - first:+8.3f}   {greedy}", flush=True)

@@ -1,6 +1,6 @@
 """Tokens per second through our generation function, against bare vLLM on the same prompts.
 
-    python benchmarks/generation.py [--rounds N]
+    python benchmarks/generation.py [--rounds N] [--smoke]
 
 (a) One actor, pinned to a core, against one bare AsyncLLM pinned to the same core: what Ray Serve, the streaming of
     groups and the version checks cost.
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bare import BareEngine, Batch, bare_engines, together
 from setting import assets, live_run, median_ratio, spec_of, spread
+from smoke import parsed
 from where import machine
 
 from rlhfless.fleet.replica import Replica
@@ -92,7 +93,7 @@ async def measure(folder: Path, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
+    arguments = parsed(parser, rounds=1)
     with assets(prompts=2048) as folder:
         asyncio.run(measure(folder, arguments.rounds))
 

@@ -1,6 +1,6 @@
 """Fitted and roofline latency models against measured runs of vLLM: how far off is each request?
 
-    python benchmarks/latency.py FOLDER
+    python benchmarks/latency.py FOLDER [--requests N] [--smoke]
 
 FOLDER holds one folder per run, with meta.json and requests.jsonl as LLMServingSim's `bench` writes them: when each
 request was scheduled and had its last token, on RTX PRO 6000 devices. Every model is given arrivals and lengths alone;
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from smoke import parsed
+from where import machine
 
 from rlhfless.scaling.engine_model import EngineModel, decode_s
 from rlhfless.scaling.latency import BentEngine, LatencyFit, LinearEngine, ModelShape, Roofline
@@ -62,11 +64,11 @@ class Measured:
     max_sequences: int
 
 
-def load(folder: Path) -> Measured:
-    """Reads a run."""
+def load(folder: Path, count: int | None) -> Measured:
+    """Reads a run, or its first `count` requests."""
     meta = json.loads((folder / "meta.json").read_text())
     rows = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
-    rows.sort(key=lambda row: (row["queued_ts"], row["scheduled_ts"]))
+    rows = sorted(rows, key=lambda row: (row["queued_ts"], row["scheduled_ts"]))[:count]
 
     def column(name: str) -> Array:
         return np.array([row[name] for row in rows], dtype=np.float64)
@@ -136,6 +138,15 @@ def measured_kernels(like: Roofline) -> MeasuredKernels:
     return MeasuredKernels(like.shape, like.device.kind, like.tensor_parallel, tables_folder())
 
 
+def without_kernels() -> str:
+    """Why there are no kernel tables at all; empty where there are."""
+    try:
+        tables_folder()
+    except NoTables as error:
+        return str(error)
+    return ""
+
+
 def carried(model: BentEngine, source: Measured, target: Measured) -> BentEngine:
     """A fit to one model, for another one, by the ratio of their rooflines.
 
@@ -162,7 +173,15 @@ def error(model: EngineModel, run: Measured, judged: np.ndarray) -> tuple[float,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    runs = [load(path.parent) for path in sorted(parser.parse_args().folder.glob("*/meta.json"))]
+    parser.add_argument("--requests", type=int, help="only the first so many of each run")
+    arguments = parsed(parser, requests=200)
+    folders = [path.parent for path in sorted(arguments.folder.glob("*/meta.json"))]
+    if not folders:
+        raise SystemExit(f"{arguments.folder} holds no runs: no <run>/meta.json in it")
+    runs = [load(folder, arguments.requests) for folder in folders]
+    print(machine())
+    if skipped := without_kernels():
+        print(f"kernels          skipped: {skipped}")
     print(f"{'run':16} {'model':14} {'median error':>12} {'total':>8}")
     for run in runs:
         everything = np.ones(len(run.asked_s), dtype=bool)

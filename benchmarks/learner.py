@@ -1,6 +1,6 @@
 """The learner against a plain transformers loop: tokens per second and peak memory, on the same ragged batch.
 
-    python benchmarks/learner.py [--model DIR]
+    python benchmarks/learner.py [--model DIR] [--smoke]
 
 Both sides do one optimiser step per round, with the same loss, optimiser, clipping, number of threads and bound
 on the padded size of a micro-batch. The plain loop takes sequences as they come, pads them to the longest of the
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -28,7 +27,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from smoke import parsed
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from where import machine
 
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.learner.rank import LearnerRank
@@ -197,11 +198,6 @@ def _random_model(folder: str) -> str:
     return folder
 
 
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="Hugging Face folder of a causal language model")
@@ -211,7 +207,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--memory-of", choices=sorted(SIDES), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parsed(parser, prompts=2, samples=2, rounds=1)
     with tempfile.TemporaryDirectory() as folder:
         arguments.model = arguments.model or _random_model(folder)
         vocabulary = AutoConfig.from_pretrained(arguments.model).vocab_size
@@ -222,7 +218,7 @@ def main() -> None:
         memory = {name: peak_memory_mib(arguments, name) for name in SIDES}
         speed = tokens_per_s(arguments, batch)
     result = {
-        "machine": f"{_cpu_name()}, {os.cpu_count()} cores, {arguments.threads} threads",
+        "machine": f"{machine()}, {arguments.threads} threads",
         "sequences": batch.sequences,
         "tokens": len(batch.tokens),
         "tokens_per_s": {

@@ -1,6 +1,6 @@
 """How long a plan takes, and how far it is from the exact dynamic programme.
 
-    python -m benchmarks.plan [--repeats 15]
+    python benchmarks/plan.py [--repeats 15] [--sizes 2] [--smoke]
 
 Per size, lengths and contract: the median wall time and the median processor time of a plan, and what it misses the
 exact optimum by. The optimum is that over all contiguous groups of the length-sorted list on as many warm actors as it
@@ -17,8 +17,9 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+from smoke import parsed
+from where import machine
 
-from benchmarks.where import machine
 from rlhfless.scaling.plan import (
     CheapestUnderDeadline,
     Contract,
@@ -125,9 +126,10 @@ def measure(step: Responses, options: FleetOptions, contract: Contract, repeats:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="so many of the sizes, from the smallest on")
+    arguments = parsed(parser, repeats=1, sizes=1)
     print(machine())
-    for samples, actors, allowed_ms in SIZES:
+    for samples, actors, allowed_ms in SIZES[: arguments.sizes]:
         print(f"\n{samples:,} responses, up to {actors} actors; allowed {allowed_ms:g} ms")
         for shape in ("lognormal", "bimodal"):
             step, options = draw(samples, shape), offer(actors)
@@ -135,7 +137,7 @@ def main() -> None:
             asked: list[Contract] = [CheapestUnderDeadline(fast.step_s * more) for more in (1.02, 1.2, 2.0)]
             asked += [FastestUnderBudget(cheap.usd * more) for more in (1.1, 1.3)]
             for contract in (*asked, Weighted(0.5), Weighted(1.0)):
-                wall_ms, processor_ms = measure(step, options, contract, repeats)
+                wall_ms, processor_ms = measure(step, options, contract, arguments.repeats)
                 made, missed = plan(step, options, contract), gap(step, options, contract)
                 print(
                     f"  {shape:9} {contract!s:34} {len(made.actors):3} actors {made.step_s:7.1f} s "

@@ -1,6 +1,7 @@
 """All policies over the published set of scenarios, and the goals that they are judged by (`goals.py`).
 
-    python benchmarks/policies.py [--quick] [--seeds 4] [--jobs 2] [--markdown docs/simulations.md] [SCENARIO ...]
+    python benchmarks/policies.py [--quick] [--smoke] [--seeds 4] [--jobs 2] [--markdown docs/simulations.md] \
+        [SCENARIO ...]
 
 Every result is printed, good and bad, with 95 % confidence intervals over the seeds; `--markdown` writes the same for
 the documentation. `--quick` takes four of the scenarios, two seeds and two epochs.
@@ -26,6 +27,7 @@ from goals import (
     goals_of,
     with_goals,
 )
+from smoke import parsed
 from where import machine
 
 from rlhfless.sim.experiment.compare import Comparison, compare, quoted_part
@@ -36,6 +38,8 @@ from rlhfless.sim.scenarios import Scenario, load_scenario
 
 FOLDER = Path(__file__).parents[1] / "examples" / "scenarios"
 QUICK = ("paper-3b-l40s", "gsm8k-7b-h100-owned", "code-70b-h200", "reasoning-7b-a100")
+SMALLEST = "gsm8k-3b-h100"
+SMALLEST_PROMPTS = 8
 PUBLISHED = "1.35 times as fast and 44.8 % cheaper than verl (arXiv 2602.22718, up to; of both, which run is not said)"
 
 
@@ -46,11 +50,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--markdown", type=Path)
-    arguments = parser.parse_args()
+    arguments = parsed(parser, scenarios=[SMALLEST], seeds=1)
     names = arguments.scenarios or (QUICK if arguments.quick else [path.stem for path in sorted(FOLDER.glob("*.yaml"))])
     seeds = 2 if arguments.quick else arguments.seeds
     begun_s = time.monotonic()
-    found = [run(name, seeds, arguments.jobs, arguments.quick) for name in names]
+    found = [run(name, seeds, arguments.jobs, arguments.quick, arguments.smoke) for name in names]
     goals = [goals_of(each) for each in found]
     text = "\n".join([*head(found, time.monotonic() - begun_s), *goals_text(goals), *tables(found)])
     print(text)
@@ -58,9 +62,12 @@ def main() -> None:
         arguments.markdown.write_text(text + "\n", "utf-8")
 
 
-def run(name: str, seeds: int, jobs: int, quick: bool) -> Comparison:
+def run(name: str, seeds: int, jobs: int, quick: bool, smoke: bool) -> Comparison:
     """One scenario, with the entries of all goals."""
     scenario = load_scenario(FOLDER / f"{name}.yaml")
+    if smoke:
+        few = scenario.workload.model_copy(update={"prompts": SMALLEST_PROMPTS})
+        scenario = scenario.model_copy(update={"workload": few, "prompts_per_step": SMALLEST_PROMPTS, "steps": 2})
     steps = min(scenario.steps, 2 * scenario.epoch_steps) if quick else scenario.steps
     begun_s = time.monotonic()
     found = compare(with_goals(scenario.model_copy(update={"seeds": seeds, "steps": steps})), jobs=jobs)

@@ -1,6 +1,6 @@
 """Seconds of recorded steps, predicted by a fit to runs with one actor: with two actors, another batch, other lengths.
 
-    python benchmarks/replay.py MODEL_FOLDER [--rounds 3] [--steps 12] [--keep FOLDER]
+    python benchmarks/replay.py MODEL_FOLDER [--rounds 3] [--steps 12] [--kinds ...] [--keep FOLDER] [--smoke]
 
 MODEL_FOLDER is what `rlhfless models tiny` wrote; the runs are those of examples/demo.yaml. The four kinds of run are
 recorded in turn, round by round, because a shared machine does not keep its pace from one minute to the next. The
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from demo_run import demo_command
+from demo_run import run_demo
+from smoke import parsed
 from where import machine
 
 from rlhfless.records.traces import read_trace
@@ -38,11 +38,10 @@ KINDS = {
 }
 
 
-def record(model: Path, output: Path, steps: int, changes: Sequence[str]) -> Path:
+def record(model: Path, output: Path, steps: int, changes: Sequence[str], smoke: bool) -> Path:
     """One run; returns its trace."""
     settings = [f"steps={steps}", "evaluation.every_steps=null", *changes]
-    subprocess.run(demo_command(model, output, settings), check=True)
-    return next(output.iterdir()) / "trace"
+    return run_demo(model, output, settings, smoke) / "trace"
 
 
 def again(trace: Path, fitted_to: Sequence[Path]) -> Replay:
@@ -71,17 +70,21 @@ def main() -> None:
     parser.add_argument("model", type=lambda text: Path(text).absolute())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--keep", type=Path, help="folder to keep the runs in; those that are there are not run again")
-    arguments = parser.parse_args()
+    arguments = parsed(parser, rounds=1, steps=2, kinds=[ONE])
+    kinds = [ONE, *(kind for kind in arguments.kinds if kind != ONE)]  # all are fitted to runs with one actor
     print(machine())
     with tempfile.TemporaryDirectory() as name:
         folder = (arguments.keep or Path(name)).absolute()
-        traces: dict[str, list[Path]] = {kind: [] for kind in KINDS}
+        traces: dict[str, list[Path]] = {kind: [] for kind in kinds}
         for number in range(arguments.rounds):
-            for kind, changes in KINDS.items():
+            for kind in kinds:
                 output = folder / f"{kind.replace(' ', '-')}-{number + 1}"
                 there = sorted(output.glob("*/trace"))
-                traces[kind].append(there[0] if there else record(arguments.model, output, arguments.steps, changes))
+                if not there:
+                    there = [record(arguments.model, output, arguments.steps, KINDS[kind], arguments.smoke)]
+                traces[kind].append(there[0])
         ones = traces[ONE]
         for kind, recorded in traces.items():
             others = [[other for other in ones if other != trace] or ones for trace in recorded]

@@ -1,6 +1,6 @@
 """Math rewards per minute through a scoring replica, against math-verify called in a plain loop.
 
-    python benchmarks/rewards.py [--prompts N] [--rounds N] [--workers N]
+    python benchmarks/rewards.py [--prompts N] [--rounds N] [--workers N] [--smoke]
 
 Ours is the whole path of a run: a Ray Serve replica with its worker processes, called with groups of 8 samples, 32
 groups a call; the time is that of the caller, transport included. The plain loop parses expected answer and response
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from math_verify import parse, verify
 from setting import median_ratio, spread
+from smoke import parsed
 from where import machine
 
 from rlhfless.fleet.cluster import Cluster
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=ScoringSpec().workers)
-    arguments = parser.parse_args()
+    arguments = parsed(parser, prompts=8, rounds=1, workers=1)
     print(f"{machine()}; {arguments.prompts} prompts x {SAMPLES} samples, {arguments.workers} workers")
     asyncio.run(measure(arguments.prompts, arguments.rounds, arguments.workers))
 

@@ -1,6 +1,7 @@
 """Simulated responses per second on one core, with preemption, migration and faults on.
 
     python benchmarks/simulator.py [--steps 5] [--prompts 4096] [--samples 8] [--actors 16] [--policies static,...]
+        [--smoke]
 
 A fleet on spot machines, each with 256 places and KV for about as many sequences of mean length, so that engines
 preempt; one actor in eight is a straggler; interrupted actors start again. The policy moves samples from the fullest
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from smoke import parsed
 from where import machine
 
 from rlhfless.records import FunctionName, ReplicaState, Work
@@ -155,7 +157,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--actors", type=int, default=16)
     parser.add_argument("--policies", default="static,queue_reactive_ray_serve,rlhfless_published,cost_aware")
-    arguments = parser.parse_args()
+    arguments = parsed(parser, steps=1, prompts=64, actors=4, policies="static,cost_aware")
     work = workload(arguments.prompts, arguments.samples)
     policy, prices = Level(), load_price_book()
     simulation, preempted, begun_s = Simulation(fleet(arguments.actors), policy, prices), 0, 0.0

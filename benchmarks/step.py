@@ -1,6 +1,6 @@
 """One GRPO step, 16 prompts x 8 samples x 64 tokens, against its bare parts and against TRL.
 
-    python benchmarks/step.py [--rounds N] [--trl-steps N]
+    python benchmarks/step.py [--rounds N] [--trl-steps N] [--smoke]
 
 `bare` is the time of raw vLLM generation plus that of a plain torch forward and backward pass with an optimiser step,
 on the same prompts and on the very tokens that our step drew. There is no weight sync in it, no scoring, no ledger:
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 from bare import BareEngine, Batch, bare_engines, together
 from setting import assets, live_run, median_ratio, spec_of, spread
+from smoke import parsed
 from transformers import AutoModelForCausalLM
 from where import machine
 
@@ -168,11 +170,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--trl-steps", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = parsed(parser, rounds=1, trl_steps=1)
     with assets(prompts=2048) as folder:
         print(machine())
         ours = asyncio.run(measure(folder, arguments.rounds))
-        if arguments.trl_steps:
+        if arguments.trl_steps and importlib.util.find_spec("trl") is None:
+            print("TRL step       skipped: trl is not installed (extra `test`)")
+        elif arguments.trl_steps:
             theirs = trl_step_s(folder, arguments.trl_steps)
             print(f"{'TRL step':14} s {spread(theirs)}")
             print(f"TRL / our step                             {sorted(theirs)[0] / sorted(ours)[len(ours) // 2]:.1f}")

@@ -1,6 +1,6 @@
 """Publishing and loading weights, beside a plain copy of the same bytes.
 
-    python benchmarks/weights.py [--store-mb 200] [--engines tiny,mid]
+    python benchmarks/weights.py [--store-mb 200] [--engines tiny,mid] [--smoke]
 
 Each figure is the median of several rounds. The copy is `Tensor.clone`, one thread: the fastest that bytes can
 get from one place to another. `ratio` is a figure's rate divided by the copy's.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -24,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from smoke import parsed
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from where import machine
 
 from rlhfless.functions.generation.vllm.adapter import Engine
 from rlhfless.functions.generation.vllm.messages import EngineSettings
@@ -151,11 +152,9 @@ def main() -> None:
     parser.add_argument("--store-mb", type=int, default=200, help="size of the synthetic weights")
     parser.add_argument("--engines", default="tiny,mid", help="models to load into an engine; empty for none")
     parser.add_argument("--folder", default="/dev/shm", help="where the store is made")
-    arguments = parser.parse_args()
+    arguments = parsed(parser, store_mb=4, engines="tiny")
     torch.set_num_threads(1)
-    print(
-        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, {arguments.folder}"
-    )
+    print(f"{machine()}, load {os.getloadavg()[0]:.1f}, {arguments.folder}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         store = FolderStore(Path(folder) / "store")
         measure_store(store, arguments.store_mb)

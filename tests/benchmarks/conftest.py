@@ -1,0 +1,6 @@
+"""The benchmarks' own modules can be imported, as they import each other; and the traces of known runs."""
+
+import sys
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parents[2] / "benchmarks"), str(Path(__file__).parents[1] / "simulate")]

@@ -1,0 +1,160 @@
+"""Every benchmark runs at its smallest size and prints what the README's rows are made of. No figure is judged."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded_run import record
+from where import machine
+
+from rlhfless.bundled.model import ModelSize, build_random
+from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
+
+pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).parent
+BENCHMARKS = HERE.parents[1] / "benchmarks"
+LIMIT_S = 800
+MODEL, RUNS, RECORDED = "model", "measured_runs", "recorded"
+"""Fixtures with what a command line must name."""
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """A benchmark, and what it must print: regular expressions."""
+
+    name: str
+    table: tuple[str, ...]
+    needs: str | None = None
+    """The fixture with the arguments that it needs beside `--smoke`."""
+
+
+NUMBER = r"-?\d+\.\d+"
+PURE = (
+    Smoke("latency", (rf"first +roofline +{NUMBER}%", rf"second +other model +{NUMBER}%"), RUNS),
+    Smoke("learner", ('"ours": ', '"plain": ', rf'"speed_ratio": {{\s+"wall": {NUMBER}', rf'"memory_ratio": {NUMBER}')),
+    Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
+    Smoke("policies", (r"a: faster.*a: cheaper", rf"Over 1 scenarios: a, {NUMBER}x", r"\| static_colocated \|")),
+    Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
+    Smoke(
+        "simulator", (r"[\d,]+ responses/s: \d+ in", r"static +\d+ s of processor", r"cost_aware +\d+ s of processor")
+    ),
+)
+LIVE = (
+    Smoke("chaos", (r"token-identical samples +\d+ of \d+", rf"kills +1\n.* -> .*: {NUMBER}x"), MODEL),
+    Smoke("controls", (rf"shuffled +0 +{NUMBER} +{NUMBER} +[+-]{NUMBER}",), MODEL),
+    Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
+    Smoke("weights", (r"store: copy", rf"store: publish .* ratio {NUMBER}", rf"tiny: load .* ratio {NUMBER}")),
+)
+SHARING = (
+    Smoke(
+        "generation",
+        (
+            rf"one actor / bare AsyncLLM on the same core +{NUMBER}",
+            rf"two actors / one default vLLM over both cores +{NUMBER}",
+        ),
+    ),
+    Smoke(
+        "step",
+        (
+            rf"our step / bare parts, two pinned engines +{NUMBER}",
+            rf"our step / bare parts, one default engine +{NUMBER}",
+            rf"TRL / our step +{NUMBER}",
+        ),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What `rlhfless models tiny` writes, with weights that were taught nothing."""
+    folder = tmp_path_factory.mktemp("model")
+    build_random(folder / "model", seed=0, size=ModelSize())
+    for name, count in (("train", 16), ("heldout", 2)):
+        problems = draw_problems(TaskRecipe(), np.random.default_rng(count), count, held_out=name == "heldout")
+        write_jsonl(folder / f"{name}.jsonl", problems)
+    return [str(folder)]
+
+
+@pytest.fixture(scope="module")
+def measured_runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two runs of two models as LLMServingSim's `bench` writes them: a token takes so many seconds."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, of, token_s in (("first", "meta-llama/Llama-3.1-8B", 0.01), ("second", "Qwen/Qwen3-32B", 0.03)):
+        (folder / name).mkdir()
+        settings = {"tensor_parallel_size": 1, "max_num_seqs": 16}
+        (folder / name / "meta.json").write_text(json.dumps({"model": of, "engine_kwargs": settings}))
+        rows = [
+            {"input_toks": 100 + i, "output_toks": 20 + i, "queued_ts": i, "scheduled_ts": i}
+            | {"last_token_ts": i + token_s * (20 + i)}
+            for i in range(40)
+        ]
+        (folder / name / "requests.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return [str(folder)]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Runs that `replay` has recorded already; it starts them as `controls` does."""
+    folder = tmp_path_factory.mktemp("recorded")
+    for actors, kind in ((1, "one-actor"), (2, "two-actors")):
+        record(folder / f"{kind}-1" / "run" / "trace", actors)
+    return ["no model", "--kinds", "two actors", "--keep", str(folder)]
+
+
+def output(command: Sequence[str | Path]) -> str:
+    """What a command prints; it must end with 0."""
+    ran = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert ran.returncode == 0, f"{ran.stdout[-2000:]}\n{ran.stderr[-8000:]}"
+    return ran.stdout
+
+
+def needed(smoke: Smoke, request: pytest.FixtureRequest) -> list[str]:
+    """What its command line has beside `--smoke`."""
+    found: list[str] = request.getfixturevalue(smoke.needs) if smoke.needs else []
+    return found
+
+
+def check(smoke: Smoke, printed: str) -> None:
+    assert machine() in printed
+    for expected in smoke.table:
+        assert re.search(expected, printed), f"{expected!r} is not in\n{printed}"
+
+
+@pytest.mark.parametrize("smoke", PURE, ids=lambda smoke: smoke.name)
+def test_without_engines(smoke: Smoke, request: pytest.FixtureRequest) -> None:
+    check(smoke, output([BENCHMARKS / f"{smoke.name}.py", *needed(smoke, request), "--smoke"]))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("smoke", LIVE, ids=lambda smoke: smoke.name)
+def test_with_an_own_fleet(smoke: Smoke, request: pytest.FixtureRequest) -> None:
+    check(smoke, output([BENCHMARKS / f"{smoke.name}.py", *needed(smoke, request), "--smoke"]))
+
+
+@pytest.mark.engine
+def test_beside_bare_engines() -> None:
+    """Their main module holds numba, beside which vLLM cannot start: the bare engines must not import it again."""
+    _, *parts = re.split(r"^== (\w+)$", output([HERE / "sharing.py"]), flags=re.MULTILINE)
+    printed = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert set(printed) == {smoke.name for smoke in SHARING}
+    for smoke in SHARING:
+        check(smoke, printed[smoke.name])
+
+
+def test_the_tables_are_complete() -> None:
+    """A new benchmark runs here, too; what has no option `--smoke` is a part of another one."""
+    found = {file.stem for file in BENCHMARKS.glob("*.py") if "import parsed" in file.read_text()}
+    assert found == {smoke.name for smoke in (*PURE, *LIVE, *SHARING)}
+    parts = {"bare", "controls_rewards", "demo_run", "goals", "setting", "smoke", "trl_step", "where"}
+    assert {file.stem for file in BENCHMARKS.glob("*.py")} - found == parts
