@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import latency
 import numpy as np
 import pytest
 from recorded_run import record
@@ -134,6 +136,17 @@ def check(smoke: Smoke, printed: str) -> None:
 @pytest.mark.parametrize("smoke", PURE, ids=lambda smoke: smoke.name)
 def test_without_engines(smoke: Smoke, request: pytest.FixtureRequest) -> None:
     check(smoke, output([BENCHMARKS / f"{smoke.name}.py", *needed(smoke, request), "--smoke"]))
+
+
+def test_a_missing_peer_is_said(
+    measured_runs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(sys, "argv", ["latency.py", *measured_runs])
+    latency.main()
+    printed = capsys.readouterr().out
+    assert re.search(r"^kernels +skipped: aiconfigurator-core is not installed", printed, flags=re.MULTILINE)
+    assert "roofline" in printed
 
 
 @pytest.mark.engine
