@@ -28,6 +28,7 @@ from rlhfless.functions.generation.messages import (
 from rlhfless.functions.generation.vllm.adapter import Engine
 from rlhfless.functions.generation.vllm.messages import EngineError, Sampled, SampleRequest
 from rlhfless.records import FinishReason, IntArray, Rollout, VersionSpan
+from rlhfless.text import storable
 
 _loading = threading.Lock()
 """Moved responses may end together, and one of them is to load the tokenizer for all."""
@@ -140,7 +141,7 @@ class RequestRun:
             seed=item.seed,
             token_ids=token_ids,
             logprobs=logprobs,
-            text=text,
+            text=storable(text),
             finish_reason=reason,
             version_spans=spans,
             actor=self._request.actor,

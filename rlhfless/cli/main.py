@@ -8,6 +8,7 @@ Every command imports what it needs when it is called, so that `--help` does not
 
 from __future__ import annotations
 
+import sys
 import traceback
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from typer.core import TyperGroup
 from rlhfless import __version__
 from rlhfless.cli import models, rewards, run, simulate, trace, validate
 from rlhfless.spec.errors import UserError
+from rlhfless.text import legible, tolerant
 
 _USER_FAULT = 2
 _PROGRAM_FAULT = 1
@@ -32,6 +34,8 @@ class _Group(TyperGroup):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            tolerant(stream)
         try:
             return super().invoke(ctx)
         except (typer.Abort, BrokenPipeError):
@@ -48,7 +52,7 @@ class _Group(TyperGroup):
 def _fail(ctx: Any, error: Exception, text: str, code: int) -> None:
     if ctx.params.get("debug"):
         text = "".join(traceback.format_exception(error))
-    typer.echo(text.rstrip(), err=True)
+    typer.echo(legible(text.rstrip()), err=True)
     raise typer.Exit(code) from error
 
 

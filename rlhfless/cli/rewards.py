@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhfless.cli.options import Overrides, SpecFile
+from rlhfless.text import legible
 
 if TYPE_CHECKING:
     from rlhfless.loop.trial import Trial
@@ -70,7 +71,8 @@ def _show(spec: RunSpec, trial: Trial) -> None:
     for place, sample, score in zip(trial.places, trial.samples, trial.scores, strict=True):
         values = [_number(score.parts.get(name)) for name in names]
         number = place.replace(":", " ").split()[-1]
-        table.add_row(number, Text(" ".join(sample.response.split())), *values, _number(score.total))
+        response = legible(" ".join(sample.response.split()))
+        table.add_row(legible(number), Text(response), *values, _number(score.total))
     console = Console(highlight=False)
     # One line per sample: where a terminal is narrow, the response gives way, and the numbers do not.
     left = console.width - Measurement.get(console, console.options.update(width=10_000), table).maximum
@@ -78,7 +80,7 @@ def _show(spec: RunSpec, trial: Trial) -> None:
     console.print(table)
     for place, score in zip(trial.places, trial.scores, strict=True):
         for name, cause in score.failures.items():
-            console.print(Text(f"{place}: {name} failed: {cause}", style="red"), soft_wrap=True)
+            console.print(Text(legible(f"{place}: {name} failed: {cause}"), style="red"), soft_wrap=True)
     console.print(
         f"{summary['samples']} samples, {summary['failed']} failed, {summary['samples_per_s']:.1f} samples/s "
         f"({summary['wall_s']:.2f} s)"

@@ -16,6 +16,7 @@ import typer
 
 from rlhfless.cli.options import OptionalSpecFile, Overrides
 from rlhfless.spec.errors import UserError
+from rlhfless.text import storable
 
 if TYPE_CHECKING:
     from rlhfless.loop.preflight import Prepared
@@ -54,10 +55,21 @@ def run(
         folder = Path(loaded.output) / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     else:
         raise typer.BadParameter("name a spec, or a run with --resume", param_hint="SPEC")
+    _require_unicode(folder)
     prepared = preflight(loaded)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / SPEC_FILE).write_text(resolved_yaml(loaded))
+    (folder / SPEC_FILE).write_text(resolved_yaml(loaded), "utf-8")
     _run(loaded, prepared, folder)
+
+
+def _require_unicode(folder: Path) -> None:
+    """Libraries that write into a run's folder take no path that is not UTF-8. Raises InputError."""
+    from rlhfless.spec.errors import InputError, Problem
+
+    path = str(folder.absolute())
+    if storable(path) != path:
+        what, mend = f"{path!r} is not valid Unicode", "rename the folder, or choose another for the run"
+        raise InputError("the run's folder cannot be used", [Problem("output", what, mend)])
 
 
 def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tuple[RunSpec, Path]:

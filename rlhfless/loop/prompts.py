@@ -21,6 +21,7 @@ from rlhfless.records import IntArray, Prompt
 from rlhfless.spec import PromptsSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
+from rlhfless.text import storable, storable_values
 
 # 64 bits: a collision among 1e5 prompts has a chance of 3e-10.
 _ID_BYTES = 8
@@ -195,10 +196,10 @@ def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: PromptsSpec, fa
         if not isinstance(value, str | int) or value == "":
             mend = f"{nearest(spec.id_field, row.values)}Leave prompts.id_field out to use hashes"
             faults.add(f"no id in `{spec.id_field}`", row, f"got {shown(value)}", mend)
-        elif (earlier := first.setdefault(str(value), row)) is not row:
+        elif (earlier := first.setdefault(storable(str(value)), row)) is not row:
             mend = "ids must differ; leave prompts.id_field out to use hashes"
             faults.add("a prompt id occurs again", row, f"{value!r} is also at {earlier.where}", mend)
-        ids.append(str(value))
+        ids.append(storable(str(value)))
     return ids
 
 
@@ -227,7 +228,8 @@ def _check_length(row: Row, tokens: int, max_context_tokens: int | None, faults:
 
 def _other_columns(row: Row, spec: PromptsSpec) -> dict[str, Any]:
     """A prompt that a chat template renders stays among them as it was written: rewards may want it so."""
-    return {name: value for name, value in row.values.items() if name != spec.prompt_field or spec.chat_template}
+    columns = {name: value for name, value in row.values.items() if name != spec.prompt_field or spec.chat_template}
+    return dict(storable_values(columns))
 
 
 def _split(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:

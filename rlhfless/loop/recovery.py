@@ -15,6 +15,7 @@ from rlhfless.functions.base import Call
 from rlhfless.loop.actors import RECOVERABLE
 from rlhfless.loop.run import Run
 from rlhfless.records import Decision
+from rlhfless.text import legible
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Recovery:
         except RECOVERABLE as another:
             return await self.after(step, another)
         inputs: dict[str, float | int | str | bool] = {
-            "fault": f"{type(fault).__name__}: {fault}",
+            "fault": legible(f"{type(fault).__name__}: {fault}"),
             "mended_in_s": time.time() - began_s,
             "next_step": following,
         }

@@ -84,7 +84,8 @@ def _parquet(field: str, file: Path) -> list[Row]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(file)
+        with file.open("rb") as stream:  # pyarrow itself takes no path that is not UTF-8
+            table = pyarrow.parquet.read_table(stream)
     except (pyarrow.ArrowException, OSError) as error:
         raise _error(field, f"{str(file)!r} cannot be read as Parquet: {error}", _FORMATS) from error
     return [Row(f"{file.name} row {i}", values) for i, values in enumerate(table.to_pylist(), start=1)]

@@ -103,7 +103,7 @@ def read_notes(folder: Path) -> CheckpointNotes:
     """What a checkpoint says of itself. Raises CheckpointError if the folder is none, or of another version."""
     file = folder / NOTES_FILE
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text("utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{folder} is no checkpoint of a run: {file.name}: {error}") from error
     version = content.get("version")

@@ -38,9 +38,13 @@ def write_whole(path: Path, content: Any) -> None:
 def read_part(path: Path, name: str) -> pa.Table:
     """Reads one file of the table `name`. Raises TraceError unless its columns and version are right."""
     try:
-        file = pq.ParquetFile(path)
+        with path.open("rb") as stream:  # pyarrow itself takes no path that is not UTF-8
+            return _table(path, pq.ParquetFile(stream), name)
     except (pa.ArrowInvalid, OSError) as error:
         raise TraceError(f"{path} is not a Parquet file ({error}); move it away to read the rest") from error
+
+
+def _table(path: Path, file: pq.ParquetFile, name: str) -> pa.Table:
     metadata = file.schema_arrow.metadata or {}
     version = metadata.get(VERSION_KEY, b"").decode()
     check_version(path, int(version) if version.isdecimal() else None)

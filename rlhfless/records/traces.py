@@ -280,7 +280,7 @@ def read_meta(folder: str | os.PathLike[str]) -> TraceMeta:
     """Reads meta.json. Raises TraceError if it is missing, broken, or of another version."""
     path = Path(folder) / META_FILE
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise TraceError(f"{path} does not exist; name the folder of a run, or the `trace` in it") from None
     except json.JSONDecodeError as error:

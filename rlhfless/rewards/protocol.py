@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.spec.errors import UserError
+from rlhfless.text import legible
 
 # Characters of a text that a message quotes.
 _QUOTED_CHARS = 60
@@ -40,6 +41,10 @@ class Failed:
     """A sample that a reward gave no number for, and why."""
 
     cause: str
+    """Legible, whatever the reward wrote: it goes into the trace and the log."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cause", legible(self.cause))
 
 
 Outcome = float | Failed
@@ -115,6 +120,7 @@ class RewardError(UserError):
     """A reward cannot be made, or its failures stop the run. Names the reward and the cause."""
 
     def __init__(self, reward: str, what: str) -> None:
+        what = legible(what)
         super().__init__(reward, what)
         self.reward = reward
         self.what = what

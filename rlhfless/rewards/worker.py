@@ -19,6 +19,7 @@ from rlhfless import processes
 from rlhfless.rewards.messages import Broken, End, Ready, Task
 from rlhfless.rewards.protocol import RewardError, Verifier
 from rlhfless.rewards.verifiers import VerifierSpec, verifier
+from rlhfless.text import tolerant
 
 
 def main() -> None:
@@ -26,7 +27,8 @@ def main() -> None:
     processes.die_with(int(sys.argv[2]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)  # not for processes that rewards start
-    os.dup2(2, 1)  # what rewards print is log
+    os.dup2(2, 1)  # what rewards print is log, which must not fail them
+    tolerant(sys.stdout)
     with suppress(EOFError):
         verifiers = _make(channel, processes.receive(channel))
         while verifiers is not None:

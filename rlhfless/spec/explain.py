@@ -88,7 +88,7 @@ def _problem(details: ErrorDetails, root: type[BaseModel], origins: Mapping[Path
         mend = nearest(str(value), map(str, get_args(annotation))).strip()
     elif not models(annotation):  # a section's own check names the values itself
         what = f"{shown(value)}: {message}"
-    return Problem(dotted(path), what, mend, _origin(path, origins))
+    return Problem(dotted(path), what, mend, origin_of(path, origins))
 
 
 def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[Path, Any]:
@@ -148,7 +148,7 @@ def _tag(model: type[BaseModel]) -> str:
     return str(get_args(literal)[0]) if get_origin(literal) is Literal else ""
 
 
-def _origin(path: Path, origins: Mapping[Path, str]) -> str:
+def origin_of(path: Path, origins: Mapping[Path, str]) -> str:
     """Where the path was written, or else the nearest section around it (for keys that are missing)."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:

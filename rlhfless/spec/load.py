@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from rlhfless.spec import document
 from rlhfless.spec.document import dotted
 from rlhfless.spec.errors import Problem, SpecError
-from rlhfless.spec.explain import explain, nearest
+from rlhfless.spec.explain import explain, nearest, origin_of, shown
 from rlhfless.spec.run import RunSpec
+from rlhfless.text import storable
 
 _PATH_FIELDS = (
     ("model", "path"),
@@ -28,6 +29,7 @@ _PATH_FIELDS = (
     ("prompts", "held_out", "path"),
     ("scaling", "prices"),
 )
+_MEND = "rename the file or folder, or write the character in full"
 # A hub name never ends like this, so such a value is a path even where no file is.
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".yaml", ".yml"})
 
@@ -56,6 +58,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     _resolve_paths(data, path.absolute().parent)
     problems = [problem for text in overrides if (problem := _override(data, text, origins))]
     _resolve_paths(data, Path.cwd())
+    problems += _unicode_problems(data, origins)
     try:
         spec = RunSpec.model_validate(data)
     except ValidationError as error:
@@ -74,6 +77,30 @@ def json_schema() -> dict[str, Any]:
 def resolved_yaml(spec: RunSpec) -> str:
     """The whole spec with every default filled in. `load_spec` reads it back as an equal spec."""
     return document.dump(spec.model_dump(mode="json"))
+
+
+def _unicode_problems(data: Any, origins: Mapping[document.Path, str]) -> list[Problem]:
+    """Texts of a spec become names of files, metrics and replicas, so what cannot be stored is refused, not escaped."""
+    return [
+        Problem(dotted(path), _not_unicode(text), _MEND, origin_of(path, origins))
+        for path, text in _texts(data)
+        if storable(text) != text
+    ]
+
+
+def _not_unicode(text: str) -> str:
+    return f"{shown(text)} is not valid Unicode, or holds a NUL"
+
+
+def _texts(data: Any, path: document.Path = ()) -> Iterator[tuple[document.Path, str]]:
+    """All texts in the data, keys included, each with its place."""
+    if isinstance(data, str):
+        yield path, data
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        if isinstance(key, str):
+            yield path, key
+        yield from _texts(value, (*path, key))
 
 
 def _read(path: Path) -> str:
@@ -99,6 +126,8 @@ def _override(data: dict[str, Any], text: str, origins: dict[document.Path, str]
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
         return Problem("", f"`--set {text}` is not of the form key=value", "write it as --set steps=10")
+    if storable(value_text) != value_text:
+        return Problem(key, _not_unicode(value_text), _MEND, f"--set {text}")
     try:
         value = document.parse_value(value_text)
     except document.DocumentError as error:

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.sinks import NO_SAMPLES
+from rlhfless.text import legible, tolerant
 
 # Steps shown in the table, and averaged for the time that is left.
 _RECENT_STEPS = 8
@@ -58,8 +59,8 @@ class Console:
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._terminal = Terminal(file=stream or sys.stdout, quiet=mode == "off", highlight=False)
-        self._title = title
+        self._terminal = Terminal(file=tolerant(stream or sys.stdout), quiet=mode == "off", highlight=False)
+        self._title = legible(title)
         self._steps = steps
         self._now = now
         self._lock = threading.Lock()
@@ -72,7 +73,7 @@ class Console:
             self._live = Live(get_renderable=self._frame, console=self._terminal, refresh_per_second=_FRAMES_PER_S)
             self._live.start()
         else:
-            self._print(title)
+            self._print(self._title)
 
     @property
     def done(self) -> int:
@@ -82,7 +83,7 @@ class Console:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Says what is being waited for and for how long; for what takes long, such as a start."""
-        began = self._now()
+        began, what = self._now(), legible(what)
         if self._live is None:
             self._print(f"{what} ...")
         with self._stage(what, began):
@@ -115,7 +116,7 @@ class Console:
 
     def show(self, content: RenderableType) -> None:
         """Prints something for good, above whatever is being redrawn."""
-        self._terminal.print(content)
+        self._terminal.print(Text(legible(content)) if isinstance(content, str) else content)
 
     def close(self) -> None:
         """Leaves the last frame standing. What is shown after that follows below it."""

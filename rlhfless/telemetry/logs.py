@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from rlhfless.text import legible
+
 LOG_FILE = "run.log"
 
 _FILE_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(run_id)s %(name)s: %(message)s"
@@ -28,11 +30,11 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG_FILE
         to_file = logging.FileHandler(self.path, encoding="utf-8")
-        utc = logging.Formatter(_FILE_FORMAT, _DATE_FORMAT)
+        utc = _Legible(_FILE_FORMAT, _DATE_FORMAT)
         utc.converter = time.gmtime
         to_file.setFormatter(utc)
         to_terminal = _StderrHandler(logging.WARNING)
-        to_terminal.setFormatter(logging.Formatter(_TERMINAL_FORMAT))
+        to_terminal.setFormatter(_Legible(_TERMINAL_FORMAT))
         self._handlers: tuple[logging.Handler, ...] = (to_file, to_terminal)
         for handler in self._handlers:
             handler.addFilter(_RunId(run_id))
@@ -49,6 +51,13 @@ class RunLog:
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
+
+
+class _Legible(logging.Formatter):
+    """Messages quote what rewards, libraries and replicas say: any text at all."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return legible(super().format(record))
 
 
 class _RunId(logging.Filter):

@@ -21,6 +21,7 @@ class FakeEngine:
         self.asked: dict[int, SampleRequest] = {}
         self._futures: dict[str, asyncio.Future[Sampled]] = {}
         self.drawn: dict[int, int] = {}
+        self.text = "text"
 
     async def sample(self, request: SampleRequest) -> Sampled:
         assert request.seed is not None
@@ -48,7 +49,7 @@ class FakeEngine:
 
     def _end(self, seed: int, tokens: int, reason: FinishReason) -> None:
         name = self.asked[seed].request_id
-        sampled = Sampled(name, (7,) * tokens, (-1.0,) * tokens, reason, (), 0, "text")
+        sampled = Sampled(name, (7,) * tokens, (-1.0,) * tokens, reason, (), 0, self.text)
         self._futures[name].set_result(sampled)
 
 
@@ -112,3 +113,14 @@ async def test_beats_count_what_was_brought_along_and_name_those_that_wait_for_s
     engine.finish(0, tokens=100, reason=FinishReason.LENGTH)
     beat = await anext(events)
     assert beat == Progress("i", {("p", 1): 13, ("p", 2): 6}, {("p", 0): Ended(100, truncated=True)})
+
+
+async def test_a_text_of_the_engine_that_no_file_can_hold_is_shown_as_escapes() -> None:
+    engine = FakeEngine()
+    engine.text = "a\ud800\0"
+    events = RequestRun(engine, request(ITEMS[:1]), "i").events()
+    await asyncio.sleep(0)
+    engine.finish(0, tokens=4)
+    event = await anext(events)
+    assert isinstance(event, GroupFinished)
+    assert [rollout.text for rollout in event.rollouts] == ["a\\ud800\\x00"]

@@ -1,6 +1,7 @@
 """The command line, typed as a user would."""
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -148,6 +149,20 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(tmp_path):
     assert result.exit_code == 2
     assert "is no run: it has no spec.yaml" in result.stderr
     assert "runs/demo-..." in result.stderr
+
+
+def test_a_run_needs_a_folder_that_is_valid_unicode(spec, interrupted, tmp_path, monkeypatch):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    result = invoke("run", spec, "--set", f"output={folder}")
+    assert result.exit_code == 2
+    assert f"1 problem\n- output (--set output={tmp_path}/caf\\udce9): '" in result.stderr
+    interrupted.rename(folder)
+    result = invoke("run", "--resume", folder, "--set", "steps=4")
+    assert result.exit_code == 2
+    assert f"- output: '{tmp_path}/caf\\udce9' is not valid Unicode" in result.stderr
+    assert "rename the folder" in result.stderr
+    monkeypatch.chdir(folder)
+    assert "is not valid Unicode" in invoke("run", spec).stderr
 
 
 def test_neither_spec_nor_run_is_a_usage_error():

@@ -85,6 +85,13 @@ def test_ids_from_a_field(load, write_rows):
     assert [prompt.prompt_id for prompt in sets.train] == ["7", "b"]
 
 
+def test_columns_and_ids_that_no_file_can_hold_are_shown_as_escapes(load, write_rows):
+    given = {"prompt": "w1", "key": "a\ud800", "tests": [{"in\udcff": "b\0"}], "level": 4}
+    (prompt,) = load(write_rows([given]), id_field="key").train
+    assert prompt.prompt_id == "a\\ud800"
+    assert prompt.columns == {"key": "a\\ud800", "tests": [{"in\\udcff": "b\\x00"}], "level": 4}
+
+
 def test_chat_messages_and_plain_texts_are_rendered(load, write_rows, chat_tokenizer):
     given = [
         {"prompt": [{"role": "user", "content": "w1"}, {"role": "user", "content": "w2"}]},
@@ -117,6 +124,11 @@ def test_chat_messages_and_plain_texts_are_rendered(load, write_rows, chat_token
         ([{"prompt": " "}, {"prompt": ""}], {}, ["`prompt` is empty in 2 of 2 rows", "remove these rows"]),
         ([{"prompt": []}], {}, ["`prompt` is empty"]),
         ([{"prompt": "w1 \ud83d"}], {}, ["`prompt` is not valid Unicode", "surrogates not allowed"]),
+        (
+            [{"prompt": "w1", "key": "\ud800"}, {"prompt": "w2", "key": "\\ud800"}],
+            {"id_field": "key"},
+            ["a prompt id occurs again", "is also at train.jsonl:1"],
+        ),
         (
             [{"prompt": [{"role": "user", "content": "w1"}]}],
             {},

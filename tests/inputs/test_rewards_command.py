@@ -1,6 +1,9 @@
 """`rlhfless rewards test`, typed as a user would."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -97,3 +100,46 @@ def test_a_file_that_is_not_there_is_named(spec, tmp_path):
     result = invoke(spec, tmp_path / "nowhere.jsonl")
     assert result.exit_code == 2
     assert "no such file" in result.stderr
+
+
+REWARD = """
+import os
+def score(response, answer):
+    raise ValueError(os.fsdecode(b"caf\\xe9") + chr(27) + "[2J " + response + answer)
+"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("how", [(), ("--json",)])
+def test_any_text_in_rows_and_errors_can_be_shown(spec, write_rows, tmp_path, encoding, how):
+    (tmp_path / "outside_reward.py").write_text(REWARD)
+    rows = [{"prompt": "w9 \ud800", "response": "w1 \udcff\0", "answer": "→\udfff", "note\udcff": "\udcff"}]
+    file = write_rows(rows, os.fsdecode(b"sampl\xe9s.jsonl"))
+    options = ["--set", "rewards=[{type: python, name: judge, target: 'outside_reward:score'}]"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from rlhfless.cli.main import main; main()",
+            "rewards",
+            "test",
+            spec,
+            file,
+            *options,
+            *how,
+        ],
+        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "200"},
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode(encoding)
+    if how:
+        (row,) = json.loads(shown)["samples"]
+        cause = row["failures"]["judge"]
+    else:
+        assert "w1 \\udcff\\x00" in shown
+        cause = shown
+    arrow = "\\u2192" if encoding == "ascii" and not how else "→"
+    assert f"ValueError: caf\\udce9\\x1b[2J w1 \\udcff\\x00{arrow}\\udfff" in cause

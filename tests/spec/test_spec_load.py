@@ -153,6 +153,8 @@ def test_an_empty_override_is_null(load):
         ("rewards.first.weight=2", ["rewards.first", "not an index"]),
         ("model.path.x=2", ["model.path.x", "model.path is 'Qwen/Qwen3-0.6B'"]),
         ("generation.stop=[a", ["generation.stop", "'[a'", "quote it"]),
+        (r'output="caf\udce9"', ["output (--set output=", r"'caf\udce9' is not valid Unicode", "rename the file"]),
+        (r'rewards.0.name="a\0"', ["rewards.0.name (--set", r"'a\x00' is not valid Unicode, or holds a NUL"]),
     ],
 )
 def test_a_wrong_override_is_explained(fault, override, parts):
@@ -195,6 +197,10 @@ def test_a_wrong_override_is_explained(fault, override, parts):
         ("mini_batches: 65", ["mini_batches (65)", "prompts_per_step (64)"]),
         ("name: My Run", ["name (line 7)", "'My Run'", "pattern"]),
         ("optimizer: {learning_rate: .nan}", ["optimizer.learning_rate", "nan", "finite"]),
+        (
+            '- {type: python, target: "a:b", kwargs: {k: ["\\ud800"]}}',
+            ["rewards.1.kwargs.k.0 (line 7)", "not valid Unicode"],
+        ),
         ("steps: 3\nsteps: 4", ["steps (line 8)", "given twice", "line 7"]),
     ],
 )
