@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlhfless.records import Score
 from rlhfless.rewards.builtin import ExactMatch, Format, LengthPenalty, Regex
 from rlhfless.rewards.http import HttpReward
-from rlhfless.rewards.protocol import Checked, Failed, Outcome, Report, Reward, Sample
+from rlhfless.rewards.protocol import Checked, Failed, Outcome, Report, Reward, Sample, within_range
 from rlhfless.rewards.tasks import all_of
 from rlhfless.rewards.verifiers import VerifierSpec, verifier
 from rlhfless.rewards.workers import Workers
@@ -108,7 +108,8 @@ def combined(
     """One Score per sample from a column of outcomes per part, in the order of `weights` (part to weight)."""
     scores = []
     for index in range(samples):
-        outcomes = dict(zip(weights, (column[index] for column in columns), strict=True))
+        own = dict(zip(weights, (column[index] for column in columns), strict=True))
+        outcomes = {name: within_range(name, weights[name], outcome) for name, outcome in own.items()}
         failures = {name: outcome.cause for name, outcome in outcomes.items() if isinstance(outcome, Failed)}
         parts = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, Failed)}
         total = sum(weights[name] * value for name, value in parts.items())

@@ -7,7 +7,6 @@ cannot score a sample answers null for it.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 
 from rlhfless.records import Prompt
-from rlhfless.rewards.protocol import Failed, Outcome, Report, Sample, quote
+from rlhfless.rewards.protocol import Failed, Outcome, Report, Sample, finite, quote
 from rlhfless.spec import HttpSpec
 
 FIRST_PAUSE_S = 0.5
@@ -87,8 +86,8 @@ class HttpReward:
         return [self._outcome(score) for score in scores]
 
     def _outcome(self, score: Any) -> Outcome:
-        if isinstance(score, int | float) and math.isfinite(score):
-            return float(score)
+        if (value := finite(score)) is not None:
+            return value
         return Failed(f"{self._spec.url} answered {quote(repr(score))}, not a finite number")
 
     def _all_failed(self, batch: Sequence[Sample], cause: str, attempts: int) -> list[Outcome]:

@@ -7,6 +7,8 @@ what it is about to do before it does it, so that its parent knows whom to blame
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -48,6 +50,12 @@ class Failed:
 
 
 Outcome = float | Failed
+
+MAX_REWARD = 1e9
+"""Largest absolute value of a reward, before and after its weight; a larger one is a fault of the reward. Advantages
+are float32, which ends at 3.4e38, and the gradient is squared and summed over all parameters: 1e9 squared leaves a
+factor of 1e20 for what the model multiplies it by, and sums over parts stay far within float64."""
+
 Report = Callable[[int, Outcome], None]
 """Called with the index of a sample and its outcome, once per sample, in any order."""
 
@@ -127,6 +135,27 @@ class RewardError(UserError):
 
     def __str__(self) -> str:
         return f"reward {self.reward!r}: {self.what}"
+
+
+def finite(value: Any) -> float | None:
+    """The float that a real number is; None if it is NaN, infinite, too large for a float, or no number."""
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def within_range(reward: str, weight: float, outcome: Outcome) -> Outcome:
+    """The outcome of a reward, or Failed if it, or its product with the weight, is beyond MAX_REWARD."""
+    if isinstance(outcome, Failed):
+        return outcome
+    for value, what in ((outcome, ""), (weight * outcome, f" times its weight ({weight:g})")):
+        if not abs(value) <= MAX_REWARD:
+            return Failed(f"{reward!r} gave {outcome:g}{what}, beyond the range from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+    return outcome
 
 
 def attempt(function: Callable[[Sample], float], sample: Sample) -> Outcome:

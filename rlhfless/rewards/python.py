@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -24,6 +23,7 @@ from rlhfless.rewards.protocol import (
     Sample,
     Unscorable,
     attempt,
+    finite,
     pieces,
     quote,
 )
@@ -206,13 +206,7 @@ def _number(value: Any) -> float | None:
             value = value.item()
         except (TypeError, ValueError, RuntimeError):
             return None  # more than one element
-    if not isinstance(value, numbers.Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return finite(value)
 
 
 def _items(value: Any) -> list[Any] | None:

@@ -108,6 +108,14 @@ async def test_null_and_nan_mark_their_sample_only(server, scored):
     assert "not a finite number" in text
 
 
+async def test_numbers_that_are_huge_mark_their_sample_only(server, scored):
+    server.replies[:] = [answer({"scores": [1, -1e308, 10**400]})]
+    good, huge, no_float = await failures(scored, spec(server), 3)
+    assert good is None
+    assert huge == "'http' gave -1e+308, beyond the range from -1e+09 to 1e+09"
+    assert "not a finite number" in no_float
+
+
 @pytest.mark.parametrize("wrong", [{"scores": [1]}, {"score": 1}, [1, 2]])
 async def test_an_answer_of_another_form_is_explained(server, scored, wrong):
     server.replies[:] = [answer(wrong)]
