@@ -129,7 +129,7 @@ class LearnerRank:
 
         A batch without old logprobs is evaluated here, but for its first mini-batch: there the old policy is the
         current one. Returns `skipped_updates`, those whose gradient was not finite, and of the others: means over their
-        response tokens (`*_max` are maxima), `gradient_norm` before clipping, and `learning_rate`. Raises
+        response tokens (`*_max` are maxima), of `gradient_norm` before clipping and of `learning_rate`, too. Raises
         ValueError if the batch lacks advantages.
         """
         if batch.advantages is None:
@@ -216,7 +216,7 @@ class LearnerRank:
         norm = float(torch.linalg.vector_norm(self._gradient))
         if not np.isfinite(norm):
             return None
-        return combined | {"gradient_norm": norm, "learning_rate": self._apply(norm)}
+        return combined | {"gradient_norm": norm, "gradient_norm_max": norm, "learning_rate": self._apply(norm)}
 
     def _loss(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and metrics of one micro-batch: its share of the mini-batch's."""

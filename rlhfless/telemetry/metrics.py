@@ -95,6 +95,7 @@ METRICS = _table(
         # Time and money
         Metric("step_s", _S, "Wall time of the step"),
         Metric("outside_s", _S, "Wall time of the step in which no function worked"),
+        Metric("recovery_s", _S, "Wall time of the step before the try that went through; none of the others has it"),
         Metric("generation_s", _S, "Wall time in which generation worked"),
         Metric("scoring_s", _S, "Wall time in which scoring worked"),
         Metric("reference_s", _S, "Wall time in which the reference worked"),
@@ -114,8 +115,9 @@ METRICS = _table(
         # The learner
         Metric("loss", Unit.NONE, "Loss, with KL if it is part of it"),
         Metric("policy_loss", Unit.NONE, "Clipped policy loss"),
-        Metric("learning_rate", Unit.NONE, "Learning rate of the last optimiser step"),
-        Metric("gradient_norm", Unit.NONE, "Norm of the gradient before it is clipped"),
+        Metric("learning_rate", Unit.NONE, "Learning rate, mean over the optimiser steps"),
+        Metric("gradient_norm", Unit.NONE, "Norm of the gradient before it is clipped, mean over the optimiser steps"),
+        Metric("gradient_norm_max", Unit.NONE, "Largest norm of the gradient of an optimiser step"),
         Metric("skipped_updates", Unit.NONE, "Optimiser steps left out because the gradient was not finite"),
         Metric("entropy", _NATS, "Mean entropy of the policy over response tokens"),
         Metric("ratio", Unit.NONE, "Mean probability ratio, current to old policy"),

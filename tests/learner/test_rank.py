@@ -19,11 +19,13 @@ PROBE = (1, 7, 3, 22, 9)
 
 
 def plain_loop(model_path: str, batch, algorithm: GRPOSpec, optimizer: AdamWSpec, temperature: float, count: int):
-    """Weights after one training step by the obvious code: a sequence at a time, one formula, torch's AdamW."""
+    """Weights after one training step by the obvious code (a sequence at a time, one formula, torch's AdamW), and the
+    norm of each gradient."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     adamw = torch.optim.AdamW(
         model.parameters(), optimizer.learning_rate, optimizer.betas, optimizer.eps, optimizer.weight_decay
     )
+    norms = []
     for part in mini_batches(batch, count):
         loss = torch.zeros(())
         for index in range(part.sequences):
@@ -45,9 +47,9 @@ def plain_loop(model_path: str, batch, algorithm: GRPOSpec, optimizer: AdamWSpec
             loss = loss + ((policy + algorithm.kl.coefficient * kl) * mask).sum() / part.response_mask.sum().item()
         adamw.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)))
         adamw.step()
-    return dict(model.named_parameters())
+    return dict(model.named_parameters()), norms
 
 
 def test_a_step_of_two_mini_batches_is_that_of_a_plain_loop(learner, tiny_model, batch):
@@ -59,9 +61,13 @@ def test_a_step_of_two_mini_batches_is_that_of_a_plain_loop(learner, tiny_model,
         given = batch.with_old_logprobs(old).with_reference_logprobs(old + 0.1)
         metrics = rank.learn(given, 2)
         ours = rank.weights()
-    expected = plain_loop(tiny_model, given, algorithm, optimizer, 0.8, 2)
+    expected, norms = plain_loop(tiny_model, given, algorithm, optimizer, 0.8, 2)
     assert metrics["clipped_low"] + metrics["clipped_high"] > 0, "the second mini-batch must meet the clip"
     assert metrics["gradient_norm"] > 0.3, "the gradient must be clipped"
+    tokens = [part.denominators.tokens for part in mini_batches(given, 2)]
+    assert metrics["gradient_norm"] == pytest.approx(np.average(norms, weights=tokens), rel=1e-5)
+    assert metrics["gradient_norm_max"] == pytest.approx(max(norms), rel=1e-5)
+    assert max(norms) > 1.001 * metrics["gradient_norm"], "the two gradients must differ, or this says nothing"
     assert ours.keys() == expected.keys()
     for name, value in ours.items():
         torch.testing.assert_close(value, expected[name].detach(), atol=1e-6, rtol=0, msg=name)
