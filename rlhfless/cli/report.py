@@ -11,8 +11,9 @@ from rich.text import Text
 
 from rlhfless.loop.driver import Outcome
 from rlhfless.records.traces import read_trace
-from rlhfless.scaling.accounting import Phase, Summary, Usage, summarise
+from rlhfless.scaling.accounting import Summary, Usage, summarise
 from rlhfless.scaling.prices import PriceBook
+from rlhfless.scaling.step_times import Phase
 from rlhfless.telemetry.numbers import count, decimal, money
 from rlhfless.telemetry.report import EvaluationRow, FinalReport, FunctionRow, functions_table
 
@@ -25,7 +26,8 @@ def final_report(title: str, outcome: Outcome, folder: Path) -> FinalReport:
         title=title,
         steps=outcome.steps,
         wall_s=outcome.wall_s,
-        recoveries=outcome.recoveries,
+        replicas_lost=outcome.mended.replicas_lost,
+        steps_again=outcome.mended.steps_again,
         evaluations=tuple(
             EvaluationRow(name.replace("_", " "), outcome.before.get(name), value)
             for name, value in outcome.after.items()
@@ -69,13 +71,17 @@ def trace_report(run_id: str, summary: Summary) -> RenderableType:
 
 
 def _phases(summary: Summary) -> Table:
-    """Seconds per step: median and longest, by phase. Phases overlap, so they need not add up to the wall time."""
+    """Seconds per step: median and longest, by phase. Phases overlap, so they need not add up to the wall time.
+
+    The recovery from faults is in none of the phases.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("seconds per step", no_wrap=True)
     for heading in ("median", "longest"):
         table.add_column(heading, justify="right")
     rows = {str(phase): [times.phases_s[phase] for times in summary.steps] for phase in Phase}
     rows["outside functions"] = [times.outside_s for times in summary.steps]
+    rows["recovery"] = [times.recovery_s for times in summary.steps]
     rows["wall"] = [times.wall_s for times in summary.steps]
     for name, seconds in rows.items():
         if any(seconds):

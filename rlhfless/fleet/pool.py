@@ -81,6 +81,11 @@ class Pool:
         """Those that may get traffic."""
         return tuple(r for r in self._replicas.values() if r.state == ReplicaState.SERVING)
 
+    @property
+    def lost(self) -> int:
+        """Replicas that were given up while they were needed, since the pool was made."""
+        return sum(replica.lost for replica in self._replicas.values())
+
     def up(self) -> tuple[Replica, ...]:
         """Those that can be given weights: up, and done with what they had to do first."""
         alive = (ReplicaState.STALE, ReplicaState.SERVING)

@@ -60,6 +60,8 @@ class Replica:
         self.function = function
         self.seat = seat
         self.info: ReplicaInfo | None = None
+        self.lost = False
+        """It was given up, and not while it was to leave anyway."""
         self._recorder = recorder
         self._changed = changed
         self._clock = clock
@@ -132,6 +134,7 @@ class Replica:
     def give_up(self, reason: str) -> None:
         """Write the replica off: calls that wait for it raise ReplicaLost. Idempotent."""
         if not self._given_up.done():
+            self.lost = self.state is not ReplicaState.DRAINING
             self._given_up.set_result(f"{self.name} (incarnation {self.incarnation}) was given up: {reason}")
         self.gone()
 

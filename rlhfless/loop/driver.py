@@ -14,7 +14,7 @@ from pathlib import Path
 from rlhfless.loop.actors import RECOVERABLE
 from rlhfless.loop.evaluation import evaluate_held_out
 from rlhfless.loop.opening import Opening, opened
-from rlhfless.loop.recovery import Recovery
+from rlhfless.loop.recovery import Mended, Recovery
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import train_step
 
@@ -30,8 +30,7 @@ class Outcome:
     wall_s: float
     """Of this attempt."""
     checkpoint: Path
-    recoveries: int
-    """Faults that were mended on the way."""
+    mended: Mended
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,13 @@ class Driver:
         """
         began_s = time.time()
         async with opened(self.opening) as (run, first):
-            recoveries = await self.drive(run, first)
+            mended = await self.drive(run, first)
         steps = self.opening.spec.steps
         after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
-        return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.path(steps), recoveries)
+        return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.path(steps), mended)
 
-    async def drive(self, run: Run, first: int) -> int:
-        """All steps from `first` on; returns how many faults were mended on the way. Raises as `execute` does."""
+    async def drive(self, run: Run, first: int) -> Mended:
+        """All steps from `first` on; returns what was mended on the way. Raises as `execute` does."""
         recovery = Recovery(run)
         step = first
         while step <= self.opening.spec.steps:
@@ -64,7 +63,7 @@ class Driver:
             except RECOVERABLE as fault:
                 with self.opening.console.waiting(f"recovering: {fault}"):
                     step = await recovery.after(step, fault)
-        return recovery.total
+        return recovery.mended
 
     async def _advance(self, run: Run, step: int) -> None:
         """One step with the evaluation and checkpoint that the spec wants after it. Step 0 is only evaluated."""

@@ -22,9 +22,9 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.traces import Trace, TracedRollout, TraceWriter
-from rlhfless.scaling.accounting import StepTimes, step_times
 from rlhfless.scaling.holding import HoldFigures, hold_figures
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+from rlhfless.scaling.step_times import StepTimes, recovery_until_s, step_times
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,20 @@ RECENT_CALLS = 512
 
 SOON_S = 0.3
 """By then the actors have loaded a step's weights and have its requests, where the models are small."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegun:
+    """When a step was begun. Times are unix times."""
+
+    step: int
+    start_s: float
+    """Its first try."""
+    tried_s: float
+    """The try that is under way."""
+    recovers: bool
+    """The step is done again after a fault, or no generation actor was up when it began: up to the first work of this
+    try it is recovering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +162,12 @@ class Ledger:
         """What was called in the step that is under way, and what it drew as far as it is in the ledger."""
         return tuple(self._of_step), tuple(self._drawn)
 
-    def step_times(self, step: int, start_s: float, end_s: float) -> StepTimes:
+    def step_times(self, begun: StepBegun, end_s: float) -> StepTimes:
         """Where the time of the step that is under way went so far."""
-        return step_times(StepRecord(step, start_s, end_s, {}), self._of_step)
+        metrics: dict[str, float] = {}
+        if begun.recovers:
+            metrics["recovery_s"] = recovery_until_s(begun.step, begun.tried_s, self._of_step) - begun.start_s
+        return step_times(StepRecord(begun.step, begun.start_s, end_s, metrics), self._of_step)
 
     def write(self, pools: Iterable[Pool]) -> None:
         """Write all rows to disk, with the holdings up to now. Raises OSError if it is full; the rows stay here."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
@@ -26,6 +27,18 @@ async def clear(run: Run, call: Call) -> None:
     await together(*(pool.bury() for pool in run.pools))
 
 
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """What went wrong in one attempt of a run, and was mended."""
+
+    replicas_lost: int
+    """Replicas of any function that died, hung or were restarted while they were needed. What they did went on
+    elsewhere; they were replaced where the run still wanted them."""
+    steps_again: int
+    """Steps that were done again: the one that failed, and those that a new learner had to take again before it. A lost
+    actor whose samples went to others costs none."""
+
+
 class Recovery:
     """Mends a run's fleet, a bounded number of times per step."""
 
@@ -33,8 +46,12 @@ class Recovery:
         self._run = run
         self._step = 0
         self._count = 0
-        self.total = 0
-        """Recoveries of the run so far."""
+        self._steps_again = 0
+
+    @property
+    def mended(self) -> Mended:
+        """So far. A fault counts when it is mended: not the last of too many, and one during the mending once."""
+        return Mended(sum(pool.lost for pool in self._run.pools), self._steps_again)
 
     async def after(self, step: int, fault: Exception) -> int:
         """Replace what was lost; returns the step to go on with.
@@ -47,7 +64,6 @@ class Recovery:
         limit = self._run.spec.recovery.per_step
         if self._count > limit:
             raise fault
-        self.total += 1
         log.warning("step %d failed and is done again (%d of %d): %s", step, self._count, limit, fault)
         began_s = time.time()
         try:
@@ -59,6 +75,7 @@ class Recovery:
             "mended_in_s": time.time() - began_s,
             "next_step": following,
         }
+        self._steps_again += step - following + 1
         self._run.ledger.add_decision(Decision(step, began_s, "recover", "redo the step", inputs))
         return following
 

@@ -22,7 +22,7 @@ from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoredGroups
 from rlhfless.loop.failures import added_up
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.holds import Keeper
-from rlhfless.loop.ledger import Ledger
+from rlhfless.loop.ledger import Ledger, StepBegun
 from rlhfless.loop.prompts import PromptOrder
 from rlhfless.loop.scaler import Scaler
 from rlhfless.loop.summary import drawn_metrics
@@ -76,6 +76,8 @@ class Run:
     """The metrics that were measured last, by name."""
     stage: GenerationStage | None = None
     """The generation of the step that is under way."""
+    begun: dict[int, float] = field(default_factory=dict)
+    """When the steps that have not ended yet were begun first, by step (unix time)."""
     ended_s: float | None = None
     """When the last step ended, if nothing but its closing came after it."""
 
@@ -273,12 +275,14 @@ class Run:
 
     # -- ledger
 
-    def begins_s(self) -> float:
-        """Unix time at which a step that is begun now began: when the one before it ended, whose closing
-        would be nobody's otherwise; now after an evaluation, a checkpoint or a fault."""
-        begins_s = time.time() if self.ended_s is None else self.ended_s
+    def begins(self, step: int) -> StepBegun:
+        """A step is begun, or done again. It counts from the end of the step before it, so that closing that one is in
+        it too, unless an evaluation or a checkpoint came between; and from its first try if that one failed."""
+        now_s = time.time()
+        recovers = step in self.begun or not self.generation.up()
+        start_s = self.begun.setdefault(step, now_s if self.ended_s is None else self.ended_s)
         self.ended_s = None
-        return begins_s
+        return StepBegun(step, start_s, now_s, recovers)
 
     async def take(self, step: int, experience: Experience, kept: Experience) -> dict[str, float]:
         """Put the rollouts into the ledger while the learner is at work, and learn how fast the engines were; returns
@@ -299,6 +303,7 @@ class Run:
             lengths = [len(rollout.token_ids) for group in experience.groups for rollout in group.rollouts]
             self.sinks.emit(record.step, record.metrics, {"response_tokens": lengths})
         self.ledger.catch_up(self.pools)
+        self.begun.pop(record.step, None)
         self.ended_s = record.end_s
 
     def check_rollouts(self, record: StepRecord, drawn_with: WeightVersion) -> None:

@@ -65,7 +65,7 @@ class Scaler:
         if record.step <= self._ended or self._steering.step != record.step:
             return
         self._ended = record.step
-        self._steering.ask(StepEnded(record.start_s, record.end_s))
+        self._steering.ask(StepEnded(record.resumed_s, record.end_s))
 
 
 def scaler_of(

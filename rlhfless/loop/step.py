@@ -22,7 +22,7 @@ async def train_step(run: Run, step: int) -> StepRecord:
 
     Raises what a stage raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
     """
-    start_s, call = run.begins_s(), run.call(step)
+    begun, call = run.begins(step), run.call(step)
     draw, drawn_with = run.plan(step), run.published.version
     _, experience = await together(run.sync(call), drawn_and_scored(run, draw))
     run.release_idle(step)
@@ -35,7 +35,8 @@ async def train_step(run: Run, step: int) -> StepRecord:
     learned, run.published, drawn = await together(
         run.learn(call, batch), run.publish(call), run.take(step, experience, kept)
     )
-    record = StepRecord(step, start_s, time.time(), step_metrics(run, step, experience, drawn, learned, start_s))
+    metrics = step_metrics(run, experience, drawn, learned, begun)
+    record = StepRecord(step, begun.start_s, time.time(), metrics)
     run.close_step(record, experience)
     run.check_rollouts(record, drawn_with)
     return record

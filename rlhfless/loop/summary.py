@@ -10,9 +10,10 @@ import numpy as np
 
 from rlhfless.loop.experience import Experience
 from rlhfless.records import FinishReason, Score
-from rlhfless.scaling.accounting import Phase
+from rlhfless.scaling.step_times import Phase
 
 if TYPE_CHECKING:
+    from rlhfless.loop.ledger import StepBegun
     from rlhfless.loop.run import Run
 
 
@@ -36,17 +37,16 @@ def drawn_metrics(experience: Experience, kept: Experience) -> dict[str, float]:
 
 def step_metrics(
     run: Run,
-    step: int,
     experience: Experience,
     drawn: Mapping[str, float],
     learned: Mapping[str, float],
-    start_s: float,
+    begun: StepBegun,
 ) -> dict[str, float]:
     """All metrics of a step that ends now; `drawn` are those of `drawn_metrics`."""
-    times = run.ledger.step_times(step, start_s, time.time())
+    times = run.ledger.step_times(begun, time.time())
     seconds = times.phases_s
     generation_s = seconds[Phase.GENERATION]
-    tokens = sum(len(rollout.token_ids) for group in experience.groups for rollout in group.rollouts)
+    tokens = tokens_since(begun.start_s + times.recovery_s, experience)
     return {
         **drawn,
         "step_s": times.wall_s,
@@ -56,13 +56,20 @@ def step_metrics(
         "learn_s": seconds[Phase.LEARN],
         "sync_s": seconds[Phase.SYNC],
         "outside_s": times.outside_s,
+        "recovery_s": times.recovery_s,
         "generation_tokens_per_s": tokens / generation_s if generation_s else 0.0,
         **({"host_busy_cores": run.stage.host_busy_cores} if run.stage else {}),
         "actors": float(len(run.generation.serving())),
-        **run.scaler.figures(step),
+        **run.scaler.figures(begun.step),
         "cost_usd": run.ledger.cost_usd(run.pools),
         **learned,
     }
+
+
+def tokens_since(at_s: float, experience: Experience) -> int:
+    """Response tokens of the samples that ended after a unix time: the others came from the journal."""
+    rollouts = (rollout for group in experience.groups for rollout in group.rollouts)
+    return sum(len(rollout.token_ids) for rollout in rollouts if rollout.finished_s >= at_s)
 
 
 def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:

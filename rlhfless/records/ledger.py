@@ -122,6 +122,11 @@ class StepRecord:
     """One training step."""
 
     step: int
-    start_s: float  # unix time
+    start_s: float  # unix time: of its first try, if it was done again after a fault
     end_s: float
     metrics: dict[str, float]
+
+    @property
+    def resumed_s(self) -> float:
+        """Unix time from which on the step went through without a fault: `start_s` if it had none."""
+        return self.start_s + self.metrics.get("recovery_s", 0.0)

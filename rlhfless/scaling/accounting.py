@@ -10,63 +10,28 @@ so that busy + idle + cold = provisioned, and the cost is the sum of holdings x 
 them. Who sleeps in host memory that has its price is billed for that, and holds no device. Invocations that
 overlap are counted once: a device is busy or not. Work during a cold start is part of the start.
 
-A step's wall time is split by kind of work instead. Kinds of work overlap (scoring runs while generation
-goes on). `outside_s` is the time in which no function did a step's real work: calls on their way, weights
-being published and loaded, the driver's own bookkeeping.
+Where the time of a step went is in rlhfless.scaling.step_times.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from itertools import accumulate, groupby, pairwise
-from operator import attrgetter
-from types import MappingProxyType
+from itertools import groupby, pairwise
+from statistics import mean
 
 import numpy as np
 
-from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work
+from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.intervals import Interval, clip, length, union
 from rlhfless.scaling.prices import PriceBook
+from rlhfless.scaling.step_times import StepTimes, calls_within, step_times
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 """Of the response length: the median, and the tail that decides how long a step takes."""
-
-
-class Phase(StrEnum):
-    """What a step's time was spent on."""
-
-    GENERATION = "generation"
-    HELD_OUT = "held_out"
-    SCORING = "scoring"
-    REFERENCE = "reference"
-    LEARN = "learn"
-    SYNC = "sync"
-    CHECKPOINT = "checkpoint"
-
-
-PHASES: Mapping[Work, Phase] = MappingProxyType(
-    {
-        Work.GENERATE: Phase.GENERATION,
-        Work.HELD_OUT: Phase.HELD_OUT,
-        Work.SCORE: Phase.SCORING,
-        Work.LOGPROBS: Phase.REFERENCE,
-        Work.EVALUATE: Phase.LEARN,  # the learner's own pass over the batch, before its first update
-        Work.LEARN: Phase.LEARN,
-        Work.PUBLISH: Phase.SYNC,
-        Work.LOAD_WEIGHTS: Phase.SYNC,
-        Work.CHECKPOINT: Phase.CHECKPOINT,
-        Work.RESTORE: Phase.CHECKPOINT,
-    }
-)
-
-OVERHEAD = frozenset({Work.PUBLISH, Work.LOAD_WEIGHTS})
-"""What is done only because learner and engines are apart: a single process would not have it."""
 
 
 class LedgerError(ValueError):
@@ -100,18 +65,6 @@ class Usage:
     def output_tokens_per_s(self) -> float:
         """Tokens drawn per second of working time; 0 for a function that draws none."""
         return self.output_tokens / self.working_s if self.working_s else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Where the wall time of one step went."""
-
-    step: int
-    wall_s: float
-    phases_s: Mapping[Phase, float]
-    """Wall time in which work of this phase ran. Phases may overlap."""
-    outside_s: float
-    """Wall time in which no function worked; moving weights (OVERHEAD) is no work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +103,7 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
     return Summary(
         functions=tuple(row for row in functions if row.invocations or row.provisioned_device_s),
         total=_total(functions, trace.invocations),
-        steps=tuple(map(step_times, trace.steps, _calls_within(trace.steps, trace.invocations))),
+        steps=tuple(map(step_times, trace.steps, calls_within(trace.steps, trace.invocations))),
         response_tokens=_length_quantiles(trace.rollouts),
         reward_mean=_reward_by_step(trace.rollouts),
     )
@@ -221,26 +174,6 @@ def check_holdings(holdings: Iterable[Holding]) -> None:
                 )
 
 
-def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes:
-    """Splits a step's wall time by what ran within it, whichever step that work was for."""
-    phases: dict[Phase, list[Interval]] = defaultdict(list)
-    working: list[Interval] = []
-    for call in invocations:
-        if call.start_s < step.end_s and call.end_s > step.start_s:
-            within = (max(call.start_s, step.start_s), min(call.end_s, step.end_s))
-            phases[PHASES[call.work]].append(within)
-            if call.work not in OVERHEAD:
-                working.append(within)
-    wall_s = step.end_s - step.start_s
-    covered_s = length(union(working))
-    return StepTimes(
-        step=step.step,
-        wall_s=wall_s,
-        phases_s={phase: length(union(phases[phase])) for phase in Phase},
-        outside_s=max(wall_s - covered_s, 0.0),
-    )
-
-
 def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
     """Start and end of every start and wake-up.
 
@@ -255,15 +188,6 @@ def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
     for _, pieces in groupby(sorted(spans), key=lambda span: span[:2]):
         starts += union((start_s, end_s) for _, _, start_s, end_s in pieces)
     return starts
-
-
-def _calls_within(steps: Iterable[StepRecord], invocations: Iterable[Invocation]) -> Iterator[list[Invocation]]:
-    """For each step the calls that may overlap it, so that a long run is not gone through once per step."""
-    ordered = sorted(invocations, key=attrgetter("start_s"))
-    latest_s = list(accumulate((call.end_s for call in ordered), max))
-    for step in steps:
-        last = bisect_left(ordered, step.end_s, key=attrgetter("start_s"))
-        yield ordered[bisect_right(latest_s, step.start_s) : last]
 
 
 def _by_incarnation(invocations: Iterable[Invocation]) -> dict[str, list[Interval]]:
@@ -292,7 +216,15 @@ def _reward_by_step(rollouts: Iterable[TracedRollout]) -> dict[int, float]:
     rewards: dict[int, list[float]] = defaultdict(list)
     for rollout in rollouts:
         rewards[rollout.step].append(rollout.reward)
-    return {step: math.fsum(values) / len(values) for step, values in sorted(rewards.items())}
+    return {step: _mean(values) for step, values in sorted(rewards.items())}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Of any finite numbers: those of an older trace may be so large that their sum is no float."""
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:
+        return mean(values)  # exact, and hundreds of times slower
 
 
 def _label(holding: Holding) -> str:

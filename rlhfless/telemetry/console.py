@@ -152,7 +152,7 @@ class Console:
             f"reward {decimal(values.get('reward_mean'))}",
             f"response {count(values.get('response_tokens_mean'))} mean {count(values.get('response_tokens_max'))} max",
             f"{count(values.get('generation_tokens_per_s'))} tokens/s",
-            f"{decimal(values.get('step_s'), 1)} s",
+            f"{decimal(values.get('step_s'), 1)} s" + _recovered(values),
             money(values.get("cost_usd")),
             "left " + (clock(left_s) if left_s is not None else "?"),
         ]
@@ -188,7 +188,9 @@ class Console:
 
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for title in ("step", "reward", "response", "longest", "tokens/s", "step s", "outside s", "cost"):
+        faults = any(_recovered(values) for _, values in self._recent)
+        recovery = ["recovery s"] if faults else []
+        for title in ("step", "reward", "response", "longest", "tokens/s", "step s", "outside s", *recovery, "cost"):
             table.add_column(title, justify="right")
         newest = self._recent[-1][0]
         for step, values in self._recent:
@@ -200,6 +202,7 @@ class Console:
                 count(values.get("generation_tokens_per_s")),
                 decimal(values.get("step_s"), 1),
                 decimal(values.get("outside_s"), 1),
+                *([decimal(values.get("recovery_s"), 1)] if faults else []),
                 money(values.get("cost_usd")),
                 style="" if step == newest else "dim",
             )
@@ -211,3 +214,9 @@ class Console:
             for name, (first, last) in self._evaluation.items()
         ]
         return Text("held-out  " + "   ".join(figures))
+
+
+def _recovered(values: Mapping[str, float]) -> str:
+    """What a step says of the faults in it; empty if there were none."""
+    recovery_s = values.get("recovery_s", 0.0)
+    return f" ({decimal(recovery_s, 1)} s of it recovery)" if recovery_s else ""

@@ -44,8 +44,10 @@ class FinalReport:
     """Such as `run demo-7f3a succeeded`."""
     steps: int
     wall_s: float
-    recoveries: int
-    """Faults that were mended on the way."""
+    replicas_lost: int
+    """Replicas that were lost on the way, and made up for."""
+    steps_again: int
+    """Steps that were done again after a fault."""
     evaluations: tuple[EvaluationRow, ...]
     functions: tuple[FunctionRow, ...]
     total: FunctionRow
@@ -56,12 +58,21 @@ class FinalReport:
 def render_report(report: FinalReport) -> RenderableType:
     """The report, for `Console.show`."""
     spent = f"{count(report.steps)} steps in {clock(report.wall_s)} for {money(report.total.cost_usd)}"
-    mended = f", {count(report.recoveries)} faults mended" if report.recoveries else ""
-    parts: list[RenderableType] = ["", Text.assemble((report.title, "bold"), f"  {spent}{mended}"), ""]
+    parts: list[RenderableType] = ["", Text.assemble((report.title, "bold"), f"  {spent}"), ""]
+    if mended := _mended(report):
+        parts += [f"mended: {mended}", ""]
     if report.evaluations:
         parts += [_evaluations(report.evaluations), ""]
     parts += [functions_table(report.functions, report.total), "", _files(report)]
     return Group(*parts)
+
+
+def _mended(report: FinalReport) -> str:
+    """Such as `3 replicas lost, 1 step done again`; empty if there was no fault."""
+    lost, again = report.replicas_lost, report.steps_again
+    parts = [f"{count(lost)} replica{'s' * (lost != 1)} lost"] if lost else []
+    parts += [f"{count(again)} step{'s' * (again != 1)} done again"] if again else []
+    return ", ".join(parts)
 
 
 def _evaluations(rows: tuple[EvaluationRow, ...]) -> Table:

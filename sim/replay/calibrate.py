@@ -210,7 +210,7 @@ def _helper_cores(steps: Sequence[tuple[StepRecord, Trace]]) -> float:
 def _outside_s(record: StepRecord, trace: Trace) -> float:
     """Time of a step in which no function did anything at all."""
     worked = union((call.start_s, call.end_s) for call in trace.invocations)
-    return max(record.end_s - record.start_s - length(clip(worked, record.start_s, record.end_s)), 0.0)
+    return max(record.end_s - record.resumed_s - length(clip(worked, record.resumed_s, record.end_s)), 0.0)
 
 
 def _line(calls: Sequence[Invocation]) -> LineFit | None:

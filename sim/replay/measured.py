@@ -8,9 +8,9 @@ from statistics import fmean
 
 from rlhfless.records import FunctionName, Invocation, StepRecord, Work
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.accounting import Phase, step_times
 from rlhfless.scaling.intervals import length, union
 from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.scaling.step_times import Phase, step_times
 
 STAGES = (Phase.GENERATION, Phase.SCORING, Phase.REFERENCE, Phase.LEARN, Phase.SYNC)
 """What is simulated of a step."""
@@ -21,14 +21,15 @@ WALL = "step"
 
 
 def measured_s(record: StepRecord, trace: Trace) -> dict[str, float]:
-    """Seconds of a recorded step by stage, without evaluations and checkpoints, which are not simulated."""
+    """Seconds of a recorded step by stage, without evaluations, checkpoints and faults, which are not simulated."""
     times = step_times(record, trace.invocations)
     apart = union(
-        (max(call.start_s, record.start_s), min(call.end_s, record.end_s))
+        (max(call.start_s, record.resumed_s), min(call.end_s, record.end_s))
         for call in trace.invocations
         if call.work in NOT_SIMULATED
     )
-    return {**{str(stage): times.phases_s[stage] for stage in STAGES}, WALL: times.wall_s - length(apart)}
+    wall_s = times.wall_s - times.recovery_s - length(apart)
+    return {**{str(stage): times.phases_s[stage] for stage in STAGES}, WALL: wall_s}
 
 
 def means_s(steps: Sequence[tuple[StepRecord, Trace]]) -> dict[str, float]:

@@ -15,10 +15,10 @@ from statistics import fmean, median
 from rlhfless.records import StepRecord
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.accounting import Phase, step_times
 from rlhfless.scaling.intervals import clip, union
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import PriceBook
+from rlhfless.scaling.step_times import Phase, step_times
 from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.sim.replay.measured import STAGES, WALL, drawn_s, machine_cores, measured_s, shared_s

@@ -14,10 +14,12 @@ from conftest import FAULT_STEPS, Whole, fault_opening
 
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.opening import Opening, opened
+from rlhfless.loop.recovery import Mended
 from rlhfless.loop.run import Run
 from rlhfless.records.compare import Comparison, compare_samples
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import check_holdings
+from rlhfless.scaling.step_times import step_times
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -51,8 +53,8 @@ def cut_file_before(run: Run, step: int) -> None:
     run.sync = damaged  # type: ignore[method-assign]
 
 
-async def drive(start: Opening) -> tuple[int, str]:
-    """(faults mended by doing a step again, digest of the last weights)."""
+async def drive(start: Opening) -> tuple[Mended, str]:
+    """(what was mended, digest of the last weights)."""
     async with opened(start) as (run, first):
         cut_file_before(run, FAULT_STEPS)
         saboteurs = asyncio.create_task(sabotage(run))
@@ -68,7 +70,9 @@ def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
     """Against a run with one actor; this one has two, which come and go."""
     recovery = {"lease_s": 6, "beat_s": 3}
     mended, digest = asyncio.run(drive(fault_opening(assets, tmp_path, actors=2, recovery=recovery)))
-    assert mended >= 4  # learner, rank, scoring, store; a lost actor's work moves without the step being done again
+    # Learner, rank, scoring, store; the work of a lost actor moves, and no step is done again for it.
+    assert mended.steps_again >= 4
+    assert mended.replicas_lost >= 6  # two actors, an engine, scoring, and the learner twice; one more was drained
     broken = read_trace(tmp_path / "trace")
     keys = Counter((row.step, row.prompt_id, row.sample_index) for row in broken.rollouts)
     assert set(keys.values()) == {1}
@@ -77,7 +81,14 @@ def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
     for ours, theirs in zip(broken.steps, whole.trace.steps, strict=True):
         assert ours.metrics["loss"] == pytest.approx(theirs.metrics["loss"], abs=1e-6)
     assert digest == whole.digest
-    assert sum(decision.kind == "recover" for decision in broken.decisions) == mended
+    recoveries = [decision for decision in broken.decisions if decision.kind == "recover"]
+    assert sum(each.step - int(each.inputs["next_step"]) + 1 for each in recoveries) == mended.steps_again
+    for step in broken.steps:  # what a fault cost is in the step's own figures
+        times = step_times(step, broken.invocations)
+        faults = [each for each in recoveries if each.step == step.step and each.at_s < step.end_s]
+        spent_s = sum(float(each.inputs["mended_in_s"]) for each in faults)
+        assert times.recovery_s >= spent_s
+        assert times.wall_s >= times.recovery_s + times.outside_s + max(times.phases_s.values())
     check_holdings(broken.holdings)
     names = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
     assert not [name for name in names if "ServeReplica" in name or "vllm.loop" in name]

@@ -22,17 +22,15 @@ from rlhfless.records import (
 )
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta
 from rlhfless.scaling.accounting import (
-    PHASES,
     LedgerError,
-    Phase,
     check_holdings,
     cold_starts,
-    step_times,
     summarise,
     usage,
 )
 from rlhfless.scaling.intervals import clip, length, union
 from rlhfless.scaling.prices import DevicePrice, PriceBook, PriceError
+from rlhfless.scaling.step_times import PHASES, Phase, recovery_until_s, step_times
 
 S = ReplicaState
 META = TraceMeta("demo", 1, {}, {}, {})
@@ -146,6 +144,35 @@ def test_phases_may_overlap_and_outside_counts_instants_once() -> None:
     assert (times.phases_s[Phase.GENERATION], times.phases_s[Phase.SCORING]) == (6, 4)
     assert times.phases_s[Phase.REFERENCE] == 0
     assert times.outside_s == 3
+
+
+def test_the_recovery_of_a_step_is_in_none_of_its_phases_and_all_adds_up() -> None:
+    calls = [
+        call(Work.GENERATE, 1, 4, step=7),  # the try that failed
+        call(Work.RESTORE, 6, 9, who="l", step=4, function=FunctionName.LEARNER),
+        call(Work.LEARN, 10, 14, who="l", function=FunctionName.LEARNER, step=6),  # again, by the new learner
+        call(Work.LOAD_WEIGHTS, 30, 31, step=7),
+        call(Work.GENERATE, 32, 33, step=7),
+        call(Work.LEARN, 35, 38, who="l", step=7, function=FunctionName.LEARNER),
+    ]
+    assert recovery_until_s(7, 16.0, calls) == 32
+    times = step_times(StepRecord(7, 0.0, 40.0, {"recovery_s": 32.0}), calls)
+    assert {phase: seconds for phase, seconds in times.phases_s.items() if seconds} == {
+        Phase.GENERATION: 1,
+        Phase.LEARN: 3,
+    }
+    assert (times.wall_s, times.recovery_s, times.outside_s) == (40, 32, 2 + 2)
+    assert times.wall_s == times.recovery_s + times.outside_s + 1 + 3
+
+
+def test_a_step_in_which_no_function_worked_has_recovered_when_its_last_try_began() -> None:
+    assert recovery_until_s(1, 5.0, [call(Work.LOAD_WEIGHTS, 6, 7), call(Work.GENERATE, 1, 2)]) == 5.0
+
+
+def test_rewards_of_an_older_trace_may_be_too_large_to_add_up() -> None:
+    rows = (rollout(1, 4, -1e308), rollout(1, 4, -1.5e308), rollout(2, 4, 0.5))
+    summary = summarise(Trace(META, rollouts=rows), PRICES)
+    assert summary.reward_mean == {1: pytest.approx(-1.25e308), 2: 0.5}
 
 
 def test_every_kind_of_work_has_a_phase() -> None:

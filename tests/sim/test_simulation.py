@@ -27,7 +27,7 @@ from small_fleet import (
 from test_engine import batch_of
 
 from rlhfless.records import Decision, FunctionName, Work
-from rlhfless.scaling.accounting import Phase, summarise
+from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.policy import (
     Action,
@@ -43,6 +43,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
+from rlhfless.scaling.step_times import Phase
 from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.setup import TransportKind
 from rlhfless.sim.simulation import Simulation

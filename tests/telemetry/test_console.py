@@ -69,6 +69,27 @@ def test_without_a_terminal_there_is_one_line_per_step(mode: str) -> None:
     ]
 
 
+def test_a_step_with_a_fault_says_what_of_its_time_was_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    console = Console("lines", "run demo", 20, stream=out)
+    console.emit(1, values(0.25) | {"recovery_s": 0.0})
+    console.emit(2, values(0.375, step_s=32.7) | {"recovery_s": 30.25})
+    first, second = out.getvalue().splitlines()[1:]
+    assert "  4.0 s  $0.0123" in first
+    assert "  32.7 s (30.2 s of it recovery)  $0.0123" in second
+    monkeypatch.setenv("TERM", "xterm-256color")
+    live = Console("live", "run demo", 20, stream=Tty())
+    live.emit(1, values(0.25) | {"outside_s": 0.5, "recovery_s": 0.0})
+    assert "recovery" not in text_of(live._frame())
+    live.emit(2, values(0.375, step_s=32.7) | {"outside_s": 0.25, "recovery_s": 30.25})
+    frame = [line.split() for line in text_of(live._frame(), width=100).splitlines()]
+    assert "30.2  $0.0123" in text_of(live._frame())  # the heading wraps, and the figures stay whole
+    live.close()
+    assert frame[2][-5:] == ["outside", "s", "recovery", "s", "cost"]
+    assert frame[3][-4:] == ["4.0", "0.5", "0.0", "$0.0123"]
+    assert frame[4][-4:] == ["32.7", "0.2", "30.2", "$0.0123"]
+
+
 def test_off_says_nothing() -> None:
     out = io.StringIO()
     console = Console("off", "run demo", 2, stream=out)
@@ -125,7 +146,8 @@ def test_the_final_report_fits_a_terminal_and_says_it_all() -> None:
         title="run demo succeeded",
         steps=200,
         wall_s=912.3,
-        recoveries=2,
+        replicas_lost=1,
+        steps_again=2,
         evaluations=(EvaluationRow("exact match", 0.09, 0.61), EvaluationRow("greedy", None, 0.5)),
         functions=(row,),
         total=total,
@@ -133,7 +155,8 @@ def test_the_final_report_fits_a_terminal_and_says_it_all() -> None:
     )
     text = text_of(render_report(report))
     lines = [line.split() for line in text.splitlines() if line.strip()]
-    assert "run demo succeeded  200 steps in 15:12 for $12.50, 2 faults mended" in text
+    assert "run demo succeeded  200 steps in 15:12 for $12.50" in text
+    assert "mended: 1 replica lost, 2 steps done again" in text
     assert ["exact", "match", "0.090", "0.610", "+0.520"] in lines
     assert ["greedy", "-", "0.500", "-"] in lines
     assert ["generation", "1,201.2", "340.5", "61.0", "1,602.8", "75", "412", "2", "$0.0171"] in lines

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhfless.algorithms.losses import LossInputs, grpo_loss
-from rlhfless.scaling.accounting import Phase
+from rlhfless.scaling.step_times import Phase
 from rlhfless.spec import GRPOSpec, KLSpec
 from rlhfless.telemetry.metrics import METRICS, Kind, Metric, UndeclaredMetric, Unit, resolve
 

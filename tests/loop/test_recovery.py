@@ -1,0 +1,207 @@
+"""What counts as mended, and that the time a fault costs is in the step it happened in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_fleet import group
+
+from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.functions.base import Call, ReplicaInfo
+from rlhfless.loop.experience import Experience
+from rlhfless.loop.ledger import Ledger
+from rlhfless.loop.recovery import Mended, Recovery
+from rlhfless.loop.run import Run
+from rlhfless.loop.summary import tokens_since
+from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
+from rlhfless.records.traces import TraceMeta, TraceWriter
+from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
+from rlhfless.scaling.prices import load_price_book
+
+
+class FakeRun:
+    """What a recovery needs of a run. Its learner is gone if the test says so; the newest checkpoint is of step 4."""
+
+    def __init__(self, *pools: Any, faults: tuple[Exception, ...] = (), learner_lost: bool = False) -> None:
+        self.pools = [FakePool(*faults), *pools]
+        self.decisions: list[Any] = []
+        self.ledger = SimpleNamespace(add_decision=self.decisions.append)
+        self.spec = SimpleNamespace(recovery=SimpleNamespace(per_step=2))
+        learner = SimpleNamespace(learned_step=7)
+        self.learner = SimpleNamespace(replicas=lambda: [] if learner_lost else [learner])
+        self.published = SimpleNamespace(version=WeightVersion("run", 1, 7, "d"))
+        self.before = {"reward": 1.0}
+
+    def call(self, step: int) -> Call:
+        return Call("run", 1, step)
+
+    async def restore(self) -> int:
+        return 4
+
+    async def open_weights(self, step: int) -> None:
+        assert step == 4
+
+    async def publish(self, call: Call) -> Any:
+        return self.published
+
+
+class FakePool:
+    """A pool in which no replica is lost; asking its replicas for a sign of life raises the faults one by one."""
+
+    lost = 0
+
+    def __init__(self, *faults: Exception) -> None:
+        self._faults = list(faults)
+
+    async def weed(self, call: Call) -> None:
+        if self._faults:
+            raise self._faults.pop(0)
+
+    async def bury(self) -> None: ...
+
+
+def lost_pool(*states: str) -> Any:
+    """A pool whose replicas were lost while they served, or while they left."""
+    replicas = [replica_that(state) for state in states]
+    pool = FakePool()
+    pool.lost = sum(replica.lost for replica in replicas)  # type: ignore[misc]
+    return pool
+
+
+def replica_that(end: str) -> Replica:
+    recorder = SimpleNamespace(add_holding=lambda _: None)
+    seat = Seat((Slot("cpu-0", CPU_KIND, 0),), 1.0)
+    replica = Replica("r", FunctionName.SCORING, seat, recorder, lambda _: None)  # type: ignore[arg-type]
+    replica.is_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
+    if end == "leaves":
+        replica.drain()
+    replica.give_up("it died")
+    replica.give_up("it is still dead")
+    return replica
+
+
+async def test_a_step_that_is_done_again_counts_once_also_if_the_mending_failed_at_first() -> None:
+    run = FakeRun(faults=(CallTimeout("no answer"),))
+    recovery = Recovery(run)  # type: ignore[arg-type]
+    assert await recovery.after(8, ReplicaLost("scoring died")) == 8
+    assert recovery.mended == Mended(replicas_lost=0, steps_again=1)
+    assert [decision.inputs["fault"] for decision in run.decisions] == ["CallTimeout: no answer"]
+
+
+async def test_steps_that_a_new_learner_takes_again_count() -> None:
+    recovery = Recovery(FakeRun(learner_lost=True))  # type: ignore[arg-type]
+    assert await recovery.after(8, ReplicaLost("the learner died")) == 5
+    assert recovery.mended.steps_again == 4  # 5, 6, 7 and 8
+
+
+async def test_the_fault_that_ends_the_run_was_not_mended() -> None:
+    recovery = Recovery(FakeRun())  # type: ignore[arg-type]
+    for _ in range(2):
+        await recovery.after(8, ReplicaLost("scoring died"))
+    with pytest.raises(ReplicaLost, match="the third time"):
+        await recovery.after(8, ReplicaLost("the third time"))
+    assert recovery.mended.steps_again == 2
+
+
+async def test_lost_replicas_count_whether_or_not_a_step_is_done_again_for_them() -> None:
+    run = FakeRun(lost_pool("serves", "serves", "leaves"), lost_pool("serves"))
+    assert Recovery(run).mended == Mended(replicas_lost=3, steps_again=0)  # type: ignore[arg-type]
+
+
+async def test_a_fault_with_any_text_is_kept_as_what_can_be_stored() -> None:
+    run = FakeRun()
+    await Recovery(run).after(1, ReplicaLost("engine: \udcff\x1b"))  # type: ignore[arg-type]
+    assert run.decisions[0].inputs["fault"] == "ReplicaLost: engine: \\udcff\\x1b"
+
+
+class Clock:
+    """`time` for a run, whose time the test sets."""
+
+    now_s = 100.0
+
+    def time(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("rlhfless.loop.run.time", clock)
+    return clock
+
+
+class Begun:
+    """The part of a run that knows when its steps began."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, float] = {}
+        self.ended_s: float | None = None
+        self.up = [object()]
+        self.generation = SimpleNamespace(up=lambda: self.up)
+        self.scaler = SimpleNamespace(step_ended=lambda _: None)
+        self.latest: dict[str, float] = {}
+        self.ledger = SimpleNamespace(has_step=lambda _: True, catch_up=lambda _: None)
+        self.pools = ()
+
+    def begin(self, step: int) -> tuple[float, float, bool]:
+        """(begin of its first try, begin of this one, whether it recovers)."""
+        begun = Run.begins(self, step)  # type: ignore[arg-type]
+        assert begun.step == step
+        return begun.start_s, begun.tried_s, begun.recovers
+
+    def end(self, step: int, end_s: float) -> None:
+        Run.close_step(self, StepRecord(step, 0.0, end_s, {}), Experience((), (), None))  # type: ignore[arg-type]
+
+
+def test_a_step_counts_from_its_first_try_and_from_the_end_of_the_step_before(clock: Clock) -> None:
+    run = Begun()
+    assert run.begin(5) == (100, 100, False)
+    run.end(5, 110.0)
+    clock.now_s = 112.0
+    assert run.begin(6) == (110, 112, False)  # the learner dies in it
+    clock.now_s = 150.0
+    assert run.begin(5) == (150, 150, False)  # the new one takes 5 again, which is in the ledger
+    run.end(5, 160.0)
+    clock.now_s = 161.0
+    assert run.begin(6) == (110, 161, True)
+    run.end(6, 170.0)
+    assert run.begin(7) == (170, 161, False)
+
+
+def test_a_step_that_begins_without_an_actor_recovers(clock: Clock) -> None:
+    run = Begun()
+    run.up = []
+    assert run.begin(3) == (100, 100, True)
+
+
+def test_the_recovery_lasts_until_a_function_works_in_the_last_try(tmp_path: Any, clock: Clock) -> None:
+    prices = load_price_book(None)
+    ledger = Ledger(TraceWriter(tmp_path, TraceMeta("run", 1, prices.snapshot(), {}, {}), False), prices)
+
+    def work(what: Work, start_s: float, end_s: float) -> None:
+        ledger.add_invocation(Invocation(FunctionName.GENERATION, "r", "a", what, 6, start_s, end_s))
+
+    run = Begun()
+    run.begin(6)
+    work(Work.GENERATE, 101, 104)
+    clock.now_s = 120.0
+    begun = Run.begins(run, 6)  # type: ignore[arg-type]
+    work(Work.LOAD_WEIGHTS, 128, 130)
+    work(Work.GENERATE, 131, 132)
+    times = ledger.step_times(begun, 133.0)
+    assert (times.wall_s, times.recovery_s, times.outside_s) == (33, 31, 1)
+    assert {phase: seconds for phase, seconds in times.phases_s.items() if seconds} == {"generation": 1}
+    ledger.close()
+
+
+def test_tokens_from_the_journal_are_not_counted_as_drawn() -> None:
+    one, two = group("p", 2), group("q", 1)
+    for member, finished_s in zip((*one.rollouts, *two.rollouts), (5.0, 9.0, 10.0), strict=True):
+        object.__setattr__(member, "finished_s", finished_s)
+        object.__setattr__(member, "token_ids", np.zeros(int(finished_s), np.int64))
+    experience = Experience((one, two), (), None)
+    assert tokens_since(9.0, experience) == 19
+    assert tokens_since(0.0, experience) == 24
