@@ -7,6 +7,7 @@ import json
 import typer
 
 from rlhfless.cli.options import Overrides, SpecFile
+from rlhfless.text import legible
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +25,7 @@ def validate(spec: SpecFile, overrides: Overrides = None) -> None:
     prepared = preflight(loaded)
     typer.echo(resolved_yaml(loaded), nl=False)
     for warning in prepared.warnings:
-        typer.secho(f"warning: {warning}", err=True, fg="yellow")
+        typer.secho(legible(f"warning: {warning}"), err=True, fg="yellow")
     typer.secho(
         f"ok: {len(prepared.train)} training and {len(prepared.held_out)} held-out prompts, "
         f"sequences of up to {prepared.max_model_len} tokens",
