@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from rlhfless.functions.lease import Lease, LeaseTerms
+from rlhfless.functions.loopback import bind_replica_to_loopback
 from rlhfless.spec.errors import UserError
 
 T = TypeVar("T")
@@ -100,6 +101,7 @@ class Function:
     """Base of the deployments."""
 
     def __init__(self, settings: FunctionSettings) -> None:
+        bind_replica_to_loopback()
         self.run_id = settings.run_id
         self.incarnation = uuid.uuid4().hex[:12]
         self._settings_key = settings_key(settings)

@@ -13,6 +13,7 @@ import ray
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.settings import LearnerSettings
+from rlhfless.functions.loopback import LOOPBACK, bind_rendezvous_to_loopback, loopback_environment, prefer
 from rlhfless.records import FloatArray, Probe, WeightVersion
 
 PERTURBED_STEP = -1
@@ -41,20 +42,26 @@ class RankActor:
     def alive(self) -> None:
         """Answers also while the rank computes."""
 
-    def rendezvous(self) -> str:
-        """An address on this node at which the ranks can meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        host = "127.0.0.1" if self._settings.learner.ranks == 1 else socket.gethostbyname(socket.gethostname())
-        return f"tcp://{host}:{port}"
+    def node(self) -> str:
+        """The address of this rank's node, as Ray knows it."""
+        return ray.util.get_node_ip_address()
 
-    def start(self, address: str) -> None:
+    def rendezvous(self, on_one_node: bool) -> str:
+        """An address on this node at which the ranks can meet: on loopback if no other node has a rank."""
+        host = LOOPBACK if on_one_node else self.node()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def start(self, address: str, on_one_node: bool) -> None:
         """Join the other ranks and load the model. *Collective.*"""
+        if on_one_node:
+            prefer(loopback_environment())
         from rlhfless.functions.learner.rank import LearnerRank
 
         settings = self._settings
-        self._store = settings.store.open()
+        bind_rendezvous_to_loopback()
+        self._store = settings.store.open(self.node())
         self._rank = LearnerRank(
             settings.model,
             settings.learner,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,15 +21,15 @@ class StoreHome:
     token: str = field(default="", repr=False)
     """If given, the folder is served by HTTP to those who know the token."""
 
-    def open(self) -> WeightStore:
-        """The store; served from threads of this process, as long as it lives, if there is a token."""
+    def open(self, host: str) -> WeightStore:
+        """The store; if there is a token it is served at `host`, this node's address, from threads of this process as
+        long as it lives."""
         # Here, because they bring torch along: seconds of start-up for the front, which never opens the store.
         from rlhfless.weights.http import HttpStoreServer
         from rlhfless.weights.store import FolderStore
 
         if not self.token:
             return FolderStore(self.folder)
-        host = socket.gethostbyname(socket.gethostname())
         return HttpStoreServer(self.folder, host=host, token=self.token)
 
 

@@ -1,7 +1,8 @@
 """The command `rlhfless`.
 
 A fault the user can mend is one message on stderr and exit code 2, as for a mistyped option. Anything else is
-a fault of the program: one line and exit code 1, and the traceback with `--debug`. Ctrl-C gives 130.
+a fault of the program: one line and exit code 1, and the traceback with `--debug`. Ctrl-C gives 130, SIGTERM 143.
+A run has further codes (rlhfless.loop.endings; docs/design.md).
 
 Every command imports what it needs when it is called, so that `--help` does not wait for torch or Ray.
 """
@@ -16,11 +17,10 @@ import typer
 from typer.core import TyperGroup
 
 from rlhfless import __version__
-from rlhfless.cli import models, rewards, run, simulate, trace, validate
+from rlhfless.cli import models, rewards, run, signals, simulate, trace, validate
 from rlhfless.spec.errors import UserError
 from rlhfless.text import legible, tolerant
 
-_USER_FAULT = 2
 _PROGRAM_FAULT = 1
 
 
@@ -41,7 +41,9 @@ class _Group(TyperGroup):
         except (typer.Abort, BrokenPipeError):
             raise
         except UserError as error:
-            return _fail(ctx, error, str(error), _USER_FAULT)
+            return _fail(ctx, error, str(error), error.status)
+        except KeyboardInterrupt:
+            raise typer.Exit(signals.exit_code()) from None
         except Exception as error:
             if hasattr(error, "exit_code"):  # typer's own: usage errors, and commands that ask to exit
                 raise
@@ -87,4 +89,5 @@ for _module in (run, validate, rewards, simulate, trace, models):
 
 def main() -> None:
     """Entry point of the command."""
+    signals.terminate_as_ctrl_c()
     app()

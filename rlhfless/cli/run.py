@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import os
 import secrets
 import sys
@@ -15,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhfless.cli.options import OptionalSpecFile, Overrides
-from rlhfless.spec.errors import UserError
 from rlhfless.text import storable
 
 if TYPE_CHECKING:
@@ -24,8 +21,7 @@ if TYPE_CHECKING:
 
 SPEC_FILE = "spec.yaml"
 
-INTERRUPTED = 130
-"""Exit code of a program ended by Ctrl-C: 128 + SIGINT."""
+NOTHING_DRAWN = "stopped; nothing was drawn yet"
 
 
 def register(app: typer.Typer) -> None:
@@ -103,7 +99,10 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
 
 def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     from rlhfless.cli.report import final_report
+    from rlhfless.cli.signals import Interrupted, OrderlyStop
     from rlhfless.loop.driver import Driver
+    from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, told
+    from rlhfless.loop.launch import remove_stores
     from rlhfless.loop.opening import Opening
     from rlhfless.telemetry.console import Console
     from rlhfless.telemetry.logs import RunLog
@@ -114,20 +113,21 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     log = RunLog(folder, run_id)
     console = Console(spec.logging.console, f"run {run_id}", spec.steps)
     sinks = open_sinks(spec.logging, folder, run_id, console)
+    resume = f"rlhfless run --resume {shown(folder)}"
+    stop = OrderlyStop(spec.timeouts.stop_s, console.show, lambda: remove_stores(spec, run_id))
     try:
         for warning in prepared.warnings:
             console.show(f"warning: {warning}")
-        outcome = asyncio.run(Driver(Opening(spec, prepared, run_id, folder, console, sinks)).execute())
-    except BaseException as error:
+        outcome = stop.run(Driver(Opening(spec, prepared, run_id, folder, console, sinks)).execute())
+    except Interrupted as interrupted:
         console.close()
-        word = "interrupted" if isinstance(error, KeyboardInterrupt) else "stopped"
-        typer.echo(f"{word}; what was drawn and learned is kept: rlhfless run --resume {shown(folder)}", err=True)
-        if isinstance(error, KeyboardInterrupt):
-            raise typer.Exit(INTERRUPTED) from None
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = f"the disk is full: {error.filename or folder} could not be written. Make room and resume the run"
-            raise UserError(what) from error
-        raise
+        typer.echo(hint(INTERRUPTED, True, resume, folder, spec.steps) or NOTHING_DRAWN, err=True)
+        raise typer.Exit(interrupted.exit_code) from None
+    except Exception as error:
+        console.close()
+        ending = ending_of(error)
+        last = hint(ending.advice, ending.resume, resume, folder, spec.steps)
+        raise RunStopped("\n".join([told(error, folder), last]).rstrip(), ending.exit_code) from error
     finally:
         sinks.close()
         log.close()

@@ -8,27 +8,24 @@ deletes by name. Which device a replica sits on is asked for by a custom Ray res
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import serve
-from ray._private import worker
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from rlhfless.fleet import ray_session
+from rlhfless.fleet.causes import StartRefused, innermost
+from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
 from rlhfless.spec import PlacementSpec
-from rlhfless.spec.errors import UserError
-
-log = logging.getLogger(__name__)
 
 SLOT_PREFIX = "rlhfless-slot:"
 """Ray resources with this prefix are device slots: `rlhfless-slot:<kind>:<name>`, one unit each."""
@@ -36,12 +33,6 @@ SLOT_PREFIX = "rlhfless-slot:"
 POLL_S = 0.25
 """How often the status of starting applications is read, once for all of them: well under the seconds a start takes.
 A reading costs Serve's controller and the driver tens of milliseconds of the cores that the replicas start on."""
-
-REACH_S = 10.0
-"""Longest wait for a cluster's port to answer, and START_S for Ray to start or to let us in. Ray itself would try a
-port where nobody answers for a quarter of an hour."""
-
-START_S = 180.0
 
 CONCURRENT_CALLS = 64
 """Calls one replica may have in flight: a stream, beats, aborts and probes must never queue behind each other
@@ -64,14 +55,11 @@ class FleetError(RuntimeError):
     """A replica did not start, answer or stop as asked; the text says which, what was waited for, how long."""
 
 
-class NoCluster(UserError):
-    """There is no cluster to run on: none at that address, or one without device slots."""
-
-
 class Cluster:
     """A running Ray with Serve. Use `await Cluster.start(...)`, and `await stop()` at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, private: bool = False) -> None:
+        self._private = private
         self.slots = _slots(ray.cluster_resources())
         self._statuses: Mapping[str, Any] = {}
         self._read_s = -math.inf
@@ -81,11 +69,13 @@ class Cluster:
     async def start(cls, spec: PlacementSpec) -> Cluster:
         """Start a private Ray on this machine, or join the one at `spec.ray_address`.
 
-        Raises NoCluster if there is no cluster at that address, or if it offers no device slots.
+        Raises NoCluster if there is no cluster at that address, if it offers no device slots, or if it would be joined
+        over a network without a token.
         """
         if spec.ray_address:
-            await _reach(spec.ray_address)
-        cluster = await _started(lambda: cls._start(spec), spec.ray_address)
+            ray_session.require_token(spec, os.environ)
+            await ray_session.reach(spec.ray_address)
+        cluster = await ray_session.started(lambda: cls._start(spec), spec.ray_address)
         if not cluster.slots:
             raise NoCluster(
                 f"the Ray cluster at {spec.ray_address} offers no device slots; start its nodes with, say, "
@@ -95,21 +85,19 @@ class Cluster:
 
     @classmethod
     def _start(cls, spec: PlacementSpec) -> Cluster:
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if spec.ray_address:
-            ray.init(address=spec.ray_address, **quiet)
+            ray_session.join(spec.ray_address)
         else:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # Ray runs its workers at niceness 15; here they are the run itself, and the machine is theirs.
-            os.environ.setdefault("RAY_worker_niceness", "0")
-            local = {_resource(slot): 1.0 for slot in local_slots()}
-            ray.init(address="local", include_dashboard=False, resources=local, **quiet)
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        _errors_to_log()
+            ray_session.start_private({_resource(slot): 1.0 for slot in local_slots()})
         _make_router_configs_one_at_a_time()
         # No replica is reached by HTTP, so no proxy is started.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
-        return cls()
+        return cls(private=not spec.ray_address)
+
+    @property
+    def lost(self) -> bool:
+        """A private Ray has ended, and every replica with it: no call would come back."""
+        return self._private and ray_session.is_lost()
 
     async def deploy(
         self, name: str, function: type, arguments: Sequence[Any], seat: Seat | None, *, stop_s: float
@@ -140,7 +128,8 @@ class Cluster:
     async def wait_running(self, name: str, timeout_s: float) -> None:
         """Wait until a replica's constructor has returned.
 
-        Raises FleetError if it raised, or after `timeout_s`.
+        Raises StartRefused if it raised an error that the user can mend, and FleetError if it raised another, or after
+        `timeout_s`.
         """
         began = time.monotonic()
         while True:
@@ -148,7 +137,10 @@ class Cluster:
             if overview is not None and overview.status == ApplicationStatus.RUNNING:
                 return
             if overview is not None and overview.status == ApplicationStatus.DEPLOY_FAILED:
-                raise FleetError(f"{name} did not start: {_cause(overview)}")
+                cause = innermost([overview.message, *(d.message for d in overview.deployments.values())])
+                if cause.is_users:
+                    raise StartRefused(cause.message)
+                raise FleetError(f"{name} did not start: {cause}")
             waited_s = time.monotonic() - began
             if waited_s > timeout_s:
                 state = "unknown" if overview is None else str(overview.status)
@@ -165,58 +157,14 @@ class Cluster:
 
     async def delete(self, names: Sequence[str]) -> None:
         """Stop replicas and return when they are gone. Unknown names are fine."""
+        if self.lost:
+            return
         await asyncio.gather(*(asyncio.to_thread(serve.delete, name) for name in names))
 
     async def stop(self) -> None:
         """Leave the cluster; a private one ends, with every process it started."""
-        await asyncio.to_thread(self._stop)
-
-    def _stop(self) -> None:
-        # A private cluster goes down as a whole, Serve with it; in a joined one Serve belongs to others too.
-        ray.shutdown()
-
-
-async def _reach(address: str) -> None:
-    """Raises NoCluster if nobody listens at `host:port`. What is no such address, Ray looks up itself."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        return
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), REACH_S)
-    except (OSError, TimeoutError, OverflowError) as error:
-        raise NoCluster(
-            f"no Ray cluster answers at placement.ray_address {address!r} ({error or type(error).__name__}); start it "
-            "there (`ray start --head --port=...`), or leave the key out for a private one"
-        ) from error
-    writer.close()
-
-
-async def _started(start: Callable[[], Cluster], address: str | None) -> Cluster:
-    """What `start` returns. Raises NoCluster after START_S; the thread, in which Ray may go on trying, is left."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-    found: list[Cluster | Exception] = []
-
-    def attempt() -> None:
-        try:
-            found.append(start())
-        except Exception as error:
-            found.append(error)
-        with contextlib.suppress(RuntimeError):  # nobody waits any more
-            loop.call_soon_threadsafe(done.set)
-        # Ray's processes ask the kernel to end them with the thread that started them (PR_SET_PDEATHSIG).
-        threading.Event().wait()
-
-    threading.Thread(target=attempt, name="start-ray", daemon=True).start()
-    try:
-        await asyncio.wait_for(done.wait(), START_S)
-    except TimeoutError:
-        where = f"at placement.ray_address {address!r} to let this run in" if address else "to start on this machine"
-        raise NoCluster(f"waited {START_S:.0f} s for Ray {where}; see the logs in /tmp/ray") from None
-    if isinstance(found[0], ConnectionError):
-        raise NoCluster(f"no Ray cluster at placement.ray_address {address!r}: {found[0]}") from found[0]
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+        # It goes down as a whole, Serve with it; in a joined one Serve belongs to others too.
+        await asyncio.to_thread(ray_session.end)
 
 
 def local_slots() -> list[Slot]:
@@ -266,17 +214,6 @@ def _make_router_configs_one_at_a_time() -> None:
     RequestRouterConfig._serialize_request_router_cls = locked  # type: ignore[method-assign, assignment]
 
 
-def _errors_to_log() -> None:
-    """Ray prints every worker that dies to standard output, whatever `log_to_driver` says, and has no switch for it
-    (`listen_error_messages` in ray/_private/worker.py). What a death means for the run, the run says itself."""
-
-    def to_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001 (Ray's signature)
-        for line in data["lines"]:
-            log.info("%s: %s", data["pid"], line)
-
-    worker.print_to_stdstream = to_log
-
-
 def _slots(resources: Mapping[str, float]) -> list[Slot]:
     found = []
     for resource in resources:
@@ -284,11 +221,3 @@ def _slots(resources: Mapping[str, float]) -> list[Slot]:
             kind, name = resource.removeprefix(SLOT_PREFIX).split(":", 1)
             found.append(Slot(name, kind, int(name.rsplit("-", 1)[-1])))
     return sorted(found, key=lambda slot: (slot.name.rsplit("-", 1)[0], slot.index))
-
-
-def _cause(overview: Any) -> str:
-    """The innermost error that Serve reports for a failed start."""
-    texts = [overview.message, *(d.message for d in overview.deployments.values())]
-    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error:" in line or "Exception:" in line or "Failed:" in line]
-    return (errors or lines or ["no reason given"])[-1]

@@ -235,6 +235,10 @@ class Pool:
         running = [replica for replica in replicas if replica.state.holds_device]
         for replica in running:
             replica.drain()
+        if self._cluster.lost:
+            for replica in running:
+                replica.gone()
+            return
         ours = await together(*(self._say_stop(replica) for replica in running))
         names = [replica.name for replica, is_ours in zip(running, ours, strict=True) if is_ours]
         await self._cluster.delete(names)

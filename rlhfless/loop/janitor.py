@@ -1,7 +1,8 @@
 """Removes a run's weights from shared memory when its driver was killed and could not.
 
 A small process that waits at a pipe whose other end the driver holds: when the driver ends, in whatever way, the pipe
-closes. It has a session of its own, so that a signal to the driver's terminal does not end it first.
+closes. It has a session of its own, so that a signal to the driver's terminal does not end it first, and takes no
+notice of those that Slurm sends to every process of a job.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ _STOP_S = 10.0
 
 # Nothing of ours is imported: the process lasts as long as the run, and should cost next to nothing.
 _PROGRAM = """
-import shutil, sys
+import shutil, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.stdin.buffer.read()
 for folder in sys.argv[1:]:
     shutil.rmtree(folder, ignore_errors=True)

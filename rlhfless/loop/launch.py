@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import secrets
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -194,7 +195,8 @@ class Launcher:
         """How actors reach the store: the folder itself, or a cache of their node beside it."""
         if not self.store_token:
             return StoreAddress("folder", str(self.store_folder))
-        return StoreAddress("http", f"{self.store_folder}-cache", self.store_token)
+        cache = store_folders(self.spec, self.call.run_id)[1]
+        return StoreAddress("http", str(cache), self.store_token)
 
 
 def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:
@@ -216,6 +218,19 @@ def _store_token(folder: Path) -> str:
             stream.write(secrets.token_urlsafe(32))
         new.replace(file)
     return file.read_text()
+
+
+def store_folders(spec: RunSpec, run_id: str) -> tuple[Path, Path]:
+    """Where the run's weights lie, and where the node's cache of them."""
+    folder = store_folder(spec, run_id)
+    return folder, Path(f"{folder}-cache")
+
+
+def remove_stores(spec: RunSpec, run_id: str) -> None:
+    """Remove the run's weights from this machine, unless they are on a joined cluster, which sees to them itself."""
+    if not spec.placement.ray_address:
+        for folder in store_folders(spec, run_id):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def store_folder(spec: RunSpec, run_id: str) -> Path:

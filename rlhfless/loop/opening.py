@@ -15,12 +15,12 @@ from typing import Any
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.pool import Pool
-from rlhfless.fleet.tasks import together
+from rlhfless.fleet.tasks import is_stopping, to_the_end, together
 from rlhfless.functions.base import Call
 from rlhfless.loop.actors import Actors
 from rlhfless.loop.holds import Keeper
 from rlhfless.loop.janitor import Janitor
-from rlhfless.loop.launch import Launcher
+from rlhfless.loop.launch import Launcher, store_folders
 from rlhfless.loop.ledger import Earlier, Ledger
 from rlhfless.loop.preflight import Prepared
 from rlhfless.loop.prompts import PromptOrder
@@ -74,7 +74,7 @@ async def opened(opening: Opening) -> AsyncIterator[tuple[Run, int]]:
                 async with _fleet(opening, cluster, ledger, journal, earlier) as under_way:
                     yield under_way
             finally:
-                await asyncio.shield(cluster.stop())
+                await to_the_end(cluster.stop())
 
 
 def _ledger(opening: Opening, attempt: int, earlier: Trace | None) -> Ledger:
@@ -99,7 +99,7 @@ async def _fleet(
     lease_s = spec.recovery.lease_s
     beat = Heartbeat(pools, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     heartbeat = asyncio.create_task(beat.run())
-    store_folders = (launcher.store_folder, Path(f"{launcher.store_folder}-cache"))
+    folders = store_folders(spec, opening.run_id)
     actors = Actors(generation, spec)
     run = Run(
         run_id=opening.run_id,
@@ -119,16 +119,21 @@ async def _fleet(
         checkpoints=opening.checkpoints,
         monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit),
     )
-    with Janitor(store_folders, wanted=not spec.placement.ray_address):
+    with Janitor(folders, wanted=not spec.placement.ray_address):
         try:
             yield run, await _begin(opening, run, cluster)
         finally:
             heartbeat.cancel()
             with opening.console.waiting("stopping all functions"):
-                await together(actors.close(), *(keeper.close() for keeper in keepers.values()))
-                await asyncio.shield(together(*(pool.stop(*pool.replicas()) for pool in pools)))
-                for folder in store_folders:
+                ledger.keep_up(pools, 0.0)  # whatever becomes of the stop
+                await to_the_end(_stop(actors, list(keepers.values()), pools))
+                for folder in folders:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _stop(actors: Actors, keepers: Sequence[Keeper], pools: Sequence[Pool]) -> None:
+    await together(actors.close(), *(keeper.close() for keeper in keepers))
+    await together(*(pool.stop(*pool.replicas()) for pool in pools))
 
 
 def _keepers(scaling: ScalingSpec, pools: Sequence[Pool], ledger: Ledger) -> dict[FunctionName, Keeper]:
@@ -157,7 +162,7 @@ async def _begin(opening: Opening, run: Run, cluster: Cluster) -> int:
         try:
             return await _start(opening, run)
         except RECOVERABLE as fault:
-            if not tries:
+            if not tries or is_stopping():
                 raise
             tries -= 1
             log.warning("the start failed and is tried again (%d tries left): %s", tries, fault)

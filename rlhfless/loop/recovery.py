@@ -7,11 +7,12 @@ was lost goes on from the newest checkpoint, and the steps since then are learne
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass
 
-from rlhfless.fleet.tasks import together
+from rlhfless.fleet.tasks import is_stopping, together
 from rlhfless.functions.base import Call
 from rlhfless.loop.actors import RECOVERABLE
 from rlhfless.loop.run import Run
@@ -56,8 +57,11 @@ class Recovery:
     async def after(self, step: int, fault: Exception) -> int:
         """Replace what was lost; returns the step to go on with.
 
-        Raises the fault itself after `recovery.per_step` recoveries without a new step, or what stopped the mending.
+        Raises the fault itself after `recovery.per_step` recoveries without a new step, what stopped the mending, or
+        CancelledError if the run is told to stop.
         """
+        if is_stopping():
+            raise asyncio.CancelledError from fault
         # A step that is learned again on the way to the one that failed is no progress.
         self._count = self._count + 1 if step <= self._step else 1
         self._step = max(self._step, step)

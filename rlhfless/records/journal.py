@@ -19,7 +19,7 @@ import platform
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,17 @@ class Journal:
             yield
         except sqlite3.Error as error:
             raise JournalError(f"the journal {self._path} could not be read or written: {error}") from error
+
+
+def has_rollouts(path: Path) -> bool:
+    """Whether a journal holds anything that a resumed run would not draw again. What cannot be read may hold it."""
+    if not path.is_file():
+        return False
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_S)) as database:
+            return database.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone() is not None
+    except sqlite3.Error:
+        return True
 
 
 def _row(rollout: Rollout) -> tuple[object, ...]:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 class UserError(Exception):
     """Something the user can mend. Its text is the whole message: what is wrong, where, and the mend."""
 
+    status = 2
+    """Exit code of a command that it ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

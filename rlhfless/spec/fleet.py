@@ -23,7 +23,11 @@ class PlacementSpec(SpecModel):
     """Slots set aside for the learner side when disaggregated."""
 
     ray_address: str | None = None
-    """Address of a running Ray cluster; a private one is started when left out."""
+    """Address of a running Ray cluster; a private one, which only this machine can reach, is started when left out."""
+
+    trusted_network: bool = False
+    """Join a cluster on other machines although RAY_AUTH_MODE is `disabled`: whoever reaches its ports can run code
+    there. Only where the network is closed to all others."""
 
 
 class GenerationScalingSpec(SpecModel):
@@ -163,6 +167,9 @@ class TimeoutsSpec(SpecModel):
     """One actor's weight load with its checks."""
     drain_s: Annotated[float, Field(gt=0)] = 30.0
     """A replica's orderly stop; after that it is killed."""
+    stop_s: Annotated[float, Field(gt=0)] = 25.0
+    """The orderly stop of the whole run after Ctrl-C or SIGTERM; after that all its processes are killed. Kubernetes
+    and Slurm kill what is left 30 s after SIGTERM, and `docker stop` after 10 s unless told otherwise."""
 
 
 class RecoverySpec(SpecModel):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,10 @@ _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }
 _HEADER_ALIGNMENT_BYTES = 64  # a cache line: mapped tensors then start aligned for every dtype
+
+
+PRIVATE_MODE = 0o700
+"""Weights may be secret; and who can write them decides what the actors draw with."""
 
 
 def file_name(version: WeightVersion) -> str:
@@ -85,10 +90,17 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], label: str) -> i
     return 8 + len(encoded) + offset
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder of which only its owner can list, read or write anything, whatever the umask."""
+    folder.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
+    if stat.S_IMODE(folder.stat().st_mode) != PRIVATE_MODE:
+        folder.chmod(PRIVATE_MODE)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Gives a temporary neighbour of `path` to fill; it takes the name `path` if the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     temporary = path.with_name(TEMPORARY_PREFIX + uuid4().hex)
     try:
         with temporary.open("xb+") as file:

@@ -23,7 +23,15 @@ import torch
 from rlhfless.records import WeightVersion
 from rlhfless.weights.digest import digest_of
 from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.files import SUFFIX, TEMPORARY_PREFIX, file_name, read_file, version_of, write_file
+from rlhfless.weights.files import (
+    SUFFIX,
+    TEMPORARY_PREFIX,
+    file_name,
+    make_private,
+    read_file,
+    version_of,
+    write_file,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ class FolderStore:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.folder)
 
     def path(self, version: WeightVersion) -> Path:
         """Where the version is, or would be."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from types import TracebackType
 
 from rlhfless.sim.experiment.run import RunResult, Task, run
@@ -13,12 +14,17 @@ Progress = Callable[[int, int], None]
 """Told how many runs are done, and how many are needed as far as is known."""
 
 
+def leave_ctrl_c_to_parent() -> None:
+    """A terminal sends Ctrl-C to all processes; the parent ends its workers, and no worker has anything to say."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class Workers:
     """One or more processes. With one, everything is done in this process."""
 
     def __init__(self, jobs: int, on_progress: Progress | None) -> None:
         # A new interpreter each: threads of this process, which a fork would copy half, are none of its business.
-        self._pool = ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else None
+        self._pool = ProcessPoolExecutor(jobs, get_context("spawn"), leave_ctrl_c_to_parent) if jobs > 1 else None
         self._on_progress = on_progress
         self._done = 0
 
@@ -28,8 +34,12 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        if self._pool is None:
+            return
+        if kind is not None and not issubclass(kind, Exception):  # interrupted: nobody waits for what is under way
+            for process in active_children():
+                process.kill()
+        self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[Task], later: int) -> list[RunResult]:
         """Does all tasks; `later` are those that are still to come after these. Raises what a run raised."""

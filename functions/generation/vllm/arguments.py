@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.functions.loopback import LOOPBACK, loopback_environment
 
 TRANSFER_BACKEND = "rlhfless-store"
 """Name under which our weight engine is registered with vLLM."""
@@ -72,6 +73,9 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # An engine is on one node, whose name may stand for an address of the network.
+        "VLLM_HOST_IP": LOOPBACK,
+        **loopback_environment(),
     }
     if settings.device == "cpu":
         chosen |= {

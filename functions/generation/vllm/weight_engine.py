@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 from rlhfless.functions.generation.vllm import generators
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.read_back import Chart, chart
+from rlhfless.functions.loopback import bind_rendezvous_to_loopback
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest
 from rlhfless.weights.store import WeightReader
@@ -129,6 +130,7 @@ class StoreWorkerExtension:
         return engine.chart.compare(engine.model, samples)
 
 
-# vLLM imports this module in every worker, which is what both of these need.
+# vLLM imports this module in every worker, before it joins a process group, which is what all of these need.
 generators.install()
+bind_rendezvous_to_loopback()
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, StoreWeightTransferEngine)

@@ -1,0 +1,97 @@
+"""Keeps what replicas listen on away from the network, where all that they talk to is on their own node.
+
+Three libraries listen on every interface and have no switch for it. torch's rendezvous store and Serve's server for
+calls between deployments are given a socket on loopback here, each at the one function that binds it; gloo and NCCL
+read the name of an interface from the environment.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+
+INTERFACE = "lo"
+"""Name of the loopback interface on Linux."""
+
+_BACKLOG = 2048
+"""Connections that may wait to be accepted, as torch's own socket has."""
+
+
+def is_loopback(host: str) -> bool:
+    """The host is this machine's loopback interface, by name or number."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback_environment() -> dict[str, str]:
+    """For processes that form a group on one node: the interface of gloo's and of NCCL's sockets."""
+    return {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+
+
+def bind_rendezvous_to_loopback() -> None:
+    """From here on a process group at `tcp://127.0.0.1:port` listens there alone; other hosts are as before."""
+    from torch.distributed import TCPStore
+
+    rendezvous: Any = import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
+    create: Any = rendezvous._create_c10d_store
+    if getattr(create, "on_loopback", False):
+        return
+
+    def on_loopback(
+        hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
+    ) -> Any:
+        if rank != 0 or not is_loopback(hostname):
+            return create(hostname, port, rank, world_size, timeout, use_libuv)
+        try:
+            listener = socket.create_server((hostname, port), backlog=_BACKLOG)
+        except OSError:  # a second group of this process at the same port shares the store that is there
+            return create(hostname, port, rank, world_size, timeout, use_libuv)
+        return TCPStore(
+            hostname,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            multi_tenant=True,
+            use_libuv=use_libuv,
+            master_listen_fd=listener.detach(),
+        )
+
+    on_loopback.on_loopback = True  # type: ignore[attr-defined]
+    rendezvous._create_c10d_store = on_loopback
+
+
+def bind_replica_to_loopback() -> None:
+    """In a Serve replica whose node is known by a loopback address: its server for other deployments, which nobody of
+    ours calls, listens there. Call it in the constructor; Serve binds the server after that."""
+    replica: Any = sys.modules.get("ray.serve._private.replica")
+    if replica is None:
+        return
+    import ray
+
+    bind = replica.add_port_to_grpc_server
+    if getattr(bind, "on_loopback", False) or not is_loopback(ray.util.get_node_ip_address()):
+        return
+
+    def on_loopback(server: Any, address: str) -> int:
+        return int(bind(server, address.replace("[::]:", f"{LOOPBACK}:")))
+
+    on_loopback.on_loopback = True  # type: ignore[attr-defined]
+    replica.add_port_to_grpc_server = on_loopback
+
+
+def prefer(environment: dict[str, str]) -> None:
+    """Set variables of this process that the user has not set."""
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,168 @@
+"""Ctrl-C and SIGTERM (Kubernetes, Slurm, `docker stop`, a shell's `kill`) end a command the same way: in order.
+
+A run stops in order on the first signal, within `timeouts.stop_s`. A second one only says how to hurry, because what
+starts commands often passes the same signal on twice (`timeout`, a terminal with a wrapper in between). The third, or
+the end of the time, kills every process that the run has started, and the run itself: whatever hangs then, nothing is
+left behind.
+
+Python's own way does not do for a run: asyncio answers a second Ctrl-C with an exception in the middle of the clean-up,
+and SIGTERM ends the interpreter without any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+AT_ONCE = 3
+"""The signal, counted from 1, that does not wait for the orderly stop any more."""
+
+KILL_ROUNDS = 5
+KILL_S = 2.0
+"""A killed process is gone within milliseconds. What it was about to start is found in the next round."""
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_SHOW_CURSOR = "\x1b[?25h"
+
+_terminated = False
+"""SIGTERM came to a command that is no run."""
+
+
+def exit_code() -> int:
+    """Of a command that was interrupted: 128 + the number of the signal."""
+    return 128 + (signal.SIGTERM if _terminated else signal.SIGINT)
+
+
+def terminate_as_ctrl_c() -> None:
+    """From here on SIGTERM does what Ctrl-C does, with its own exit code: everything cleans up on KeyboardInterrupt."""
+
+    def received(_: int, frame: FrameType | None) -> None:
+        global _terminated
+        _terminated = True
+        ctrl_c = signal.getsignal(signal.SIGINT)
+        if callable(ctrl_c):
+            ctrl_c(signal.SIGINT, frame)
+        else:  # a shell ignores SIGINT for what it starts in the background
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, received)
+
+
+class Interrupted(Exception):
+    """A run was stopped by a signal, and has stopped in order."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
+
+
+class OrderlyStop:
+    """Runs a coroutine that the signals of this process cancel, once."""
+
+    def __init__(self, grace_s: float, say: Callable[[str], None], at_once: Callable[[], None]) -> None:
+        """`say` shows a line to the user; `at_once` removes what no process can remove any more once all are killed."""
+        self._grace_s = grace_s
+        self._say = say
+        self._at_once = at_once
+        self._count = 0
+        self._first: int | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """`asyncio.run`. Raises Interrupted if a signal stopped it, whatever the clean-up raised then."""
+        with self._handled():
+            try:
+                return asyncio.run(self._main(main))
+            except BaseException as error:
+                if self._first is None:
+                    raise
+                raise Interrupted(self._first) from error
+
+    async def _main(self, main: Coroutine[Any, Any, T]) -> T:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        if self._first is not None:  # it came before the loop was there
+            main.close()
+            raise asyncio.CancelledError
+        return await main
+
+    @contextmanager
+    def _handled(self) -> Iterator[None]:
+        """SIGINT is left alone where it is ignored, as a shell has it for what it starts in the background."""
+        taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._received) for number in taken}
+        try:
+            yield
+        finally:
+            # What hangs at the end of the interpreter is ended by the next signal, and by the clock.
+            if self._first is None:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _received(self, number: int, _: FrameType | None) -> None:
+        self._count += 1
+        if self._count == 1:
+            self._first = number
+            clock = threading.Timer(self._grace_s, self._end, [f"the stop took longer than {self._grace_s:g} s"])
+            clock.daemon = True
+            clock.start()
+            self._in_loop(self._stop)
+        elif self._count < AT_ONCE:
+            self._in_loop(lambda: self._say("stopping in order already; one more signal ends everything at once"))
+        else:
+            self._end("stopped at once")
+
+    def _in_loop(self, act: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended already
+                self._loop.call_soon_threadsafe(act)
+
+    def _stop(self) -> None:
+        assert self._task is not None
+        assert self._first is not None
+        self._say(f"{signal.Signals(self._first).name}: stopping in order, for at most {self._grace_s:g} s")
+        self._task.cancel()
+
+    def _end(self, why: str) -> NoReturn:
+        # No print and no log: a lock of theirs may be held by the thread that this signal has interrupted.
+        cursor = _SHOW_CURSOR if sys.stderr.isatty() else ""
+        with suppress(OSError):
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{cursor}{why}\n".encode())
+        try:
+            kill_offspring()
+            self._at_once()
+        finally:
+            os._exit(128 + (self._first or signal.SIGINT))
+
+
+def kill_offspring() -> None:
+    """Kill every process that this one has started, and all that those have started, in whatever session."""
+    # From here on the kernel makes orphans children of this process, so that none can escape by its parent's death.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for _ in range(KILL_ROUNDS):
+        found = psutil.Process().children(recursive=True)
+        if not found:
+            return
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=KILL_S)

@@ -1,0 +1,213 @@
+"""The one Ray of this process: a private one on loopback, or a cluster that is joined; and no other after it.
+
+Ray's API and Serve's start a Ray of their own when they are called without one. A call that is late, such as a
+deletion that comes after the end, would so start a second Ray that nobody ends. Here is the only place where a Ray
+starts; everywhere else `ray.init` is refused.
+
+A private Ray is for this run alone: it listens on loopback, and asks for a token that only the user can read. What
+listens on a joined cluster is up to those who started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray._private import ray_constants, worker
+
+from rlhfless.functions.loopback import is_loopback
+from rlhfless.spec import PlacementSpec
+from rlhfless.spec.errors import UserError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+REACH_S = 10.0
+"""Longest wait for a cluster's port to answer, and START_S for Ray to start or to let us in. Ray itself would try a
+port where nobody answers for a quarter of an hour."""
+
+START_S = 180.0
+
+AUTH_MODE = "RAY_AUTH_MODE"
+TOKEN_FOLDER = ".ray"
+TOKEN_FILE = "auth_token"
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+
+_init = ray.init
+
+
+class NoCluster(UserError):
+    """There is no cluster to run on: none at that address, one without device slots, or one that is not safe."""
+
+
+class NoRay(RuntimeError):
+    """Something called Ray before the run's Ray was there, or after it had ended."""
+
+
+async def started(start: Callable[[], T], address: str | None) -> T:
+    """What `start` returns, which begins a session in a thread of its own.
+
+    Raises NoCluster after START_S; the thread, in which Ray may go on trying, is left. A private Ray whose start is
+    cancelled is waited for and ended: a start cannot be called off half-way.
+    """
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    found: list[T | Exception] = []
+
+    def attempt() -> None:
+        try:
+            found.append(start())
+        except Exception as error:
+            found.append(error)
+        with contextlib.suppress(RuntimeError):  # nobody waits any more
+            loop.call_soon_threadsafe(done.set)
+        # Ray's processes ask the kernel to end them with the thread that started them (PR_SET_PDEATHSIG).
+        threading.Event().wait()
+
+    threading.Thread(target=attempt, name="start-ray", daemon=True).start()
+    try:
+        await asyncio.wait_for(done.wait(), START_S)
+    except TimeoutError:
+        where = f"at placement.ray_address {address!r} to let this run in" if address else "to start on this machine"
+        raise NoCluster(f"waited {START_S:.0f} s for Ray {where}; see the logs in /tmp/ray") from None
+    except asyncio.CancelledError:
+        if not address:
+            await asyncio.wait_for(done.wait(), START_S)
+            await asyncio.to_thread(end)
+        raise
+    if isinstance(found[0], ConnectionError):
+        raise NoCluster(f"no Ray cluster at placement.ray_address {address!r}: {found[0]}") from found[0]
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+async def reach(address: str) -> None:
+    """Raises NoCluster if nobody listens at `host:port`. What is no such address, Ray looks up itself."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), REACH_S)
+    except (OSError, TimeoutError, OverflowError) as error:
+        raise NoCluster(
+            f"no Ray cluster answers at placement.ray_address {address!r} ({error or type(error).__name__}); start it "
+            "there (`ray start --head --port=...`), or leave the key out for a private one"
+        ) from error
+    writer.close()
+
+
+def require_token(spec: PlacementSpec, environment: Mapping[str, str]) -> None:
+    """Raises NoCluster if a cluster that other machines can reach is to be joined without a token."""
+    address, mode = spec.ray_address or "", environment.get(AUTH_MODE, "")
+    host = address.removeprefix("ray://").rpartition(":")[0]
+    if mode.lower() != "disabled" or is_loopback(host) or spec.trusted_network:
+        return
+    raise NoCluster(
+        f"{AUTH_MODE} is {mode!r}, and placement.ray_address {address!r} is not on loopback: whoever reaches the ports "
+        f"of that cluster can run code there. Set {AUTH_MODE}=token, with the cluster's token in RAY_AUTH_TOKEN or in "
+        "the file that RAY_AUTH_TOKEN_PATH names; or, where the network is closed to all others, set "
+        "`placement.trusted_network: true`"
+    )
+
+
+def join(address: str) -> None:
+    """Connect this process to a cluster. Raises ConnectionError if there is none."""
+    _init(address=address, **_QUIET)
+    _after_start()
+
+
+def start_private(resources: Mapping[str, float]) -> None:
+    """Start a Ray on this machine that other machines cannot reach, and other users cannot use."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray runs its workers at niceness 15; here they are the run itself, and the machine is theirs.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Left out, Ray asks for a token, and tells its parts so; "disabled" may come from another cluster's environment.
+    os.environ.pop(AUTH_MODE, None)
+    if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        private_token(Path.home())
+    with _known_by_loopback():
+        _init(address="local", include_dashboard=False, resources=dict(resources), **_QUIET)
+    _after_start()
+
+
+def end() -> None:
+    """Leave the cluster; a private one ends, with every process it started."""
+    ray.shutdown()
+
+
+def is_lost() -> bool:
+    """Processes of a private Ray have ended, as when its whole process group got a signal: it answers no more."""
+    node = worker._global_node
+    return node is None or bool(node.dead_processes())
+
+
+def private_token(home: Path) -> Path:
+    """The file of Ray's token, which lets everybody who reads it run code. Made if need be; only the user may read it,
+    which Ray itself leaves to the umask. Raises NoCluster if the file belongs to another user."""
+    file = home / TOKEN_FOLDER / TOKEN_FILE
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not file.exists():
+        descriptor, new = tempfile.mkstemp(dir=file.parent)  # mode 0600, whatever the umask
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):  # another run was faster
+            os.link(new, file)
+        os.unlink(new)
+    if stat.S_IMODE(file.stat().st_mode) & 0o077:
+        try:
+            file.chmod(0o600)
+        except OSError as error:
+            what = f"Ray's token {str(file)!r} can be read by other users, and its mode could not be changed ({error})"
+            raise NoCluster(f"{what}; run `chmod 600` on it as its owner, or remove it") from error
+    return file
+
+
+@contextmanager
+def _known_by_loopback() -> Iterator[None]:
+    """Ray knows its node by the loopback address, and all its parts listen there. On Linux it would take the address
+    of the network even if it were given 127.0.0.1; this is what it does on macOS."""
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    outside = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if outside is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = outside
+
+
+def _after_start() -> None:
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    ray.init = _refused
+    errors_to_log()
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise NoRay("the Ray of this run has ended, and nothing may start another")
+
+
+def errors_to_log() -> None:
+    """Ray prints every worker that dies to standard output, whatever `log_to_driver` says, and has no switch for it
+    (`listen_error_messages` in ray/_private/worker.py). What a death means for the run, the run says itself."""
+
+    def to_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001 (Ray's signature)
+        for line in data["lines"]:
+            log.info("%s: %s", data["pid"], line)
+
+    worker.print_to_stdstream = to_log

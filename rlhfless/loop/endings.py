@@ -1,0 +1,123 @@
+"""How a run ends that does not succeed: what the user is told, the exit code, and whether resuming can help.
+
+One table. A run can only be resumed if there is something to go on from; that is asked of its folder.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.ray_session import NoCluster, NoRay
+from rlhfless.fleet.replica import CallTimeout, ReplicaLost
+from rlhfless.functions.base import FunctionBroken, StaleCall
+from rlhfless.functions.generation.vllm.messages import EngineError
+from rlhfless.loop.opening import CHECKPOINTS_FOLDER, JOURNAL_FILE
+from rlhfless.records.checkpoints import CheckpointError, Checkpoints
+from rlhfless.records.journal import StaleAttempt, has_rollouts
+from rlhfless.rewards import RewardError
+from rlhfless.spec.errors import UserError
+from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
+
+PROGRAM_FAULT = 1
+TO_MEND = 2
+WRONG_RESULT = 3
+MACHINES_FAILED = 4
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+class RunStopped(UserError):
+    """A run has stopped with a message for the user."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text, exit_code)
+        self.text = text
+        self.status = exit_code
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What an error means for the run that it stopped."""
+
+    exit_code: int
+    resume: bool
+    """Resuming can help."""
+    advice: str
+    """Before the command that resumes; or what to do instead of it."""
+
+
+ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
+    (
+        (WeightCheckFailed,),
+        Ending(
+            WRONG_RESULT,
+            False,
+            "the actors did not draw with the weights that the learner published, and the same weights would fail the "
+            "same check again, so resuming does not help. See `Wrong weights` in docs/faults.md",
+        ),
+    ),
+    (
+        (StaleAttempt, StaleCall),
+        Ending(TO_MEND, False, "another driver goes on with this run; there is nothing to do here"),
+    ),
+    (
+        (RewardError,),
+        Ending(TO_MEND, True, "once the reward works again, or the service that it asks is up, go on with"),
+    ),
+    (
+        (FleetError, ReplicaLost, CallTimeout, FunctionBroken, EngineError, WeightFileError, NoRay),
+        Ending(MACHINES_FAILED, True, "what was drawn and learned is kept. Once the machines are well, go on with"),
+    ),
+    ((NoCluster,), Ending(TO_MEND, True, "what was drawn and learned is kept. Once the cluster is there, go on with")),
+    ((UserError,), Ending(TO_MEND, True, "what was drawn and learned is kept. Once that is mended, go on with")),
+)
+"""The first that fits an error is its ending. An error that is not here is a fault of the program."""
+
+DISK_FULL = Ending(TO_MEND, True, "what was drawn and learned is kept. Make room, and go on with")
+UNEXPECTED = Ending(
+    PROGRAM_FAULT, True, "what was drawn and learned is kept. If the fault is not met again, this goes on"
+)
+INTERRUPTED = "stopped; what was drawn and learned is kept. Go on with"
+
+
+def ending_of(error: BaseException) -> Ending:
+    """What an error means for its run."""
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        return DISK_FULL
+    for types, ending in ENDINGS:
+        if isinstance(error, types):
+            return ending
+    return UNEXPECTED
+
+
+def told(error: Exception, folder: Path) -> str:
+    """The error as the user is to read it."""
+    ending = ending_of(error)
+    if ending is DISK_FULL and isinstance(error, OSError):
+        return f"the disk is full: {error.filename or folder} could not be written"
+    if ending is UNEXPECTED:
+        return f"unexpected {type(error).__name__}: {error}\nRun it again with --debug for the traceback."
+    if isinstance(error, UserError | WeightCheckFailed):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def hint(advice: str, resume: bool, command: str, folder: Path, steps: int) -> str:
+    """The last lines of a run that was stopped, empty if there is nothing to say. `command` resumes it."""
+    try:
+        newest = Checkpoints(folder / CHECKPOINTS_FOLDER, 1).newest()
+    except CheckpointError:  # there is one; the error itself is the run's to tell
+        return f"{advice}: {command}" if resume else advice
+    if newest is not None and newest.notes.step >= steps:
+        return f"all {steps} steps are done; the model is in {newest.folder}"
+    if not resume:
+        return advice
+    if newest is None and not has_rollouts(folder / JOURNAL_FILE):
+        return ""
+    return f"{advice}: {command}"
