@@ -92,23 +92,54 @@ def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -
     assert "outside functions" in summary.stdout
 
 
-def test_ctrl_c_stops_everything_and_keeps_the_trace(assets: Path, tmp_path: Path) -> None:
+def assert_nothing_is_left(process: subprocess.Popen[bytes], left: list[psutil.Process], runs: Path) -> None:
+    _, alive = psutil.wait_procs(left, timeout=30)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    assert not [folder for run in runs.iterdir() for folder in Path("/dev/shm").glob(f"rlhfless-{run.name}*")]
+    # Ray names the folder of a session by the process that started it.
+    assert len(list(Path("/tmp/ray").glob(f"session_*_{process.pid}"))) <= 1
+
+
+def test_ctrl_c_twice_stops_everything_and_keeps_the_trace(assets: Path, tmp_path: Path) -> None:
+    """The second comes while the first is obeyed; it starts nothing, least of all another Ray."""
     log = tmp_path / "out.log"
     process = start(write_spec(assets, tmp_path, steps=1000), log)
     try:
         wait_for("step    2/1000", log, process, timeout_s=300)
         left = offspring(process)
         os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.3)  # as fast as one can press it again
+        os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=120) == 130, log.read_text()
     finally:
         process.kill()
-    _, alive = psutil.wait_procs(left, timeout=30)
-    assert not alive
+    assert_nothing_is_left(process, left, tmp_path / "runs")
     assert "Traceback" not in log.read_text()
+    assert "rlhfless run --resume runs/" in log.read_text()
     folder = next((tmp_path / "runs").iterdir())
     trace = read_trace(folder / "trace")
     assert len(trace.steps) >= 2
     assert {holding.state for holding in trace.holdings} >= {"starting", "serving", "draining"}
+
+
+@pytest.mark.parametrize("signals", [1, 3])
+@pytest.mark.parametrize("phase", ["starting Ray ...", "starting 1 generation actor(s), learner and helpers ..."])
+def test_a_start_that_is_terminated_leaves_nothing(phase: str, signals: int, assets: Path, tmp_path: Path) -> None:
+    log = tmp_path / "out.log"
+    process = start(write_spec(assets, tmp_path), log)
+    try:
+        wait_for(phase, log, process, timeout_s=300)
+        time.sleep(3)  # into the midst of it
+        left = offspring(process)
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        assert process.wait(timeout=120) == 143, log.read_text()
+    finally:
+        process.kill()
+    assert_nothing_is_left(process, left, tmp_path / "runs")
+    assert "Traceback" not in log.read_text()
+    assert "--resume" not in log.read_text(), "nothing was drawn that could be resumed"
 
 
 @contextlib.contextmanager

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlparse
 
 import numpy as np
+import psutil
 import pytest
 from conftest import Live
 
@@ -17,8 +19,10 @@ from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call, StaleCall
 from rlhfless.functions.generation.deployment import WrongVersion
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem
+from rlhfless.functions.loopback import is_loopback
 from rlhfless.loop.draw import sampling_of
 from rlhfless.loop.evaluation import evaluate_held_out
+from rlhfless.loop.launch import TOKEN_FILE
 from rlhfless.loop.step import train_step
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.records.traces import Trace, read_trace
@@ -65,6 +69,28 @@ async def test_a_step_trains_and_its_trace_says_what_happened(live: Live) -> Non
         Work.LEARN,
         Work.PUBLISH,
     }
+
+
+async def test_nothing_of_a_private_cluster_listens_off_loopback(live: Live) -> None:
+    """Ray's daemons and workers, Serve, the learner's rank with its store by HTTP, and vLLM."""
+    assert live.run.published.location.startswith("http://127.0.0.1:")
+    me = psutil.Process()
+    found = {
+        (f"{process.name()} {' '.join(process.cmdline())[:80]}", socket.laddr.ip.removeprefix("::ffff:"))
+        for process in (me, *me.children(recursive=True))
+        for socket in process.net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN
+    }
+    for part in ("gcs_server", "raylet", "DashboardAgent", "ServeReplica", "RankActor", "vllm.loop"):
+        assert any(part in name for name, _ in found), f"{part} listens nowhere: {sorted(found)}"
+    assert not [(name, ip) for name, ip in found if not is_loopback(ip)]
+
+
+async def test_others_can_read_neither_the_weights_nor_the_token(live: Live) -> None:
+    folders = list(Path("/dev/shm").glob("rlhfless-live-1*"))
+    assert len(folders) == 2  # the store, and the node's cache of it
+    private = [Path.home() / ".ray" / "auth_token", live.folder / TOKEN_FILE, *folders]
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in private} == {0}
 
 
 async def test_groups_are_scored_and_referred_while_the_longest_is_still_drawn(live: Live) -> None:

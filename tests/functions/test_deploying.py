@@ -14,7 +14,8 @@ from ray._private import worker
 from ray.serve._private import request_router
 from ray.serve.config import RequestRouterConfig
 
-from rlhfless.fleet.cluster import Cluster, _errors_to_log, _make_router_configs_one_at_a_time
+from rlhfless.fleet.cluster import Cluster, _make_router_configs_one_at_a_time
+from rlhfless.fleet.ray_session import errors_to_log
 
 
 class Function:
@@ -59,7 +60,7 @@ def test_a_worker_that_dies_is_not_printed_over_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # put back at the end
-    _errors_to_log()
+    errors_to_log()
     with caplog.at_level(logging.INFO, "rlhfless"):
         # As `listen_error_messages` does.
         worker.print_to_stdstream({"lines": ["A worker died"], "pid": "raylet", "is_err": False}, ignore_prefix=False)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
+import stat
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import ray
+from ray import serve
 
-from rlhfless.fleet import cluster
+from rlhfless.fleet import ray_session
 from rlhfless.fleet.cluster import Cluster, NoCluster
 from rlhfless.spec import PlacementSpec
 
@@ -29,7 +35,7 @@ async def test_other_forms_of_addresses_are_left_to_ray(address: str, monkeypatc
 
 
 async def test_a_listener_that_is_no_ray_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "START_S", 0.05)
+    monkeypatch.setattr(ray_session, "START_S", 0.05)
     never = threading.Event()
     monkeypatch.setattr(Cluster, "_start", starts(waits_for=never))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -52,3 +58,82 @@ def starts(*, fails_with: Exception | None = None, waits_for: threading.Event | 
         raise fails_with or PermissionError("nobody hears this")
 
     return start
+
+
+@pytest.mark.parametrize("address", ["10.1.2.3:6379", "head.example:6379", "ray://head:10001", "auto"])
+async def test_a_cluster_on_the_network_is_not_joined_without_a_token(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(NoCluster) as refused:
+        await Cluster.start(PlacementSpec(ray_address=address))
+    text = str(refused.value)
+    assert text.startswith(f"RAY_AUTH_MODE is 'disabled', and placement.ray_address '{address}' is not on loopback")
+    assert "Set RAY_AUTH_MODE=token" in text
+    assert "`placement.trusted_network: true`" in text
+
+
+@pytest.mark.parametrize(
+    ("address", "mode", "trusted"),
+    [
+        ("127.0.0.1:6379", "disabled", False),
+        ("localhost:6379", "disabled", False),
+        ("[::1]:6379", "disabled", False),
+        ("10.1.2.3:6379", "token", False),
+        ("10.1.2.3:6379", "disabled", True),
+        ("10.1.2.3:6379", "", False),
+    ],
+)
+def test_others_are(address: str, mode: str, trusted: bool) -> None:
+    spec = PlacementSpec(ray_address=address, trusted_network=trusted)
+    ray_session.require_token(spec, {"RAY_AUTH_MODE": mode})
+
+
+async def test_a_private_start_that_is_called_off_is_waited_for_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    up = threading.Event()
+
+    def start(_: PlacementSpec) -> Cluster:
+        up.wait(10)
+        ended.append("started")
+        raise PermissionError("nobody hears this")
+
+    monkeypatch.setattr(Cluster, "_start", start)
+    monkeypatch.setattr(ray_session, "end", lambda: ended.append("ended"))
+    starting = asyncio.create_task(Cluster.start(PlacementSpec()))
+    await asyncio.sleep(0.05)
+    starting.cancel()
+    await asyncio.sleep(0.05)
+    assert not starting.done()
+    up.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert ended == ["started", "ended"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_the_token_is_for_the_user_alone(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        file = ray_session.private_token(tmp_path)
+    finally:
+        os.umask(before)
+    token = file.read_text()
+    assert len(token) == 64
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    file.chmod(0o644)  # as Ray itself leaves it
+    ray_session.private_token(tmp_path)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert file.read_text() == token
+    assert [path.name for path in file.parent.iterdir()] == ["auth_token"]
+
+
+def test_nothing_starts_a_second_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the refusal, `serve.delete` and every call of Ray's own API start one if there is none."""
+    monkeypatch.setattr(ray, "init", ray_session._refused)
+    assert not ray.is_initialized()
+    for call in (lambda: serve.delete("late"), serve.status, lambda: ray.get_actor("late"), lambda: ray.put(1)):
+        with pytest.raises(ray_session.NoRay, match="nothing may start another"):
+            call()
+    assert not ray.is_initialized()

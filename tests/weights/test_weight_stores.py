@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import stat
 import threading
 import urllib.error
 import urllib.request
@@ -110,6 +111,23 @@ def test_a_damaged_version_is_written_again(pair: Pair, damage: str) -> None:
         path.unlink()
     assert pair.store.put("run", 1, 5, _tensors()) == stored
     assert digest_of(pair.reader().read(stored.location)) == stored.version.digest
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_others_can_neither_list_nor_read_weights(umask: int, tmp_path: Path) -> None:
+    """Nor write what actors draw with; whatever the umask, and also in a folder that was open to all before."""
+    opened = tmp_path / "opened"
+    opened.mkdir(mode=0o755)
+    before = os.umask(umask)
+    try:
+        with HttpStoreServer(tmp_path / "store") as server:
+            location = server.put("run", 1, 1, _tensors()).location
+            address = StoreAddress("http", str(tmp_path / "cache"), server.token)
+            assert list(address.connect().read(location))
+        FolderStore(opened)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("store", "cache", "opened")} == {0o700}
 
 
 def test_versions_are_in_order(pair: Pair) -> None:
