@@ -6,7 +6,7 @@ the end of the time, kills every process that the run has started, and the run i
 left behind.
 
 Python's own way does not do for a run: asyncio answers a second Ctrl-C with an exception in the middle of the clean-up,
-and SIGTERM ends the interpreter without any.
+SIGTERM ends the interpreter without any, and Ray makes it an abort.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class OrderlyStop:
                     signal.signal(number, handler)
 
     def _received(self, number: int, _: FrameType | None) -> None:
+        # While Ray starts its own handler comes first, which sets an alarm that would abort this process.
+        signal.alarm(0)
         self._count += 1
         if self._count == 1:
             self._first = number

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import secrets
+import signal
 import stat
 import tempfile
 import threading
@@ -43,6 +45,9 @@ START_S = 180.0
 AUTH_MODE = "RAY_AUTH_MODE"
 TOKEN_FOLDER = ".ray"
 TOKEN_FILE = "auth_token"
+
+SIGACTION_BYTES = 1024
+"""More than a `struct sigaction` has on any system."""
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
@@ -125,7 +130,8 @@ def require_token(spec: PlacementSpec, environment: Mapping[str, str]) -> None:
 
 def join(address: str) -> None:
     """Connect this process to a cluster. Raises ConnectionError if there is none."""
-    _init(address=address, **_QUIET)
+    with _own_handler():
+        _init(address=address, **_QUIET)
     _after_start()
 
 
@@ -138,7 +144,7 @@ def start_private(resources: Mapping[str, float]) -> None:
     os.environ.pop(AUTH_MODE, None)
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         private_token(Path.home())
-    with _known_by_loopback():
+    with _own_handler(), _known_by_loopback():
         _init(address="local", include_dashboard=False, resources=dict(resources), **_QUIET)
     _after_start()
 
@@ -173,6 +179,18 @@ def private_token(home: Path) -> Path:
             what = f"Ray's token {str(file)!r} can be read by other users, and its mode could not be changed ({error})"
             raise NoCluster(f"{what}; run `chmod 600` on it as its owner, or remove it") from error
     return file
+
+
+@contextmanager
+def _own_handler() -> Iterator[None]:
+    """What this process does at SIGTERM is as it was before. Ray's core sets a handler that prints a stack trace and
+    aborts the process three seconds later. By way of C: Python sets handlers in its main thread alone."""
+    sigaction, saved = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(SIGACTION_BYTES)
+    sigaction(int(signal.SIGTERM), None, saved)
+    try:
+        yield
+    finally:
+        sigaction(int(signal.SIGTERM), saved, None)
 
 
 @contextmanager
