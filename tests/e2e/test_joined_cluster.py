@@ -169,3 +169,22 @@ def test_a_killed_driver_leaves_nothing_behind_after_the_lease(cluster: str, ass
     while replicas(folder.name) or list(Path("/dev/shm").glob(f"rlhfless-{folder.name}*")):
         assert time.monotonic() < end, f"still there: {sorted(replicas(folder.name))}"
         time.sleep(0.5)
+
+
+def test_a_signal_stops_the_runs_own_functions_and_no_other(cluster: str, assets: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = start(write_spec(assets, tmp_path, steps=50, placement={"ray_address": cluster}), log)
+    wait_for("step  1/50", log, process, timeout_s=400)
+    before = {found.pid for found in psutil.process_iter(["cmdline"]) if belongs(found, cluster)}
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143, log.read_text()
+    assert replicas(next((tmp_path / "runs").iterdir()).name) == {}
+    assert {found.pid for found in psutil.process_iter(["cmdline"]) if belongs(found, cluster)} == before
+
+
+def belongs(process: psutil.Process, cluster: str) -> bool:
+    """One of the cluster's own daemons, which were there before the run."""
+    command = " ".join(process.info["cmdline"] or ())
+    return f"rlhfless-ray-{cluster.rpartition(':')[2]}" in command and (
+        "gcs_server" in command or "/raylet " in command
+    )

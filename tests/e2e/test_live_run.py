@@ -76,7 +76,7 @@ async def test_nothing_of_a_private_cluster_listens_off_loopback(live: Live) -> 
     assert live.run.published.location.startswith("http://127.0.0.1:")
     me = psutil.Process()
     found = {
-        (f"{process.name()} {' '.join(process.cmdline())[:80]}", socket.laddr.ip.removeprefix("::ffff:"))
+        (f"{process.name()} {' '.join(process.cmdline())}", socket.laddr.ip.removeprefix("::ffff:"))
         for process in (me, *me.children(recursive=True))
         for socket in process.net_connections("inet")
         if socket.status == psutil.CONN_LISTEN
