@@ -162,23 +162,29 @@ def is_lost() -> bool:
 
 def private_token(home: Path) -> Path:
     """The file of Ray's token, which lets everybody who reads it run code. Made if need be; only the user may read it,
-    which Ray itself leaves to the umask. Raises NoCluster if the file belongs to another user."""
+    which Ray itself leaves to the umask. Raises NoCluster if the file cannot be made so."""
     file = home / TOKEN_FOLDER / TOKEN_FILE
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not file.exists():
-        descriptor, new = tempfile.mkstemp(dir=file.parent)  # mode 0600, whatever the umask
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(secrets.token_hex(32))
-        with contextlib.suppress(FileExistsError):  # another run was faster
-            os.link(new, file)
-        os.unlink(new)
-    if stat.S_IMODE(file.stat().st_mode) & 0o077:
-        try:
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not file.exists():
+            _write_token(file)
+        if stat.S_IMODE(file.stat().st_mode) & 0o077:
             file.chmod(0o600)
-        except OSError as error:
-            what = f"Ray's token {str(file)!r} can be read by other users, and its mode could not be changed ({error})"
-            raise NoCluster(f"{what}; run `chmod 600` on it as its owner, or remove it") from error
+    except OSError as error:
+        raise NoCluster(
+            f"Ray's token {str(file)!r} could not be made a file that the user alone can read ({error}); mend that, or "
+            "set RAY_AUTH_TOKEN to a secret text"
+        ) from error
     return file
+
+
+def _write_token(file: Path) -> None:
+    descriptor, new = tempfile.mkstemp(dir=file.parent)  # mode 0600, whatever the umask
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secrets.token_hex(32))
+    with contextlib.suppress(FileExistsError):  # another run was faster
+        os.link(new, file)
+    os.unlink(new)
 
 
 @contextmanager

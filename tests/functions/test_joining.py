@@ -129,6 +129,12 @@ def test_the_token_is_for_the_user_alone(umask: int, tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["auth_token"]
 
 
+def test_a_token_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / ".ray").write_text("a file where the folder should be")
+    with pytest.raises(NoCluster, match=r"Ray's token '.*/\.ray/auth_token' could not be .* or set RAY_AUTH_TOKEN"):
+        ray_session.private_token(tmp_path)
+
+
 def test_nothing_starts_a_second_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the refusal, `serve.delete` and every call of Ray's own API start one if there is none."""
     monkeypatch.setattr(ray, "init", ray_session._refused)
