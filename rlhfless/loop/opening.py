@@ -125,7 +125,8 @@ async def _fleet(
         finally:
             heartbeat.cancel()
             with opening.console.waiting("stopping all functions"):
-                ledger.keep_up(pools, 0.0)  # whatever becomes of the stop
+                if is_stopping():
+                    ledger.keep_up(pools, 0.0)  # the stop may be cut short
                 await to_the_end(_stop(actors, list(keepers.values()), pools))
                 for folder in folders:
                     shutil.rmtree(folder, ignore_errors=True)

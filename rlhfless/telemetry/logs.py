@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rlhfless.text import legible
@@ -50,7 +51,8 @@ class RunLog:
         self._ours.setLevel(self._level_before)
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # a full disk: the run itself says so
+                handler.close()
 
 
 class _Legible(logging.Formatter):
