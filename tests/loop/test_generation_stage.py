@@ -21,7 +21,7 @@ from rlhfless.spec import RunSpec
 SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
 
 
-def draw(names: str, samples: int = 2) -> Draw:
+def draw(names: Sequence[str], samples: int = 2) -> Draw:
     return Draw(
         Call("run", 1, 3),
         tuple(prompt(name) for name in names),

@@ -56,13 +56,13 @@ class FakeKeeper:
 class Fleet:
     """A live fleet of two seats for actors, with scoring and a learner."""
 
-    def __init__(self, folder: Path, fewest: int = 1) -> None:
+    def __init__(self, folder: Path, fewest: int = 1, slots: int = 256) -> None:
         self.spec = RunSpec.model_validate(
             {
                 "model": {"path": "m"},
                 "prompts": {"path": "p"},
                 "rewards": [{"type": "exact_match"}],
-                "generation": {"max_tokens": 64},
+                "generation": {"max_tokens": 64, "engine": {"max_sequences": slots}},
                 "scaling": {"generation": {"min_actors": fewest, "max_actors": 2}},
             }
         )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,14 +31,15 @@ from rlhfless.spec import PolicyName, RunSpec
 class Life:
     """A scaler over two fake actors that serve, on a clock that the test moves on."""
 
-    def __init__(self, folder: Path, policy: str, fewest: int = 2) -> None:
-        self.scene = Fleet(folder, fewest=fewest)
+    def __init__(self, folder: Path, policy: str, fewest: int = 2, slots: int = 256) -> None:
+        self.slots = slots
+        self.scene = Fleet(folder, fewest, slots)
         if fewest == 2:
             self.scene.pool.join("b")
         values = self.scene.spec.model_dump(mode="json")
         values["scaling"]["policy"] = policy
         self.spec = RunSpec.model_validate(values)
-        speeds = EngineSpeeds(None, 1, 256)
+        speeds = EngineSpeeds(None, 1, slots)
         self.scaler = Scaler(policy_of(self.spec, None), self.scene.fleet, speeds, self.scene.ledger)
         self.now_s = 0.0
 
@@ -43,14 +47,14 @@ class Life:
         steering = self.scaler.steering_of(what)
         return GenerationStage(self.scene.pool, what, self.spec, steering, clock=lambda: self.now_s)
 
-    async def draw(self, step: int, names: str = "pqrs") -> Reader:
+    async def draw(self, step: int, names: Sequence[str] = "pqrs") -> Reader:
         """Draws a step, with two beats on the way, and ends it."""
         reader = Reader(self.stage(of_step(step, names)))
         await until(lambda: any(actor.running for actor in self.actors))
         for turn in (1, 2):
             self.now_s += 1.0
             for actor in self.actors:
-                actor.beat(dict.fromkeys(actor.running, 4 * turn))
+                actor.beat(dict.fromkeys(itertools.islice(actor.running, self.slots), 4 * turn))
             await asyncio.sleep(0)
         while not reader.task.done():
             for actor in self.actors:
@@ -70,7 +74,7 @@ class Life:
         return list(self.scene.pool.actors.values())
 
 
-def of_step(step: int, names: str, work: Work = Work.GENERATE) -> Draw:
+def of_step(step: int, names: Sequence[str], work: Work = Work.GENERATE) -> Draw:
     known = draw(names)
     call = type(known.call)("run", 1, step)
     return Draw(call, known.prompts, 2, known.sampling, known.version, work, known.seed, step)
@@ -85,6 +89,18 @@ async def test_every_policy_draws_steps_without_a_fault(tmp_path: Path, policy: 
         figures = life.scaler.figures(step)
         assert figures["policy_faults"] == 0.0
         assert 1.0 <= figures["actors_wanted"] <= 2.0
+
+
+async def test_a_step_of_two_thousand_samples_on_sixteen_slots_is_no_fault(tmp_path: Path) -> None:
+    """So many steps that the scaler asks of its forecasts what it has learned from them."""
+    life = Life(tmp_path, "cost_aware", slots=8)
+    names = [f"p{number}" for number in range(1024)]
+    for step in range(1, 8):
+        reader = await life.draw(step, names)
+        assert sorted(reader.names) == sorted(names)
+        figures = life.scaler.figures(step)
+        assert figures["policy_faults"] == 0.0
+        assert math.isfinite(figures["planned_generation_s"])
 
 
 async def test_our_policy_plans_each_step_and_the_ledger_has_its_reasons(tmp_path: Path) -> None:

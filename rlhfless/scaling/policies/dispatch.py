@@ -24,7 +24,7 @@ from rlhfless.scaling.policies.forecasters import Ahead, Floats
 from rlhfless.scaling.policies.learned import Recent, Starts
 from rlhfless.scaling.policies.limits import Limits, StepAim
 from rlhfless.scaling.policies.offers import COLD, STARTING, WARM, Offers
-from rlhfless.scaling.policies.outlook import ends_by
+from rlhfless.scaling.policies.outlook import ends_by, longest_response, rows_of
 from rlhfless.scaling.policies.reserve import asleep_instead, gain_usd, is_due, wait_for
 from rlhfless.scaling.policies.review import Dealt, Reviewer
 from rlhfless.scaling.policy import StepView
@@ -140,7 +140,8 @@ class StepPlanner:
         limit_s = contract.deadline_s / problem.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
         ends_s = now.at_s + limit_s, now.at_s + max(limit_s, board.last_s)
         aim = StepAim(now.at_s, *ends_s, asked.after_s, found.time_usd_per_s)
-        self._limits.begin(aim, None if ahead.known else (board.grid, board.nobody()))
+        longest = None if ahead.known else longest_response(rows_of(ahead, now.view, dealt.home), now.places)
+        self._limits.begin(aim, longest)
         return Made(found, dealt, later)
 
     def _safest(self, now: Moment, ahead: Ahead, asked: Asked, options: FleetOptions) -> tuple[Plan, Problem]:

@@ -1,4 +1,4 @@
-"""The loops of `outlook` and `migration`, compiled; nothing else calls them. What they compute is said there."""
+"""The loops of `migration`, compiled; nothing else calls them. What they compute is said in `outlook` and there."""
 
 from __future__ import annotations
 
@@ -6,32 +6,9 @@ import math
 from typing import NamedTuple
 
 from rlhfless.scaling.compiled import compiled, part
+from rlhfless.scaling.policies.counting import CONTEXT, NOBODY, SEQUENCES
 from rlhfless.scaling.policies.forecasters import Floats
-from rlhfless.scaling.policy import Flags, Ints
-
-SEQUENCES, CONTEXT, NOBODY = 0, 1, 2
-"""Columns of an outlook: sequences expected to be alive, their tokens of context, and -log P(nobody is alive)."""
-
-SURE = 0.999
-"""More certain than that of being alive is nobody, so that sums stay finite."""
-
-
-class Ranks(NamedTuple):
-    """Where in a row of quantiles the lengths lie that stand for a distribution. All [ranks]."""
-
-    left: Ints  # column of the quantile before it
-    right: Ints  # and of the one behind it
-    share: Floats  # how far it is from one to the other
-    weight: Floats  # probability that it stands for
-
-
-class Counted(NamedTuple):
-    """Samples at places. All [rows]."""
-
-    home: Ints
-    kind: Ints  # row of the table of quantiles
-    context: Ints  # tokens, now
-    delay: Floats  # iterations until it is admitted
+from rlhfless.scaling.policy import Ints
 
 
 class Speeds(NamedTuple):
@@ -66,104 +43,15 @@ class Actors(NamedTuple):
     end_s: Floats
 
 
-@compiled
-def count_alive(
-    rows: Counted, table: Floats, ranks: Ranks, few: Flags, grid: Floats, scratch: Floats, columns: Floats
-) -> None:
-    """Adds up what is alive at each point of the `grid` [T]. `table` [kinds, Q] has the quantiles, `few` [places] says
-    where each sample counts for itself; `scratch` [T] and `columns` [3, places, T] are 0."""
-    row = 0
-    while row < rows.home.size:
-        count = 1
-        while row + count < rows.home.size and _alike(rows, row, row + count):
-            count += 1
-        _add_samples(rows, row, count, table, ranks, few[rows.home[row]], grid, scratch, columns)
-        row += count
-    for place in range(columns.shape[1]):
-        sequences = context = 0.0
-        for point in range(grid.size - 1, -1, -1):
-            ends, took = columns[SEQUENCES, place, point], columns[CONTEXT, place, point]
-            columns[SEQUENCES, place, point] = sequences
-            columns[CONTEXT, place, point] = max(context + sequences * grid[point], 0.0)
-            if not few[place]:
-                columns[NOBODY, place, point] = sequences
-            sequences += ends
-            context += took
-
-
-@compiled
-def add_waits(
-    home: Ints,
-    begun: Flags,
-    most: Ints,
-    means: Floats,
-    longest: Ints,
-    first: Ints,
-    seen: Ints,
-    work: Floats,
-    delay: Floats,
-) -> None:
-    """`delay` [rows]: iterations until each is admitted. `means` [kinds] are their lengths, `longest` [kinds] has the
-    longest first, and `first` [kinds + 1] says at which row each begins; `seen` and `work` [places] are 0."""
-    for waiting in (False, True):
-        for kind in longest:
-            for row in range(first[kind], first[kind + 1]):
-                if begun[row] != waiting:
-                    place = home[row]
-                    if seen[place] >= most[place]:
-                        delay[row] = max(work[place] / most[place] - means[kind] / 2, 0.0)
-                    seen[place] += 1
-                    work[place] += means[kind]
-
-
-@part
-def _alike(rows: Counted, one: int, other: int) -> bool:
-    same: bool = rows.kind[one] == rows.kind[other] and rows.home[one] == rows.home[other]
-    return same and bool(rows.delay[one] == rows.delay[other])
-
-
-@part
-def _add_samples(
-    rows: Counted,
-    row: int,
-    count: int,
-    table: Floats,
-    ranks: Ranks,
-    alone: bool,
-    grid: Floats,
-    scratch: Floats,
-    columns: Floats,
-) -> None:
-    """Where a sample may end; and, where it counts `alone`, how likely it is alive at each point; for so many alike."""
-    place, kind, delay = rows.home[row], rows.kind[row], rows.delay[row]
-    cell, last = 0, grid.size - 1
-    for rank in range(ranks.weight.size):
-        low, high, share = table[kind, ranks.left[rank]], table[kind, ranks.right[rank]], ranks.share[rank]
-        length = low * (1 - share) + high * share + delay
-        while cell < last and grid[cell] < length:
-            cell += 1
-        weight = ranks.weight[rank] * count
-        columns[SEQUENCES, place, cell] += weight
-        columns[CONTEXT, place, cell] += weight * (rows.context[row] - delay)
-        if alone:
-            scratch[cell] += ranks.weight[rank]
-    if alone:
-        chance = 0.0
-        for point in range(cell, -1, -1):
-            columns[NOBODY, place, point] -= math.log1p(-min(chance, SURE)) * count
-            chance += scratch[point]
-            scratch[point] = 0.0
-
-
 @part
 def _iteration_s(speeds: Speeds, place: int, sequences: float, context: float) -> float:
-    """By which everybody alive comes one token on, by the models; at least one is alive."""
+    """By which everybody in the batch comes one token on, by the models; at least one is alive."""
     batch, curve = min(max(sequences, 1.0), float(speeds.most[place])), speeds.curve[place]
     seconds, knot = speeds.at_zero_s[curve] + speeds.slope_s[curve] * batch, 0
     while knot < speeds.knots.shape[1] and speeds.knots[curve, knot] < batch:
         seconds += speeds.bends_s[curve, knot] * (batch - speeds.knots[curve, knot])
         knot += 1
-    seconds += speeds.context_s[place] * context * min(batch / max(sequences, 1e-9), 1e3)
+    seconds += speeds.context_s[place] * context * min(1 / min(max(sequences, 1e-9), 1.0), 1e3)
     return float(seconds)
 
 

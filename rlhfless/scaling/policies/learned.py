@@ -32,8 +32,10 @@ STEPS_SEEN = 64
 """The last so many steps say how good forecasts are."""
 
 
-MOST_CERTAIN = 0.999
-"""No forecast is asked for more."""
+MOST_CERTAIN, LEAST_CERTAIN = 0.999, 0.001
+"""No forecast is asked for more, or for less. One that is wrong by far gives what happened a probability that is 0 as a
+number (a first step's, of prompts that nothing is known of); after some of those, 0 would be asked for, which no length
+has, and whose logarithm is not finite."""
 
 
 class Recent:
@@ -167,7 +169,8 @@ class Coverage:
 
     def level(self, confidence: float) -> float:
         """The p to ask for, so that what it names comes true with this probability."""
-        return min(float(np.interp(confidence, self._share, self._below)), MOST_CERTAIN)
+        asked = float(np.interp(confidence, self._share, self._below))
+        return min(max(asked, LEAST_CERTAIN), MOST_CERTAIN)
 
     def _table(self) -> None:
         """How often what was said to have a probability up to `below` came true."""

@@ -55,8 +55,8 @@ class Limits:
         seen before apart from the others, because their forecasts are better."""
         self._revisits = False
         """Whether most prompts of the step were seen before."""
-        self._alive: tuple[Floats, Floats] | None = None
-        """Iterations, and how many samples were expected to be alive after each, when the step began."""
+        self._longest: tuple[Floats, Floats] | None = None
+        """Tokens, and -log of the probability, when the step began, that no response would be longer."""
         self._steps = 0
 
     def share(self, steps: int, *, revisits: bool) -> None:
@@ -70,7 +70,7 @@ class Limits:
     @property
     def tested(self) -> bool:
         """Whether any step has shown how good forecasts are, or lengths are known."""
-        return self._steps > 0 or self._alive is None
+        return self._steps > 0 or self._longest is None
 
     @property
     def level(self) -> float:
@@ -91,9 +91,9 @@ class Limits:
         """A confidence to ask of forecasts, and a reserve of time: at 1 what a deadline is kept with, at 0 neither."""
         return self.even + share * (self.level - self.even), self.reserve**share
 
-    def begin(self, aim: StepAim, alive: tuple[Floats, Floats] | None) -> None:
-        """A step has been planned. `alive`: see there; None if lengths are known."""
-        self.aim, self._alive = aim, alive
+    def begin(self, aim: StepAim, longest: tuple[Floats, Floats] | None) -> None:
+        """A step has been planned. `longest`: see `outlook.longest_response`; None if lengths are known."""
+        self.aim, self._longest = aim, longest
 
     def learn(self, at_s: float, view: StepView) -> None:
         """Generation has ended: how much of its time it took, and whether its longest response was as likely as
@@ -104,6 +104,5 @@ class Limits:
             if not self._used[True].count:  # what is forecast better scatters no more
                 new = self._used[False]
                 self._used[True] = Recent(1.0, new.scatter, FIRST_STEPS + new.count)
-        if self._alive is not None and not view.truncated.any():
-            grid, sequences = self._alive
-            self._coverage.add(math.exp(-float(np.interp(view.tokens.max(), grid, sequences))))
+        if self._longest is not None and not view.truncated.any():
+            self._coverage.add(math.exp(-float(np.interp(view.tokens.max(), *self._longest))))

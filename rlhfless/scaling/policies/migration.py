@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless.scaling.policies import kernel
+from rlhfless.scaling.policies.counting import SEQUENCES
 from rlhfless.scaling.policies.forecasters import Floats
-from rlhfless.scaling.policies.kernel import NOBODY, SEQUENCES, Actors, Outlook
+from rlhfless.scaling.policies.kernel import Actors, Outlook
 from rlhfless.scaling.policies.outlook import Alive, Engines
 from rlhfless.scaling.policy import Ints
 
@@ -50,12 +51,11 @@ class Aim:
 class Part:
     """Some samples of an actor, as the outlook counts them."""
 
-    columns: Floats  # [3, 1, T]
+    columns: Floats  # [3, 1, T]: where they come to, with a slot for each
+    freed: Floats
+    """[3, 1, T]: what the actor that they leave has less to do. Not the same where samples wait: others get their slots
+    sooner."""
     count: int
-
-    def without(self) -> Part:
-        """As much less."""
-        return Part(-self.columns, -self.count)
 
 
 class Board:
@@ -78,11 +78,7 @@ class Board:
         self.end_s = np.zeros(ready_s.size)
         """Until it has, with the confidence of the aim."""
         self.outlook = Outlook(engines.speeds, pace, state.grid, self.columns)
-        self._nothing = Part(np.zeros((3, 1, state.grid.size)), 0)
-
-    def nobody(self) -> Floats:
-        """[T]: -log of the probability that everything has ended, at all places."""
-        return np.asarray(self.columns[NOBODY].sum(axis=0))
+        self._nothing = np.zeros((3, 1, state.grid.size))
 
     def judge(self, places: Ints, confidence: float) -> None:
         """Brings `hold_s` and `end_s` of places up to date."""
@@ -96,17 +92,18 @@ class Board:
     def take(self, source: int, target: int, part: Part | None) -> None:
         """Gives samples of one actor, all of them if None, to another, without judging either."""
         moved = self.columns[:, source].copy() if part is None else part.columns[:, 0]
+        freed = moved if part is None else part.freed[:, 0]
         count = self.count[source] if part is None else part.count
         self.columns[:, target] += moved
-        self.columns[:, source] = np.maximum(self.columns[:, source] - moved, 0.0)
+        self.columns[:, source] = np.maximum(self.columns[:, source] - freed, 0.0)
         self.count[target] += count
         self.count[source] -= count
 
-    def trial(self, places: Ints, part: Part, delay_s: float | Floats, *confidences: float) -> Floats:
-        """`hold_s`, and `end_s` with each confidence, [1 + confidences, rows] of actors with so much more (or less) to
-        do, after a delay."""
+    def trial(self, places: Ints, more: Floats, delay_s: float | Floats, *confidences: float) -> Floats:
+        """`hold_s`, and `end_s` with each confidence, [1 + confidences, rows] of actors with so much `more` (or less)
+        to do [3, 1, T], after a delay."""
         out = np.empty((places.size, 1 + len(confidences)))
-        kernel.trial(self.outlook, places, part.columns, -np.log(confidences), out)
+        kernel.trial(self.outlook, places, more, -np.log(confidences), out)
         return np.asarray(out.T + (self.ready_s[places] + delay_s))
 
     def chance(self, limit_s: float) -> float:
@@ -177,8 +174,8 @@ def relieve(board: Board, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -
     if not targets.size:
         return None
     one = np.array([source])
-    left_hold_s, left_end = board.trial(one, part.without(), 0.0, aim.confidence)
-    hold_s, end = board.trial(targets, part, wait_s, aim.confidence)
+    left_hold_s, left_end = board.trial(one, -part.freed, 0.0, aim.confidence)
+    hold_s, end = board.trial(targets, part.columns, wait_s, aim.confidence)
     ends = np.maximum(end, left_end)
     costs = board.freed[targets] * (hold_s - board.hold_s[targets])
     costs += board.freed[source] * (left_hold_s - board.hold_s[source])

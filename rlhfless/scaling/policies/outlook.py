@@ -10,7 +10,10 @@ judged by adding two rows. From them
     expected work          sum of iterations x the chance that somebody is alive
     end at a confidence p  after the k iterations with exp(-N(k)) = p
 
-Samples that wait for others to end are alive as well, but not in the batch; what they wait is added to their lengths.
+What a sample has still to draw is counted in tokens; what it waits for a slot, in iterations. In the batch it draws a
+token in each iteration, so it ends after the iterations of its wait and those of its tokens. All columns go by
+iterations. While it waits it is alive, but not in the batch: it holds no context. How long the longest response of the
+step is does not depend on waits at all (`longest_response`).
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import numpy as np
 
 from rlhfless.scaling.lengths.forecast import runs
 from rlhfless.scaling.plan import DeviceOption
-from rlhfless.scaling.policies import kernel
+from rlhfless.scaling.policies import counting
+from rlhfless.scaling.policies.counting import NOBODY, Counted, Ranks
 from rlhfless.scaling.policies.forecasters import Ahead, Floats
-from rlhfless.scaling.policies.kernel import Counted, Ranks, Speeds
+from rlhfless.scaling.policies.kernel import Speeds
 from rlhfless.scaling.policy import Flags, Ints, StepView
 
 GRID_STEP = 1.25
@@ -37,13 +41,17 @@ RANKS: Floats = (_EDGES[1:] + _EDGES[:-1]) / 2
 WEIGHTS: Floats = np.diff(_EDGES)
 
 
-def grid_to(most_tokens: float) -> Floats:
-    """Iterations ahead: 0, 4, 8, 12 and then ever further apart, up to `most_tokens`."""
+FINEST = 128
+"""Where samples wait, points of the grid are no closer than the whole of it by so many."""
+
+
+def grid_to(most: float, apart: float = math.inf) -> Floats:
+    """Iterations, or tokens, ahead: 0, 4, 8, 12 and then ever further apart, by `apart` at most, up to `most`."""
     points, at = [0.0, 4.0, 8.0], 12.0
-    while at < most_tokens:
+    while at < most:
         points.append(at)
-        at = math.ceil(at * GRID_STEP)
-    return np.array([*points, max(most_tokens, 12.0)])
+        at = min(math.ceil(at * GRID_STEP), at + apart)
+    return np.array([*points, max(most, 12.0)])
 
 
 FEW = 16
@@ -57,9 +65,10 @@ AROUND = 64
 class Alive:
     """What is expected to be alive at each place."""
 
-    grid: Floats  # [T]
+    grid: Floats  # [T], iterations
     columns: Floats
-    """[3, places, T]: sequences, their tokens of context, and -log of the probability that all have ended."""
+    """[3, places, T]: sequences, tokens of context of those in the batch, and -log of the probability that all have
+    ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,7 @@ def ranks_of(ahead: Ahead) -> Ranks:
     return Ranks(*ahead.between(RANKS), WEIGHTS)
 
 
-def queue_tokens(rows: Rows, most: Ints, count: Ints) -> Floats:
+def queue_iterations(rows: Rows, most: Ints, count: Ints) -> Floats:
     """[rows]: iterations until a sample that waits is admitted; 0 for those that an engine runs at once: `most` of the
     `count` at each place [places]. They are taken to wait from long to short; a slot is free for the next one when the
     work of all before it has been done by all slots, but for the halves of what runs."""
@@ -105,7 +114,7 @@ def queue_tokens(rows: Rows, most: Ints, count: Ints) -> Floats:
         longest = np.argsort(-means, kind="stable")
         room = np.zeros(most.size, np.int64), np.zeros(most.size)
         first = np.append(first, ahead.kind.size)
-        kernel.add_waits(rows.home, rows.begun, most, means, longest, first, *room, delay)
+        counting.add_waits(rows.home, rows.begun, most, means, longest, first, *room, delay)
     return delay
 
 
@@ -113,14 +122,25 @@ def alive(rows: Rows, places: int, most: Ints, few: Flags | None = None, grid: F
     """What is expected of all places; `most` [places] is how many sequences an engine there runs at once, `few`
     [places] whether each of its samples counts for itself (see `FEW`); on this `grid`, or one that is long enough."""
     ahead, count = rows.ahead, np.bincount(rows.home, minlength=places)
-    delay = queue_tokens(rows, most, count)
+    delay = queue_iterations(rows, most, count)
     if grid is None:
-        grid = grid_to(float((ahead.table[:, -1][ahead.kind] + delay).max()))
+        most_iterations = float((ahead.table[:, -1][ahead.kind] + delay).max())
+        # Waits go on at an even pace: at their end as at their beginning, a point for each half of a mean response.
+        apart = max(float(ahead.means.mean()) / 2, most_iterations / FINEST) if delay.any() else math.inf
+        grid = grid_to(most_iterations, apart)
     columns = np.zeros((3, places, grid.size))
     counted = Counted(rows.home, ahead.kind, rows.context, delay)
     few = count <= FEW if few is None else few
-    kernel.count_alive(counted, ahead.table, ranks_of(ahead), few, grid, np.zeros(grid.size), columns)
+    waiting = np.zeros((2, places, grid.size))
+    counting.count_alive(counted, ahead.table, ranks_of(ahead), few, grid, np.zeros(grid.size), waiting, columns)
     return Alive(grid, columns)
+
+
+def longest_response(rows: Rows, places: int) -> tuple[Floats, Floats]:
+    """[T] and [T]: tokens, and -log of the probability that no sample has more than so many still to draw."""
+    everyone = np.bincount(rows.home, minlength=places)
+    found = alive(rows, places, most=everyone)  # with a slot for each, iterations are tokens
+    return found.grid, np.asarray(found.columns[NOBODY].sum(axis=0))
 
 
 def ends_by(ahead: Ahead, samples: Ints, confidence: float) -> Floats:

@@ -16,12 +16,20 @@ from rlhfless.scaling.policy import Action, Flags, Ints, Move, Note
 
 
 def part_of(rows: Rows, chosen: Ints, board: Board) -> Part:
-    """Some of an actor's rows as the outlook counts them, on the board's grid, as if none of them waited."""
-    some = replace(rows.of(np.sort(chosen)), home=np.zeros(chosen.size, np.int64))
-    # Counted as they are on the board, to be taken off it.
-    few = board.count[rows.home[chosen[:1]]] <= FEW
-    found = alive(some, 1, np.array([chosen.size]), few, board.grid)
-    return Part(found.columns, chosen.size)
+    """Some of an actor's rows as the outlook counts them, on the board's grid; where they come to, none of them
+    waits."""
+    home = rows.home[chosen[:1]]
+    few, most = board.count[home] <= FEW, board.engines.most[home]  # as they were counted on the board
+
+    def counted(some: Ints, slots: Ints) -> Floats:
+        here = replace(rows.of(some), home=np.zeros(some.size, np.int64))
+        return alive(here, 1, slots, few, board.grid).columns
+
+    columns = counted(np.sort(chosen), np.array([chosen.size]))
+    if (board.count[home] <= most).all():
+        return Part(columns, columns, chosen.size)
+    left = np.setdiff1d(np.flatnonzero(rows.home == home), chosen)
+    return Part(columns, board.columns[:, home] - counted(left, most), chosen.size)
 
 
 class Recompute:

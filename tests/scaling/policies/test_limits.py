@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from rlhfless.scaling.policies.learned import LEAST_CERTAIN, MOST_CERTAIN
 from rlhfless.scaling.policies.limits import FIRST_SCATTER, FIRST_STEPS, Limits, StepAim
 from rlhfless.scaling.policy import Flags, Ints
 
@@ -64,3 +65,25 @@ def test_caution_goes_from_none_to_that_of_a_deadline() -> None:
         pytest.approx((limits.even + limits.level) / 2),
         pytest.approx(math.sqrt(limits.reserve)),
     )
+
+
+def test_a_step_teaches_how_likely_its_longest_response_was() -> None:
+    """Forecast: -log of the chance that none is longer than 0, 4 and 8 tokens is 2, 1 and 0. The longest has 5: 0.75,
+    a chance of 0.472. It and the four even ones that count as seen before: 0.578 of all lie below that."""
+    limits = Limits(0.99)
+    limits.share(1, revisits=False)
+    limits.begin(StepAim(), (np.array([0.0, 4.0, 8.0]), np.array([2.0, 1.0, 0.0])))
+    limits.learn(1.0, Ended(np.zeros(2, np.bool_), np.array([3, 5])))
+    chance = math.exp(-0.75)
+    assert limits.even == pytest.approx(0.5 / ((4 * chance + 1) / 5) * chance)
+
+
+def test_forecasts_that_are_wrong_by_far_leave_a_confidence_that_can_be_asked_for() -> None:
+    """A thousand samples were sure to be longer than what the longest was: exp(-1000) is 0 as a number."""
+    limits = Limits(0.99)
+    for _ in range(8):
+        limits.share(1, revisits=False)
+        limits.begin(StepAim(), (np.array([0.0, 8.0]), np.array([1000.0, 1000.0])))
+        limits.learn(1.0, Ended(np.zeros(2, np.bool_), np.array([3, 5])))
+    assert limits.even == LEAST_CERTAIN
+    assert LEAST_CERTAIN < limits.level <= MOST_CERTAIN

@@ -12,7 +12,8 @@ from views import MODEL
 from rlhfless.scaling.plan import DeviceOption
 from rlhfless.scaling.policies.forecasters import Ahead
 from rlhfless.scaling.policies.migration import Aim, Board, dissolve
-from rlhfless.scaling.policies.outlook import Engines, Rows, alive, queue_tokens
+from rlhfless.scaling.policies.outlook import Engines, Rows, alive, grid_to, longest_response, queue_iterations
+from rlhfless.scaling.policies.transfers import part_of
 
 DEVICE = DeviceOption("h100", MODEL, 10_000, 8, 0.001, ())
 """An iteration takes 10 ms, and 0.5 ms more for each sequence."""
@@ -61,10 +62,65 @@ def test_how_long_an_actor_works_and_when_it_has_ended() -> None:
 def test_who_waits_comes_in_from_long_to_short() -> None:
     """With one slot: the second when the first is half of its own length ahead, the third behind both."""
     rows = known([10, 20, 30], [0, 0, 0], begun=False)
-    assert queue_tokens(rows, np.array([1]), np.array([3])).tolist() == [50 - 5, 30 - 10, 0]
-    assert queue_tokens(rows, np.array([3]), np.array([3])).tolist() == [0, 0, 0]
+    assert queue_iterations(rows, np.array([1]), np.array([3])).tolist() == [50 - 5, 30 - 10, 0]
+    assert queue_iterations(rows, np.array([3]), np.array([3])).tolist() == [0, 0, 0]
     rows.begun[0] = True  # the shortest runs already, and ends before the longest would be half done
-    assert queue_tokens(rows, np.array([1]), np.array([3])).tolist() == [0, 40 - 10, 0]
+    assert queue_iterations(rows, np.array([1]), np.array([3])).tolist() == [0, 40 - 10, 0]
+
+
+def test_a_sample_holds_context_from_when_it_has_a_slot() -> None:
+    """One slot, as above: the sample of 30 tokens has it at once, that of 20 after 20 iterations, that of 10 after 45.
+    So they end after 30, 40 and 55 iterations: on the grid, at 30, 48 and 55."""
+    rows = known([10, 20, 30], [0, 0, 0], begun=False)
+    grid = np.array([0.0, 4, 8, 12, 15, 19, 24, 30, 38, 48, 55])
+    found = alive(rows, 1, np.array([1]), grid=grid)
+    sequences, context, nobody = found.columns[:, 0]
+    assert sequences.tolist() == [3, 3, 3, 3, 3, 3, 3, 2, 2, 1, 0]
+    first = 5 + np.array([0, 4, 8, 12, 15, 19, 24, 0, 0, 0, 0])  # it begins with 5 tokens, and has ended at 30
+    first[7:] = 0
+    second = np.array([0, 0, 0, 0, 0, 0, 5 + 24 - 20, 5 + 30 - 20, 5 + 38 - 20, 0, 0])
+    third = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 5 + 48 - 45, 0])
+    assert context.tolist() == (first + second + third).tolist()
+    each = -math.log(0.001)
+    assert nobody == pytest.approx(each * sequences)
+
+
+def test_where_samples_wait_the_grid_is_as_fine_at_the_end_as_in_the_middle() -> None:
+    """40 samples of 20 tokens for one slot: the last one waits for 39, but for half of what runs. Points are half a
+    response apart where the grid would be coarser: from 48, a quarter of which is 12."""
+    rows = known([20] * 40, [0] * 40, begun=False)
+    assert queue_iterations(rows, np.array([1]), np.array([40])).max() == 39 * 20 - 10
+    grid = alive(rows, 1, np.array([1])).grid
+    assert grid.tolist() == [0, 4, 8, 12, 15, 19, 24, 30, 38, *range(48, 790, 10), 39 * 20 - 10 + 20]
+    assert alive(rows, 1, np.array([40])).grid.tolist() == grid_to(20.0).tolist()
+
+
+def test_how_long_the_longest_response_is_does_not_depend_on_waits() -> None:
+    """Three samples on one slot or on three: none has more than 12 tokens to draw but those of 20 and of 30, and the
+    grid ends at 30 tokens, though the last of them ends after 55 iterations."""
+    rows = known([10, 20, 30], [0, 0, 0], begun=False)
+    tokens, nobody = longest_response(rows, 1)
+    assert tokens.tolist() == [0, 4, 8, 12, 15, 19, 24, 30]
+    each = -math.log(0.001)
+    assert nobody == pytest.approx([3 * each, 3 * each, 3 * each, 2 * each, 2 * each, 2 * each, each, 0])
+    assert alive(rows, 1, np.array([1])).grid[-1] == 55
+
+
+def test_samples_that_leave_a_queue_let_the_others_come_in_sooner() -> None:
+    """16 samples of 20 tokens for 8 slots end after 40 iterations; without half of them, after 20, which the grid knows
+    as 19 to 24. An iteration of 8 takes 14 ms."""
+    rows = known([20] * 16, [0] * 16, begun=False)
+    board = board_of(rows)
+    assert board.end_s[0] > 34 * 0.014
+    part = part_of(rows, np.arange(8), board)
+    left = board.trial(np.array([0]), -part.freed, 0.0, 0.5)[1, 0]
+    alone = board.trial(np.array([1]), part.columns, 0.0, 0.5)[1, 0]
+    assert left == pytest.approx(alone)
+    assert 19 * 0.014 < left < 24 * 0.014
+    board.take(0, 1, part)
+    board.judge(np.arange(2), 0.5)
+    assert board.end_s.tolist() == pytest.approx([left, alone])
+    assert board.count.tolist() == [8, 8]
 
 
 def test_the_actor_with_less_is_dissolved_if_the_other_ends_in_time() -> None:

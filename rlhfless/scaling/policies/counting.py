@@ -1,0 +1,146 @@
+"""Counts what is alive at each point of a grid, compiled; `outlook` says what that is, and alone calls it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from rlhfless.scaling.compiled import compiled, part
+from rlhfless.scaling.policies.forecasters import Floats
+from rlhfless.scaling.policy import Flags, Ints
+
+SEQUENCES, CONTEXT, NOBODY = 0, 1, 2
+"""Columns of an outlook: sequences expected to be alive, context of those in the batch, and -log P(nobody is alive)."""
+
+SURE = 0.999
+"""More certain than that of being alive is nobody, so that sums stay finite."""
+
+
+class Ranks(NamedTuple):
+    """Where in a row of quantiles the lengths lie that stand for a distribution. All [ranks]."""
+
+    left: Ints  # column of the quantile before it
+    right: Ints  # and of the one behind it
+    share: Floats  # how far it is from one to the other
+    weight: Floats  # probability that it stands for
+
+
+class Counted(NamedTuple):
+    """Samples at places. All [rows]."""
+
+    home: Ints
+    kind: Ints  # row of the table of quantiles
+    context: Ints  # tokens, now
+    delay: Floats  # iterations until it has a slot; from then on it draws a token in each iteration
+
+
+@compiled
+def count_alive(
+    rows: Counted,
+    table: Floats,
+    ranks: Ranks,
+    few: Flags,
+    grid: Floats,
+    scratch: Floats,
+    waiting: Floats,
+    columns: Floats,
+) -> None:
+    """Adds up what is alive at each point of the `grid` [T], in iterations. `table` [kinds, Q] has the quantiles, in
+    tokens; `few` [places] says where each sample counts for itself. `scratch` [T], `waiting` [2, places, T] and
+    `columns` [3, places, T] are 0."""
+    row = 0
+    while row < rows.home.size:
+        count = 1
+        while row + count < rows.home.size and _alike(rows, row, row + count):
+            count += 1
+        _add_samples(rows, row, count, table, ranks, few[rows.home[row]], grid, scratch, columns)
+        if rows.delay[row] > 0:
+            _add_waiting(rows, row, count, grid, waiting)
+        row += count
+    for place in range(columns.shape[1]):
+        sequences = context = queued = queued_context = 0.0
+        for point in range(grid.size - 1, -1, -1):
+            ends, took = columns[SEQUENCES, place, point], columns[CONTEXT, place, point]
+            columns[SEQUENCES, place, point] = sequences
+            in_batch = context + sequences * grid[point] - (queued_context + queued * grid[point])
+            columns[CONTEXT, place, point] = max(in_batch, 0.0)
+            if not few[place]:
+                columns[NOBODY, place, point] = sequences
+            sequences += ends
+            context += took
+            queued += waiting[SEQUENCES, place, point]
+            queued_context += waiting[CONTEXT, place, point]
+
+
+@compiled
+def add_waits(
+    home: Ints,
+    begun: Flags,
+    most: Ints,
+    means: Floats,
+    longest: Ints,
+    first: Ints,
+    seen: Ints,
+    work: Floats,
+    delay: Floats,
+) -> None:
+    """`delay` [rows]: iterations until each is admitted. `means` [kinds] are their lengths, `longest` [kinds] has the
+    longest first, and `first` [kinds + 1] says at which row each begins; `seen` and `work` [places] are 0."""
+    for waiting in (False, True):
+        for kind in longest:
+            for row in range(first[kind], first[kind + 1]):
+                if begun[row] != waiting:
+                    place = home[row]
+                    if seen[place] >= most[place]:
+                        delay[row] = max(work[place] / most[place] - means[kind] / 2, 0.0)
+                    seen[place] += 1
+                    work[place] += means[kind]
+
+
+@part
+def _alike(rows: Counted, one: int, other: int) -> bool:
+    same: bool = rows.kind[one] == rows.kind[other] and rows.home[one] == rows.home[other]
+    return same and bool(rows.delay[one] == rows.delay[other])
+
+
+@part
+def _add_samples(
+    rows: Counted,
+    row: int,
+    count: int,
+    table: Floats,
+    ranks: Ranks,
+    alone: bool,
+    grid: Floats,
+    scratch: Floats,
+    columns: Floats,
+) -> None:
+    """Where a sample may end; and, where it counts `alone`, how likely it is alive at each point; for so many alike."""
+    place, kind, delay = rows.home[row], rows.kind[row], rows.delay[row]
+    cell, last = 0, grid.size - 1
+    for rank in range(ranks.weight.size):
+        low, high, share = table[kind, ranks.left[rank]], table[kind, ranks.right[rank]], ranks.share[rank]
+        length = low * (1 - share) + high * share + delay
+        while cell < last and grid[cell] < length:
+            cell += 1
+        weight = ranks.weight[rank] * count
+        columns[SEQUENCES, place, cell] += weight
+        columns[CONTEXT, place, cell] += weight * (rows.context[row] - delay)
+        if alone:
+            scratch[cell] += ranks.weight[rank]
+    if alone:
+        chance = 0.0
+        for point in range(cell, -1, -1):
+            columns[NOBODY, place, point] -= math.log1p(-min(chance, SURE)) * count
+            chance += scratch[point]
+            scratch[point] = 0.0
+
+
+@part
+def _add_waiting(rows: Counted, row: int, count: int, grid: Floats, waiting: Floats) -> None:
+    """Until which point so many alike have no slot, and hold no context: what `_add_samples` counted is taken off."""
+    place, cell = rows.home[row], 0
+    while cell < grid.size - 1 and grid[cell] < rows.delay[row]:
+        cell += 1
+    waiting[SEQUENCES, place, cell] += count
+    waiting[CONTEXT, place, cell] += count * (rows.context[row] - rows.delay[row])
