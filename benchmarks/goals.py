@@ -1,5 +1,9 @@
 """The goals of the policies, and how far each is reached in a comparison: for `benchmarks/policies.py`.
 
+    python benchmarks/goals.py [docs/simulations.md] [--without code-7b-mixed]
+
+prints the means over the scenarios of what `policies.py` has written there, without some of them. Nothing is simulated.
+
 a  against static co-located, later epochs: at least 1.5 times as fast at no more cost; at least 55 % cheaper in no
    more time
 b  at least 80 % of the gap between the best static fleet in hindsight and the clairvoyant
@@ -13,8 +17,11 @@ the run. All policies of a scenario work under it, but for those whose goal is a
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlhfless.sim.experiment.compare import Comparison, quoted_part
 from rlhfless.sim.experiment.rows import Part, Totals
@@ -36,6 +43,9 @@ AS_FAST_BOUND = "clairvoyant, RLHFless's time"
 FASTEST = "clairvoyant, fastest"
 DEADLINES = {1.1: 0.70, 1.25: 0.95, 1.5: 0.99}
 """Times the clairvoyant's best time, and the share of steps that must keep it."""
+
+WEAK_STATIC = "code-7b-mixed"
+"""A static fleet uses its two kinds of devices alike, so what is gained over that one says little of other fleets."""
 
 FACTOR, SAVING, CAPTURED, CHEAPER_THAN_PUBLISHED, REGRET = 1.5, 0.55, 0.80, 0.15, 0.05
 
@@ -170,3 +180,70 @@ def _captured(static: Sequence[Totals], ours: Sequence[Totals], bound: Sequence[
     if min(gaps) <= 0:
         return None
     return mean_interval([1 - mine / gap for mine, gap in zip(left, gaps, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A row of the table of goals that `policies.py` writes, as rounded there."""
+
+    scenario: str
+    figures: tuple[float | None, ...]
+    """The first number of each column; None where there is none."""
+
+    def ratio(self, column: int, *, saved: bool) -> float:
+        """A factor; of a share that is saved, what is left."""
+        figure = self.figures[column]
+        assert figure is not None  # only shares of a gap may be missing
+        return 1 - figure / 100 if saved else figure
+
+
+def recorded(text: str) -> list[Recorded]:
+    """The rows of the table under "Goals". Raises ValueError if there is none."""
+    table = [line for line in text.partition("## Goals")[2].partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    if len(table) < 3:
+        raise ValueError("no table of goals; give a file that `benchmarks/policies.py --markdown` has written")
+    rows = []
+    for line in table[2:]:
+        scenario, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        numbers = (re.match(r"-?[0-9.]+", cell) for cell in cells)
+        rows.append(Recorded(scenario, tuple(float(number[0]) if number else None for number in numbers)))
+    return rows
+
+
+def recorded_means(rows: Sequence[Recorded]) -> str:
+    """What `policies.py` says of them, from rounded figures."""
+
+    def times(column: int) -> float:
+        return geometric_mean([row.ratio(column, saved=False) for row in rows]).mean
+
+    def saved(column: int) -> float:
+        return 100 * (1 - geometric_mean([row.ratio(column, saved=True) for row in rows]).mean)
+
+    def mean(column: int) -> float:
+        figures = [figure for row in rows if (figure := row.figures[column]) is not None]
+        return sum(figures) / max(len(figures), 1)
+
+    kept = ", ".join(f"{mean(10 + at):.0f}% at {factor:g}x" for at, factor in enumerate(DEADLINES))
+    return (
+        f"Over {len(rows)} scenarios: a, {times(1):.2f}x as fast at no more cost (the clairvoyant, at any cost, "
+        f"{times(2):.2f}x), and {saved(3):.0f}% cheaper in no more time (the clairvoyant {saved(4):.0f}%); b, "
+        f"{mean(5):.0f}% of the gap captured where there is one (who knows each prompt's distribution: "
+        f"{mean(6):.0f}%); c, {saved(7):.0f}% cheaper than RLHFless as published (the clairvoyant {saved(8):.0f}%); d, "
+        f"{mean(9):.1f}% regret; e, deadlines kept in {kept}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=Path(__file__).parents[1] / "docs" / "simulations.md")
+    parser.add_argument("--without", nargs="*", default=[], help="names of scenarios")
+    arguments = parser.parse_args()
+    rows = recorded(arguments.file.read_text("utf-8"))
+    unknown = set(arguments.without) - {row.scenario for row in rows}
+    if unknown:
+        parser.error(f"--without: {', '.join(sorted(unknown))}: not in {arguments.file}")
+    print(recorded_means([row for row in rows if row.scenario not in arguments.without]))
+
+
+if __name__ == "__main__":
+    main()
