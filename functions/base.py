@@ -106,10 +106,21 @@ class Function:
         self.incarnation = uuid.uuid4().hex[:12]
         self._settings_key = settings_key(settings)
         self._attempt = 0
+        self._unfit: UserError | None = None
         self._lease = Lease(settings.lease, self._abandoned)
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Around what a constructor loads. Of a constructor that raises, Serve keeps a text and loses the type. So a
+        fault that the user can mend is kept here and raised by every call; the first asks who the replica is.
+        """
+        try:
+            yield
+        except UserError as error:
+            self._unfit = error
+
     def admit(self, call: Call) -> None:
-        """Let a call in, or raise StaleCall."""
+        """Let a call in, or raise StaleCall, or what the start raised."""
         if call.run_id != self.run_id:
             raise StaleCall(f"call of run {call.run_id!r}, but this replica belongs to {self.run_id!r}")
         if call.attempt < self._attempt:
@@ -118,6 +129,8 @@ class Function:
             )
         self._attempt = call.attempt
         self._lease.renew()
+        if self._unfit is not None:
+            raise self._unfit
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
         """Who this replica is. Raises FunctionBroken if it can do its work no more."""

@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.functions.loading import load_whole
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import DType, ModelSpec
 
@@ -119,15 +120,17 @@ def load_policy(
 ) -> Policy:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None).
 
-    Raises ValueError if this module's logits differ from the model's own, and whatever transformers raises
-    for a path that it cannot read.
+    Raises InputError if weights are missing, odd or not finite; ValueError if this module's logits differ from the
+    model's own; and whatever transformers raises for a path that it cannot read.
     """
     device = device or default_device()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a function's output is a log
     config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     _switch_off_dropout(config)
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model = load_whole(
+        AutoModelForCausalLM,
         spec.path,
+        "model.path",
         config=config,
         dtype=TORCH_DTYPES[parameter_dtype],
         attn_implementation="sdpa",

@@ -36,10 +36,11 @@ class LearnerFunction(Function):
         self._asked = asyncio.Event()
         """Set, and replaced, when a step is to be learned."""
         self._ranks = [self._rank_actor(rank) for rank in range(settings.learner.ranks)]
-        # Rank 0 opens the rendezvous on its own node; the others need its address.
-        on_one_node = len(set(await self._all("node"))) == 1
-        address = (await self._answers("rendezvous", [self._ranks[0].rendezvous.remote(on_one_node)]))[0]
-        await self._all("start", address, on_one_node)
+        with self.starting():
+            # Rank 0 opens the rendezvous on its own node; the others need its address.
+            on_one_node = len(set(await self._all("node"))) == 1
+            address = (await self._answers("rendezvous", [self._ranks[0].rendezvous.remote(on_one_node)]))[0]
+            await self._all("start", address, on_one_node)
 
     def _rank_actor(self, rank: int) -> Any:
         from rlhfless.functions.learner.actor import RankActor

@@ -34,13 +34,14 @@ class ReferenceFunction(Function):
         settings.binding.bind()
         from rlhfless.functions.reference.model import ReferencePolicy
 
-        self._policy = ReferencePolicy(
-            settings.model,
-            dtype=settings.dtype,
-            micro_batch_tokens=settings.micro_batch_tokens,
-            temperature=settings.temperature,
-            threads=len(settings.binding.indices),
-        )
+        with self.starting():
+            self._policy = ReferencePolicy(
+                settings.model,
+                dtype=settings.dtype,
+                micro_batch_tokens=settings.micro_batch_tokens,
+                temperature=settings.temperature,
+                threads=len(settings.binding.indices),
+            )
 
     async def logprobs(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """Reference logprobs `[tokens]` of a packed batch, 0 on prompt tokens."""

@@ -27,7 +27,7 @@ class RewardModelSettings:
 
 
 class RewardModelFunction(Function):
-    """One replica with all reward models of the run. Raises RewardError if one cannot be used."""
+    """One replica with all reward models of the run. Its calls raise RewardError if one cannot be used."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         super().__init__(settings)
@@ -36,7 +36,8 @@ class RewardModelFunction(Function):
 
         threads = len(settings.binding.indices)
         self._weights = {spec.label: spec.weight for spec in settings.rewards}
-        self._models = [RewardModel(spec, threads=threads) for spec in settings.rewards]
+        with self.starting():
+            self._models = [RewardModel(spec, threads=threads) for spec in settings.rewards]
         self._on_failure = settings.on_failure
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:

@@ -14,13 +14,16 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from rlhfless.functions.loading import load_whole
 from rlhfless.functions.policy import TORCH_DTYPES, default_device
 from rlhfless.rewards import Failed, Outcome, RewardError, Sample
 from rlhfless.spec import RewardModelSpec
+from rlhfless.spec.errors import InputError
 
 
 class RewardModel:
-    """Loads `spec.path`. Raises RewardError if it has no trained head with one label, or no padding token."""
+    """Loads `spec.path`. Raises RewardError if weights are missing, odd or not finite, its head has not one label,
+    or it has no padding token."""
 
     def __init__(self, spec: RewardModelSpec, *, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -28,16 +31,19 @@ class RewardModel:
         self._spec = spec
         self._device = default_device()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
-        model, loaded = AutoModelForSequenceClassification.from_pretrained(
-            spec.path,
-            dtype=TORCH_DTYPES[spec.dtype],
-            trust_remote_code=spec.trust_remote_code,
-            output_loading_info=True,
-        )
+        try:
+            model = load_whole(
+                AutoModelForSequenceClassification,
+                spec.path,
+                "path",
+                dtype=TORCH_DTYPES[spec.dtype],
+                trust_remote_code=spec.trust_remote_code,
+            )
+        except InputError as error:
+            what = "; ".join(problem.what for problem in error.problems)
+            raise self._error(f"is no whole reward model: {what}") from error
         if model.config.num_labels != 1:
             raise self._error(f"has {model.config.num_labels} labels; a reward model has one, its score")
-        if loaded["missing_keys"]:
-            raise self._error(f"has no trained {sorted(loaded['missing_keys'])[0]}: it is no reward model")
         pad = self._tokenizer.pad_token_id
         self._pad = self._tokenizer.eos_token_id if pad is None else pad
         if self._pad is None:

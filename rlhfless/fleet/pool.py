@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray.exceptions import RayTaskError
+
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
 from rlhfless.fleet.tasks import together
@@ -111,7 +113,10 @@ class Pool:
                 stop_s=self._timeouts.drain_s,
             )
             await self._cluster.wait_running(name, self._timeouts.start_s)
-            reply = await asyncio.wait_for(handle.describe.remote(self._call), self._timeouts.call_s)
+            try:
+                reply = await asyncio.wait_for(handle.describe.remote(self._call), self._timeouts.call_s)
+            except RayTaskError as error:
+                raise error.cause from error  # Ray's own text is the remote traceback
             self._preparing.add(name)
             replica.is_up(handle, reply.value)
             if prepare is not None:

@@ -1,8 +1,7 @@
-"""The policy's configuration, tokenizer and weight files, checked without loading a single weight."""
+"""The policy's configuration and tokenizer. Its weights are judged in rlhfless.loop.model_weights."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +17,6 @@ T = TypeVar("T")
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_ANSWER_S = 10.0
-_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-# What Git leaves in place of a large file that was not fetched (https://git-lfs.com).
-_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ def load_policy(spec: ModelSpec) -> Policy:
 
 
 def _check_folder(path: str, field: str) -> None:
-    """A local folder must be whole; a name that may be the hub's is left to the hub. Raises InputError."""
+    """A local folder must hold a model; a name that may be the hub's is left to the hub. Raises InputError."""
     folder = Path(path)
     if folder.is_dir():
         _check_files(folder, field)
@@ -108,20 +104,6 @@ def _check_files(folder: Path, field: str) -> None:
     if not (folder / "config.json").is_file():
         mend = "name a folder in Hugging Face format, as `save_pretrained` writes it"
         raise _error(field, f"{str(folder)!r} has no config.json", mend)
-    weights = [file for pattern in _WEIGHT_PATTERNS for file in sorted(folder.glob(pattern))]
-    if not weights:
-        raise _error(field, f"{str(folder)!r} has no weights ({' or '.join(_WEIGHT_PATTERNS)})", "")
-    index = folder / "model.safetensors.index.json"
-    named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-    missing = sorted(named - {file.name for file in weights})
-    if missing:
-        what = f"{str(folder)!r} lacks {len(missing)} of {len(named)} weight files, such as {missing[0]}"
-        raise _error(field, what, "download the model again")
-    for file in weights:
-        with file.open("rb") as stream:
-            if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                what = f"{str(file)!r} is a Git LFS pointer, not the weights"
-                raise _error(field, what, "fetch the weights with `git lfs pull`")
 
 
 def _config(spec: ModelSpec) -> Any:

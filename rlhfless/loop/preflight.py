@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from rlhfless.loop.model_weights import weight_problems
 from rlhfless.loop.policy import Policy, TokenizerInfo, load_policy
 from rlhfless.loop.prompts import PromptSets, load_prompts
 from rlhfless.loop.reward_checks import reward_problems, reward_warnings
@@ -50,6 +51,7 @@ def preflight(spec: RunSpec) -> Prepared:
         prompts = None
         _try(lambda: read_rows("prompts.path", spec.prompts.path, spec.prompts.split), problems)
     everything = [*prompts.train, *prompts.held_out] if prompts else []
+    problems += _weight_problems(spec, config_is_right=policy is not None)
     problems += reward_problems(spec, everything)
     problems += _price_problems(spec)
     problems += _device_problems(spec)
@@ -79,6 +81,16 @@ def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
     except InputError as error:
         problems += error.problems
         return None
+
+
+def _weight_problems(spec: RunSpec, *, config_is_right: bool) -> list[Problem]:
+    return weight_problems(
+        "model.path",
+        spec.model.path,
+        "AutoModelForCausalLM",
+        trust_remote_code=spec.model.trust_remote_code,
+        config_is_right=config_is_right,
+    )
 
 
 def _prompts(spec: RunSpec, policy: Policy) -> PromptSets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlhfless.loop.model_weights import Head, weight_problems
 from rlhfless.records import Prompt
 from rlhfless.rewards import RewardError, checker
 from rlhfless.rewards.code import protection
@@ -51,4 +52,6 @@ def _model_faults(reward: RewardModelSpec) -> list[str]:
         return [f"cannot read the configuration of {reward.path!r}: {type(error).__name__}: {first}"]
     if config.num_labels != 1:
         return [f"{reward.path!r} has {config.num_labels} labels; a reward model has one, its score"]
-    return []
+    head: Head = "AutoModelForSequenceClassification"
+    problems = weight_problems("", reward.path, head, trust_remote_code=reward.trust_remote_code)
+    return [f"{reward.path!r}: {problem}" for problem in problems]

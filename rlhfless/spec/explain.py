@@ -18,6 +18,8 @@ from rlhfless.spec.errors import Problem
 _MAX_QUOTE = 80
 # As alike as words with one typing error; below that, the same key in another section is the better guess.
 _TYPING_ERROR = 0.8
+# Things of a kind that a message names; the others are counted.
+_MAX_COUNTED = 8
 
 
 def explain(error: ValidationError, model: type[BaseModel], origins: Mapping[Path, str]) -> list[Problem]:
@@ -154,3 +156,12 @@ def origin_of(path: Path, origins: Mapping[Path, str]) -> str:
         if path[:length] in origins:
             return origins[path[:length]]
     return ""
+
+
+def counted(noun: str, items: Iterable[str]) -> str:
+    """`tensor a`, or `3 tensors: a, b, c`; the first _MAX_COUNTED are told and the others counted."""
+    told = list(items)
+    if len(told) == 1:
+        return f"{noun} {told[0]}"
+    more = f" and {len(told) - _MAX_COUNTED} more" if len(told) > _MAX_COUNTED else ""
+    return f"{len(told)} {noun}s: {', '.join(told[:_MAX_COUNTED])}{more}"

@@ -51,7 +51,16 @@ def model_folder(tmp_path):
         "max_position_embeddings": CONTEXT_TOKENS,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({"lm_head.weight": np.zeros((len(WORDS), 8), np.float32)}, folder / "model.safetensors")
+    names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    weights = {f"model.layers.0.{name}.weight": (8, 8) for name in names}
+    weights |= {f"model.layers.0.{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
+    weights |= {
+        "model.norm.weight": (8,),
+        "model.embed_tokens.weight": (len(WORDS), 8),
+        "lm_head.weight": (len(WORDS), 8),
+    }
+    save_file({name: np.zeros(shape, np.float32) for name, shape in weights.items()}, folder / "model.safetensors")
     return folder
 
 

@@ -137,7 +137,7 @@ def test_a_model_that_cannot_be_a_policy_is_refused(fault, edit_config, changes,
 def test_a_folder_without_config_weights_or_tokenizer(fault, model_folder):
     for name, part in (
         ("tokenizer.json", "cannot read the tokenizer of"),
-        ("model.safetensors", "has no weights (*.safetensors"),
+        ("model.safetensors", "has no weights (model.safetensors or pytorch_model.bin, in one file or in shards"),
         ("config.json", "has no config.json"),
     ):
         (model_folder / name).unlink()
@@ -146,6 +146,7 @@ def test_a_folder_without_config_weights_or_tokenizer(fault, model_folder):
 
 def test_a_folder_with_half_of_its_weights(fault, model_folder):
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    (model_folder / "model.safetensors").unlink()
     (model_folder / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({}, model_folder / "model-1-of-2.safetensors")
     assert "lacks 1 of 2 weight files, such as model-2-of-2.safetensors" in fault()

@@ -1,0 +1,201 @@
+"""Loading a model without letting transformers fill in what is not there.
+
+transformers initialises a tensor that the files lack, or have in another shape, at random, and says so in a warning.
+Training would go on from there. Here the loader's own account of what it found decides: in `load_whole`, when a
+function loads its model, and in `misfit`, which asks the same loader before anything is started. It is given tensors
+without data (torch's meta device), so that renamed, fused and tied weights and old buffers count as it counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
+
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import counted
+
+Shape = tuple[int, ...]
+
+RESTORE = "fetch the model again from where it came from"
+OTHER_CONFIG = "config.json and the weights belong to different models: take both from the same place"
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """How weights differ from what a model takes, by the names of a checkpoint."""
+
+    model: str
+    """The model's class."""
+    missing: Mapping[str, Shape]
+    """With the shape that the model takes."""
+    unexpected: tuple[str, ...]
+    mismatched: Mapping[str, tuple[Shape, Shape]]
+    """The shape that there is, and the one that the model takes."""
+    failure: str = ""
+    """What the loader said where it gave up, and it does not show which tensor is to blame."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched or self.failure)
+
+    def problems(self, field: str, where: str) -> list[Problem]:
+        """One per kind. `where` is what holds the weights, such as a file's name."""
+        problems = []
+        if self.missing:
+            what = counted("tensor", [f"{name!r} {list(shape)}" for name, shape in sorted(self.missing.items())])
+            problems.append(Problem(field, f"{where} lacks {what}, which {self.model} needs", RESTORE))
+        if self.mismatched:
+            what = counted(
+                "tensor",
+                (
+                    f"{name!r} as {list(found)} instead of {list(wanted)}"
+                    for name, (found, wanted) in sorted(self.mismatched.items())
+                ),
+            )
+            problems.append(Problem(field, f"{where} has {what}", OTHER_CONFIG))
+        if self.unexpected:
+            what = (
+                f"{where} has {counted('tensor', map(repr, sorted(self.unexpected)))}, which {self.model} does not take"
+            )
+            problems.append(Problem(field, what, OTHER_CONFIG))
+        if self.failure:
+            what = f"the tensors of {where} cannot be converted to those of {self.model}: {self.failure}"
+            problems.append(Problem(field, what, RESTORE))
+        return problems
+
+
+def load_whole(auto: Any, path: str, field: str, **options: Any) -> Any:
+    """`auto.from_pretrained(path, **options)`, if it has all weights from the files, and all are finite.
+
+    `field` is the spec's field that named the path. Raises InputError, and what transformers raises for a path that it
+    cannot read.
+    """
+    try:
+        model, found = auto.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    except (SafetensorError, pickle.UnpicklingError, EOFError) as error:
+        raise _unfit(path, [Problem(field, f"a weight file cannot be read: {error}", RESTORE)]) from error
+    except RuntimeError as error:
+        if not _of_conversion(error):
+            raise
+        gave_up = Misfit("the model", {}, (), {}, _first_line(error))
+        raise _unfit(path, gave_up.problems(field, "the checkpoint")) from error
+    problems = _misfit_of(model, found, {}).problems(field, "the checkpoint")
+    bad = [repr(name) for name, parameter in model.named_parameters() if not is_finite(parameter)]
+    if bad:
+        what = f"NaN or infinite values are in {counted('tensor', bad)} (as {str(model.dtype).removeprefix('torch.')})"
+        problems.append(Problem(field, what, RESTORE))
+    if problems:
+        raise _unfit(path, problems)
+    return model
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite. Without a temporary copy of the tensor."""
+    values = tensor.detach()
+    if not values.is_floating_point() or not values.numel():
+        return True
+    low, high = torch.aminmax(values)  # NaN wins both
+    return math.isfinite(low) and math.isfinite(high)
+
+
+def build_blank(auto: Any, config: Any, *, trust_remote_code: bool) -> Any:
+    """The model of a config, its tensors without data. Raises what the model's class raises."""
+    with _quiet(), torch.device("meta"):
+        return auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+
+
+def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
+    """How tensors of these names and shapes fit the model `blank`, of this config. Nothing is read."""
+    tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in stored.items()}
+    try:
+        with _quiet():
+            model, found = type(blank).from_pretrained(
+                None,
+                config=copy.deepcopy(config),
+                state_dict=tensors,
+                device_map="meta",
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except RuntimeError as error:
+        if not _of_conversion(error):
+            raise
+        # Some of the parts of a fused tensor are missing or odd, and the loader does not say which.
+        everything = set(blank.state_dict()) - set(getattr(blank, "all_tied_weights_keys", ()))
+        gave_up = Misfit(type(blank).__name__, {}, (), {}, _first_line(error))
+        return _in_names_of_files(blank, gave_up, everything, stored)
+    return _misfit_of(model, found, stored)
+
+
+def _misfit_of(model: Any, found: Mapping[str, Any], stored: Mapping[str, Shape]) -> Misfit:
+    """From transformers' account of a load. `stored`: the tensors of the files, where they are known."""
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    result = Misfit(
+        type(model).__name__,
+        {name: shapes.get(name, ()) for name in found["missing_keys"]},
+        tuple(found["unexpected_keys"]),
+        {name: (tuple(has), tuple(wanted)) for name, has, wanted in found["mismatched_keys"]},
+    )
+    return _in_names_of_files(model, result, {*result.missing, *result.mismatched}, stored) if result else result
+
+
+def _in_names_of_files(model: Any, result: Misfit, faulty: set[str], stored: Mapping[str, Shape]) -> Misfit:
+    """A parameter may be made of several tensors of a checkpoint, such as a layer's experts: tell those of them.
+
+    `faulty` are names of the model.
+    """
+    if not stored:
+        return result
+    parameters = model.state_dict()
+    model._weight_conversions = None  # those of the class, not those that this load happened to use
+    try:
+        parts = revert_weight_conversion(model, {name: parameters[name] for name in faulty if name in parameters})
+    except Exception:  # a conversion of many tensors to one cannot be undone with some of them
+        return result
+    shapes = {name: tuple(part.shape) for name, part in parts.items()}
+    missing = {name: shape for name, shape in shapes.items() if name not in stored}
+    mismatched = {
+        name: (tuple(stored[name]), shape)
+        for name, shape in shapes.items()
+        if name in stored and tuple(stored[name]) != shape
+    }
+    if not (missing or mismatched):
+        return result
+    return Misfit(result.model, missing, result.unexpected, mismatched)
+
+
+def _of_conversion(error: RuntimeError) -> bool:
+    """transformers' own error (utils/loading_report.py); a device that runs out of memory raises the same type."""
+    return "automatic conversion of the weights" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _unfit(path: str, problems: list[Problem]) -> InputError:
+    return InputError(f"the model {path!r}", problems)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' report and progress bar of a load."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)  # type: ignore[no-untyped-call]
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

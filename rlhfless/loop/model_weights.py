@@ -1,0 +1,100 @@
+"""Whether the weights of a model are whole, and are those that its configuration describes, before anything starts.
+
+A folder on this machine is looked at, and a hub model whose files are all in the local cache. Anything else is judged
+when the functions load it (rlhfless.functions.loading), by the same account of the same loader.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhfless.loop.model_files import RESTORE, ModelFiles, all_there, read_model_files
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import counted
+
+READ_BYTES = 256 * 2**20
+"""Weights up to this size are read for NaN and infinity, in well under a second. Larger ones are when they are loaded,
+where each value is read anyway."""
+
+Head = Literal["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
+"""Class of transformers that loads the model."""
+
+
+def weight_problems(
+    field: str, path: str, head: Head, *, trust_remote_code: bool, config_is_right: bool = True
+) -> list[Problem]:
+    """Why the weights at `path`, a folder or a hub name, cannot be used. `field` is the spec's field that names it.
+
+    The files are read in any case; with a config that is not right it is not asked which tensors it wants.
+    """
+    folder = _folder(path)
+    if folder is None:
+        return []
+    try:
+        files = read_model_files(folder, field)
+        misfits = _misfits(field, path, files, head, trust_remote_code) if config_is_right else []
+    except InputError as error:
+        return list(error.problems)
+    return [*misfits, *_not_finite(field, files)]
+
+
+def _folder(path: str) -> Path | None:
+    """Where the files are; None if they are not on this machine."""
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    if Path(path).exists():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    snapshot = Path(config).parent if isinstance(config, str) else None
+    return snapshot if snapshot is not None and all_there(snapshot) else None
+
+
+def _misfits(field: str, path: str, files: ModelFiles, head: Head, trust_remote_code: bool) -> list[Problem]:
+    import transformers
+
+    # Lazily: torch and transformers take seconds to import, and a broken file should not wait for them.
+    from rlhfless.functions.loading import build_blank, misfit
+
+    config: Any = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        return []  # its tensors depend on the quantiser's kernels; the loader has the only word on them
+    try:
+        blank = build_blank(getattr(transformers, head), config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a model's own code, which raises what it likes
+        first = (str(error).strip().splitlines() or [""])[0]
+        what = f"the model that config.json describes cannot be built: {type(error).__name__}: {first}"
+        return [Problem(field, what, "correct config.json, or take it again from where the model came from")]
+    found = misfit(blank, config, {name: tensor.shape for name, tensor in files.tensors.items()})
+    parameters = {name for name, parameter in blank.named_parameters() if parameter.is_floating_point()}
+    whole = [repr(name) for name, tensor in sorted(files.tensors.items()) if name in parameters and not tensor.floating]
+    problems = found.problems(field, files.holder())
+    if whole:
+        what = f"{files.holder()} has {counted('tensor', whole)} in whole numbers, where the model has floating point"
+        problems.append(Problem(field, what, RESTORE))
+    return problems
+
+
+def _not_finite(field: str, files: ModelFiles) -> list[Problem]:
+    """NaN and infinity in files that are small enough to be read here."""
+    if files.size_bytes > READ_BYTES:
+        return []
+    import torch
+    from safetensors.torch import load_file
+
+    from rlhfless.functions.loading import is_finite
+
+    problems = []
+    for file in files.files:
+        held = torch.load(file, weights_only=True) if file.suffix == ".bin" else load_file(file)
+        bad = [repr(name) for name, tensor in sorted(held.items()) if not is_finite(tensor)]
+        if bad:
+            what = f"{file.name} has NaN or infinite values in {counted('tensor', bad)}"
+            problems.append(Problem(field, what, RESTORE))
+    return problems
