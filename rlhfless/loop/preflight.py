@@ -16,7 +16,7 @@ from typing import TypeVar
 from rlhfless.loop.model_weights import weight_problems
 from rlhfless.loop.policy import Policy, TokenizerInfo, load_policy
 from rlhfless.loop.prompts import PromptSets, load_prompts
-from rlhfless.loop.reward_checks import reward_problems, reward_warnings
+from rlhfless.loop.reward_checks import columns_read, reward_problems, reward_warnings
 from rlhfless.loop.rows import read_rows
 from rlhfless.records import Prompt
 from rlhfless.scaling.latency.shape import ModelShape
@@ -94,7 +94,13 @@ def _weight_problems(spec: RunSpec, *, config_is_right: bool) -> list[Problem]:
 
 
 def _prompts(spec: RunSpec, policy: Policy) -> PromptSets:
-    return load_prompts(spec.prompts, policy.tokenizer, max_context_tokens=policy.context_tokens, seed=spec.seed)
+    return load_prompts(
+        spec.prompts,
+        policy.tokenizer,
+        max_context_tokens=policy.context_tokens,
+        seed=spec.seed,
+        read=columns_read(spec.rewards),
+    )
 
 
 def _price_problems(spec: RunSpec) -> list[Problem]:

@@ -8,7 +8,6 @@ resumed run sees what an uninterrupted one would have seen.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.loop.prompt_warnings import prompt_warnings
 from rlhfless.loop.rows import Row, read_rows
 from rlhfless.records import IntArray, Prompt
 from rlhfless.spec import PromptsSpec
@@ -36,24 +36,34 @@ class PromptSets:
     warnings: tuple[str, ...]
 
 
-def load_prompts(spec: PromptsSpec, tokenizer: Any, *, max_context_tokens: int | None, seed: int) -> PromptSets:
+def load_prompts(
+    spec: PromptsSpec,
+    tokenizer: Any,
+    *,
+    max_context_tokens: int | None,
+    seed: int,
+    read: frozenset[str] | None = None,
+) -> PromptSets:
     """Read everything a spec names. `tokenizer` is one of transformers'; no limit where the context is None.
 
-    Raises InputError with the problems of both sets.
+    `read` names the columns that rewards read, None for all: it is told where these are NaN. Raises InputError with
+    the problems of both sets.
     """
-    problems: list[Problem] = []
-    warnings: list[str] = []
-    train = _load("prompts.path", spec.path, spec.split, spec, tokenizer, max_context_tokens, problems)
-    held_out: list[Prompt] = []
+    sources = [("prompts.path", spec.path, spec.split)]
     wanted = spec.held_out
     if wanted is not None and wanted.path is not None:
-        source = ("prompts.held_out.path", wanted.path, wanted.split)
-        held_out = _load(*source, spec, tokenizer, max_context_tokens, problems)
+        sources.append(("prompts.held_out.path", wanted.path, wanted.split))
+    problems: list[Problem] = []
+    warnings: list[str] = []
+    sets: list[list[Prompt]] = []
+    for source in sources:
+        rows, prompts = _load(*source, spec, tokenizer, max_context_tokens, problems)
+        sets.append(prompts)
+        if not problems:
+            warnings += prompt_warnings(source[0], rows, prompts, tokenizer, read)
     if problems:
         raise InputError("prompts", problems)
-    repeated = sum(1 for count in Counter(prompt.text for prompt in train).values() if count > 1)
-    if repeated:
-        warnings.append(f"prompts.path: {repeated} prompts occur more than once; all occurrences are kept")
+    train, held_out = sets[0], sets[1] if len(sets) > 1 else []
     if wanted is not None and wanted.fraction is not None:
         train, held_out = _split(train, wanted.fraction, seed)
     train = _without(train, held_out, warnings)
@@ -115,13 +125,13 @@ def _load(
     tokenizer: Any,
     max_context_tokens: int | None,
     problems: list[Problem],
-) -> list[Prompt]:
-    """The prompts of one source; adds to `problems`, and returns nothing usable if it did."""
+) -> tuple[list[Row], list[Prompt]]:
+    """The rows and prompts of one source; adds to `problems`, and returns nothing usable if it did."""
     try:
         rows = read_rows(field, path, split)
     except InputError as error:
         problems += error.problems
-        return []
+        return [], []
     faults = _Faults(field, len(rows))
     texts = [_text(row, spec, tokenizer, faults) for row in rows]
     ids = _ids(rows, texts, spec, faults)
@@ -130,7 +140,7 @@ def _load(
         if text is not None:
             _check_length(row, len(token_ids), max_context_tokens, faults)
     problems += faults.problems()
-    return [
+    return rows, [
         Prompt(prompt_id, tuple(token_ids), text or "", _other_columns(row, spec))
         for row, text, prompt_id, token_ids in zip(rows, texts, ids, tokens, strict=True)
     ]

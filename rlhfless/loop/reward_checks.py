@@ -8,7 +8,7 @@ from rlhfless.loop.model_weights import Head, weight_problems
 from rlhfless.records import Prompt
 from rlhfless.rewards import RewardError, checker
 from rlhfless.rewards.code import protection
-from rlhfless.spec import CodeSpec, LengthPenaltySpec, RewardModelSpec, RewardSpec, RunSpec
+from rlhfless.spec import CodeSpec, HttpSpec, LengthPenaltySpec, PythonRewardSpec, RewardModelSpec, RewardSpec, RunSpec
 from rlhfless.spec.errors import Problem
 
 
@@ -31,6 +31,15 @@ def reward_warnings(spec: RunSpec) -> list[str]:
         if isinstance(reward, CodeSpec):
             warnings += [f"rewards.{index}: {what}" for what in protection().warnings()]
     return warnings
+
+
+def columns_read(rewards: Sequence[RewardSpec]) -> frozenset[str] | None:
+    """Columns of the data set that rewards look at; None if one of them gets all. By convention of the spec, a reward's
+    keys that name a column end in `_field`."""
+    if any(isinstance(reward, PythonRewardSpec | HttpSpec) for reward in rewards):
+        return None
+    named = [value for reward in rewards for key, value in reward if key.endswith("_field")]
+    return frozenset(name for name in named if name is not None)
 
 
 def _faults(reward: RewardSpec, prompts: Sequence[Prompt]) -> list[str]:
