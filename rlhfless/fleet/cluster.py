@@ -22,9 +22,10 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from rlhfless.fleet import ray_session
-from rlhfless.fleet.causes import StartRefused, innermost
+from rlhfless.fleet.causes import innermost
+from rlhfless.fleet.devices import local_slots
 from rlhfless.fleet.ray_session import NoCluster
-from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
+from rlhfless.scaling.placement import Seat, Slot
 from rlhfless.spec import PlacementSpec
 
 SLOT_PREFIX = "rlhfless-slot:"
@@ -165,21 +166,6 @@ class Cluster:
         """Leave the cluster; a private one ends, with every process it started."""
         # It goes down as a whole, Serve with it; in a joined one Serve belongs to others too.
         await asyncio.to_thread(ray_session.end)
-
-
-def local_slots() -> list[Slot]:
-    """The device slots of this machine: its GPUs, or the CPU cores this process may use where it has none."""
-    import torch
-
-    if torch.cuda.is_available():
-        return [Slot(f"gpu-{i}", gpu_kind(torch.cuda.get_device_name(i)), i) for i in range(torch.cuda.device_count())]
-    return [Slot(f"cpu-{i}", CPU_KIND, i) for i in sorted(os.sched_getaffinity(0))]
-
-
-def gpu_kind(device_name: str) -> str:
-    """Price book key of a GPU: `NVIDIA H100 80GB HBM3` is `h100`."""
-    words = device_name.lower().replace("-", " ").split()
-    return next((word for word in words if any(c.isdigit() for c in word)), words[-1])
 
 
 def seat_resources(seat: Seat) -> dict[str, float]:

@@ -6,9 +6,11 @@ whether weights and KV cache fit the memory of a device.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +45,24 @@ class Prepared:
 
 def preflight(spec: RunSpec) -> Prepared:
     """Check a spec against the world. Raises InputError with all problems."""
+    with _without_collector():
+        return _preflight(spec)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Imports of torch and transformers make objects that stay. Python's cycle collector walks them again and again
+    meanwhile, which is a fifth of the time of `rlhfless validate`, and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _preflight(spec: RunSpec) -> Prepared:
     problems: list[Problem] = []
     policy = _try(lambda: load_policy(spec.model), problems)
     if policy:
@@ -114,8 +134,8 @@ def _price_problems(spec: RunSpec) -> list[Problem]:
 def _device_problems(spec: RunSpec) -> list[Problem]:
     if spec.placement.ray_address:
         return []
-    # Lazily: Ray takes a second to import, and a fault found earlier should not wait for it.
-    from rlhfless.fleet.cluster import local_slots
+    # Lazily: it imports torch, and a fault found earlier should not wait for it.
+    from rlhfless.fleet.devices import local_slots
     from rlhfless.scaling.placement import PlacementError, helpers, place
 
     try:

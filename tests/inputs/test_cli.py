@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 import yaml
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from rlhfless.cli import main
@@ -44,6 +45,34 @@ def test_validate_prints_the_resolved_spec(spec, model_folder):
     assert resolved["optimizer"]["learning_rate"] == 1e-6
     assert "warning: generation: top_p 0.9" in result.stderr
     assert "ok: 8 training and 0 held-out prompts, sequences of up to 17 tokens" in result.stderr
+
+
+def test_validate_imports_no_ray_and_no_engine(spec):
+    """They take seconds, and nothing is started."""
+    code = (
+        "import sys; from rlhfless.cli.main import app; app(sys.argv[1:], standalone_mode=False); "
+        "print(sorted({'ray', 'vllm', 'numba'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "validate", str(spec)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_broken_model_is_one_message_and_exit_code_2(spec, model_folder):
+    file = model_folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, file)
+    result = invoke("validate", spec)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "the run cannot start: 1 problem\n"
+        "- model.path: model.safetensors lacks tensor 'model.layers.0.mlp.up_proj.weight' [8, 8], which "
+        "LlamaForCausalLM needs\n"
+        "    fetch the model again from where it came from\n"
+    )
 
 
 def test_a_mistyped_key_is_one_message_and_exit_code_2(spec):
