@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,12 @@ class Misfit:
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched or self.failure)
 
-    def problems(self, field: str, where: str) -> list[Problem]:
-        """One per kind. `where` is what holds the weights, such as a file's name."""
+    def problems(self, field: str, holder: Callable[[Iterable[str]], str]) -> list[Problem]:
+        """One per kind. `holder` names what holds the tensors of these names, such as a file."""
         problems = []
         if self.missing:
             what = counted("tensor", [f"{name!r} {list(shape)}" for name, shape in sorted(self.missing.items())])
-            problems.append(Problem(field, f"{where} lacks {what}, which {self.model} needs", RESTORE))
+            problems.append(Problem(field, f"{holder(())} lacks {what}, which {self.model} needs", RESTORE))
         if self.mismatched:
             what = counted(
                 "tensor",
@@ -61,14 +61,13 @@ class Misfit:
                     for name, (found, wanted) in sorted(self.mismatched.items())
                 ),
             )
-            problems.append(Problem(field, f"{where} has {what}", OTHER_CONFIG))
+            problems.append(Problem(field, f"{holder(self.mismatched)} has {what}", OTHER_CONFIG))
         if self.unexpected:
-            what = (
-                f"{where} has {counted('tensor', map(repr, sorted(self.unexpected)))}, which {self.model} does not take"
-            )
+            what = counted("tensor", map(repr, sorted(self.unexpected)))
+            what = f"{holder(self.unexpected)} has {what}, which {self.model} does not take"
             problems.append(Problem(field, what, OTHER_CONFIG))
         if self.failure:
-            what = f"the tensors of {where} cannot be converted to those of {self.model}: {self.failure}"
+            what = f"the tensors of {holder(())} cannot be converted to those of {self.model}: {self.failure}"
             problems.append(Problem(field, what, RESTORE))
         return problems
 
@@ -87,8 +86,8 @@ def load_whole(auto: Any, path: str, field: str, **options: Any) -> Any:
         if not _of_conversion(error):
             raise
         gave_up = Misfit("the model", {}, (), {}, _first_line(error))
-        raise _unfit(path, gave_up.problems(field, "the checkpoint")) from error
-    problems = _misfit_of(model, found, {}).problems(field, "the checkpoint")
+        raise _unfit(path, gave_up.problems(field, _checkpoint)) from error
+    problems = _misfit_of(model, found, {}).problems(field, _checkpoint)
     bad = [repr(name) for name, parameter in model.named_parameters() if not is_finite(parameter)]
     if bad:
         what = f"NaN or infinite values are in {counted('tensor', bad)} (as {str(model.dtype).removeprefix('torch.')})"
@@ -172,6 +171,11 @@ def _in_names_of_files(model: Any, result: Misfit, faulty: set[str], stored: Map
     if not (missing or mismatched):
         return result
     return Misfit(result.model, missing, result.unexpected, mismatched)
+
+
+def _checkpoint(_: Iterable[str]) -> str:
+    """The loader does not say which file a tensor came from."""
+    return "the checkpoint"
 
 
 def _of_conversion(error: RuntimeError) -> bool:

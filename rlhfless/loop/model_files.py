@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,12 @@ class ModelFiles:
         """Of all files."""
         return sum(file.stat().st_size for file in self.files)
 
-    def holder(self) -> str:
-        """What to call the place of a tensor that is not there."""
-        return self.files[0].name if len(self.files) == 1 else f"{len(self.files)} weight files together"
+    def holder(self, names: Iterable[str]) -> str:
+        """The file of these tensors; the checkpoint, if they are in several files or in none."""
+        holders = {self.tensors[name].file for name in names if name in self.tensors}
+        if len(self.files) == 1 or len(holders) == 1:
+            return next(iter(holders), self.files[0]).name
+        return f"the checkpoint of {len(self.files)} files"
 
 
 def read_model_files(folder: Path, field: str) -> ModelFiles:

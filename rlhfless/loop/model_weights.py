@@ -73,10 +73,11 @@ def _misfits(field: str, path: str, files: ModelFiles, head: Head, trust_remote_
         return [Problem(field, what, "correct config.json, or take it again from where the model came from")]
     found = misfit(blank, config, {name: tensor.shape for name, tensor in files.tensors.items()})
     parameters = {name for name, parameter in blank.named_parameters() if parameter.is_floating_point()}
-    whole = [repr(name) for name, tensor in sorted(files.tensors.items()) if name in parameters and not tensor.floating]
-    problems = found.problems(field, files.holder())
+    whole = [name for name, tensor in sorted(files.tensors.items()) if name in parameters and not tensor.floating]
+    problems = found.problems(field, files.holder)
     if whole:
-        what = f"{files.holder()} has {counted('tensor', whole)} in whole numbers, where the model has floating point"
+        names = counted("tensor", map(repr, whole))
+        what = f"{files.holder(whole)} has {names} in whole numbers, where the model has floating point"
         problems.append(Problem(field, what, RESTORE))
     return problems
 

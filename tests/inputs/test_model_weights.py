@@ -242,7 +242,17 @@ def test_a_tensor_that_neither_the_index_nor_a_shard_has(sharded):
     shard = json.loads((sharded / INDEX).read_text())["weight_map"][UP]
     edit(sharded, lambda tensors: tensors.pop(UP), shard)
     edit_json(sharded, INDEX, lambda index: index["weight_map"].pop(UP))
-    assert f"weight files together lacks tensor '{UP}' [48, 32]" in faults(sharded)
+    count = len(shards_of(sharded))
+    assert f"the checkpoint of {count} files lacks tensor '{UP}' [48, 32], which Llama" in faults(sharded)
+
+
+def test_odd_tensors_are_told_with_their_shard(sharded):
+    shard = json.loads((sharded / INDEX).read_text())["weight_map"][UP]
+    edit(sharded, lambda tensors: tensors.update({UP: torch.zeros(48, 31), "strange": torch.zeros(1)}), shard)
+    edit_json(sharded, INDEX, lambda index: index["weight_map"].update(strange=shard))
+    message = faults(sharded)
+    assert f"{shard} has tensor '{UP}' as [48, 31] instead of [48, 32]" in message
+    assert f"{shard} has tensor 'strange', which LlamaForCausalLM does not take" in message
 
 
 def test_an_index_that_cannot_be_read(sharded):
