@@ -129,8 +129,8 @@ class Cluster:
     async def wait_running(self, name: str, timeout_s: float) -> None:
         """Wait until a replica's constructor has returned.
 
-        Raises StartRefused if it raised an error that the user can mend, and FleetError if it raised another, or after
-        `timeout_s`.
+        Raises FleetError if it raised, or after `timeout_s`. An error that the user can mend is kept in the replica
+        (see Function.starting).
         """
         began = time.monotonic()
         while True:
@@ -139,8 +139,6 @@ class Cluster:
                 return
             if overview is not None and overview.status == ApplicationStatus.DEPLOY_FAILED:
                 cause = innermost([overview.message, *(d.message for d in overview.deployments.values())])
-                if cause.is_users:
-                    raise StartRefused(cause.message)
                 raise FleetError(f"{name} did not start: {cause}")
             waited_s = time.monotonic() - began
             if waited_s > timeout_s:

@@ -14,7 +14,6 @@ import yaml
 from typer.testing import CliRunner
 
 from rlhfless.cli import main
-from rlhfless.fleet.causes import StartRefused
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
@@ -28,7 +27,7 @@ from rlhfless.records import FinishReason, Rollout, WeightVersion
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal, JournalError, StaleAttempt
 from rlhfless.rewards import RewardError
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError, Problem, UserError
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 WRONG = WeightCheckFailed("probe", WeightVersion("run", 1, 3, "ab"), "the logprobs differ by 2 nats")
@@ -80,7 +79,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         (JournalError("the journal x could not be written"), 2, "the journal x could not be written\n", True),
         (CheckpointError("its files were changed"), 2, "its files were changed\n", True),
         (InputError("the model", [Problem("model.path", "no")]), 2, "the model: 1 problem\n- model.path: no\n", True),
-        (StartRefused("the model: 1 problem"), 2, "the model: 1 problem\n", True),
+        (UserError("the model: 1 problem"), 2, "the model: 1 problem\n", True),
         (NoCluster("no Ray cluster answers"), 2, "no Ray cluster answers\n", True),
         (FleetError("a did not start: ValueError: x"), 4, "FleetError: a did not start: ValueError: x\n", True),
         (ReplicaLost("a was lost"), 4, "ReplicaLost: a was lost\n", True),
