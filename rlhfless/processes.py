@@ -14,7 +14,7 @@ from typing import Any
 
 _LENGTH_BYTES = 8
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 
 
 def die_with(parent: int) -> None:
@@ -24,6 +24,13 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # it died before the line above
+
+
+def hide_from_others() -> None:
+    """Give /proc/<pid>/{environ,mem,maps,fd} of this process to root with its capabilities: other processes of its
+    user cannot read them any more. Debuggers of that user, and core dumps, are lost with it."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def encode(message: object) -> bytes:

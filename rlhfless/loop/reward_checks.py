@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlhfless.loop.model_weights import Head, weight_problems
 from rlhfless.records import Prompt
 from rlhfless.rewards import RewardError, checker
-from rlhfless.rewards.code import protection
+from rlhfless.rewards.confinement import protection
 from rlhfless.spec import CodeSpec, HttpSpec, LengthPenaltySpec, PythonRewardSpec, RewardModelSpec, RewardSpec, RunSpec
 from rlhfless.spec.errors import Problem
 

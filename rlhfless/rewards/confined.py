@@ -1,50 +1,97 @@
-"""The process in which one test of a `code` reward runs. A script of its own: it imports nothing of rlhfless.
+"""The process in which one test of a `code` reward runs. A script of its own: it imports nothing of rlhfless, and of
+the standard library only what starts fast (`json`, `signal` and `platform` would take three times as long as Python).
 
     python -I -S confined.py <config fd> <result fd>
 
-It reads its config (JSON) to the end, gives up what it can, runs the code, and writes the config's `token` to the
-result fd once code and tests have run to their end: an early `exit(0)` is no pass. Without code it writes, as JSON,
-which protections took hold.
+It reads its config (`marshal`, built by rlhfless.rewards.confinement) to the end, gives up what it can, runs the code,
+and writes the config's `token` to the result fd once code and tests have run to their end: an early `exit(0)` is no
+pass. Without code it writes which protections took hold.
 
-What it gives up: life without its parent; the network (a network namespace of its own, and no sockets); other
-processes (no fork, no signals to others); CPU time, memory, file size, open files. Whatever the kernel does not
-allow is left out and reported. It can still read files that its user can read: no sandbox.
+The order matters. What needs paths or privileges comes first: Landlock's rules are opened, the mount namespace is
+built, then the user changes, then a user namespace is tried if no mount namespace was to be had, and only then do
+Landlock and the filters of system calls close the door for good. Whatever the kernel does not allow is left out and
+reported.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
+import marshal
 import os
-import platform
 import resource
-import signal
 import struct
 import sys
+from typing import Any
 
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 38, 22
-_SECCOMP_MODE_FILTER = 2
-_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_THREAD = 0x10000000, 0x40000000, 0x10000
-_ALLOW, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38  # allow; EPERM; ENOSYS
-_LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_X32_BIT = 0x40000000
+Config = dict[str, Any]
 
-# Architecture of a system call as seccomp names it, numbers of clone and clone3, and those that are refused: socket,
-# fork, vfork, kill, ptrace, process_vm_writev, io_uring_setup (which opens sockets too), unshare, setns.
-_SYSTEM_CALLS = {
-    "x86_64": (0xC000003E, 56, 435, (41, 57, 58, 62, 101, 311, 425, 272, 308)),
-    "aarch64": (0xC00000B7, 220, 435, (198, 129, 117, 271, 425, 97, 268)),
-}
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SIGKILL = 9
+
+# linux/prctl.h, linux/sched.h, linux/mount.h, linux/capability.h
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWNET = 0x20000, 0x8000000, 0x10000000, 0x40000000
+_NAMESPACES = _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWNET
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
+_MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
+_CAPABILITIES_3 = 0x20080522
+_SYS_MOUNT_SETATTR, _SYS_LANDLOCK = 442, (444, 445, 446)  # the same on every architecture
+
+# To change the user, and for the parent to end it and remove its folder afterwards: CHOWN, DAC_OVERRIDE, KILL, SETGID,
+# SETUID. Containers have them by default.
+_NEEDED_TO_DROP = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6 | 1 << 7
+
+# linux/landlock.h: rights over files, and those that its versions 2 and 3 added
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _MAKE_CHAR, _MAKE_BLOCK, _TRUNCATE = 1, 2, 4, 8, 1 << 6, 1 << 11, 1 << 14
+_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}
+_SCOPES = 3  # version 6: no abstract sockets and no signals to processes outside
 
 
-def confine(config: dict[str, int]) -> dict[str, bool]:
-    """Give up what can be given up. Returns which protections took hold: {"network": bool, "processes": bool}."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != config["parent"]:
+def confine(config: Config) -> dict[str, str]:
+    """Give up what can be given up. Returns which protections took hold, as the fields of Protection."""
+    root, folder = os.getuid() == 0, config["folder"]
+    paths = {path: os.open(path, os.O_PATH) for path in sys.path if os.path.isdir(path)}
+    rules = _landlock_rules(config["readable"]) if config["landlock"] else None
+    apart = bool(config["namespaces"]) and _LIBC.unshare(_NAMESPACES) == 0
+    rooted = apart and _own_root(config, folder)
+    dropped = root and config["first_uid"] is not None and _own_user(config, paths)
+    foreign = not apart and bool(config["namespaces"]) and _own_user_namespace()
+    rooted = rooted or (foreign and _own_root(config, folder))
+    for descriptor in paths.values():
+        if f"/proc/self/fd/{descriptor}" not in sys.path:
+            os.close(descriptor)
+    _limits(config)
+    _LIBC.capset((ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)())
+    _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    landlocked = rules is not None and _landlock(rules, folder)
+    filtered = bool(config["filter"]) and _filter_system_calls(config["filter"])
+    if not dropped and not rooted and filtered:
+        _filter_system_calls(config["filter_of_attributes"])
+    if not filtered and (dropped or not root):  # root is not counted
+        _limit(resource.RLIMIT_NPROC, 0)
+    die_with(config["parent"])  # a change of user has cleared it
+    held = {
+        "network": apart or foreign or filtered,
+        "processes": filtered or dropped or not root,
+        "files": rooted or landlocked,
+        "environment": rooted or landlocked or dropped or foreign,
+        "disk": rooted,
+    }
+    user = "own" if dropped else "root" if root else "same"
+    return {"user": user, **{name: "yes" if is_held else "" for name, is_held in held.items()}}
+
+
+def die_with(parent: int | None) -> None:
+    """Have the kernel kill this process when its parent ends. None for a parent (a keeper) whose id is not known."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
         os._exit(1)  # it died before the line above
-    # Root needs no user namespace for it; others get one, in which they are allowed to.
-    own_network = libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
+
+
+# -- limits
+
+
+def _limits(config: Config) -> None:
     for kind, most in (
         (resource.RLIMIT_CPU, config["cpu_s"]),
         (resource.RLIMIT_AS, config["memory_bytes"]),
@@ -53,10 +100,6 @@ def confine(config: dict[str, int]) -> dict[str, bool]:
         (resource.RLIMIT_CORE, 0),
     ):
         _limit(kind, most)
-    filtered = _filter_system_calls(libc)
-    if not filtered and os.getuid() != 0:  # root is not counted
-        _limit(resource.RLIMIT_NPROC, 0)
-    return {"network": own_network or filtered, "processes": filtered or os.getuid() != 0}
 
 
 def _limit(kind: int, most: int) -> None:
@@ -65,49 +108,193 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most, most))
 
 
-def _filter_system_calls(libc: ctypes.CDLL) -> bool:
-    """No sockets, no processes beside this one; threads are fine. Returns whether the kernel took the filter."""
-    known = _SYSTEM_CALLS.get(platform.machine())
-    if known is None:
+# -- a file system of its own
+
+
+def _own_root(config: Config, folder: str) -> bool:
+    """A root that holds what Python needs, to read only, and `folder`, empty and in memory. There is no /proc."""
+    try:
+        _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+        _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    except OSError:
         return False
-    architecture, clone, clone3, refused = known
-    program = [
-        (_LOAD, 0, 0, 4),  # the architecture
-        (_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _REFUSE),
-        (_LOAD, 0, 0, 0),  # the number of the call
-        (_AT_LEAST, 0, 1, _X32_BIT),
-        (_RETURN, 0, 0, _REFUSE),
-        (_EQUAL, 0, 1, clone3),  # its flags lie in memory, out of the filter's sight: libc falls back to clone
-        (_RETURN, 0, 0, _UNKNOWN),
-    ]
-    for number in refused:
-        program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
-    program += [
-        (_EQUAL, 0, 3, clone),
-        (_LOAD, 0, 0, 16),  # its flags: the first argument
-        (_HAS_BITS, 1, 0, _CLONE_THREAD),
-        (_RETURN, 0, 0, _REFUSE),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    code = b"".join(struct.pack("HBBI", *line) for line in program)
+    try:
+        for path, link in config["readable"].items():
+            (_show_link if link else _show)(folder + path, link or path)
+        inner = folder + folder
+        os.makedirs(inner, exist_ok=True)
+        attributes = struct.pack("=QQQQ", _MS_RDONLY | _MS_NOSUID, 0, 0, 0)
+        _check(_LIBC.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(folder), _AT_RECURSIVE, attributes, 32))
+        size = f"size={config['folder_bytes']},nr_inodes={config['folder_files'] + 1},mode=700"
+        _mount("tmpfs", inner, "tmpfs", _MS_NOSUID | _MS_NODEV, size)
+        os.chdir(folder)
+        _check(_LIBC.pivot_root(b".", b"."))
+    except OSError:
+        _LIBC.umount2(os.fsencode(folder), _MNT_DETACH)
+        os.chdir(folder)
+        return False
+    _check(_LIBC.umount2(b".", _MNT_DETACH))  # the old root, which lies over the new one
+    os.chdir(folder)
+    return True
+
+
+def _show(target: str, path: str) -> None:
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(path, target, None, _MS_BIND | _MS_REC)
+
+
+def _show_link(target: str, goal: str) -> None:
+    if not os.path.lexists(target):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.symlink(goal, target)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
+    _check(_LIBC.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), "refused by the kernel")
+
+
+# -- a user of its own
+
+
+def _own_user(config: Config, paths: dict[str, int]) -> bool:
+    """Become a user that owns nothing but the folder, if Python can be used then. `paths` are `sys.path`, opened."""
+    header, data = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)()
+    _LIBC.capget(header, data)
+    if data[0] & _NEEDED_TO_DROP != _NEEDED_TO_DROP:
+        return False
+    folder, groups = config["folder"], os.getgroups()
+    for uid in (config["first_uid"] + os.getpid(), config["other_uid"]):
+        try:
+            os.setgroups([])
+            os.chown(folder, uid, uid)
+            os.setresgid(uid, uid, 0)
+            os.setresuid(uid, uid, 0)  # the saved 0 is the way back
+        except OSError:  # this user namespace lacks the number
+            reached = False
+        else:
+            reached = os.access(folder, os.W_OK | os.X_OK) and _keep_reach(paths)
+        if reached:
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            return True
+        os.setresuid(0, 0, 0)
+        os.setresgid(0, 0, 0)
+        os.chown(folder, 0, 0)
+        os.setgroups(groups)
+    return False
+
+
+def _keep_reach(paths: dict[str, int]) -> bool:
+    """Import from opened folders where the way to them is closed: Python may lie below /root. Returns whether all of
+    `paths` can be used."""
+    moved: dict[str, str] = {}
+    for path, descriptor in paths.items():
+        if not os.access(path, os.R_OK | os.X_OK):
+            moved[path] = f"/proc/self/fd/{descriptor}"
+            if not os.access(moved[path], os.R_OK | os.X_OK):
+                return False
+    sys.path[:] = [moved.get(path, path) for path in sys.path]
+    for module in list(sys.modules.values()) if moved else []:
+        if parts := getattr(module, "__path__", None):
+            module.__path__ = [_moved(part, moved) for part in parts]
+    return True
+
+
+def _moved(path: str, moved: dict[str, str]) -> str:
+    for old, new in moved.items():
+        if path.startswith(f"{old}/"):
+            return new + path[len(old) :]
+    return path
+
+
+def _own_user_namespace() -> bool:
+    """In which this process may have the other namespaces. Outside it has the rights of its user, and no more."""
+    uid, gid = os.getuid(), os.getgid()
+    if _LIBC.unshare(_CLONE_NEWUSER | _NAMESPACES) != 0:
+        return False
+    _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # after a change of user /proc/self is root's
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        try:
+            with open(f"/proc/self/{name}", "w") as stream:
+                stream.write(text)
+        except OSError:
+            break  # nothing can be mounted then; what remains is the network, and that others are out of reach
+    return True
+
+
+# -- Landlock
+
+
+def _landlock_version() -> int:
+    return int(_LIBC.syscall(_SYS_LANDLOCK[0], None, 0, 1))
+
+
+def _landlock_rules(readable: dict[str, str]) -> int | None:
+    """A set of rules (its fd) by which `readable` can be read; None where the kernel has no Landlock."""
+    version = _landlock_version()
+    if version < 1:
+        return None
+    handled = _RIGHTS[min(version, 3)]
+    attributes = struct.pack("=QQQ", handled, 0, _SCOPES) if version >= 6 else struct.pack("=Q", handled)
+    rules = _LIBC.syscall(_SYS_LANDLOCK[0], attributes, len(attributes), 0)
+    if rules < 0:
+        return None
+    for path, link in readable.items():
+        if path.startswith("/dev/"):
+            _allow(rules, path, _READ_FILE | _WRITE_FILE | handled & _TRUNCATE)
+        elif not link:
+            _allow(rules, path, _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0))
+    return int(rules)
+
+
+def _landlock(rules: int, folder: str) -> bool:
+    """All of `folder` and what `rules` name; nothing else, and no program is executed."""
+    rights = _RIGHTS[min(_landlock_version(), 3)]
+    _allow(rules, folder, rights & ~(_EXECUTE | _MAKE_CHAR | _MAKE_BLOCK))
+    took = bool(_LIBC.syscall(_SYS_LANDLOCK[2], rules, 0) == 0)
+    os.close(rules)
+    return took
+
+
+def _allow(rules: int, path: str, rights: int) -> None:
+    beneath = os.open(path, os.O_PATH)
+    _check(_LIBC.syscall(_SYS_LANDLOCK[1], rules, 1, struct.pack("=Qi", rights, beneath), 0))
+    os.close(beneath)
+
+
+# -- system calls
+
+
+def _filter_system_calls(program: list[list[int | None]]) -> bool:
+    """None in an instruction stands for this process's id. Returns whether the kernel took the filter."""
+    own = os.getpid()
+    code = b"".join(struct.pack("HBBI", *(own if part is None else part for part in line)) for line in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        return False
-    return bool(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, header, 0, 0) == 0)
+    return bool(_LIBC.prctl(_PR_SET_SECCOMP, 2, header, 0, 0) == 0)
 
 
 def main() -> None:
     """Run what the config says."""
     config_fd, result_fd = int(sys.argv[1]), int(sys.argv[2])
     with os.fdopen(config_fd, "rb") as stream:
-        config = json.load(stream)
+        config = marshal.load(stream)
+    die_with(config["parent"])
     sys.argv[:] = ["solution.py"]
     sys.path.append(config["packages"])
     held = confine(config)
     if config["code"] is None:
-        os.write(result_fd, json.dumps(held).encode())
+        os.write(result_fd, marshal.dumps(held))
         return
     namespace = {"__name__": "__main__", "__builtins__": __builtins__}
     for name in ("code", "tests"):

@@ -27,7 +27,7 @@ class MathSpec(RewardPart):
 
 
 class CodeSpec(RewardPart):
-    """The response's Python code, run against tests. Limited, but no sandbox: see docs/rewards.md."""
+    """The response's Python code, run against tests in a confined process: see docs/rewards.md."""
 
     type: Literal["code"]
     tests_field: str = "tests"
@@ -45,10 +45,21 @@ class CodeSpec(RewardPart):
     """Address space of one test; Python itself takes some 30 MiB."""
     file_mib: Annotated[int, Field(ge=0)] = 16
     """Largest file a test may write."""
+    folder_mib: Annotated[int, Field(ge=1)] = 64
+    """All that a test's folder may hold. Where the kernel allows it the folder lies in memory."""
+    folder_files: Annotated[int, Field(ge=1)] = 1024
+    """Files and folders that a test's folder may hold."""
     open_files: Annotated[int, Field(ge=16)] = 64
     """Files a test may have open."""
     output_kib: Annotated[int, Field(ge=1)] = 256
     """A test whose output is longer than this has failed."""
+
+    @model_validator(mode="after")
+    def _files_fit_in_the_folder(self) -> CodeSpec:
+        if self.file_mib > self.folder_mib:
+            what = f"file_mib ({self.file_mib}) is above folder_mib ({self.folder_mib}), which holds all files"
+            raise ValueError(f"{what}: raise folder_mib, or lower file_mib")
+        return self
 
 
 class JsonSchemaSpec(RewardPart):

@@ -1,0 +1,266 @@
+"""Starts confined processes (rlhfless.rewards.confined) and ends them: by time, output and the size of their folder."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from rlhfless.rewards.folder import Folder
+from rlhfless.rewards.seccomp import Program, filter_of_attributes, filter_of_processes_and_network
+from rlhfless.spec import CodeSpec
+
+MIB, KIB = 2**20, 2**10
+
+CLEAN_UP_S = 1.0
+"""To end a test's process and remove its folder: milliseconds as a rule, more on a crowded machine."""
+
+LOOK_S = 0.05
+"""Between two looks at a test's folder: a disk takes some hundred MiB in that time."""
+
+# Isolated, and without the start-up files of site-packages: a start takes 10 ms instead of 40.
+_PYTHON = (sys.executable, "-I", "-S", "-B", "-X", "utf8")
+_SCRIPT, _KEEPER = (str(Path(__file__).with_name(name)) for name in ("confined.py", "keeper.py"))
+
+# Numbers that no system gives to its users (systemd's table calls 1879048192 to 2147483647 unused), one per process id
+# (at most 2^22), so that two tests cannot reach each other. `nobody` where a container does not map such numbers.
+_FIRST_UID, _NOBODY = 2_000_000_000, 65534
+
+_LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/local/lib", "/lib", "/lib32", "/lib64",
+              "/libx32", "/nix/store", "/usr/share/zoneinfo", "/etc/alternatives", "/etc/ld.so.cache",
+              "/etc/localtime")  # fmt: skip
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What to try. All of it, but for tests of what remains without one."""
+
+    namespaces: bool = True
+    """A root folder, network and IPC of its own; for it a user namespace where privileges are lacking."""
+    landlock: bool = True
+    own_user: bool = True
+    filters: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """Which protections took hold of a `code` reward's process on this machine."""
+
+    user: Literal["own", "same", "root"]
+    """`own`: one that owns nothing else. `same`: the run's, not root. `root`: still root, without its capabilities."""
+    network: bool
+    """No network can be reached."""
+    processes: bool
+    """No other process can be started."""
+    files: bool
+    """Only Python and the system's libraries can be read, and only its folder written."""
+    environment: bool
+    """No other process's environment or memory can be read."""
+    disk: bool
+    """The kernel limits its folder; else it is measured while the test runs."""
+
+    def warnings(self) -> list[str]:
+        """What a user should know of what is missing."""
+        whose = "every user" if self.user == "own" else "the run's user"
+        missing = [] if self.network else ["can reach the network"]
+        missing += [] if self.processes else ["can start processes"]
+        missing += [] if self.files else [f"can read and write all files that {whose} can"]
+        missing += [] if self.environment else ["can read the environment variables of the run's processes"]
+        if not self.disk and self.files:
+            missing += [f"can exceed `folder_mib` and `folder_files` for up to {LOOK_S:g} s before it is ended"]
+        missing += ["runs as root, without root's capabilities"] if self.user == "root" else []
+        if not missing:
+            return []
+        listed = " and ".join((", ".join(missing[:-1]), missing[-1])) if missing[1:] else missing[0]
+        return [f"code that the policy writes {listed} here: the kernel grants no more (docs/rewards.md, Code)"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a confined process is to do. `code` None: nothing but say which protections took hold."""
+
+    code: str | None
+    tests: str = ""
+    token: str = ""
+    """Written to the result once code and tests have run to their end."""
+    given: str = ""
+    """Standard input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a confined process ended."""
+
+    result: bytes
+    output: str | None
+    """None if the process was ended from here."""
+    cause: str = ""
+    """Why it was."""
+
+
+@lru_cache(maxsize=1)
+def protection() -> Protection:
+    """What a confined process is kept from on this machine: found by starting one."""
+    return protection_with(Measures())
+
+
+def protection_with(measures: Measures) -> Protection:
+    """What holds if only these are tried."""
+    ended = run_confined(Task(None), CodeSpec(type="code", timeout_s=30), measures)
+    if not ended.result:
+        return Protection("root" if os.getuid() == 0 else "same", False, False, False, False, False)
+    held = marshal.loads(ended.result)
+    return Protection(held.pop("user"), **{name: bool(value) for name, value in held.items()})
+
+
+def run_confined(task: Task, spec: CodeSpec, measures: Measures = Measures()) -> Ended:
+    """Run it to its end, or to the first limit that it meets."""
+    program = _filters()[0] if measures.filters else None
+    with (
+        _folder() as path,
+        _file(task.given.encode(errors="surrogatepass")) as stdin,
+        _file(marshal.dumps(_config(task, spec, measures, path))) as settings,
+        _result_pipe() as (reading, writing),
+    ):
+        command = [*_PYTHON, _SCRIPT, str(settings.fileno()), str(writing.fileno())]
+        with writing:
+            process = subprocess.Popen(
+                command if program else [*_PYTHON, _KEEPER, *command],
+                cwd=path,
+                env=_environment(path),
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(settings.fileno(), writing.fileno()),
+                start_new_session=True,
+            )
+        known = frozenset(os.fstat(file.fileno()).st_ino for file in (stdin, settings))
+        folder = Folder(Path(path), process.pid, spec.folder_mib * MIB, spec.folder_files, known)
+        ended = _follow(process, spec, folder, orderly=not program)
+        return replace(ended, result=reading.read() or b"")
+
+
+def _config(task: Task, spec: CodeSpec, measures: Measures, folder: str) -> dict[str, Any]:
+    program, of_attributes = _filters() if measures.filters else (None, None)
+    return {
+        "code": task.code,
+        "tests": task.tests,
+        "token": task.token,
+        "parent": os.getpid() if program else None,
+        "packages": sysconfig.get_path("purelib"),
+        "folder": folder,
+        "readable": readable(),
+        "namespaces": measures.namespaces,
+        "landlock": measures.landlock,
+        "first_uid": _FIRST_UID if measures.own_user else None,
+        "other_uid": _NOBODY,
+        "filter": program,
+        "filter_of_attributes": of_attributes,
+        "cpu_s": spec.cpu_s,
+        "memory_bytes": spec.memory_mib * MIB,
+        "file_bytes": spec.file_mib * MIB,
+        "open_files": spec.open_files,
+        "folder_bytes": spec.folder_mib * MIB,
+        "folder_files": spec.folder_files,
+    }
+
+
+@lru_cache(maxsize=1)
+def _filters() -> tuple[Program | None, Program | None]:
+    return filter_of_processes_and_network(), filter_of_attributes()
+
+
+@lru_cache(maxsize=1)
+def readable() -> dict[str, str]:
+    """What Python needs and may be read: paths, those that are links with their goals. None lies within another."""
+    python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    python.append(sysconfig.get_config_var("LIBDIR") or python[0])
+    wanted = [path for path in (*_LIBRARIES, *python, *_DEVICES) if os.path.exists(path)]
+    goals = {path: os.path.realpath(path) for path in wanted}
+    real: list[str] = []
+    for path in sorted(set(goals.values())):  # a folder before what it holds
+        if not any(path.startswith(f"{other}/") for other in real):
+            real.append(path)
+    return {**dict.fromkeys(real, ""), **{path: goal for path, goal in goals.items() if path != goal}}
+
+
+@contextmanager
+def _result_pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Its reading end never waits: whoever else may hold the writing end, what counts was written by now."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    with os.fdopen(reading, "rb", buffering=0) as reader, os.fdopen(writing, "wb", buffering=0) as writer:
+        yield reader, writer
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    where = os.path.realpath(tempfile.gettempdir())  # the path is made again in the process's own root
+    return tempfile.TemporaryDirectory(prefix="rlhfless-code-", dir=where, ignore_cleanup_errors=True)
+
+
+def _file(content: bytes) -> IO[bytes]:
+    """A file without a name: an argument or a pipe holds too little for a long program."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """Nothing of ours: a token in an environment variable is not for the policy's code."""
+    return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+
+
+def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, orderly: bool) -> Ended:
+    """Read until the process ends, or end it at a limit. `orderly`: give a keeper the time to end descendants."""
+    assert process.stdout is not None
+    deadline = time.monotonic() + spec.timeout_s
+    next_look = time.monotonic() + LOOK_S
+    output, closed, cause = bytearray(), False, ""
+    with process.stdout as stream, selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        try:
+            while not cause and not (closed and _waited(process, LOOK_S)):
+                if not closed and selector.select(LOOK_S):
+                    chunk = os.read(stream.fileno(), 64 * KIB)
+                    closed = not chunk
+                    output += chunk
+                if len(output) > spec.output_kib * KIB:
+                    cause = f"the test's output is longer than output_kib ({spec.output_kib} KiB)"
+                elif (now := time.monotonic()) > deadline:
+                    cause = f"the test took longer than timeout_s ({spec.timeout_s:g} s)"
+                elif now > next_look:
+                    cause, next_look = folder.excess(), now + LOOK_S
+        finally:
+            _end(process, orderly)
+    cause = cause or folder.excess()  # the verdict must not depend on when the last look was
+    return Ended(b"", None if cause else output.decode(errors="replace"), cause)
+
+
+def _waited(process: subprocess.Popen[bytes], longest_s: float) -> bool:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(longest_s)
+        return True
+    return False
+
+
+def _end(process: subprocess.Popen[bytes], orderly: bool) -> None:
+    if orderly and process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        _waited(process, CLEAN_UP_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    _waited(process, CLEAN_UP_S)
