@@ -11,7 +11,7 @@ Program = list[list[int | None]]
 
 _ALLOW, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38  # allow; EPERM; ENOSYS
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in struct seccomp_data
 _CLONE_THREAD = 0x10000
 _X32_BIT = 0x40000000
 _SYS_CLONE3 = 435  # on every architecture
@@ -19,6 +19,8 @@ _GET_ACTION_AVAILABLE = 2
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE = {"x86_64": 56, "aarch64": 220}
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+_NOT_STREAM = 0xE  # bits of a socket's type: SOCK_STREAM is 1, other types have one of these
 _SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}
 
 # The network (io_uring opens sockets, too), other processes, and memory that no limit of this process counts.
@@ -73,6 +75,9 @@ def filter_of_processes_and_network() -> Program | None:
     for number in _OF_OWN_PROCESS[machine].values():
         lines += [[_EQUAL, 0, 5, number], [_LOAD, 0, 0, _FIRST_ARGUMENT], [_EQUAL, 2, 0, 0], [_EQUAL, 1, 0, None]]
         lines += [[_RETURN, 0, 0, _REFUSE], [_RETURN, 0, 0, _ALLOW]]
+    # Other pairs of sockets could be connected anew, to a local service.
+    lines += [[_EQUAL, 0, 4, _SOCKETPAIR[machine]], [_LOAD, 0, 0, _SECOND_ARGUMENT], [_HAS_BITS, 0, 1, _NOT_STREAM]]
+    lines += [[_RETURN, 0, 0, _REFUSE], [_RETURN, 0, 0, _ALLOW]]
     lines += [[_EQUAL, 0, 3, _CLONE[machine]], [_LOAD, 0, 0, _FIRST_ARGUMENT], [_HAS_BITS, 1, 0, _CLONE_THREAD]]
     lines += [[_RETURN, 0, 0, _REFUSE]]
     return _program(machine, lines)

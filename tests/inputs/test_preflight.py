@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from rlhfless.loop import reward_checks
 from rlhfless.loop.preflight import preflight
-from rlhfless.rewards.code import Protection
+from rlhfless.rewards.confinement import Protection
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 
@@ -293,7 +293,8 @@ def test_a_reward_model_that_cannot_be_read_or_is_none(fault, model_folder, tmp_
 
 def test_code_that_the_kernel_cannot_hold_is_warned_of(check, write_rows, monkeypatch):
     write_rows([{"prompt": f"w{i}", "tests": "assert f(1)"} for i in range(8)])
-    monkeypatch.setattr(reward_checks, "protection", lambda: Protection(network=False, processes=True))
+    held = Protection("own", network=False, processes=True, files=True, environment=True, disk=True)
+    monkeypatch.setattr(reward_checks, "protection", lambda: held)
     (warning,) = check(rewards=[{"type": "code"}]).warnings
     assert warning.startswith("rewards.0: code that the policy writes can reach the network here")
 

@@ -8,7 +8,8 @@ from reward_samples import samples_of
 
 from rlhfless.records import Prompt
 from rlhfless.rewards import code
-from rlhfless.rewards.code import CodeReward, Protection, Test, code_of, passes
+from rlhfless.rewards.code import CodeReward, Test, code_of, passes
+from rlhfless.rewards.confinement import Task, protection, run_confined
 from rlhfless.rewards.protocol import Done, Unscorable
 from rlhfless.spec import CodeSpec
 
@@ -22,8 +23,8 @@ def value(response, tests, **options):
     return event.outcome
 
 
-def needs(protection):
-    return pytest.mark.skipif(not getattr(code.protection(), protection), reason=f"no {protection} protection here")
+def needs(name):
+    return pytest.mark.skipif(not getattr(protection(), name), reason=f"no {name} protection here")
 
 
 # -- what is run, against what
@@ -122,14 +123,6 @@ def test_nobody_else_can_be_killed():
 def test_the_environment_and_the_folder_are_its_own(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "x")
     show = "import os; print('SECRET_TOKEN' in os.environ, os.listdir()); open('left', 'w'); print(os.getcwd())"
-    reward = CodeSpec(type="code", timeout_s=20)
-    _, output = code._confined({"code": show, "tests": "", "token": ""}, "", reward)
-    first, folder = output.splitlines()
+    first, folder = run_confined(Task(show), SPEC).output.splitlines()
     assert first == "False []"
     assert not os.path.exists(folder)
-
-
-def test_missing_protection_is_said():
-    assert Protection(network=True, processes=True).warnings() == []
-    (warning,) = Protection(network=False, processes=False).warnings()
-    assert "can reach the network and can start processes here" in warning
