@@ -1,11 +1,13 @@
-"""Math rewards per minute through a scoring replica, against math-verify called in a plain loop.
+"""Rewards per minute through a scoring replica, against the same work in a plain loop.
 
-    python benchmarks/rewards.py [--prompts N] [--rounds N] [--workers N] [--smoke]
+    python benchmarks/rewards.py [--reward math|code] [--prompts N] [--rounds N] [--workers N] [--smoke]
 
 Ours is the whole path of a run: a Ray Serve replica with its worker processes, called with groups of 8 samples, 32
 groups a call; the time is that of the caller, transport included. The plain loop parses expected answer and response
 and compares them, one sample after the other in this process, as reward functions of trainers do. Both see the same
 samples in the same order, in turns.
+
+`--reward code`: one test per response; the plain loop starts `python -I` for each, without any confinement.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
@@ -31,7 +35,7 @@ from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettin
 from rlhfless.loop.launch import binding
 from rlhfless.records import FinishReason, FunctionName, Group, Holding, Invocation, Prompt, Rollout
 from rlhfless.scaling.placement import Seat
-from rlhfless.spec import MathSpec, PlacementSpec, ScoringSpec, TimeoutsSpec
+from rlhfless.spec import CodeSpec, MathSpec, PlacementSpec, ScoringSpec, TimeoutsSpec
 
 SAMPLES = 8
 GROUPS_PER_CALL = 32
@@ -73,6 +77,18 @@ def _group(name: str, draw: random.Random) -> Group:
     return Group(prompt, tuple(_rollout(name, index, text) for index, text in enumerate(responses)))
 
 
+def code_groups_of(prompts: int) -> list[Group]:
+    """Small functions with one assert each, half of them right."""
+    draw = random.Random(0)
+    groups = []
+    for index in range(prompts):
+        name, factor = f"p{index:05d}", draw.randint(2, 99)
+        codes = [f"def f(x):\n    return x * {draw.choice([factor, factor + 1])}\n" for _ in range(SAMPLES)]
+        prompt = Prompt(name, (1,), "Write f.", {"tests": f"assert f(3) == {3 * factor}"})
+        groups.append(Group(prompt, tuple(_rollout(name, number, code) for number, code in enumerate(codes))))
+    return groups
+
+
 def _rollout(name: str, index: int, text: str) -> Rollout:
     tokens = np.zeros(256, np.int64)
     logprobs = np.zeros(256, np.float32)
@@ -90,6 +106,22 @@ def plain_loop(groups: Sequence[Group]) -> tuple[float, float]:
     return time.perf_counter() - began, float(np.mean(right))
 
 
+def plain_code_loop(groups: Sequence[Group]) -> tuple[float, float]:
+    """Seconds, and the mean reward."""
+    began = time.perf_counter()
+    right = [
+        subprocess.run(
+            [sys.executable, "-I", "-c", f"{rollout.text}\n{group.prompt.columns['tests']}"],
+            capture_output=True,
+            timeout=60,
+        ).returncode
+        == 0
+        for group in groups
+        for rollout in group.rollouts
+    ]
+    return time.perf_counter() - began, float(np.mean(right))
+
+
 async def ours(replica: Replica, groups: Sequence[Group]) -> tuple[float, float]:
     """Seconds, and the mean reward."""
     began = time.perf_counter()
@@ -101,14 +133,16 @@ async def ours(replica: Replica, groups: Sequence[Group]) -> tuple[float, float]
     return time.perf_counter() - began, float(np.mean(totals))
 
 
-async def measure(prompts: int, rounds: int, workers: int) -> None:
-    groups = groups_of(prompts)
+async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
+    code = reward == "code"
+    groups = code_groups_of(prompts) if code else groups_of(prompts)
+    loop = plain_code_loop if code else plain_loop
     samples = prompts * SAMPLES
     cluster = await Cluster.start(PlacementSpec())
     seat = Seat((cluster.slots[0],), 1.0)
 
     def settings(seat: Seat) -> ScoringSettings:
-        rewards = (MathSpec(type="math"),)
+        rewards = (CodeSpec(type="code") if code else MathSpec(type="math"),)
         return ScoringSettings(
             "bench", LeaseTerms(600, 600), rewards, ScoringSpec(workers=workers), binding(seat, exclusive=False)
         )
@@ -119,7 +153,7 @@ async def measure(prompts: int, rounds: int, workers: int) -> None:
     try:
         replica = await pool.ready()
         for number in range(rounds + 1):
-            plain_s, plain_mean = plain_loop(groups)
+            plain_s, plain_mean = loop(groups)
             ours_s, ours_mean = await ours(replica, groups)
             if abs(plain_mean - ours_mean) > 1e-9:
                 raise SystemExit(f"mean rewards differ: {ours_mean} here, {plain_mean} in the plain loop")
@@ -136,12 +170,15 @@ async def measure(prompts: int, rounds: int, workers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--reward", choices=["math", "code"], default="math")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=ScoringSpec().workers)
     arguments = parsed(parser, prompts=8, rounds=1, workers=1)
-    print(f"{machine()}; {arguments.prompts} prompts x {SAMPLES} samples, {arguments.workers} workers")
-    asyncio.run(measure(arguments.prompts, arguments.rounds, arguments.workers))
+    print(
+        f"{machine()}; {arguments.reward}, {arguments.prompts} prompts x {SAMPLES} samples, {arguments.workers} workers"
+    )
+    asyncio.run(measure(arguments.reward, arguments.prompts, arguments.rounds, arguments.workers))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ _SYS_MOUNT_SETATTR, _SYS_LANDLOCK = 442, (444, 445, 446)  # the same on every ar
 _NEEDED_TO_DROP = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6 | 1 << 7
 
 # linux/landlock.h: rights over files, and those that its versions 2 and 3 added
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _MAKE_CHAR, _MAKE_BLOCK, _TRUNCATE = 1, 2, 4, 8, 1 << 6, 1 << 11, 1 << 14
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _MAKE_CHAR, _MAKE_BLOCK = 1, 2, 4, 8, 1 << 6, 1 << 11
 _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}
 _SCOPES = 3  # version 6: no abstract sockets and no signals to processes outside
 
@@ -90,9 +90,6 @@ def die_with(parent: int | None) -> None:
         os._exit(1)  # it died before the line above
 
 
-# -- limits
-
-
 def _limits(config: Config) -> None:
     for kind, most in (
         (resource.RLIMIT_CPU, config["cpu_s"]),
@@ -108,9 +105,6 @@ def _limit(kind: int, most: int) -> None:
     hard = resource.getrlimit(kind)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (most, most))
-
-
-# -- a file system of its own
 
 
 def _own_root(config: Config, folder: str) -> bool:
@@ -163,9 +157,6 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 def _check(result: int) -> None:
     if result != 0:
         raise OSError(ctypes.get_errno(), "refused by the kernel")
-
-
-# -- a user of its own
 
 
 def _own_user(config: Config, paths: dict[str, int]) -> bool:
@@ -234,9 +225,6 @@ def _own_user_namespace(spaces: int) -> bool:
     return True
 
 
-# -- Landlock
-
-
 def _landlock_version() -> int:
     return int(_LIBC.syscall(_SYS_LANDLOCK[0], None, 0, 1))
 
@@ -251,11 +239,9 @@ def _landlock_rules(readable: dict[str, str]) -> int | None:
     rules = _LIBC.syscall(_SYS_LANDLOCK[0], attributes, len(attributes), 0)
     if rules < 0:
         return None
-    for path, link in readable.items():
-        if path.startswith("/dev/"):
-            _allow(rules, path, _READ_FILE | _WRITE_FILE | handled & _TRUNCATE)
-        elif not link:
-            _allow(rules, path, _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0))
+    for path in (path for path, link in readable.items() if not link):
+        extra = _READ_DIR if os.path.isdir(path) else _WRITE_FILE if path.startswith("/dev/") else 0
+        _allow(rules, path, _READ_FILE | extra)
     return int(rules)
 
 
@@ -269,12 +255,13 @@ def _landlock(rules: int, folder: str) -> bool:
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
-    beneath = os.open(path, os.O_PATH)
-    _check(_LIBC.syscall(_SYS_LANDLOCK[1], rules, 1, struct.pack("=Qi", rights, beneath), 0))
+    """A path that is gone, or that the kernel takes no rule for, stays closed."""
+    try:
+        beneath = os.open(path, os.O_PATH)
+    except OSError:
+        return
+    _LIBC.syscall(_SYS_LANDLOCK[1], rules, 1, struct.pack("=Qi", rights, beneath), 0)
     os.close(beneath)
-
-
-# -- system calls
 
 
 def _filter_system_calls(program: list[list[int | None]]) -> bool:
