@@ -3,9 +3,9 @@
 Each protection is switched off by itself too, because a machine may lack it: what remains has to hold, or be said.
 """
 
+import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,13 +16,15 @@ from confinement_probe import MARKER
 from other_user import USER, as_other_user
 from pydantic import ValidationError
 
-from rlhfless import processes
+from rlhfless.rewards.code import CodeReward
 from rlhfless.rewards.confinement import Ended, Measures, Protection, Task, protection_with, run_confined
 from rlhfless.rewards.seccomp import filter_of_processes_and_network
 from rlhfless.spec import CodeSpec
 
 PROBE = Path(__file__).with_name("confinement_probe.py")
 SPEC = CodeSpec(type="code", timeout_s=60, cpu_s=20)
+
+PR_GET_DUMPABLE = 3
 
 OFF = dict.fromkeys(("namespaces", "landlock", "own_user", "filters"), False)
 SETS = {
@@ -287,19 +289,14 @@ os.abort()
     assert output.splitlines() == ["True True", "True SOCK_STREAM", "(0, 0)", "raised"]
 
 
-def test_a_hidden_process_s_environment_is_root_s():
+def test_a_worker_with_a_code_reward_hides_its_memory_and_environment():
     pid = os.fork()
     if pid == 0:
-        processes.hide_from_others()
-        signal.pause()
-    try:
-        deadline = time.monotonic() + 30
-        while os.stat(f"/proc/{pid}/environ").st_uid != 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert os.stat(f"/proc/{pid}/environ").st_uid == 0
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        libc = ctypes.CDLL(None)
+        before = libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0)
+        CodeReward(SPEC).prepare()
+        os._exit(10 * before + libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 10
 
 
 # -- what is said
