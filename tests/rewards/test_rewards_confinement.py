@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -42,9 +43,8 @@ FULL = ROOT and protection_with(Measures()).disk
 """Root that may mount: every protection can be had."""
 
 
-def hunt(tmp_path_factory, wrap, owner):
+def hunt(home, wrap, owner):
     """What the probe finds, by set of measures; and the paths that it looks for."""
-    home = tmp_path_factory.mktemp("home")
     secrets = {
         "token": home / ".ray" / "auth_token",
         "key": home / ".ssh" / "id_ed25519",
@@ -55,8 +55,9 @@ def hunt(tmp_path_factory, wrap, owner):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # the probe writes it
         if ROOT:
-            os.chown(path, owner, owner)
-    for folder in (home, *home.parents[:2], home / "run"):
+            for part in (home, path.parent, path):
+                os.chown(part, owner, owner)
+    for folder in (home, home / "run"):
         folder.chmod(0o755)
     files = ":".join(map(str, secrets.values()))
     shell = ("sh", "-c", '"$@"; exit $?', "sh")  # one more process that has the secret
@@ -71,15 +72,17 @@ def hunt(tmp_path_factory, wrap, owner):
 
 
 @pytest.fixture(scope="module")
-def by_root(tmp_path_factory):
+def by_root():
     if not ROOT:
         pytest.skip("the tests are not run by root")
-    return hunt(tmp_path_factory, lambda *command: command, 0)
+    with tempfile.TemporaryDirectory() as home:
+        yield hunt(Path(home), lambda *command: command, 0)
 
 
 @pytest.fixture(scope="module")
-def by_other(tmp_path_factory):
-    return hunt(tmp_path_factory, as_other_user, USER if ROOT else os.getuid())
+def by_other():
+    with tempfile.TemporaryDirectory() as home:  # not below pytest's own folder, which only its user may enter
+        yield hunt(Path(home), as_other_user, USER if ROOT else os.getuid())
 
 
 def found_by(answer, name):
@@ -183,7 +186,8 @@ def test_a_folder_that_outgrew_its_limit_within_one_look_is_no_pass():
     spec = CodeSpec(type="code", timeout_s=60, folder_files=5)
     source = "for i in range(9): open(str(i), 'w')"
     ended = run_confined(Task(source, token="passed"), spec, Measures(namespaces=False))
-    assert ended == Ended(b"passed", None, "the test's folder holds more than folder_files (5) files and folders")
+    assert ended.output is None
+    assert ended.cause == "the test's folder holds more than folder_files (5) files and folders"
 
 
 def test_a_file_larger_than_its_folder_is_refused_in_the_spec():
@@ -236,15 +240,13 @@ def test_what_started_its_own_session_is_ended_where_there_is_no_filter(namespac
         assert processes_in(ended.output.strip()) == []
 
 
-def test_a_change_of_user_does_not_let_a_test_outlive_its_worker(tmp_path):
+def test_a_change_of_user_does_not_let_a_test_outlive_its_worker():
     source = (
         "import sys\nfrom rlhfless.rewards.confinement import *\n"
         "code = 'import time, os; time.sleep(600)'\n"
         "run_confined(Task(code), CodeSpec(type='code', timeout_s=600))\n"
     )
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     worker = subprocess.Popen([sys.executable, "-c", source], env=environment)
 
     def children():
