@@ -37,7 +37,7 @@ LIMIT_S = 400
 QUICK = ("steps=3", "prompts_per_step=8", "samples_per_prompt=4", "evaluation.samples_per_prompt=1")
 
 # The learner's process runs this before all else: its publications are one step late, the first one honest.
-STALE_LEARNER = '''
+STALE_LEARNER = """
 import importlib.abc, importlib.machinery, sys
 
 NAME = "rlhfless.functions.learner.rank"
@@ -60,7 +60,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 sys.meta_path.insert(0, Finder())
-'''
+"""
 
 REWARDS = '''
 import random
@@ -291,7 +291,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix=f"rlhfless-trial-{part}-") as name:
             for row in PARTS[part](options.model.absolute(), Path(name)):
                 rows.append(row)
-                print(f"| {row.part} | {row.case} | {row.wanted} | {row.seen} | {'yes' if row.holds else 'NO'} |", flush=True)
+                print(
+                    f"| {row.part} | {row.case} | {row.wanted} | {row.seen} | {'yes' if row.holds else 'NO'} |",
+                    flush=True,
+                )
     failed = sum(not row.holds for row in rows)
     print(f"{len(rows)} cases, {failed} did not hold")
     return int(failed > 0)
