@@ -6,6 +6,7 @@ Each protection is switched off by itself too, because a machine may lack it: wh
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -240,13 +241,16 @@ def test_what_started_its_own_session_is_ended_where_there_is_no_filter(namespac
         assert processes_in(ended.output.strip()) == []
 
 
-def test_a_change_of_user_does_not_let_a_test_outlive_its_worker():
+def test_a_change_of_user_does_not_let_a_test_outlive_its_worker(request):
     source = (
         "import sys\nfrom rlhfless.rewards.confinement import *\n"
         "code = 'import time, os; time.sleep(600)'\n"
         "run_confined(Task(code), CodeSpec(type='code', timeout_s=600))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    folder = tempfile.mkdtemp()  # a killed worker leaves its test's folder behind
+    request.addfinalizer(lambda: shutil.rmtree(folder))
+    os.chmod(folder, 0o755)
+    environment = {**os.environ, "TMPDIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     worker = subprocess.Popen([sys.executable, "-c", source], env=environment)
 
     def children():
