@@ -141,7 +141,7 @@ class WeightsSpec(SpecModel):
 
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the engine's and the learner's logprobs of the probe tokens, for logprobs of up to
-    10; in proportion for larger ones. The mean over the tokens may be a quarter of it. Chosen by dtype when left
+    10; in proportion for larger ones. The mean over the tokens may be an eighth of it. Chosen by dtype when left
     out."""
 
     read_back: bool = True
