@@ -20,7 +20,7 @@ SMALLEST = (
 """Settings with which the demo still does all that it does."""
 
 
-def demo_command(model: Path, output: Path, settings: Sequence[str], smoke: bool) -> list[str]:
+def demo_command(model: Path, output: Path, settings: Sequence[str], smoke: bool = False) -> list[str]:
     """`rlhfless run examples/demo.yaml` into `output`, silent. `model` is the folder that `rlhfless models tiny` wrote,
     `settings` are more of `key=value`; with `smoke` the run has the smallest size that they leave."""
     told = [

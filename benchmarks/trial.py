@@ -1,6 +1,6 @@
 """The hostile trial: what a user who means harm, or has bad luck, does to a run; and whether it holds.
 
-    python benchmarks/trial.py MODEL_FOLDER [--parts weights,live,text,models,signals]
+    python benchmarks/trial.py MODEL_FOLDER [--parts weights,live,text,models,signals] [--cases N] [--smoke]
 
 MODEL_FOLDER is what `rlhfless models tiny` wrote. Every case is the command line itself on real parts; the table says
 what each was to do and what it did, and the exit code is 1 if any did otherwise. About 20 minutes on two cores.
@@ -25,10 +25,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import psutil
 from demo_run import demo_command
+from smoke import parsed
 from where import machine
 
 LIMIT_S = 400
@@ -284,12 +286,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--parts", default=",".join(PARTS))
-    options = parser.parse_args()
+    parser.add_argument("--cases", type=int, help="only the first so many of each part")
+    options = parsed(parser, parts="models", cases=1)
     rows = []
     print(machine())
     for part in options.parts.split(","):
         with tempfile.TemporaryDirectory(prefix=f"rlhfless-trial-{part}-") as name:
-            for row in PARTS[part](options.model.absolute(), Path(name)):
+            for row in islice(PARTS[part](options.model.absolute(), Path(name)), options.cases):
                 rows.append(row)
                 print(
                     f"| {row.part} | {row.case} | {row.wanted} | {row.seen} | {'yes' if row.holds else 'NO'} |",

@@ -46,6 +46,7 @@ PURE = (
     Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
     Smoke("policies", (r"a: faster.*a: cheaper", rf"Over 1 scenarios: a, {NUMBER}x", r"\| static_colocated \|")),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
+    Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL),
     Smoke(
         "simulator", (r"[\d,]+ responses/s: \d+ in", r"static +\d+ s of processor", r"cost_aware +\d+ s of processor")
     ),
@@ -80,7 +81,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What `rlhfless models tiny` writes, with weights that were taught nothing."""
     folder = tmp_path_factory.mktemp("model")
     build_random(folder / "model", seed=0, size=ModelSize())
-    for name, count in (("train", 16), ("heldout", 2)):
+    for name, count in (("train", 40), ("heldout", 2)):
         problems = draw_problems(TaskRecipe(), np.random.default_rng(count), count, held_out=name == "heldout")
         write_jsonl(folder / f"{name}.jsonl", problems)
     return [str(folder)]
@@ -169,5 +170,6 @@ def test_the_tables_are_complete() -> None:
     """A new benchmark runs here, too; what has no option `--smoke` is a part of another one."""
     found = {file.stem for file in BENCHMARKS.glob("*.py") if "import parsed" in file.read_text()}
     assert found == {smoke.name for smoke in (*PURE, *LIVE, *SHARING)}
+    found.add("hostile_weights")  # by tests/vllm/test_hostile_weights.py
     parts = {"bare", "controls_rewards", "demo_run", "goals", "setting", "smoke", "trl_step", "where"}
     assert {file.stem for file in BENCHMARKS.glob("*.py")} - found == parts

@@ -31,6 +31,7 @@ from rlhfless.functions.generation.vllm.messages import (
     Sampled,
     SampleRequest,
 )
+from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.records import FinishReason, PublishedWeights, VersionSpan
 from rlhfless.weights.check import check_consumed, check_read_back
 
@@ -39,6 +40,9 @@ class Core:
     """One vLLM engine. Not thread-safe, and need not be: its process has one loop."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        """Raises RuntimeError on CPUs where numba is imported already."""
+        if settings.device == "cpu":
+            require_no_numba()
         started = time.monotonic()
         _register_model_class(settings)
         config = EngineArgs(**engine_arguments(settings)).create_engine_config()

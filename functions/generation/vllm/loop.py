@@ -31,7 +31,6 @@ from rlhfless.functions.generation.vllm.messages import (
     Stop,
     Submit,
 )
-from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 if TYPE_CHECKING:
@@ -116,11 +115,7 @@ def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:
 
     Imports make a million objects that live for ever. The garbage collector would look through them over
     and over (a third of the start), so it rests until they are there, and never sees them.
-
-    Raises RuntimeError on CPUs where numba is imported already.
     """
-    if settings.device == "cpu":
-        require_no_numba()
     started = time.monotonic()
     gc.disable()
     from rlhfless.functions.generation.vllm.core import Core  # most of the start
