@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -12,14 +12,28 @@ T = TypeVar("T")
 async def together(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     """Run coroutines at the same time and return their results, in order.
 
-    The first failure cancels the others, which are waited for, and is raised as itself.
+    The first failure cancels the others, which are waited for, and is raised as itself. Not asyncio's TaskGroup: in
+    Python 3.11 that leaves the caller marked as cancelled after a failure (`Task.cancelling`), as if the run were told
+    to stop.
     """
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    ended: set[asyncio.Task[Any]] = set()
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+        if tasks:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await to_the_end(_settled(tasks))
+    failures = [task.exception() for task in tasks if task in ended and not task.cancelled()]
+    for failure in failures:
+        if failure is not None:
+            raise failure
     return [task.result() for task in tasks]
+
+
+async def _settled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:

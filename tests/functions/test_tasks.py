@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.fleet.tasks import is_stopping, to_the_end
+from rlhfless.fleet.tasks import is_stopping, to_the_end, together
 from rlhfless.loop.recovery import Recovery
 
 
@@ -62,3 +62,55 @@ async def test_a_fault_that_comes_with_the_signal_is_not_mended() -> None:
         await task
     assert stopping == [True]
     assert not is_stopping()
+
+
+async def test_together_gives_results_in_order_and_nothing_of_nothing() -> None:
+    async def gives(value: int, turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return value
+
+    assert await together(gives(1, 3), gives(2, 1), gives(3, 2)) == [1, 2, 3]
+    assert await together() == []
+
+
+@pytest.mark.parametrize("turns", [0, 1, 5])
+async def test_a_failure_ends_the_others_and_does_not_look_like_a_stop(turns: int) -> None:
+    """With asyncio's TaskGroup of Python 3.11 the caller counted as cancelled: no fault was mended any more."""
+    ended: list[str] = []
+
+    async def fails() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        raise OSError("first")
+
+    async def works() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append("cleaned up")
+            raise OSError("second")
+
+    with pytest.raises(OSError, match="first"):
+        await together(works(), fails())
+    assert ended == ["cleaned up"]
+    assert not is_stopping()
+
+
+async def test_a_cancelled_together_cancels_its_parts_and_waits_for_them() -> None:
+    ended: list[str] = []
+
+    async def works() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(0)
+            ended.append("cleaned up")
+
+    task = asyncio.create_task(together(works(), works()))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == ["cleaned up"] * 2
