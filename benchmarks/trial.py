@@ -155,7 +155,7 @@ def live(model: Path, folder: Path) -> Iterator[Row]:
 def text(model: Path, folder: Path) -> Iterator[Row]:
     """Arbitrary text in what rewards say, through journal, trace, logs and a resume."""
     (folder / "odd_rewards.py").write_text(REWARDS)
-    reward = '[{"type": "python", "path": "odd_rewards:odd"}]'
+    reward = '[{"type": "python", "target": "odd_rewards:odd"}]'
     settings = (*QUICK, f"rewards={reward}", "scoring.on_failure=drop", "scoring.max_failed=1.0")
     output = folder / "text"
     done = command(demo_command(model, output, settings), PYTHONPATH=_with(folder))
@@ -258,10 +258,22 @@ def _left_over(output: Path) -> str:
     for _ in range(20):
         time.sleep(0.25)
         stores = [path.name for path in Path("/dev/shm").glob("rlhfless-*") if any(name in path.name for name in names)]
-        engines = [p for p in psutil.process_iter(["cmdline"]) if "vllm.loop" in " ".join(p.info["cmdline"] or ())]
-        if not stores and not engines:
+        processes = [process for process in psutil.process_iter() if _belongs(process, names)]
+        if not stores and not processes:
             return ""
-    return ", ".join([*stores, *(f"pid {p.pid}" for p in engines)])
+    return ", ".join([*stores, *(f"pid {process.pid}" for process in processes)])
+
+
+def _belongs(process: psutil.Process, names: Sequence[str]) -> bool:
+    """A replica of one of the runs, an engine of such a replica, or an engine whose replica is gone."""
+    try:
+        words = " ".join(process.cmdline())
+        if "vllm.loop" in words:
+            parent = process.parent()
+            return parent is None or parent.pid == 1 or _belongs(parent, names)
+        return any(name in words for name in names) and "trial.py" not in words
+    except psutil.Error:
+        return False
 
 
 def _mentions(output: Path, words: str) -> bool:
@@ -270,13 +282,14 @@ def _mentions(output: Path, words: str) -> bool:
 
 _PHASES: dict[str, Callable[[Path, float], bool]] = {
     "before Ray is up": lambda output, _: any(output.glob("*/spec.yaml")),
-    "while the fleet starts": lambda output, _: any(output.glob("*/store.token")) or _engine_is_there(),
+    "while the fleet starts": lambda output, _: any(output.glob("*/journal.sqlite")) and _replicas_of(output) > 0,
     "in a step": lambda output, _: _mentions(output, '"step_s"'),
 }
 
 
-def _engine_is_there() -> bool:
-    return any("vllm.loop" in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
+def _replicas_of(output: Path) -> int:
+    names = [run.name for run in output.glob("*")]
+    return sum(_belongs(process, names) and process.name() != "rlhfless" for process in psutil.process_iter())
 
 
 PARTS = {"weights": weights, "live": live, "text": text, "models": models, "signals": signals}
