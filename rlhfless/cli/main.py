@@ -43,6 +43,7 @@ class _Group(TyperGroup):
         except UserError as error:
             return _fail(ctx, error, str(error), error.status)
         except KeyboardInterrupt:
+            signals.ignore()
             raise typer.Exit(signals.exit_code()) from None
         except Exception as error:
             if hasattr(error, "exit_code"):  # typer's own: usage errors, and commands that ask to exit

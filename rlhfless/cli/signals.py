@@ -47,6 +47,12 @@ def exit_code() -> int:
     return 128 + (signal.SIGTERM if _terminated else signal.SIGINT)
 
 
+def ignore() -> None:
+    """A command that is no run has cleaned up and is on its way out: another signal would only spoil its exit code."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def terminate_as_ctrl_c() -> None:
     """From here on SIGTERM does what Ctrl-C does, with its own exit code: everything cleans up on KeyboardInterrupt."""
 

@@ -183,8 +183,8 @@ from rlhfless.{module} import {function} as _
 import rlhfless.{module} as module
 
 def hold(*_, **__):
-    print("working", flush=True)
     try:
+        print("working", flush=True)
         time.sleep(600)
     finally:
         print("cleaned up", flush=True)
@@ -217,6 +217,21 @@ def test_every_command_ends_with_the_signals_own_code(
         process.send(number)
         assert process.ends() == code, process.text
         assert "cleaned up" in process.text
+        assert "Traceback" not in process.text
+
+
+def test_a_second_signal_on_the_way_out_changes_nothing(tmp_path: Path) -> None:
+    """Two Ctrl-C before a run has its own handlers: the second one ended the interpreter with a traceback."""
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("model: {path: m}\nprompts: {path: p.jsonl}\nrewards:\n- type: exact_match\n")
+    last = "import atexit, time\natexit.register(lambda: (print('leaving', flush=True), time.sleep(1)))\n"
+    program = last + COMMAND.format(module="loop.preflight", function="preflight")
+    with started([sys.executable, "-c", program, "run", str(spec)], tmp_path) as process:
+        process.wait_for("working")
+        process.send(signal.SIGINT)
+        process.wait_for("leaving")
+        process.send(signal.SIGINT)
+        assert process.ends() == 130, process.text
         assert "Traceback" not in process.text
 
 
