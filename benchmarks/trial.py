@@ -42,9 +42,9 @@ LIMIT_S = 400
 
 QUICK = ("steps=3", "prompts_per_step=8", "samples_per_prompt=4", "evaluation.samples_per_prompt=1")
 
-# The learner's process runs this before all else: its publications are one step late, the first one honest.
+# The learner's process runs this before all else: from publication STALE_FROM on they are one step late.
 STALE_LEARNER = """
-import importlib.abc, importlib.machinery, sys
+import importlib.abc, importlib.machinery, os, sys
 
 NAME = "rlhfless.functions.learner.rank"
 
@@ -60,7 +60,7 @@ class Finder(importlib.abc.MetaPathFinder):
             kept = []
             def weights(rank):
                 kept.append(honest(rank))
-                return kept[max(0, len(kept) - 2)]
+                return kept[-1] if len(kept) < int(os.environ["STALE_FROM"]) else kept[-2]
             module.LearnerRank.weights = weights
         spec.loader.exec_module = exec_module
         return spec
@@ -142,16 +142,17 @@ def live(model: Path, folder: Path) -> Iterator[Row]:
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(STALE_LEARNER)
     path = os.pathsep.join(filter(None, (str(hook), os.environ.get("PYTHONPATH"))))
+    # The first publication is the perturbed one. The check `rollouts` needs steps to compare with.
     cases = {
-        "read_back": ("weights.read_back=true", "optimizer.learning_rate=1.0e-6"),
-        "probe": ("weights.read_back=false",),
-        "rollouts": ("weights.read_back=false", "weights.probe_tolerance=1000", "steps=12"),
+        "read_back": ("3", ("weights.read_back=true", "optimizer.learning_rate=1.0e-6")),
+        "probe": ("3", ("weights.read_back=false",)),
+        "rollouts": ("8", ("weights.read_back=false", "weights.probe_tolerance=4", "steps=12")),
     }
-    for check, settings in cases.items():
+    for check, (first, settings) in cases.items():
         told = (*QUICK, "model.dtype=bfloat16", *settings)
-        done = command(demo_command(model, folder / f"stale-{check}", told), PYTHONPATH=path)
-        found = re.search(r"weight check `(\w+)` failed", done.said)
-        seen = f"exit {done.code}, stopped by {found[1] if found else 'nothing'}"
+        done = command(demo_command(model, folder / f"stale-{check}", told), PYTHONPATH=path, STALE_FROM=first)
+        found = re.search(r"weight check `(\w+)` failed[^\n]*", done.said)
+        seen = f"exit {done.code}, {found[0] if found else 'no check failed'}"
         holds = done.code == WRONG_RESULT and found is not None and found[1] == check
         yield Row("live", f"stale weights, {', '.join(settings)}", f"stopped by {check}", seen, holds)
 

@@ -41,6 +41,9 @@ _SHOW_CURSOR = "\x1b[?25h"
 _terminated = False
 """SIGTERM came to a command that is no run."""
 
+_is_command = False
+"""This process is the command's own."""
+
 
 def exit_code() -> int:
     """Of a command that was interrupted: 128 + the number of the signal."""
@@ -48,8 +51,11 @@ def exit_code() -> int:
 
 
 def ignore() -> None:
-    """A command that is no run has cleaned up and is on its way out: another signal would only spoil its exit code."""
-    for number in SIGNALS:
+    """A command that is no run has cleaned up and is on its way out: another signal would only spoil its exit code.
+
+    In a process that is not the command's own, which has called it as a function, nothing is changed.
+    """
+    for number in SIGNALS if _is_command else ():
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -65,6 +71,8 @@ def terminate_as_ctrl_c() -> None:
         else:  # a shell ignores SIGINT for what it starts in the background
             raise KeyboardInterrupt
 
+    global _is_command
+    _is_command = True
     signal.signal(signal.SIGTERM, received)
 
 
