@@ -16,8 +16,8 @@ import torch
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.loop.opening import Opening, opened
-from rlhfless.loop.preflight import preflight
 from rlhfless.loop.run import Run
+from rlhfless.prepare.preflight import preflight
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks

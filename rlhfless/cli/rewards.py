@@ -12,7 +12,7 @@ from rlhfless.cli.options import Overrides, SpecFile
 from rlhfless.text import legible
 
 if TYPE_CHECKING:
-    from rlhfless.loop.trial import Trial
+    from rlhfless.prepare.reward_trial import Trial
     from rlhfless.spec import RunSpec
 
 _FEWEST_CHARS = 8
@@ -41,7 +41,7 @@ def try_out(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Score responses with the rewards of a spec, and show every part."""
-    from rlhfless.loop.trial import try_rewards
+    from rlhfless.prepare.reward_trial import try_rewards
     from rlhfless.spec.load import load_spec
 
     loaded = load_spec(spec, overrides or ())

@@ -16,7 +16,7 @@ from rlhfless.cli.options import OptionalSpecFile, Overrides
 from rlhfless.text import storable
 
 if TYPE_CHECKING:
-    from rlhfless.loop.preflight import Prepared
+    from rlhfless.prepare.preflight import Prepared
     from rlhfless.spec import RunSpec
 
 SPEC_FILE = "spec.yaml"
@@ -38,7 +38,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a spec: generate, score, learn, and write the trace, the metrics and checkpoints."""
-    from rlhfless.loop.preflight import preflight
+    from rlhfless.prepare.preflight import preflight
     from rlhfless.spec.load import load_spec, resolved_yaml
 
     # The user's own rewards lie where the command is called.

@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 def validate(spec: SpecFile, overrides: Overrides = None) -> None:
     """Check a spec, its model, prompts, rewards and devices, and print it with every default filled in."""
-    from rlhfless.loop.preflight import preflight
+    from rlhfless.prepare.preflight import preflight
     from rlhfless.spec.load import load_spec, resolved_yaml
 
     loaded = load_spec(spec, overrides or ())

@@ -23,8 +23,8 @@ from ray.serve.schema import ApplicationStatus
 
 from rlhfless.fleet import ray_session
 from rlhfless.fleet.causes import innermost
-from rlhfless.fleet.devices import local_slots
 from rlhfless.fleet.ray_session import NoCluster
+from rlhfless.prepare.devices import local_slots
 from rlhfless.scaling.placement import Seat, Slot
 from rlhfless.spec import PlacementSpec
 

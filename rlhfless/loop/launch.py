@@ -25,7 +25,7 @@ from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.reference.deployment import ReferenceFunction, ReferenceSettings
 from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
-from rlhfless.loop.preflight import Prepared
+from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, Prompt
 from rlhfless.scaling.placement import CPU_KIND, Placement, Seat, helpers, place
 from rlhfless.spec import RunSpec

@@ -22,11 +22,11 @@ from rlhfless.loop.holds import Keeper
 from rlhfless.loop.janitor import Janitor
 from rlhfless.loop.launch import Launcher, store_folders
 from rlhfless.loop.ledger import Earlier, Ledger
-from rlhfless.loop.preflight import Prepared
-from rlhfless.loop.prompts import PromptOrder
 from rlhfless.loop.recovery import RECOVERABLE, clear
 from rlhfless.loop.run import Run
 from rlhfless.loop.scaler import scaler_of
+from rlhfless.prepare.preflight import Prepared
+from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import FunctionName
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints
 from rlhfless.records.journal import Journal

@@ -23,9 +23,9 @@ from rlhfless.loop.failures import added_up
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger, StepBegun
-from rlhfless.loop.prompts import PromptOrder
 from rlhfless.loop.scaler import Scaler
 from rlhfless.loop.summary import drawn_metrics
+from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import (
     FloatArray,
     Group,

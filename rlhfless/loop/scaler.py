@@ -15,10 +15,10 @@ from rlhfless.loop.draw import Draw
 from rlhfless.loop.even_deal import EvenDeal
 from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger
-from rlhfless.loop.preflight import Prepared
 from rlhfless.loop.rooms import LiveFleet
 from rlhfless.loop.speeds import EngineSpeeds
 from rlhfless.loop.steering import Steering
+from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, StepRecord, Work
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths import LengthPredictor

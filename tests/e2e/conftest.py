@@ -17,8 +17,8 @@ from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.opening import Opening, opened
-from rlhfless.loop.preflight import preflight
 from rlhfless.loop.run import Run
+from rlhfless.prepare.preflight import preflight
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console

@@ -9,8 +9,8 @@ import pytest
 from conftest import fault_opening
 from safetensors.torch import load_file, save_file
 
-from rlhfless.loop import preflight as checks
 from rlhfless.loop.driver import Driver
+from rlhfless.prepare import preflight as checks
 from rlhfless.spec.errors import InputError
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

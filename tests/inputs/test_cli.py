@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from rlhfless.cli import main
-from rlhfless.loop import preflight
+from rlhfless.prepare import preflight
 from rlhfless.spec.errors import UserError
 
 

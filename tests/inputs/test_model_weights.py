@@ -9,8 +9,8 @@ import torch
 from model_folders import FAMILIES, INDEX, SINGLE, edit, edit_json, save, save_reward_model, shards_of
 from safetensors.torch import load_file, save_file
 
-from rlhfless.loop import model_weights
-from rlhfless.loop.model_weights import weight_problems
+from rlhfless.prepare import model_weights
+from rlhfless.prepare.model_weights import weight_problems
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

@@ -9,8 +9,8 @@ from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save_file
 from transformers import AutoConfig
 
-from rlhfless.loop import reward_checks
-from rlhfless.loop.preflight import preflight
+from rlhfless.prepare import rewards as reward_checks
+from rlhfless.prepare.preflight import preflight
 from rlhfless.rewards.confinement import Protection
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from rlhfless.loop.prompts import load_prompts
+from rlhfless.prepare.prompts import load_prompts
 from rlhfless.spec import PromptsSpec
 from rlhfless.spec.errors import InputError
 

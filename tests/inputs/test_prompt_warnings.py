@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 from conftest import make_tokenizer
 
-from rlhfless.loop.prompts import load_prompts
-from rlhfless.loop.reward_checks import columns_read
+from rlhfless.prepare.prompts import load_prompts
+from rlhfless.prepare.rewards import columns_read
 from rlhfless.spec import PromptsSpec, RunSpec
 
 NAN = float("nan")

@@ -199,10 +199,10 @@ main.main()
 @pytest.mark.parametrize(
     ("module", "function", "arguments"),
     [
-        ("loop.preflight", "preflight", ["run", "{spec}"]),
-        ("loop.preflight", "preflight", ["validate", "{spec}"]),
+        ("prepare.preflight", "preflight", ["run", "{spec}"]),
+        ("prepare.preflight", "preflight", ["validate", "{spec}"]),
         ("sim.experiment.compare", "compare", ["simulate", "{scenario}"]),
-        ("loop.trial", "try_rewards", ["rewards", "test", "{spec}", "{spec}"]),
+        ("prepare.reward_trial", "try_rewards", ["rewards", "test", "{spec}", "{spec}"]),
     ],
 )
 def test_every_command_ends_with_the_signals_own_code(
@@ -225,7 +225,7 @@ def test_a_second_signal_on_the_way_out_changes_nothing(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text("model: {path: m}\nprompts: {path: p.jsonl}\nrewards:\n- type: exact_match\n")
     last = "import atexit, time\natexit.register(lambda: (print('leaving', flush=True), time.sleep(1)))\n"
-    program = last + COMMAND.format(module="loop.preflight", function="preflight")
+    program = last + COMMAND.format(module="prepare.preflight", function="preflight")
     with started([sys.executable, "-c", program, "run", str(spec)], tmp_path) as process:
         process.wait_for("working")
         process.send(signal.SIGINT)

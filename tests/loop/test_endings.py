@@ -19,10 +19,10 @@ from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.base import FunctionBroken, StaleCall
 from rlhfless.functions.generation.vllm.messages import EngineDead, EngineTimeout
-from rlhfless.loop import preflight
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.endings import hint
 from rlhfless.loop.opening import CHECKPOINTS_FOLDER, JOURNAL_FILE
+from rlhfless.prepare import preflight
 from rlhfless.records import FinishReason, Rollout, WeightVersion
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal, JournalError, StaleAttempt

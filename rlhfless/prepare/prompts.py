@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.loop.prompt_warnings import prompt_warnings
-from rlhfless.loop.rows import Row, read_rows
+from rlhfless.prepare.data_rows import Row, read_rows
+from rlhfless.prepare.prompt_warnings import prompt_warnings
 from rlhfless.records import IntArray, Prompt
 from rlhfless.spec import PromptsSpec
 from rlhfless.spec.errors import InputError, Problem

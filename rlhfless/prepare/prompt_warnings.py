@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhfless.loop.rows import Row
+from rlhfless.prepare.data_rows import Row
 from rlhfless.records import Prompt
 from rlhfless.spec.explain import shown
 

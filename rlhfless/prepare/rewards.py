@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfless.loop.model_weights import Head, weight_problems
+from rlhfless.prepare.model_weights import Head, weight_problems
 from rlhfless.records import Prompt
 from rlhfless.rewards import RewardError, checker
 from rlhfless.rewards.confinement import protection

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhfless.loop.model_files import RESTORE, ModelFiles, all_there, read_model_files
+from rlhfless.prepare.model_files import RESTORE, ModelFiles, all_there, read_model_files
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
 

@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlhfless.loop.policy import load_policy
-from rlhfless.loop.prompts import load_prompts
-from rlhfless.loop.reward_checks import reward_problems
-from rlhfless.loop.rows import Row, read_rows
+from rlhfless.prepare.data_rows import Row, read_rows
+from rlhfless.prepare.model import load_policy
+from rlhfless.prepare.prompts import load_prompts
+from rlhfless.prepare.rewards import reward_problems
 from rlhfless.records import FinishReason, Prompt, Score
 from rlhfless.rewards import Rewards, Sample, combined
 from rlhfless.spec import RunSpec

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rlhfless.loop.model_weights import weight_problems
-from rlhfless.loop.policy import Policy, TokenizerInfo, load_policy
-from rlhfless.loop.prompts import PromptSets, load_prompts
-from rlhfless.loop.reward_checks import columns_read, reward_problems, reward_warnings
-from rlhfless.loop.rows import read_rows
+from rlhfless.prepare.data_rows import read_rows
+from rlhfless.prepare.model import Policy, TokenizerInfo, load_policy
+from rlhfless.prepare.model_weights import weight_problems
+from rlhfless.prepare.prompts import PromptSets, load_prompts
+from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warnings
 from rlhfless.records import Prompt
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.prices import load_price_book
@@ -135,7 +135,7 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     if spec.placement.ray_address:
         return []
     # Lazily: it imports torch, and a fault found earlier should not wait for it.
-    from rlhfless.fleet.devices import local_slots
+    from rlhfless.prepare.devices import local_slots
     from rlhfless.scaling.placement import PlacementError, helpers, place
 
     try:

@@ -1,4 +1,4 @@
-"""The policy's configuration and tokenizer. Its weights are judged in rlhfless.loop.model_weights."""
+"""The policy's configuration and tokenizer. Its weights are judged in rlhfless.prepare.model_weights."""
 
 from __future__ import annotations
 
