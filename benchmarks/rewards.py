@@ -26,8 +26,9 @@ from setting import median_ratio, spread
 from smoke import parsed
 from where import machine
 
+from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster
-from rlhfless.fleet.pool import Blueprint, Pool
+from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call
 from rlhfless.functions.lease import LeaseTerms
@@ -151,7 +152,7 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
     pool = Pool(cluster, blueprint, CALL, TimeoutsSpec(), NoLedger())
     figures: dict[str, list[float]] = {"ours": [], "plain loop": []}
     try:
-        replica = await pool.ready()
+        replica = await pool.ready(CALL)
         for number in range(rounds + 1):
             plain_s, plain_mean = loop(groups)
             ours_s, ours_mean = await ours(replica, groups)

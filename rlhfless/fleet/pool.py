@@ -1,270 +1,266 @@
-"""The replicas of one function. A static fleet is a pool that is never asked to change."""
+"""The elastic pool of one function: N >= 0 replicas that come and go in the background, within bounds.
+
+A step waits for a start only if it needs the replica (`ready`), or if nothing else is left to draw. A replica that
+comes up is *opened* before it serves: what must have happened to it is the function's own (`opens`), such as the load
+of the step's weights. A replica that leaves gets no work from then on, hands back what it has, and is stopped after
+that. A static fleet is a pool that is never asked to change.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
-from ray.exceptions import RayTaskError
-
+from rlhfless.fleet.blueprint import Blueprint, Bounds
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
+from rlhfless.fleet.replicas import Replicas
 from rlhfless.fleet.tasks import together
-from rlhfless.functions.base import Call, ReplicaInfo, StaleCall, settings_key
-from rlhfless.records import FunctionName, PublishedWeights, ReplicaState, WeightVersion, Work
-from rlhfless.scaling.lifecycle import Membership
-from rlhfless.scaling.placement import Seat
+from rlhfless.functions.base import Call
+from rlhfless.records import ReplicaState, WeightVersion
 from rlhfless.spec import TimeoutsSpec
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 10.0
-"""Longest wait for an answer that costs a replica nothing. Long, because all cores may be at work."""
+RECOVERABLE = (ReplicaLost, CallTimeout, FleetError)
+"""Faults of a machine or a process. Wrong weights, bad rewards and full disks are not mended by trying again."""
+
+Opens = Callable[[Replica, Call], Awaitable[None]]
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """How to build a function's replicas."""
+class Listener(Protocol):
+    """Work that is under way on a pool, as far as it concerns replicas that come and go."""
 
-    function: FunctionName
-    deployment: type
-    settings: Callable[[Seat], Any]
-    """The deployment's settings for a replica in a seat."""
-    seats: tuple[Seat, ...]
-    """Where replica 0, 1, ... sit; as many as there may be at a time."""
-    takes_seat: bool = True
-    """False: the replica's parts ask Ray for the seat themselves (the learner's ranks)."""
+    @property
+    def over(self) -> bool: ...
+
+    def joined(self, place: int) -> None:
+        """A replica serves at a place."""
+
+    def missed(self, place: int) -> None:
+        """No replica will come to a place."""
+
+    async def drain(self, replica: Replica) -> None:
+        """A replica hands back what it has; returns when it has."""
 
 
-class Pool:
-    """Start, look up, sync, drain and stop the replicas of one function."""
+class Pool(Replicas):
+    """A place is the number of a seat; at most one replica is there at a time."""
 
     def __init__(
         self, cluster: Cluster, blueprint: Blueprint, call: Call, timeouts: TimeoutsSpec, recorder: Recorder
     ) -> None:
-        self._cluster = cluster
-        self._blueprint = blueprint
-        self._call = call
-        self._timeouts = timeouts
-        self._recorder = recorder
-        self._replicas: dict[str, Replica] = {}
-        self._launches = 0
-        self._buried: set[str] = set()
-        self._preparing: set[str] = set()
-        self._readying = asyncio.Lock()
-        self.membership = Membership()
-        """Its epoch goes up at every change of the pool."""
+        super().__init__(cluster, blueprint, call, timeouts, recorder)
+        self.opens: Opens = self._open_own
+        """How a replica that is up comes to serve."""
+        self.fatal: BaseException | None = None
+        """What ended a start in the background and no other start can mend, such as wrong weights."""
+        self._listeners: list[Listener] = []
+        self._closed = False
+        self._starts: dict[int, asyncio.Task[Replica]] = {}
+        self._opening: set[str] = set()
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._next: dict[int, Call] = {}
+        """Places that get a new replica as soon as the one that leaves has left."""
 
     @property
-    def function(self) -> FunctionName:
-        return self._blueprint.function
+    def bounds(self) -> Bounds:
+        return self._blueprint.bounds
 
-    def __getitem__(self, name: str) -> Replica:
-        return self._replicas[name]
+    def watch(self, listener: Listener) -> None:
+        """Tell a listener of replicas that come and go, until it is over."""
+        self._listeners = [known for known in self._listeners if not known.over] + [listener]
 
-    @property
-    def seats(self) -> tuple[Seat, ...]:
-        """Where replicas may sit, one in each."""
-        return self._blueprint.seats
+    def state(self, place: int) -> ReplicaState | None:
+        """Of the replica at a place; None if there is none, or only one that leaves: another can be asked for then."""
+        replica = self.at(place)
+        if replica is not None and replica.state is not ReplicaState.DRAINING:
+            return replica.state
+        return ReplicaState.STARTING if place in self._starts or place in self._next else None
 
-    def at(self, number: int) -> Replica | None:
-        """The replica that holds a seat."""
-        seat = self.seats[number]
-        return next((replica for replica in self.replicas() if replica.seat is seat), None)
-
-    def replicas(self) -> tuple[Replica, ...]:
-        """All that hold a device, in the order in which they were started."""
-        return tuple(r for r in self._replicas.values() if r.state.holds_device)
-
-    def serving(self) -> tuple[Replica, ...]:
-        """Those that may get traffic."""
-        return tuple(r for r in self._replicas.values() if r.state == ReplicaState.SERVING)
+    def expects(self, place: int) -> bool:
+        """Whether a replica serves at a place, or will."""
+        return self.state(place) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
 
     @property
-    def lost(self) -> int:
-        """Replicas that were given up while they were needed, since the pool was made."""
-        return sum(replica.lost for replica in self._replicas.values())
+    def expected(self) -> int:
+        """Replicas that serve, or will."""
+        return sum(self.expects(place) for place in range(len(self.seats)))
 
     def up(self) -> tuple[Replica, ...]:
         """Those that can be given weights: up, and done with what they had to do first."""
         alive = (ReplicaState.STALE, ReplicaState.SERVING)
-        return tuple(r for r in self._replicas.values() if r.state in alive and r.name not in self._preparing)
+        return tuple(r for r in self.replicas() if r.state in alive and r.name not in self._opening)
 
-    async def add(
-        self, prepare: Callable[[Replica], Awaitable[object]] | None = None, seat: int | None = None
-    ) -> Replica:
-        """Start one more replica, in the first free seat or in the one asked for; returns when it is up (STALE), and
-        prepared.
+    # -- replicas that come
 
-        Raises FleetError if the seat, or every seat, is taken or the start fails, or what `prepare` raises.
+    async def ready(self, call: Call) -> Replica:
+        """The first replica, started if it is not there: a cold start that the ledger records.
+
+        A start that waits for its time is called off, and a release that has begun is waited for. Raises what the
+        start raised.
         """
-        await self.bury()
-        replica = self._launch(seat)
-        name, sits = replica.name, replica.seat
+        while True:
+            self._call_off_timer(0)
+            replica = self.at(0)
+            if replica is not None and replica.state is ReplicaState.SERVING:
+                return replica
+            if 0 in self._leaving:
+                await asyncio.wait([self._leaving[0]])
+            elif 0 in self._starts:
+                await self._started_one(self._starts[0])
+            elif replica is not None:
+                await self.opens(replica, call)
+            elif self._closed:
+                raise FleetError(f"the run is being stopped, and {self.function} is not started any more")
+            else:
+                self.start(0, call)
+
+    @staticmethod
+    async def _started_one(start: asyncio.Task[Replica]) -> None:
+        """Wait for a start. Raises its fault; a start that was called off is none."""
+        await asyncio.wait([start])
+        if not start.cancelled():
+            start.result()
+
+    async def fill(self, count: int) -> None:
+        """Start replicas at the first free places until there are `count`, all at once. They are up, and not open."""
+        missing = count - len(self.replicas())
+        free = [place for place in range(len(self.seats)) if self.at(place) is None]
+        await together(*(self.start_one(place) for place in free[: max(missing, 0)]))
+
+    async def add(self, call: Call, place: int | None = None) -> Replica:
+        """Start one more, at a place or at the first that is free; returns when it serves."""
+        if place is None:
+            place = next((i for i in range(len(self.seats)) if self.at(i) is None), 0)
+        replica = await self.start_one(place)
+        self._opening.add(replica.name)
         try:
-            handle = await self._cluster.deploy(
-                name,
-                self._blueprint.deployment,
-                [self._blueprint.settings(sits)],
-                sits if self._blueprint.takes_seat else None,
-                stop_s=self._timeouts.drain_s,
-            )
-            await self._cluster.wait_running(name, self._timeouts.start_s)
-            try:
-                reply = await asyncio.wait_for(handle.describe.remote(self._call), self._timeouts.call_s)
-            except RayTaskError as error:
-                raise error.cause from error  # Ray's own text is the remote traceback
-            self._preparing.add(name)
-            replica.is_up(handle, reply.value)
-            if prepare is not None:
-                await prepare(replica)
+            await self.opens(replica, call)
         except BaseException:
-            replica.gone()
-            await asyncio.shield(self._cluster.delete([name]))
+            await self._call_off(replica)
             raise
         finally:
-            self._preparing.discard(name)
+            self._opening.discard(replica.name)
+        self.joined(replica)
         return replica
 
-    async def ensure(self, count: int) -> list[Replica]:
-        """Start replicas until there are `count`, all at the same time; returns those that were started."""
-        missing = count - len(self.replicas())
-        return await together(*(self.add() for _ in range(missing)))
+    def joined(self, replica: Replica) -> None:
+        """It serves from here on."""
+        for listener in self._listeners:
+            listener.joined(self.place_of(replica))
 
-    async def adopt(self, names: Sequence[str], call: Call) -> None:
-        """Take over replicas that an earlier driver of the run has left; those that do not fit are stopped."""
-        prefix = self._name("")
-        mine = [name for name in names if name.startswith(prefix)]
-        self._launches = max([int(name.removeprefix(prefix)) + 1 for name in mine], default=self._launches)
-        await together(*(self._adopt(name, call) for name in mine))
+    def missed(self, place: int) -> None:
+        """No replica will come to a place."""
+        for listener in self._listeners:
+            listener.missed(place)
 
-    async def _adopt(self, name: str, call: Call) -> None:
-        handle = self._cluster.handle(name)
-        try:
-            reply = await asyncio.wait_for(handle.describe.remote(call), PROBE_S)
-        except Exception as error:  # whatever ails it, it can be replaced
-            log.warning("%s of an earlier attempt does not answer and is stopped: %r", name, error)
-            await self._cluster.delete([name])
-            return
-        info: ReplicaInfo = reply.value
-        taken = {id(replica.seat) for replica in self.replicas()}
-        for seat in self._blueprint.seats:
-            if id(seat) not in taken and settings_key(self._blueprint.settings(seat)) == info.settings_key:
-                replica = self._replicas[name] = Replica(name, self.function, seat, self._recorder, self._changed)
-                replica.is_adopted(handle, info)
-                log.info("%s of an earlier attempt was taken over", name)
-                return
-        log.info("%s of an earlier attempt has other settings and is stopped", name)
-        await self._cluster.delete([name])
+    def start(self, place: int, call: Call, at_s: float | None = None) -> None:
+        """Start one at a place in the background, not before `at_s` (unix time), nor before one that leaves has left.
 
-    async def weed(self, call: Call) -> None:
-        """Ask all replicas for a sign of life, and give up those that have none."""
-        await together(*(self._weed(replica, call) for replica in self.replicas() if replica.info))
-
-    async def _weed(self, replica: Replica, call: Call) -> None:
-        try:
-            replica.info = await replica.call("describe", call, timeout_s=PROBE_S, waiting_for="a sign of life")
-        except ReplicaLost:
-            pass  # given up already
-        except CallTimeout as silence:
-            replica.give_up(str(silence))
-
-    async def bury(self) -> None:
-        """Remove what is left of lost replicas, so that Serve does not revive them and their seats are free."""
-        dead = [name for name, replica in self._replicas.items() if replica.state == ReplicaState.DEAD]
-        remains = [name for name in dead if name not in self._buried]
-        self._buried.update(remains)
-        await self._cluster.delete(remains)
-
-    def _name(self, number: object) -> str:
-        return f"{self._call.run_id}-{self.function}-{number}"
-
-    def _launch(self, number: int | None = None) -> Replica:
-        wanted = range(len(self.seats)) if number is None else (number,)
-        free = [self.seats[i] for i in wanted if self.at(i) is None]
-        if not free:
-            raise FleetError(
-                f"no device is free for another {self.function} replica: {len(self.replicas())} of "
-                f"{len(self.seats)} are running"
-            )
-        # Names are never used twice, so that a late answer cannot be taken for another replica's.
-        name = self._name(self._launches)
-        self._launches += 1
-        replica = Replica(name, self.function, free[0], self._recorder, self._changed)
-        self._replicas[name] = replica
-        return replica
-
-    async def ready(self) -> Replica:
-        """The function's one replica, started if it is not there: the cold start is in the ledger.
-
-        For functions without weights of the run (scoring, reference, learner).
+        One that waits for its time is begun at once when it is asked for again without one.
         """
-        async with self._readying:
-            await self.ensure(1)
-        replica = self.replicas()[0]
-        if replica.state == ReplicaState.STALE:
-            version = WeightVersion(self._call.run_id, self._call.attempt, 0, "own")
-            replica.ask(version)
-            replica.loaded(version)
-        return replica
+        self._call_off_timer(place)
+        wait_s = 0.0 if at_s is None else at_s - time.time()
+        if wait_s > 0:
+            self._timers[place] = asyncio.get_running_loop().call_later(wait_s, self.start, place, call)
+        elif place in self._leaving:
+            self._next[place] = call
+        elif self.state(place) is None and not self._closed:
+            task = self._starts[place] = asyncio.create_task(self.add(call, place))
+            task.add_done_callback(lambda done: self._started(place, done))
 
-    async def sync_one(self, replica: Replica, published: PublishedWeights, call: Call) -> None:
-        """Load a version into one replica: the one door to SERVING. Does nothing if it serves it already.
+    def _started(self, place: int, task: asyncio.Task[Replica]) -> None:
+        del self._starts[place]
+        failure = None if task.cancelled() else task.exception()
+        if isinstance(failure, RECOVERABLE):
+            what = "no %s replica came up at place %d, which stays empty for now: %s"
+            log.warning(what, self.function, place, failure)
+        elif failure is not None:
+            self.fatal = failure
+        if not self.expects(place):
+            self.missed(place)
 
-        Raises WeightCheckFailed, CallTimeout, or ReplicaLost.
-        """
-        replica.ask(published.version)
-        if replica.state == ReplicaState.SERVING:
-            return
-        await replica.call(
-            "load",
-            call,
-            published,
-            timeout_s=self._timeouts.sync_s,
-            waiting_for=f"the weights of step {published.version.step}",
-            work=Work.LOAD_WEIGHTS,
-        )
-        # Another sync may have been waiting for the same load, as beside the start of an actor; or it was drained.
-        if replica.state is ReplicaState.STALE:
-            replica.loaded(published.version)
+    def replace_missing(self, call: Call) -> None:
+        """Start in the background what is missing of the fewest."""
+        free = [place for place in range(len(self.seats)) if self.state(place) is None]
+        for place in free[: max(self.bounds.fewest - self.expected, 0)]:
+            self.start(place, call)
 
-    async def stop(self, *replicas: Replica) -> None:
-        """Drain and stop replicas; returns when their processes are gone and the devices free. Idempotent.
+    async def any_up(self) -> None:
+        """Wait for the first start if no replica is up. Raises why the last start failed if none is left."""
+        while self._starts and not self.up():
+            done, _ = await asyncio.wait(self._starts.values(), return_when=asyncio.FIRST_COMPLETED)
+            failures = [task.exception() for task in done if not task.cancelled()]
+            if failures and failures[-1] is not None and not self._starts and not self.up():
+                raise failures[-1]
 
-        A replica that a newer attempt of the run has taken over is left to it.
-        """
-        await self.bury()
-        running = [replica for replica in replicas if replica.state.holds_device]
-        for replica in running:
-            replica.drain()
-        if self._cluster.lost:
-            for replica in running:
-                replica.gone()
-            return
-        ours = await together(*(self._say_stop(replica) for replica in running))
-        names = [replica.name for replica, is_ours in zip(running, ours, strict=True) if is_ours]
-        await self._cluster.delete(names)
-        for replica in running:
-            replica.gone()
+    async def _open_own(self, replica: Replica, call: Call) -> None:
+        """For functions without weights of the run (scoring, reference) or with their own (the learner)."""
+        version = WeightVersion(call.run_id, call.attempt, 0, "own")
+        replica.ask(version)
+        replica.loaded(version)
 
-    async def _say_stop(self, replica: Replica) -> bool:
-        """Let a replica end its own processes first. One that cannot any more is simply killed after this.
+    # -- replicas that leave
 
-        Returns False if it is not ours any more.
-        """
-        if replica.state != ReplicaState.DRAINING or replica.info is None:
-            return True
-        try:
-            await replica.call("stop", self._call, timeout_s=self._timeouts.drain_s, waiting_for="an orderly stop")
-        except StaleCall:
+    async def remove(self, replica: Replica) -> None:
+        """Drain one and stop it; during a step its samples go on elsewhere. Raises what kept it from doing so."""
+        await self._leave(replica)
+
+    def release(self, place: int) -> bool:
+        """Give a place's devices back, in the background; a start is called off. Returns False, and does nothing, if
+        no more than the fewest are there."""
+        if self.expected <= self.bounds.fewest:
             return False
-        except (ReplicaLost, CallTimeout) as error:
-            log.warning("%s did not stop by itself and is killed: %s", replica.name, error)
+        self._call_off_timer(place)
+        replica = self.at(place)
+        if self._next.pop(place, None) is not None:
+            pass
+        elif place in self._starts:
+            self._starts[place].cancel()
+        elif replica is not None:
+            self._leave(replica)
         return True
 
-    def _changed(self, replica: Replica) -> None:
-        if replica.info is not None:
-            self.membership = self.membership.update(replica.incarnation, replica.state)
+    def _leave(self, replica: Replica) -> asyncio.Task[None]:
+        """Let one go in the background. It gets no work from here on."""
+        place = self.place_of(replica)
+        replica.drain()
+        if place not in self._leaving:
+            task = self._leaving[place] = asyncio.create_task(self._hand_back_and_stop(replica))
+            task.add_done_callback(lambda done: self._left(place, replica, done))
+        return self._leaving[place]
+
+    async def _hand_back_and_stop(self, replica: Replica) -> None:
+        for listener in self._listeners:
+            if not listener.over:
+                await listener.drain(replica)
+        await self.stop(replica)
+
+    def _left(self, place: int, replica: Replica, task: asyncio.Task[None]) -> None:
+        del self._leaving[place]
+        fault = None if task.cancelled() else task.exception()
+        if fault is not None:
+            log.warning("%s did not leave in order: %s", replica.name, fault)
+        call = self._next.pop(place, None)
+        if call is not None:
+            self.start(place, call)
+
+    def _call_off_timer(self, place: int) -> None:
+        if (timer := self._timers.pop(place, None)) is not None:
+            timer.cancel()
+
+    async def close(self) -> None:
+        """Call off what is starting, and wait for what is leaving."""
+        self._closed = True
+        self._next.clear()
+        for place in list(self._timers):
+            self._call_off_timer(place)
+        starts = list(self._starts.values())
+        for task in starts:
+            task.cancel()
+        await asyncio.gather(*starts, *self._leaving.values(), return_exceptions=True)

@@ -53,7 +53,6 @@ class Replica:
         function: FunctionName,
         seat: Seat,
         recorder: Recorder,
-        changed: Callable[[Replica], None],
         clock: Clock = time.time,
     ) -> None:
         self.name = name
@@ -63,7 +62,6 @@ class Replica:
         self.lost = False
         """It was given up, and not while it was to leave anyway."""
         self._recorder = recorder
-        self._changed = changed
         self._clock = clock
         self._launched_s = clock()
         self._handle: DeploymentHandle | None = None
@@ -155,7 +153,6 @@ class Replica:
     def _record(self, holdings: tuple[Holding, ...]) -> None:
         for holding in holdings:
             self._recorder.add_holding(holding)
-        self._changed(self)
 
     # -- calls
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhfless.loop.actors import RECOVERABLE
+from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.loop.evaluation import evaluate_held_out
 from rlhfless.loop.opening import Opening, opened
 from rlhfless.loop.recovery import Mended, Recovery

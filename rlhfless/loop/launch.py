@@ -12,9 +12,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from rlhfless.fleet.blueprint import Blueprint, Bounds
 from rlhfless.fleet.cluster import Cluster, seat_resources
-from rlhfless.fleet.pool import Blueprint, Pool
+from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Recorder
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.generation.deployment import GenerationFunction, GenerationSettings
@@ -28,7 +30,7 @@ from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettin
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, Prompt
 from rlhfless.scaling.placement import CPU_KIND, Placement, Seat, helpers, place
-from rlhfless.spec import RunSpec
+from rlhfless.spec import Hold, RunSpec
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.check import PROBE_TOLERANCE
 
@@ -113,8 +115,9 @@ class Launcher:
                 binding=binding(seat, exclusive=True),
             )
 
+        bounds = Bounds(spec.scaling.generation.min_actors, reason="scaling.generation.min_actors are not released")
         return Blueprint(
-            FunctionName.GENERATION, GenerationFunction, settings, placement.seats[FunctionName.GENERATION]
+            FunctionName.GENERATION, GenerationFunction, settings, placement.seats[FunctionName.GENERATION], bounds
         )
 
     def _scoring(self, placement: Placement) -> Blueprint:
@@ -128,7 +131,8 @@ class Launcher:
                 import_paths=tuple(path for path in sys.path if path),
             )
 
-        return Blueprint(FunctionName.SCORING, ScoringFunction, settings, placement.seats[FunctionName.SCORING])
+        seats, bounds = placement.seats[FunctionName.SCORING], self._hold("hold_scoring")
+        return Blueprint(FunctionName.SCORING, ScoringFunction, settings, seats, bounds)
 
     def _reward_model(self, placement: Placement) -> Blueprint:
         spec = self.spec
@@ -143,7 +147,7 @@ class Launcher:
             )
 
         seats = placement.seats[FunctionName.REWARD_MODEL]
-        return Blueprint(FunctionName.REWARD_MODEL, RewardModelFunction, settings, seats)
+        return Blueprint(FunctionName.REWARD_MODEL, RewardModelFunction, settings, seats, self._hold("hold_scoring"))
 
     def _reference(self, placement: Placement) -> Blueprint:
         spec = self.spec
@@ -159,7 +163,8 @@ class Launcher:
                 binding=binding(seat, exclusive=False),
             )
 
-        return Blueprint(FunctionName.REFERENCE, ReferenceFunction, settings, placement.seats[FunctionName.REFERENCE])
+        seats, bounds = placement.seats[FunctionName.REFERENCE], self._hold("hold_reference")
+        return Blueprint(FunctionName.REFERENCE, ReferenceFunction, settings, seats, bounds)
 
     def _learner(self, placement: Placement) -> Blueprint:
         spec = self.spec
@@ -188,8 +193,14 @@ class Launcher:
             LearnerFunction,
             settings,
             placement.seats[FunctionName.LEARNER],
+            Bounds(1, reason="the learner keeps the run's state"),
             takes_seat=False,
         )
+
+    def _hold(self, key: Literal["hold_scoring", "hold_reference"]) -> Bounds:
+        """What the spec says about replicas between two uses."""
+        hold: Hold = getattr(self.spec.scaling, key)
+        return Bounds(fewest=int(hold == "always"), idle=hold != "never", reason=f"scaling.{key} is {hold}")
 
     def _store_address(self) -> StoreAddress:
         """How actors reach the store: the folder itself, or a cache of their node beside it."""

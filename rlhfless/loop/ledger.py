@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -22,14 +23,14 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.records.traces import Trace, TracedRollout, TraceWriter
-from rlhfless.scaling.holding import HoldFigures, hold_figures
+from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.scaling.step_times import StepTimes, recovery_until_s, step_times
 
 log = logging.getLogger(__name__)
 
 RECENT_CALLS = 512
-"""Calls per function from which gaps are estimated: some tens of steps, so that the estimate follows the run."""
+"""Calls per function from which the time of a load is estimated: some tens of steps, so that it follows the run."""
 
 SOON_S = 0.3
 """By then the actors have loaded a step's weights and have its requests, where the models are small."""
@@ -139,18 +140,10 @@ class Ledger:
         )
         return self._closed_usd + open_usd
 
-    def price_usd_per_hour(self, pools: Iterable[Pool]) -> float:
-        """What all that these pools hold costs per hour."""
-        return sum(
-            self.prices.price_usd_per_hour(slot.kind) * replica.seat.share
-            for pool in pools
-            for replica in pool.replicas()
-            for slot in replica.seat.slots
-        )
-
-    def hold_figures(self, function: FunctionName) -> HoldFigures:
-        """How long a function's gaps and cold starts have been, over its recent calls."""
-        return hold_figures(function, self._starts, self._recent[function])
+    def mean_start_s(self, function: FunctionName) -> float | None:
+        """How long the function's cold starts took; None if there was none."""
+        starts = cold_starts([holding for holding in self._starts if holding.function is function])
+        return math.fsum(end_s - start_s for start_s, end_s in starts) / len(starts) if starts else None
 
     def mean_load_s(self) -> float:
         """How long an actor's load of weights took, over the recent ones; 0 if there was none."""

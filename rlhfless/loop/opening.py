@@ -14,26 +14,24 @@ from typing import Any
 
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import RECOVERABLE, Pool
 from rlhfless.fleet.tasks import is_stopping, to_the_end, together
 from rlhfless.functions.base import Call
-from rlhfless.loop.actors import Actors
-from rlhfless.loop.holds import Keeper
+from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.janitor import Janitor
 from rlhfless.loop.launch import Launcher, store_folders
 from rlhfless.loop.ledger import Earlier, Ledger
-from rlhfless.loop.recovery import RECOVERABLE, clear
+from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
 from rlhfless.loop.scaler import scaler_of
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.prepare.prompts import PromptOrder
-from rlhfless.records import FunctionName
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
 from rlhfless.scaling.policies.warm_up import warm_up
 from rlhfless.scaling.prices import load_price_book
-from rlhfless.spec import RunSpec, ScalingSpec
+from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
@@ -95,24 +93,23 @@ async def _fleet(
     launcher = Launcher.of(spec, opening.prepared, call, cluster, ledger, opening.folder)
     generation, scoring, reward_model, reference, learner = launcher.pools()
     pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
-    keepers = _keepers(spec.scaling, pools, ledger)
     lease_s = spec.recovery.lease_s
     beat = Heartbeat(pools, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     heartbeat = asyncio.create_task(beat.run())
     folders = store_folders(spec, opening.run_id)
-    actors = Actors(generation, spec)
     run = Run(
         run_id=opening.run_id,
         attempt=journal.attempt,
         spec=spec,
         order=PromptOrder(opening.prepared.train, spec.seed, spec.prompts.shuffle),
         held_out=opening.prepared.held_out,
-        actors=actors,
-        scoring=keepers[FunctionName.SCORING],
-        reward_model=keepers.get(FunctionName.REWARD_MODEL),
-        reference=keepers.get(FunctionName.REFERENCE),
+        generation=generation,
+        weights=ActorWeights(generation, spec),
+        scoring=scoring,
+        reward_model=reward_model,
+        reference=reference,
         learner=learner,
-        scaler=scaler_of(spec, opening.prepared, call, actors, keepers, learner, ledger, earlier),
+        scaler=scaler_of(spec, opening.prepared, call, pools, ledger, earlier),
         ledger=ledger,
         sinks=opening.sinks,
         journal=journal,
@@ -127,28 +124,14 @@ async def _fleet(
             with opening.console.waiting("stopping all functions"):
                 if is_stopping():
                     ledger.keep_up(pools, 0.0)  # the stop may be cut short
-                await to_the_end(_stop(actors, list(keepers.values()), pools))
+                await to_the_end(_stop(pools))
                 for folder in folders:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _stop(actors: Actors, keepers: Sequence[Keeper], pools: Sequence[Pool]) -> None:
-    await together(actors.close(), *(keeper.close() for keeper in keepers))
+async def _stop(pools: Sequence[Pool]) -> None:
+    await together(*(pool.close() for pool in pools))
     await together(*(pool.stop(*pool.replicas()) for pool in pools))
-
-
-def _keepers(scaling: ScalingSpec, pools: Sequence[Pool], ledger: Ledger) -> dict[FunctionName, Keeper]:
-    """Of the functions that rest between their uses."""
-    holds = {
-        FunctionName.SCORING: scaling.hold_scoring,
-        FunctionName.REWARD_MODEL: scaling.hold_scoring,
-        FunctionName.REFERENCE: scaling.hold_reference,
-    }
-    return {
-        pool.function: Keeper(pool, holds[pool.function], ledger, lambda: pools)
-        for pool in pools
-        if pool.function in holds
-    }
 
 
 async def _begin(opening: Opening, run: Run, cluster: Cluster) -> int:
@@ -174,8 +157,8 @@ async def _start(opening: Opening, run: Run) -> int:
     """Start what is missing of the fleet, and give it the weights to go on from; returns the first step."""
     actors = opening.spec.scaling.generation.min_actors
     with opening.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
-        others = [pool.ready() for pool in run.pools if pool is not run.generation]
-        await together(run.generation.ensure(actors), *others, asyncio.to_thread(warm_up))
+        others = [pool.ready(run.call(0)) for pool in (*run.helpers, run.learner)]
+        await together(run.generation.fill(actors), *others, asyncio.to_thread(warm_up))
     with opening.console.waiting("checking that weight loads reach every tensor"):
         step = await run.restore()
         await run.open_weights(step)
@@ -185,7 +168,7 @@ async def _start(opening: Opening, run: Run) -> int:
                 f"{newest.folder} was saved with weights {newest.notes.digest}, and gives "
                 f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
             )
-        await together(*(run.actors.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
+        await together(*(run.weights.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
         await run.sync(run.call(step))
     if step:
         opening.console.show(f"resumed after step {step}, attempt {run.attempt}")

@@ -1,4 +1,4 @@
-"""After a fault: find out who is lost, replace them, and say where the run goes on.
+"""After a fault: find out which replicas are lost, replace them, and say where the run goes on.
 
 A step that failed is done again. That costs little and changes nothing: its finished rollouts come from the journal,
 the learner answers a step that it has taken with the answer it gave, and the ledger counts a step once. A learner that
@@ -12,9 +12,9 @@ import logging
 import time
 from dataclasses import dataclass
 
+from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.fleet.tasks import is_stopping, together
 from rlhfless.functions.base import Call
-from rlhfless.loop.actors import RECOVERABLE
 from rlhfless.loop.run import Run
 from rlhfless.records import Decision
 from rlhfless.text import legible
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 async def clear(run: Run, call: Call) -> None:
-    """Find out who is lost, and make room for others."""
-    await together(*(pool.weed(call) for pool in run.pools))
-    await together(*(pool.bury() for pool in run.pools))
+    """Find out which replicas are lost, and make room for others."""
+    await together(*(pool.probe_all(call) for pool in run.pools))
+    await together(*(pool.remove_dead() for pool in run.pools))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The live fleet behind the policies' door: rooms with prices and measured times, who is there, starts and releases.
+"""The live fleet behind the policies' door: rooms with prices and measured times, their replicas, starts and releases.
 
 A room is a seat of the placement. Co-located functions hold shares of a slot at the same time, so all rooms may be
 awake beside each other. There are no sleep tiers, and no KV moves between actors. The learner is always there. An actor
@@ -8,13 +8,11 @@ costs what releasing it would save, so in a fleet that never changes it costs no
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from rlhfless.fleet.pool import Pool
 from rlhfless.functions.base import Call
-from rlhfless.loop.actors import Actors
 from rlhfless.loop.board import Board
-from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.speeds import EngineSpeeds
 from rlhfless.loop.steering import PolicyFault
@@ -39,36 +37,33 @@ class LiveFleet:
         self,
         spec: RunSpec,
         call: Call,
-        actors: Actors,
-        keepers: Mapping[FunctionName, Keeper],
-        learner: Pool,
+        pools: Sequence[Pool],
         ledger: Ledger,
         speeds: EngineSpeeds,
         max_model_len: int,
     ) -> None:
+        """`pools`: that of the generation actors first; of all others the first replica is the only one."""
         self._spec = spec
         self._call = call
-        self._actors = actors
-        self._keepers = dict(enumerate(keepers.values(), start=len(actors.pool.seats)))
-        self._pools = [*(keeper.pool for keeper in keepers.values()), learner]
+        self._actors = pools[0]
+        self._pools = pools
+        self._places = [(pool, number) for pool in pools for number in range(len(pool.seats))]
         self._ledger = ledger
         self._speeds = speeds
         self._max_model_len = max_model_len
 
     def place_of(self, function: FunctionName) -> int:
         """The place of a function that has one replica."""
-        functions = [pool.function for pool in self._pools]
-        return len(self._actors.pool.seats) + functions.index(function)
+        return next(place for place, (pool, _) in enumerate(self._places) if pool.function is function)
 
     def kinds(self) -> dict[str, str]:
         """Device kinds of the generation actors, by name."""
-        return {actor.name: actor.seat.slots[0].kind for actor in self._actors.pool.replicas()}
+        return {actor.name: actor.seat.slots[0].kind for actor in self._actors.replicas()}
 
     def view(self) -> FleetView:
         """See rlhfless.loop.steering.Fleet."""
-        pools = (self._actors.pool, *self._pools)
         return FleetView(
-            rooms=tuple(room for pool in pools for room in self._rooms(pool)),
+            rooms=tuple(room for pool in self._pools for room in self._rooms(pool)),
             load_s=self._ledger.mean_load_s(),
             move_s=MOVE_S,
             kv_token_s=float("inf"),
@@ -78,49 +73,59 @@ class LiveFleet:
 
     def places(self, board: Board) -> tuple[PlaceView, ...]:
         """See rlhfless.loop.steering.Fleet."""
-        actors = [
-            PlaceView(self._actors.state(place), None, *board.counts(place))
-            for place in range(len(self._actors.pool.seats))
-        ]
-        others = (pool.at(0) for pool in self._pools)
-        return (*actors, *(PlaceView(None if replica is None else replica.state) for replica in others))
+        actors = len(self._actors.seats)
+        return tuple(
+            PlaceView(pool.state(number), None, *(board.counts(place) if place < actors else ()))
+            for place, (pool, number) in enumerate(self._places)
+        )
 
     def expects(self, place: int) -> bool:
         """See rlhfless.loop.steering.Fleet."""
-        return place < len(self._actors.pool.seats) and self._actors.expects(place)
+        return place < len(self._actors.seats) and self._actors.expects(place)
 
     def start(self, place: int, at_s: float | None, step: int) -> None:
         """See rlhfless.loop.steering.Fleet. At once, or at a time to come; either way in the background.
 
         A lost learner is started by the run's recovery: it has to go on from a checkpoint.
         """
-        if place in self._keepers:
-            self._keepers[place].warm(at_s)
-        elif place >= len(self._actors.pool.seats):
+        pool, number = self._places[place]
+        if pool.function is FunctionName.LEARNER:
             return
-        elif at_s is None and (state := self._actors.state(place)) is not None:
+        if at_s is None and (state := pool.state(number)) is not None:
             raise PolicyFault(f"place {place} is asked to start, and has an actor ({state})")
-        else:
-            self._actors.start(place, Call(self._call.run_id, self._call.attempt, step), at_s)
+        pool.start(number, self._at(step), at_s)
 
     def release(self, place: int, tier: str | None, step: int) -> None:
-        """See rlhfless.loop.steering.Fleet. Those of `min_actors` stay, and what the spec holds always or never."""
+        """See rlhfless.loop.steering.Fleet. What the spec's bounds keep stays, which the ledger notes."""
         if tier is not None:
             raise PolicyFault(f"place {place} is to sleep in {tier!r}: this fleet has no sleep tiers")
-        if place in self._keepers:
-            self._keepers[place].release()
-        elif place >= len(self._actors.pool.seats):
+        pool, number = self._places[place]
+        if pool.function is FunctionName.LEARNER:
             raise PolicyFault(f"place {place} is released: it is the learner's, which keeps the run's state")
-        elif not self._actors.expects(place):
+        if not pool.expects(number):
             raise PolicyFault(f"place {place} is released, and has no actor")
-        elif not self._actors.release(place):
-            inputs: dict[str, float | int | str | bool] = {"reason": "scaling.generation.min_actors are not released"}
-            self._ledger.add_decision(Decision(step, time.time(), "keep", f"place {place} stays", inputs))
+        if not pool.release(number):
+            self._note(step, "keep", f"place {place} stays", pool.bounds.reason)
+
+    def idle(self, function: FunctionName, step: int) -> None:
+        """A function has done its work of a step, and the policy has said what it wants: what the spec does not let
+        wait is released."""
+        place = self.place_of(function)
+        pool, number = self._places[place]
+        if not pool.bounds.idle and pool.expects(number):
+            pool.release(number)
+            self._note(step, "release", f"place {place} gives its devices back", pool.bounds.reason)
+
+    def _note(self, step: int, kind: str, choice: str, reason: str) -> None:
+        self._ledger.add_decision(Decision(step, time.time(), kind, choice, {"reason": reason}))
+
+    def _at(self, step: int) -> Call:
+        return Call(self._call.run_id, self._call.attempt, step)
 
     def _rooms(self, pool: Pool) -> list[Room]:
         """Those of a pool. A start takes as long as the pool's starts have taken on average."""
         function = pool.function
-        start_s = self._ledger.hold_figures(function).mean_cold_start_s
+        start_s = self._ledger.mean_start_s(function)
         kinds = {seat.slots[0].kind for seat in pool.seats} if function is FunctionName.GENERATION else ()
         engines = {kind: self._engine(kind) for kind in kinds}
         return [
@@ -149,7 +154,7 @@ class LiveFleet:
 
     def _engine(self, kind: str) -> EngineRoom:
         limits = self._spec.generation.engine
-        alike = (actor for actor in self._actors.pool.replicas() if actor.seat.slots[0].kind == kind)
+        alike = (actor for actor in self._actors.replicas() if actor.seat.slots[0].kind == kind)
         told = [actor.info.kv_capacity_tokens for actor in alike if actor.info]
         return EngineRoom(
             model=self._speeds.model(kind),

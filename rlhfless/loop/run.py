@@ -16,12 +16,11 @@ from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
-from rlhfless.loop.actors import Actors
+from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.draw import Draw, sampling_of
 from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoredGroups, ScoreGroups
 from rlhfless.loop.failures import added_up
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger, StepBegun
 from rlhfless.loop.scaler import Scaler
 from rlhfless.loop.summary import drawn_metrics
@@ -59,10 +58,12 @@ class Run:
     spec: RunSpec
     order: PromptOrder
     held_out: Sequence[Prompt]
-    actors: Actors
-    scoring: Keeper
-    reward_model: Keeper | None
-    reference: Keeper | None
+    generation: Pool
+    """The generation actors."""
+    weights: ActorWeights
+    scoring: Pool
+    reward_model: Pool | None
+    reference: Pool | None
     learner: Pool
     scaler: Scaler
     ledger: Ledger
@@ -82,15 +83,14 @@ class Run:
     """When the last step ended, if nothing but its closing came after it."""
 
     @property
-    def generation(self) -> Pool:
-        """The generation actors."""
-        return self.actors.pool
+    def helpers(self) -> tuple[Pool, ...]:
+        """The pools of functions that work on finished groups, and wait between two steps."""
+        return tuple(pool for pool in (self.scoring, self.reward_model, self.reference) if pool)
 
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The pools of all functions of this run."""
-        keepers = [keeper.pool for keeper in (self.scoring, self.reward_model, self.reference) if keeper]
-        return (self.generation, *keepers, self.learner)
+        return (self.generation, *self.helpers, self.learner)
 
     def call(self, step: int) -> Call:
         """The identity that all calls of a step carry."""
@@ -101,20 +101,20 @@ class Run:
     @property
     def published(self) -> PublishedWeights:
         """What the next step draws with; set by `open_weights` first."""
-        return self.actors.published
+        return self.weights.published
 
     @published.setter
     def published(self, weights: PublishedWeights) -> None:
-        self.actors.published = weights
+        self.weights.published = weights
 
     async def open_weights(self, step: int) -> None:
         """Publish the learner's weights as those of `step`, and a perturbed version of them."""
-        self.actors.perturbed = await self.publish(self.call(step), perturbed=True)
+        self.weights.perturbed = await self.publish(self.call(step), perturbed=True)
         self.published = await self.publish(self.call(step))
 
     async def sync(self, call: Call) -> None:
-        """Bring all generation actors to the published weights; see Actors.sync."""
-        await self.actors.sync(call)
+        """Bring all generation actors to the published weights; see ActorWeights.sync."""
+        await self.weights.sync(call)
 
     # -- generation
 
@@ -150,7 +150,7 @@ class Run:
         """Groups as they are complete. Those of an evaluation are drawn anew each time."""
         journal = self.journal if draw.work is Work.GENERATE else None
         stage = GenerationStage(self.generation, draw, self.spec, self.scaler.steering_of(draw), journal)
-        self.actors.watch(stage)
+        self.generation.watch(stage)
         if draw.work is Work.GENERATE:
             self.stage = stage
         self.ledger.write_soon(self.pools)
@@ -158,35 +158,35 @@ class Run:
 
     async def add_actor(self, call: Call) -> Replica:
         """Start one more generation actor and give it the current weights; during a step it may take work over."""
-        return await self.actors.add(call)
+        return await self.generation.add(call)
 
     async def remove_actor(self, actor: Replica) -> None:
         """Drain a chosen generation actor and stop it; during a step its samples go on elsewhere."""
-        await self.actors.remove(actor)
+        await self.generation.remove(actor)
 
     # -- scoring and reference
 
     def scoring_of(self, call: Call) -> ScoreGroups:
         """The scoring stage of a step. A replica that was released is started again, at a recorded price."""
 
-        async def parts(keeper: Keeper, groups: Sequence[Group]) -> ScoredGroups:
-            return await self._work(await keeper.ready(), Work.SCORE, "score", call, groups)
+        async def parts(pool: Pool, groups: Sequence[Group]) -> ScoredGroups:
+            return await self._work(await pool.ready(call), Work.SCORE, "score", call, groups)
 
         async def score(groups: Sequence[Group]) -> ScoredGroups:
-            keepers = [keeper for keeper in (self.scoring, self.reward_model) if keeper]
-            scored = await together(*(parts(keeper, groups) for keeper in keepers))
+            pools = [pool for pool in (self.scoring, self.reward_model) if pool]
+            scored = await together(*(parts(pool, groups) for pool in pools))
             return added_up(groups, scored, self.spec.scoring)
 
         return score
 
     def reference_of(self, call: Call) -> ReferenceLogprobs | None:
         """The reference stage of a step; None when the run has no KL term."""
-        keeper = self.reference
-        if keeper is None:
+        pool = self.reference
+        if pool is None:
             return None
 
         async def logprobs(groups: Sequence[Group]) -> list[list[FloatArray]]:
-            replica = await keeper.ready()
+            replica = await pool.ready(call)
             batch = pack(groups)
             values = await self._work(replica, Work.LOGPROBS, "logprobs", call, batch)
             return _by_group(values, batch, groups)
@@ -194,11 +194,9 @@ class Run:
         return logprobs
 
     def release_idle(self, step: int) -> None:
-        """Scoring and reference have done their work of this step: keep them warm or release them."""
-        for keeper in (self.scoring, self.reward_model, self.reference):
-            if keeper is not None:
-                self.scaler.idle(keeper.pool.function, step)
-                keeper.idle(step)
+        """Scoring and reference have done their work of this step: the policy keeps or releases them."""
+        for pool in self.helpers:
+            self.scaler.idle(pool.function, step)
 
     # -- learner
 
@@ -251,10 +249,10 @@ class Run:
         newest = self.checkpoints.newest()
         if newest is None:
             await self.learner.stop(*(replica for replica in self.learner.replicas() if replica.learned_step))
-            await self.learner.ready()
+            await self.learner.ready(self.call(0))
             return 0
         step = newest.notes.step
-        replica = await self.learner.ready()
+        replica = await self.learner.ready(self.call(step))
         await self._work(replica, Work.RESTORE, "restore", self.call(step), str(newest.folder.absolute()))
         self.before = newest.notes.before
         return step

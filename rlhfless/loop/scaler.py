@@ -6,14 +6,12 @@ it runs. A resumed run's has seen all lengths of its trace, and the speeds of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rlhfless.fleet.pool import Pool
 from rlhfless.functions.base import Call
-from rlhfless.loop.actors import Actors
 from rlhfless.loop.draw import Draw
 from rlhfless.loop.even_deal import EvenDeal
-from rlhfless.loop.holds import Keeper
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.rooms import LiveFleet
 from rlhfless.loop.speeds import EngineSpeeds
@@ -54,6 +52,7 @@ class Scaler:
         """A function has done its work of a step."""
         if self._steering.step == step:
             self._steering.ask(Idle(self._fleet.place_of(function)))
+        self._fleet.idle(function, step)
 
     def drawn(self, step: int) -> None:
         """The rollouts of a step are in the ledger: how fast the engines were is learned from them."""
@@ -72,18 +71,17 @@ def scaler_of(
     spec: RunSpec,
     prepared: Prepared,
     call: Call,
-    actors: Actors,
-    keepers: Mapping[FunctionName, Keeper],
-    learner: Pool,
+    pools: Sequence[Pool],
     ledger: Ledger,
     earlier: Trace | None,
 ) -> Scaler:
-    """The scaler that a spec asks for. `earlier` is what earlier attempts of the run have left."""
+    """The scaler that a spec asks for. `pools` are those of all functions, that of the actors first; `earlier` is what
+    earlier attempts of the run have left."""
     limits = spec.generation.engine
     speeds = EngineSpeeds(prepared.shape, limits.tensor_parallel_size, limits.max_sequences)
     if earlier is not None:
         speeds.learn_trace(earlier)
-    fleet = LiveFleet(spec, call, actors, keepers, learner, ledger, speeds, prepared.max_model_len)
+    fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len)
     return Scaler(policy_of(spec, earlier, ledger.cost_usd(())), fleet, speeds, ledger)
 
 

@@ -49,7 +49,7 @@ class GenerationScalingSpec(SpecModel):
 
 
 Hold = Literal["auto", "always", "never"]
-"""Between two uses: keep the replica warm, release it, or whichever costs less by the run's own ledger."""
+"""Between two uses: the replica stays warm, is released, or whichever the scaling policy decides."""
 
 
 Per = Literal["step", "run"]
@@ -121,9 +121,9 @@ class ScalingSpec(SpecModel):
 
     generation: GenerationScalingSpec = GenerationScalingSpec()
     hold_scoring: Hold = "auto"
-    """Between its uses. With `auto` the policy may release it too."""
+    """Between its uses. With `auto` the policy decides; the others are bounds on it, as `min_actors` is."""
     hold_reference: Hold = "auto"
-    """Between its uses. With `auto` the policy may release it too."""
+    """Between its uses. With `auto` the policy decides; the others are bounds on it, as `min_actors` is."""
 
     prices: str | None = None
     """Price book (YAML); the bundled one when left out."""

@@ -61,7 +61,7 @@ async def kill_rank(run: Run) -> None:
 
 
 async def kill_scoring(run: Run) -> None:
-    for replica in run.scoring.pool.replicas():
+    for replica in run.scoring.replicas():
         os.kill(pid(replica), signal.SIGKILL)
 
 

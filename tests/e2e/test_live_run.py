@@ -156,13 +156,13 @@ async def test_an_actor_can_join_and_another_be_drained_during_a_step(live: Live
 async def test_a_released_function_is_gone_and_starts_again_at_a_recorded_price(live: Live) -> None:
     run = live.run
     scoring = run.scoring
-    old = await scoring.ready()
+    old = await scoring.ready(run.call(4))
     assert old.info is not None
     assert alive(old.info.pid)
-    await scoring.pool.stop(old)
+    await scoring.stop(old)
     assert old.state is ReplicaState.RETIRED
     assert not alive(old.info.pid)
-    new = await scoring.ready()
+    new = await scoring.ready(run.call(4))
     assert new.incarnation != old.incarnation
     trace = written(live)
     starts = [h for h in trace.holdings if h.function is FunctionName.SCORING and h.state is ReplicaState.STARTING]
@@ -179,7 +179,7 @@ async def test_held_out_figures_do_not_depend_on_when_they_are_drawn(live: Live)
 async def test_an_older_attempt_is_refused_everywhere(live: Live) -> None:
     run = live.run
     newer = replace(run.call(4), attempt=2)
-    learner: Replica = await run.learner.ready()
+    learner: Replica = await run.learner.ready(run.call(4))
     await learner.call("describe", newer, timeout_s=30, waiting_for="a description")
     with pytest.raises(StaleCall, match="attempt 2 has taken over"):
         await learner.call("publish", run.call(4), timeout_s=30, waiting_for="a publication")
@@ -201,7 +201,7 @@ async def test_old_bytes_under_a_new_name_stop_the_run(live: Live) -> None:
     shutil.copy(old, cache / forged)
     published = replace(run.published, version=fake, location=run.published.location.replace(name, forged))
     with pytest.raises(WeightCheckFailed, match="consumed"):
-        await run.generation.sync_one(actor, published, run.call(5))
+        await run.weights.load(actor, published, run.call(5))
     assert actor.state is ReplicaState.STALE
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.fleet.blueprint import Bounds
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.generation.messages import (
     Ended,
@@ -126,9 +127,13 @@ class FakeActor:
 
 
 class FakePool:
-    """The part of a Pool that a generation stage uses. Actors sit down in the order of their names here."""
+    """The part of a Pool that a generation stage and a live fleet use. Actors sit down in the order of their names;
+    none starts, and one that is released is gone at once."""
 
-    def __init__(self, *names: str, seats: int = 3) -> None:
+    function = FunctionName.GENERATION
+
+    def __init__(self, *names: str, seats: int = 3, fewest: int = 1) -> None:
+        self.bounds = Bounds(fewest, "min_actors")
         self.seats = tuple(Seat((Slot(f"cpu-{i}", "cpu-core", i),), 1.0) for i in range(seats))
         self.actors: dict[str, FakeActor] = {}
         for name in names:
@@ -143,6 +148,25 @@ class FakePool:
 
     def place_of(self, name: str) -> int:
         return next(number for number in range(len(self.seats)) if self.seats[number] is self.actors[name].seat)
+
+    def replicas(self) -> tuple[FakeActor, ...]:
+        return tuple(self.actors.values())
+
+    def state(self, place: int) -> ReplicaState | None:
+        actor = self.at(place)
+        return None if actor is None else actor.state
+
+    def expects(self, place: int) -> bool:
+        return self.at(place) is not None
+
+    def start(self, place: int, call: Any, at_s: float | None) -> None: ...
+
+    def release(self, place: int) -> bool:
+        actor = self.at(place)
+        if actor is None or sum(map(self.expects, range(len(self.seats)))) <= self.bounds.fewest:
+            return False
+        actor.state = ReplicaState.RETIRED
+        return True
 
     def join(self, name: str, seat: int | None = None) -> FakeActor:
         if seat is None:

@@ -56,11 +56,11 @@ class FakePool:
     def __init__(self, *faults: Exception) -> None:
         self._faults = list(faults)
 
-    async def weed(self, call: Call) -> None:
+    async def probe_all(self, call: Call) -> None:
         if self._faults:
             raise self._faults.pop(0)
 
-    async def bury(self) -> None: ...
+    async def remove_dead(self) -> None: ...
 
 
 def lost_pool(*states: str) -> Any:
@@ -74,7 +74,7 @@ def lost_pool(*states: str) -> Any:
 def replica_that(end: str) -> Replica:
     recorder = SimpleNamespace(add_holding=lambda _: None)
     seat = Seat((Slot("cpu-0", CPU_KIND, 0),), 1.0)
-    replica = Replica("r", FunctionName.SCORING, seat, recorder, lambda _: None)  # type: ignore[arg-type]
+    replica = Replica("r", FunctionName.SCORING, seat, recorder)  # type: ignore[arg-type]
     replica.is_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
     if end == "leaves":
         replica.drain()

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_fleet import FakeActor, FakePool
+from fake_cluster import FakeCluster, pool_of
+from test_generation_stage import until
 
+from rlhfless.fleet.blueprint import Bounds
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.functions.generation.messages import SampleItem
-from rlhfless.loop.actors import Actors
 from rlhfless.loop.board import Board
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.rooms import LiveFleet
 from rlhfless.loop.speeds import EngineSpeeds
 from rlhfless.loop.steering import PolicyFault
-from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, Work
+from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
@@ -29,34 +30,16 @@ PRICES = PriceBook.model_validate(
 )
 
 
-class OnePool:
-    """A function with one replica, on half of a core."""
-
-    def __init__(self, function: FunctionName, state: ReplicaState | None = None) -> None:
-        self.function = function
-        self.seats = (Seat((Slot("cpu-1", CPU_KIND, 1),), 0.5),)
-        self.replica = None if state is None else SimpleNamespace(state=state)
-
-    def at(self, number: int) -> Any:
-        return self.replica
-
-
-class FakeKeeper:
-    def __init__(self, pool: OnePool) -> None:
-        self.pool = pool
-        self.asked: list[Any] = []
-
-    def release(self) -> None:
-        self.asked.append("release")
-
-    def warm(self, at_s: float | None) -> None:
-        self.asked.append(("warm", at_s))
+HALF_A_CORE = Seat((Slot("cpu-1", CPU_KIND, 1),), 0.5)
 
 
 class Fleet:
-    """A live fleet of two seats for actors, with scoring and a learner."""
+    """A live fleet of two seats for actors, with scoring and a learner on half of a core each."""
 
-    def __init__(self, folder: Path, fewest: int = 1, slots: int = 256) -> None:
+    def __init__(
+        self, folder: Path, fewest: int = 1, slots: int = 256, hold: Bounds | None = None, actors: Any = None
+    ) -> None:
+        """`actors` is their pool, if given."""
         self.spec = RunSpec.model_validate(
             {
                 "model": {"path": "m"},
@@ -69,21 +52,20 @@ class Fleet:
         meta = TraceMeta("run", 1, PRICES.snapshot(), {}, {})
         self.folder = folder
         self.ledger = Ledger(TraceWriter(folder, meta, record_tokens=False), PRICES)
-        self.pool: Any = FakePool("a", seats=2)
-        self.pool.function = FunctionName.GENERATION
-        self.pool.replicas = lambda: tuple(self.pool.actors.values())
-        self["a"].info = ReplicaInfo("i", 1, "here", kv_capacity_tokens=5000)
-        self.scoring = FakeKeeper(OnePool(FunctionName.SCORING, ReplicaState.SERVING))
-        keepers: Any = {FunctionName.SCORING: self.scoring}
-        learner: Any = OnePool(FunctionName.LEARNER, ReplicaState.SERVING)
-        speeds = EngineSpeeds(None, 1, 256)
-        self.actors = Actors(self.pool, self.spec)
-        self.fleet = LiveFleet(
-            self.spec, Call("run", 1, 0), self.actors, keepers, learner, self.ledger, speeds, max_model_len=100
+        self.cluster = FakeCluster()
+        self.actors: Any = actors or pool_of(self.cluster, "a", seats=2, bounds=Bounds(fewest, "min_actors"))
+        self.actors["a"].info = ReplicaInfo("a-1", 1, "here", kv_capacity_tokens=5000)
+        self.scoring, learner = (
+            pool_of(self.cluster, function, bounds=bounds, function=function, devices=[HALF_A_CORE])
+            for function, bounds in ((FunctionName.SCORING, hold or Bounds()), (FunctionName.LEARNER, Bounds(1)))
         )
+        pools = [self.actors, self.scoring, learner]
+        speeds = EngineSpeeds(None, 1, 256)
+        self.fleet = LiveFleet(self.spec, Call("run", 1, 0), pools, self.ledger, speeds, max_model_len=100)
 
-    def __getitem__(self, name: str) -> FakeActor:
-        return self.pool[name]
+    def decisions(self) -> list[Decision]:
+        self.ledger.write([])
+        return list(read_trace(self.folder).decisions)
 
 
 def board() -> Board:
@@ -99,7 +81,7 @@ def loading(seconds: float) -> Invocation:
     return Invocation(FunctionName.GENERATION, "a", "i", Work.LOAD_WEIGHTS, 1, 50.0, 50.0 + seconds)
 
 
-def test_rooms_are_seats_with_prices_and_the_times_of_the_ledger(tmp_path: Path) -> None:
+async def test_rooms_are_seats_with_prices_and_the_times_of_the_ledger(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
     first = scene.fleet.view()
     assert [room.function for room in first.rooms] == ["generation", "generation", "scoring", "learner"]
@@ -121,22 +103,22 @@ def test_rooms_are_seats_with_prices_and_the_times_of_the_ledger(tmp_path: Path)
     assert all(room.beside for room in view.rooms)  # shares of a core are held side by side
 
 
-def test_engines_say_what_they_hold_and_until_then_their_sequences_bound_them(tmp_path: Path) -> None:
+async def test_engines_say_what_they_hold_and_until_then_their_sequences_bound_them(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
     engine = scene.fleet.view().rooms[1].engine
     assert engine is not None
     assert (engine.kv_capacity_tokens, engine.max_sequences) == (5000, 256)
-    scene["a"].info = ReplicaInfo("i", 1, "here")
+    scene.actors["a"].info = ReplicaInfo("a-1", 1, "here")
     engine = scene.fleet.view().rooms[0].engine
     assert engine is not None
     assert engine.kv_capacity_tokens == 256 * 100
 
 
-def test_a_fleet_that_never_changes_has_nothing_to_save(tmp_path: Path) -> None:
+async def test_a_fleet_that_never_changes_has_nothing_to_save(tmp_path: Path) -> None:
     assert [room.usd_per_s for room in Fleet(tmp_path, fewest=2).fleet.view().rooms] == [0.0, 0.0, 0.005, 0.005]
 
 
-def test_places_show_who_is_there_and_how_much_each_has(tmp_path: Path) -> None:
+async def test_places_show_who_is_there_and_how_much_each_has(tmp_path: Path) -> None:
     scene, seen = Fleet(tmp_path), board()
     seen.give([0, 1, 2], 0)
     seen.give([3], 1)
@@ -149,20 +131,46 @@ def test_places_show_who_is_there_and_how_much_each_has(tmp_path: Path) -> None:
     assert [scene.fleet.expects(place) for place in range(4)] == [True, False, False, False]
 
 
-def test_a_helper_is_released_and_warmed_by_its_keeper(tmp_path: Path) -> None:
+async def test_a_helper_is_released_and_started_ahead_of_its_next_use(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
     place = scene.fleet.place_of(FunctionName.SCORING)
     scene.fleet.release(place, None, 3)
-    scene.fleet.start(place, 200.0, 3)
-    assert scene.scoring.asked == ["release", ("warm", 200.0)]
+    assert scene.scoring["scoring"].state is ReplicaState.DRAINING
+    scene.fleet.start(place, time.time() + 0.02, 4)
+    await until(lambda: scene.cluster.begun == [0])
+    await scene.scoring.close()
+
+
+async def test_a_helper_that_the_spec_always_holds_stays_and_the_ledger_says_so(tmp_path: Path) -> None:
+    scene = Fleet(tmp_path, hold=Bounds(1, reason="scaling.hold_scoring is always"))
+    scene.fleet.release(2, None, 3)
+    assert scene.scoring.serving()
+    (kept,) = scene.decisions()
+    assert (kept.kind, kept.inputs) == ("keep", {"reason": "scaling.hold_scoring is always"})
+
+
+async def test_a_helper_that_the_spec_never_holds_is_released_whatever_the_policy_wants(tmp_path: Path) -> None:
+    scene = Fleet(tmp_path, hold=Bounds(idle=False, reason="scaling.hold_scoring is never"))
+    scene.fleet.idle(FunctionName.SCORING, 3)
+    scene.fleet.idle(FunctionName.SCORING, 3)  # it is on its way out
+    assert scene.scoring["scoring"].state is ReplicaState.DRAINING
+    (released,) = scene.decisions()
+    assert (released.kind, released.inputs) == ("release", {"reason": "scaling.hold_scoring is never"})
+    await scene.scoring.close()
+
+
+async def test_a_helper_that_the_policy_may_keep_stays_if_it_says_nothing(tmp_path: Path) -> None:
+    scene = Fleet(tmp_path)
+    scene.fleet.idle(FunctionName.SCORING, 3)
+    assert scene.scoring.serving()
+    assert scene.decisions() == []
 
 
 async def test_the_fewest_actors_stay_and_the_ledger_says_so(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
     scene.fleet.release(0, None, 3)
-    assert scene["a"].state is ReplicaState.SERVING
-    scene.ledger.write([])
-    (kept,) = read_trace(scene.folder).decisions
+    assert scene.actors["a"].state is ReplicaState.SERVING
+    (kept,) = scene.decisions()
     assert (kept.step, kept.kind, kept.choice) == (3, "keep", "place 0 stays")
 
 
@@ -175,6 +183,6 @@ async def test_the_fewest_actors_stay_and_the_ledger_says_so(tmp_path: Path) -> 
         (lambda fleet: fleet.start(0, None, 3), r"place 0 is asked to start, and has an actor \(serving\)"),
     ],
 )
-def test_what_cannot_be_done_is_a_fault_of_the_policy(tmp_path: Path, asked: Any, fault: str) -> None:
+async def test_what_cannot_be_done_is_a_fault_of_the_policy(tmp_path: Path, asked: Any, fault: str) -> None:
     with pytest.raises(PolicyFault, match=fault):
         asked(Fleet(tmp_path).fleet)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from fake_fleet import FakeActor
+from fake_fleet import FakeActor, FakePool
 from test_generation_stage import Reader, draw, until
 from test_rooms import Fleet
 from test_speeds import rollout
@@ -33,9 +33,8 @@ class Life:
 
     def __init__(self, folder: Path, policy: str, fewest: int = 2, slots: int = 256) -> None:
         self.slots = slots
-        self.scene = Fleet(folder, fewest, slots)
-        if fewest == 2:
-            self.scene.pool.join("b")
+        self.pool = FakePool(*"ab"[:fewest], seats=2, fewest=fewest)
+        self.scene = Fleet(folder, fewest, slots, actors=self.pool)
         values = self.scene.spec.model_dump(mode="json")
         values["scaling"]["policy"] = policy
         self.spec = RunSpec.model_validate(values)
@@ -45,7 +44,7 @@ class Life:
 
     def stage(self, what: Draw) -> GenerationStage:
         steering = self.scaler.steering_of(what)
-        return GenerationStage(self.scene.pool, what, self.spec, steering, clock=lambda: self.now_s)
+        return GenerationStage(self.pool, what, self.spec, steering, clock=lambda: self.now_s)
 
     async def draw(self, step: int, names: Sequence[str] = "pqrs") -> Reader:
         """Draws a step, with two beats on the way, and ends it."""
@@ -71,7 +70,7 @@ class Life:
 
     @property
     def actors(self) -> list[FakeActor]:
-        return list(self.scene.pool.actors.values())
+        return list(self.pool.actors.values())
 
 
 def of_step(step: int, names: Sequence[str], work: Work = Work.GENERATE) -> Draw:

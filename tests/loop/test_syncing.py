@@ -1,13 +1,14 @@
-"""Weights reach an actor by whoever asks first; those who asked as well are content."""
+"""Weights reach an actor by the sync that asks first; others that ask meanwhile are content."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
-from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call
+from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.records import FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Seat, Slot
@@ -42,15 +43,15 @@ class Actor:
         await self.loads[-1]
 
 
-def pool() -> Pool:
-    empty = Pool.__new__(Pool)
-    empty._timeouts = TimeoutsSpec()
+def weights() -> ActorWeights:
+    empty = ActorWeights.__new__(ActorWeights)
+    empty._spec = SimpleNamespace(timeouts=TimeoutsSpec())  # type: ignore[assignment]
     return empty
 
 
 async def two_loads(actor: Actor) -> list[asyncio.Task[None]]:
     replica = cast("Replica", actor)
-    tasks = [asyncio.create_task(pool().sync_one(replica, PUBLISHED, CALL)) for _ in range(2)]
+    tasks = [asyncio.create_task(weights().load(replica, PUBLISHED, CALL)) for _ in range(2)]
     while len(actor.loads) < 2:
         await asyncio.sleep(0)
     return tasks
@@ -67,7 +68,7 @@ async def test_two_syncs_of_an_actor_at_once_are_one() -> None:
     assert actor.state is ReplicaState.SERVING
 
 
-async def test_who_was_drained_during_its_load_does_not_serve() -> None:
+async def test_an_actor_that_was_drained_during_its_load_does_not_serve() -> None:
     actor = Actor()
     tasks = await two_loads(actor)
     actor.life.drain(1.5)

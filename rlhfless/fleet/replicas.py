@@ -1,0 +1,208 @@
+"""The replicas of one function: start one, take over what an earlier driver has left, probe, and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from ray.exceptions import RayTaskError
+
+from rlhfless.fleet.blueprint import Blueprint
+from rlhfless.fleet.cluster import Cluster, FleetError
+from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
+from rlhfless.fleet.tasks import together
+from rlhfless.functions.base import Call, ReplicaInfo, StaleCall, settings_key
+from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.scaling.placement import Seat
+from rlhfless.spec import TimeoutsSpec
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 10.0
+"""Longest wait for an answer that costs a replica nothing. Long, because all cores may be at work."""
+
+
+class Replicas:
+    """All replicas of a function, by name and by the number of their seat, which is their place."""
+
+    def __init__(
+        self, cluster: Cluster, blueprint: Blueprint, call: Call, timeouts: TimeoutsSpec, recorder: Recorder
+    ) -> None:
+        self._cluster = cluster
+        self._blueprint = blueprint
+        self._call = call
+        self._timeouts = timeouts
+        self._recorder = recorder
+        self._replicas: dict[str, Replica] = {}
+        self._launches = 0
+        self._removed: set[str] = set()
+
+    @property
+    def function(self) -> FunctionName:
+        return self._blueprint.function
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """Where replicas may sit, one in each."""
+        return self._blueprint.seats
+
+    def __getitem__(self, name: str) -> Replica:
+        return self._replicas[name]
+
+    def at(self, place: int) -> Replica | None:
+        """The replica that holds a seat."""
+        seat = self.seats[place]
+        return next((replica for replica in self.replicas() if replica.seat is seat), None)
+
+    def place_of(self, replica: Replica) -> int:
+        """The number of a replica's seat."""
+        return next(place for place, seat in enumerate(self.seats) if seat is replica.seat)
+
+    def replicas(self) -> tuple[Replica, ...]:
+        """All that hold a device, in the order in which they were started."""
+        return tuple(r for r in self._replicas.values() if r.state.holds_device)
+
+    def serving(self) -> tuple[Replica, ...]:
+        """Those that may get traffic."""
+        return tuple(r for r in self._replicas.values() if r.state is ReplicaState.SERVING)
+
+    @property
+    def lost(self) -> int:
+        """Replicas that were given up while they were needed, since the run's attempt began."""
+        return sum(replica.lost for replica in self._replicas.values())
+
+    # -- starting
+
+    async def start_one(self, place: int) -> Replica:
+        """Start a replica in a seat; returns when it is up (STALE).
+
+        Raises FleetError if the seat is taken or the start fails, or what the replica's constructor raised that the
+        user can mend.
+        """
+        await self.remove_dead()
+        replica = self._launch(place)
+        name, seat = replica.name, replica.seat
+        try:
+            handle = await self._cluster.deploy(
+                name,
+                self._blueprint.deployment,
+                [self._blueprint.settings(seat)],
+                seat if self._blueprint.takes_seat else None,
+                stop_s=self._timeouts.drain_s,
+            )
+            await self._cluster.wait_running(name, self._timeouts.start_s)
+            try:
+                reply = await asyncio.wait_for(handle.describe.remote(self._call), self._timeouts.call_s)
+            except RayTaskError as error:
+                raise error.cause from error  # Ray's own text is the remote traceback
+            replica.is_up(handle, reply.value)
+        except BaseException:
+            await self._call_off(replica)
+            raise
+        return replica
+
+    async def _call_off(self, replica: Replica) -> None:
+        """A start has failed, or is not wanted any more."""
+        replica.gone()
+        await asyncio.shield(self._cluster.delete([replica.name]))
+
+    def _launch(self, place: int) -> Replica:
+        if self.at(place) is not None:
+            raise FleetError(
+                f"no device is free for another {self.function} replica: {len(self.replicas())} of "
+                f"{len(self.seats)} are running"
+            )
+        # Names are never used twice, so that a late answer cannot be taken for another replica's.
+        name = self._name(self._launches)
+        self._launches += 1
+        replica = self._replicas[name] = Replica(name, self.function, self.seats[place], self._recorder)
+        return replica
+
+    def _name(self, number: object) -> str:
+        return f"{self._call.run_id}-{self.function}-{number}"
+
+    # -- taking over
+
+    async def adopt(self, names: Sequence[str], call: Call) -> None:
+        """Take over replicas that an earlier driver of the run has left; those that do not fit are stopped."""
+        prefix = self._name("")
+        mine = [name for name in names if name.startswith(prefix)]
+        self._launches = max([int(name.removeprefix(prefix)) + 1 for name in mine], default=self._launches)
+        await together(*(self._adopt(name, call) for name in mine))
+
+    async def _adopt(self, name: str, call: Call) -> None:
+        handle = self._cluster.handle(name)
+        try:
+            reply = await asyncio.wait_for(handle.describe.remote(call), PROBE_S)
+        except Exception as error:  # whatever ails it, it can be replaced
+            log.warning("%s of an earlier attempt does not answer and is stopped: %r", name, error)
+            await self._cluster.delete([name])
+            return
+        info: ReplicaInfo = reply.value
+        taken = {id(replica.seat) for replica in self.replicas()}
+        for seat in self.seats:
+            if id(seat) not in taken and settings_key(self._blueprint.settings(seat)) == info.settings_key:
+                replica = self._replicas[name] = Replica(name, self.function, seat, self._recorder)
+                replica.is_adopted(handle, info)
+                log.info("%s of an earlier attempt was taken over", name)
+                return
+        log.info("%s of an earlier attempt has other settings and is stopped", name)
+        await self._cluster.delete([name])
+
+    # -- the lost
+
+    async def probe_all(self, call: Call) -> None:
+        """Ask all replicas for a sign of life, and give up those that have none."""
+        await together(*(self._probe(replica, call) for replica in self.replicas() if replica.info))
+
+    async def _probe(self, replica: Replica, call: Call) -> None:
+        try:
+            replica.info = await replica.call("describe", call, timeout_s=PROBE_S, waiting_for="a sign of life")
+        except ReplicaLost:
+            pass  # given up already
+        except CallTimeout as silence:
+            replica.give_up(str(silence))
+
+    async def remove_dead(self) -> None:
+        """Remove what is left of lost replicas, so that Serve does not revive them and their seats are free."""
+        dead = [name for name, replica in self._replicas.items() if replica.state is ReplicaState.DEAD]
+        remains = [name for name in dead if name not in self._removed]
+        self._removed.update(remains)
+        await self._cluster.delete(remains)
+
+    # -- stopping
+
+    async def stop(self, *replicas: Replica) -> None:
+        """Drain and stop replicas; returns when their processes are gone and the devices free. Idempotent.
+
+        A replica that a newer attempt of the run has taken over is left to it.
+        """
+        await self.remove_dead()
+        running = [replica for replica in replicas if replica.state.holds_device]
+        for replica in running:
+            replica.drain()
+        if self._cluster.lost:
+            for replica in running:
+                replica.gone()
+            return
+        ours = await together(*(self._say_stop(replica) for replica in running))
+        names = [replica.name for replica, is_ours in zip(running, ours, strict=True) if is_ours]
+        await self._cluster.delete(names)
+        for replica in running:
+            replica.gone()
+
+    async def _say_stop(self, replica: Replica) -> bool:
+        """Let a replica end its own processes first. One that cannot any more is simply killed after this.
+
+        Returns False if it is not ours any more.
+        """
+        if replica.state is not ReplicaState.DRAINING or replica.info is None:
+            return True
+        try:
+            await replica.call("stop", self._call, timeout_s=self._timeouts.drain_s, waiting_for="an orderly stop")
+        except StaleCall:
+            return False
+        except (ReplicaLost, CallTimeout) as error:
+            log.warning("%s did not stop by itself and is killed: %s", replica.name, error)
+        return True

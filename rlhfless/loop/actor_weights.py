@@ -1,0 +1,107 @@
+"""The weights of the generation actors: the one door through which an actor comes to serve.
+
+A new actor has proved that loads reach every tensor, and has loaded the weights of the step, before it gets work.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.replica import Replica, ReplicaLost
+from rlhfless.fleet.tasks import together
+from rlhfless.functions.base import Call
+from rlhfless.functions.generation.deployment import LoadProof
+from rlhfless.records import PublishedWeights, ReplicaState, Work
+from rlhfless.spec import RunSpec
+
+log = logging.getLogger(__name__)
+
+
+class ActorWeights:
+    """Loads published weights into the actors of a pool."""
+
+    def __init__(self, pool: Pool, spec: RunSpec) -> None:
+        self.published: PublishedWeights
+        """What actors are to serve."""
+        self.perturbed: PublishedWeights
+        """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
+        self._pool = pool
+        self._spec = spec
+        pool.opens = self.open
+
+    async def open(self, actor: Replica, call: Call) -> None:
+        """Bring a new actor to the published weights. Raises as `load` does."""
+        await self.prove_loading(actor, call)
+        await self.load(actor, self.published, call)
+
+    async def sync(self, call: Call) -> None:
+        """Bring all actors that are up to the published weights; work that is under way hears of each.
+
+        Lost actors are replaced beside the work of the others, and waited for only if no other is up. Raises what their
+        starts raised then; and wrong weights of a new actor, whenever they were found.
+        """
+        if self._pool.fatal is not None:
+            raise self._pool.fatal
+        self._pool.replace_missing(call)
+        await self._pool.any_up()
+        up = self._pool.up()
+        for actor in up:
+            actor.ask(self.published.version)  # from here on, none gets work before it has loaded them
+        await together(*(self._bring(actor, call) for actor in up))
+
+    async def _bring(self, actor: Replica, call: Call) -> None:
+        """Load the published weights into one actor. If it is lost meanwhile the others go on, and it is replaced;
+        raises ReplicaLost if no other is up: actors that start might be lost to the same weights."""
+        if actor.state is ReplicaState.SERVING:
+            return
+        try:
+            await self.load(actor, self.published, call)
+        except ReplicaLost as lost:
+            if actor.state is not ReplicaState.DEAD:
+                return  # it was released
+            if not self._pool.up():
+                raise
+            log.warning("%s was lost while it loaded weights: %s", actor.name, lost)
+            self._pool.replace_missing(call)
+            self._pool.missed(self._pool.place_of(actor))
+        if actor.state is ReplicaState.SERVING:
+            self._pool.joined(actor)
+
+    async def load(self, actor: Replica, published: PublishedWeights, call: Call) -> None:
+        """Load a version into one actor: the one door to SERVING. Does nothing if the actor serves it already.
+
+        Raises WeightCheckFailed, CallTimeout, or ReplicaLost.
+        """
+        actor.ask(published.version)
+        if actor.state is ReplicaState.SERVING:
+            return
+        await actor.call(
+            "load",
+            call,
+            published,
+            timeout_s=self._spec.timeouts.sync_s,
+            waiting_for=f"the weights of step {published.version.step}",
+            work=Work.LOAD_WEIGHTS,
+        )
+        # Another sync may have been waiting for the same load, as beside the start of an actor; or it was drained.
+        if actor.state is ReplicaState.STALE:
+            actor.loaded(published.version)
+
+    async def prove_loading(self, actor: Replica, call: Call) -> None:
+        """Check that loads reach every tensor of a new engine."""
+        proof: LoadProof = await actor.call(
+            "prove_loading",
+            call,
+            self.perturbed,
+            timeout_s=self._spec.timeouts.sync_s,
+            waiting_for="the proof that loads reach every tensor",
+            work=Work.LOAD_WEIGHTS,
+        )
+        if self._spec.weights.read_back and proof.read_back < proof.tensors:
+            log.warning(
+                "%s can give back %d of %d weight tensors; the probe alone covers the others",
+                actor.name,
+                proof.read_back,
+                proof.tensors,
+            )

@@ -1,0 +1,99 @@
+"""A cluster without Ray: replicas come up, load weights and stop when the test lets them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from rlhfless.fleet.blueprint import Blueprint, Bounds
+from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.replica import Replica
+from rlhfless.functions.base import Call, ReplicaInfo, Reply, Usage
+from rlhfless.functions.generation.deployment import LoadProof
+from rlhfless.records import FunctionName, ReplicaState, WeightVersion
+from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.spec import TimeoutsSpec
+
+CALL = Call("run", 1, 3)
+OWN = WeightVersion("run", 1, 0, "own")
+
+
+class FakeCluster:
+    """Remembers what was asked of it. With `gated` starts wait for the test."""
+
+    lost = False
+
+    def __init__(self, *, gated: bool = True) -> None:
+        self.gated = gated
+        self.begun: list[int] = []
+        """Places whose starts have begun, in order."""
+        self.gates: dict[int, asyncio.Future[None]] = {}
+        """Of the starts, by place."""
+        self.loads: dict[str, asyncio.Future[None]] = {}
+        """Of replicas whose loads end when the test lets them, by name."""
+        self.stopped: list[str] = []
+        self._places: dict[str, int] = {}
+
+    async def deploy(self, name: str, function: Any, settings: Sequence[int], seat: Seat | None, stop_s: float) -> Any:
+        place = settings[0]
+        self._places[name] = place
+        self.begun.append(place)
+        self.gates[place] = asyncio.get_running_loop().create_future()
+        if not self.gated:
+            self.gates[place].set_result(None)
+        return FakeHandle(name, self)
+
+    async def wait_running(self, name: str, timeout_s: float) -> None:
+        await self.gates[self._places[name]]
+
+    async def delete(self, names: Sequence[str]) -> None:
+        self.stopped += names
+
+
+class FakeHandle:
+    """Answers every call at once, but for the loads that wait."""
+
+    def __init__(self, name: str, cluster: FakeCluster) -> None:
+        self._name = name
+        self._cluster = cluster
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *_, **__: self._answer(method))
+
+    async def _answer(self, method: str) -> Reply[Any]:
+        if method == "load" and self._name in self._cluster.loads:
+            await self._cluster.loads[self._name]
+        info = ReplicaInfo(f"{self._name}-1", 1, "here")
+        value = LoadProof(moved_nats=1.0, tensors=1, read_back=1) if method == "prove_loading" else info
+        return Reply(info.incarnation, value, 0.0, 0.0, Usage())
+
+
+class NoRecords:
+    """Holdings and invocations that are of no interest."""
+
+    def add_holding(self, holding: Any) -> None: ...
+
+    def add_invocation(self, invocation: Any) -> None: ...
+
+
+def pool_of(
+    cluster: FakeCluster,
+    *names: str,
+    seats: int = 3,
+    bounds: Bounds | None = None,
+    function: FunctionName = FunctionName.GENERATION,
+    devices: Sequence[Seat] = (),
+) -> Pool:
+    """A real pool, with replicas of these names that serve in the first seats. `devices` are the seats, if given."""
+    all_seats = tuple(devices) or tuple(Seat((Slot(f"cpu-{i}", "cpu-core", i),), 1.0) for i in range(seats))
+    blueprint = Blueprint(function, object, all_seats.index, all_seats, bounds or Bounds(1, "min_actors"))
+    pool = Pool(cluster, blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
+    for name, seat in zip(names, all_seats, strict=False):
+        replica = pool._replicas[name] = Replica(name, function, seat, NoRecords())
+        replica.is_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]
+        replica.ask(OWN)
+        replica.loaded(OWN)
+        assert replica.state is ReplicaState.SERVING
+    return pool

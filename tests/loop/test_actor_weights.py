@@ -1,0 +1,144 @@
+"""Weights reach every actor through one door; lost actors are replaced, and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_cluster import CALL, FakeCluster, pool_of
+from test_generation_stage import until
+from test_pool import Watcher
+
+from rlhfless.fleet.blueprint import Bounds
+from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.replica import ReplicaLost
+from rlhfless.loop.actor_weights import ActorWeights
+from rlhfless.records import Probe, PublishedWeights, ReplicaState, WeightVersion
+from rlhfless.spec import RunSpec
+from rlhfless.weights.errors import WeightCheckFailed
+
+WEIGHTS = PublishedWeights(WeightVersion("run", 1, 2, "digest"), "here", 10, 2, Probe((1, 2), (-1.0,)))
+SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
+
+
+def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, Pool, ActorWeights, Watcher]:
+    cluster, watcher = FakeCluster(), Watcher()
+    pool = pool_of(cluster, *names, bounds=Bounds(fewest, "min_actors"))
+    weights = ActorWeights(pool, SPEC)
+    weights.published = weights.perturbed = WEIGHTS
+    pool.watch(watcher)
+    return cluster, pool, weights, watcher
+
+
+async def test_a_sync_replaces_what_was_lost_beside_the_others() -> None:
+    cluster, pool, weights, _ = weights_of("a", "b", fewest=2)
+    pool["a"].give_up("it died")
+    await weights.sync(CALL)  # b is there: nothing waits for the new one
+    await until(lambda: cluster.begun == [0])
+    await weights.sync(CALL)
+    assert cluster.begun == [0]  # it is on its way already
+    await pool.close()
+
+
+async def test_a_sync_goes_on_with_the_others_when_a_start_has_failed() -> None:
+    cluster, pool, weights, watcher = weights_of("a")
+    pool.start(1, CALL)
+    await until(lambda: cluster.begun == [1])
+    cluster.gates[1].set_exception(FleetError("no room"))
+    await until(lambda: watcher.heard == [("missed", 1)])
+    await weights.sync(CALL)  # there is another, so the step goes on
+
+
+async def test_a_sync_waits_for_the_first_that_comes_up_when_none_is_there() -> None:
+    cluster, pool, weights, _ = weights_of(fewest=2)
+    syncing = asyncio.create_task(weights.sync(CALL))
+    await until(lambda: sorted(cluster.begun) == [0, 1])
+    cluster.gates[0].set_exception(FleetError("no room"))
+    await asyncio.sleep(0)
+    assert not syncing.done()
+    cluster.gates[1].set_result(None)
+    await syncing
+    assert pool.state(1) is ReplicaState.SERVING
+
+
+async def test_a_sync_says_why_no_actor_came_up() -> None:
+    cluster, _, weights, _ = weights_of()
+    syncing = asyncio.create_task(weights.sync(CALL))
+    await until(lambda: cluster.begun == [0])
+    cluster.gates[0].set_exception(FleetError("no room"))
+    with pytest.raises(FleetError, match="no room"):
+        await syncing
+
+
+class Loading:
+    """A sync of two actors whose loads have begun and end when the test lets them."""
+
+    def __init__(self, fewest: int = 1) -> None:
+        self.cluster, self.pool, self.weights, self.watcher = weights_of("a", "b", fewest=fewest)
+        self.cluster.loads = {name: asyncio.get_running_loop().create_future() for name in ("a", "b")}
+        self.syncing = asyncio.create_task(self.weights.sync(CALL))
+
+    async def begun(self) -> Loading:
+        await until(lambda: all(actor.state is ReplicaState.STALE for actor in self.pool.replicas()))
+        await asyncio.sleep(0)
+        return self
+
+    def release(self, name: str) -> None:
+        """Its process ends, as it was told to, while it loads."""
+        self.pool[name].drain()
+        self.pool[name].gone()
+        self.cluster.loads[name].set_exception(ReplicaLost(f"{name} died"))
+
+
+async def test_work_hears_of_each_actor_as_soon_as_it_has_loaded_the_weights() -> None:
+    scene = await Loading().begun()
+    scene.cluster.loads["b"].set_result(None)
+    await until(lambda: scene.watcher.heard == [("joined", 1)])
+    assert not scene.syncing.done()
+    scene.cluster.loads["a"].set_result(None)
+    await scene.syncing
+    assert scene.watcher.heard == [("joined", 1), ("joined", 0)]
+
+
+async def test_an_actor_that_is_lost_while_it_loads_is_replaced_and_the_others_go_on() -> None:
+    scene = await Loading(fewest=2).begun()
+    scene.pool["a"].give_up("a died")
+    await until(lambda: scene.watcher.heard == [("missed", 0)])
+    scene.cluster.loads["b"].set_result(None)
+    await scene.syncing
+    assert scene.watcher.heard == [("missed", 0), ("joined", 1)]
+    await until(lambda: scene.cluster.begun == [0])
+    await scene.pool.close()
+
+
+async def test_a_sync_fails_if_no_actor_survives_it() -> None:
+    """As when the weights' file is damaged: actors that start in their stead would die of it, too."""
+    scene = await Loading(fewest=2).begun()
+    scene.pool["a"].give_up("a died")
+    await until(lambda: scene.cluster.begun == [0])
+    scene.pool["b"].give_up("b died")
+    with pytest.raises(ReplicaLost, match="b died"):
+        await scene.syncing
+    assert scene.watcher.heard == [("missed", 0)]
+    await scene.pool.close()
+
+
+async def test_an_actor_that_is_released_while_it_loads_is_no_loss() -> None:
+    scene = await Loading().begun()
+    scene.release("a")
+    scene.cluster.loads["b"].set_result(None)
+    await scene.syncing
+    assert scene.watcher.heard == [("joined", 1)]
+    assert scene.cluster.begun == []
+
+
+async def test_wrong_weights_of_a_new_actor_stop_the_run() -> None:
+    cluster, pool, weights, watcher = weights_of("a")
+    pool.start(1, CALL)
+    await until(lambda: cluster.begun == [1])
+    version = WeightVersion("run", 1, 2, "d")
+    cluster.gates[1].set_exception(WeightCheckFailed("moved", version, "a tied head stayed as it was"))
+    await until(lambda: watcher.heard == [("missed", 1)])
+    with pytest.raises(WeightCheckFailed, match="a tied head stayed"):
+        await weights.sync(CALL)
