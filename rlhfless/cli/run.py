@@ -106,8 +106,8 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     from rlhfless.loop.opening import Opening
     from rlhfless.telemetry.console import Console
     from rlhfless.telemetry.logs import RunLog
+    from rlhfless.telemetry.opening import open_sinks
     from rlhfless.telemetry.report import render_report
-    from rlhfless.telemetry.sinks import open_sinks
 
     run_id = folder.name
     log = RunLog(folder, run_id)

@@ -14,8 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhfless.spec import LoggingSpec
 from rlhfless.telemetry.metrics import UndeclaredMetric
+from rlhfless.telemetry.opening import open_sinks
 from rlhfless.telemetry.prometheus import PortInUse, PrometheusSink
-from rlhfless.telemetry.sinks import NO_SAMPLES, JsonlSink, MetricSinks, open_sinks
+from rlhfless.telemetry.sinks import NO_SAMPLES, JsonlSink, MetricSinks
 from rlhfless.telemetry.tensorboard import TensorBoardSink
 
 VALUES = {"reward_mean": 0.5, "reward/exact_match": 0.75, "cost_usd": 0.25, "step_s": 4.0}

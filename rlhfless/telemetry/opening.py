@@ -1,0 +1,29 @@
+"""The sinks that a spec asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhfless.spec import LoggingSpec
+from rlhfless.telemetry.sinks import JsonlSink, MetricSink, MetricSinks
+
+
+def open_sinks(logging: LoggingSpec, folder: Path, run_id: str, *others: MetricSink) -> MetricSinks:
+    """The sinks that the spec asks for, below the run's output folder, and any others.
+
+    Raises PortInUse if `logging.metrics_port` is taken.
+    """
+    sinks: list[MetricSink] = list(others)
+    # Imported where needed: most runs want neither, and each takes a quarter of a second to import. The
+    # exporter comes first, because it alone may be refused.
+    if logging.metrics_port is not None:
+        from rlhfless.telemetry.prometheus import PrometheusSink
+
+        sinks.append(PrometheusSink(logging.metrics_port, run_id))
+    if logging.tensorboard:
+        from rlhfless.telemetry.tensorboard import TensorBoardSink
+
+        sinks.append(TensorBoardSink(folder / "tensorboard"))
+    if logging.jsonl:
+        sinks.append(JsonlSink(folder / "metrics.jsonl"))
+    return MetricSinks(sinks)
