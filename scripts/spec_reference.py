@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from rlhfless.spec import RunSpec
-from rlhfless.spec.explain import models
+from rlhfless.spec.explain import models, tag_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "spec.md"
 BEGIN, END = "<!-- reference: begin -->", "<!-- reference: end -->"
@@ -39,8 +39,7 @@ def _sections(prefix: str, model: type[BaseModel], union: bool = False) -> Itera
 
 
 def _table(title: str, model: type[BaseModel], union: bool) -> Iterator[str]:
-    kind = model.model_fields.get("type")
-    tag = f" (`type: {get_args(kind.annotation)[0]}`)" if kind and union else ""
+    tag = f" (`type: {tag_of(model) or 'package.module:Name'}`)" if "type" in model.model_fields and union else ""
     yield f"### {f'`{title}`' if title else 'The spec'}{tag}\n"
     yield " ".join((model.__doc__ or "").split()) + "\n"
     yield "| key | type | default | |\n|---|---|---|---|"

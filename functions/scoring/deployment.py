@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.scorer import Scorer
 from rlhfless.records import Group, Score
 from rlhfless.spec import RewardSpec, ScoringSpec
+from rlhfless.spec.imports import look_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ScoringFunction(Function):
     def __init__(self, settings: ScoringSettings) -> None:
         super().__init__(settings)
         settings.binding.bind()
-        sys.path[:0] = [path for path in settings.import_paths if path not in sys.path]
+        look_in(settings.import_paths)
         self._scorer = Scorer(settings.rewards, settings.scoring)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:

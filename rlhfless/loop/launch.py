@@ -7,7 +7,6 @@ import os
 import random
 import secrets
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, Prompt
 from rlhfless.scaling.placement import CPU_KIND, Placement, Seat, helpers, place
 from rlhfless.spec import Hold, RunSpec
+from rlhfless.spec.imports import import_paths
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.check import PROBE_TOLERANCE
 
@@ -75,7 +75,7 @@ class Launcher:
             self._pool(self._generation(placement)),
             self._pool(self._scoring(placement)),
             self._pool(self._reward_model(placement)) if self.spec.reward_models else None,
-            self._pool(self._reference(placement)) if self.spec.algorithm.kl.on else None,
+            self._pool(self._reference(placement)) if self.spec.algorithm.needs.reference else None,
             self._pool(self._learner(placement)),
         )
 
@@ -128,7 +128,7 @@ class Launcher:
                 rewards=self.spec.rewards,
                 scoring=self.spec.scoring,
                 binding=binding(seat, exclusive=False),
-                import_paths=tuple(path for path in sys.path if path),
+                import_paths=import_paths(),
             )
 
         seats, bounds = placement.seats[FunctionName.SCORING], self._hold("hold_scoring")

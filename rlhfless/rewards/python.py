@@ -27,9 +27,10 @@ from rlhfless.rewards.protocol import (
     pieces,
     quote,
 )
-from rlhfless.rewards.target import ARGUMENTS, cause, load, signature
+from rlhfless.rewards.target import ARGUMENTS, load, signature
 from rlhfless.spec import PythonRewardSpec
 from rlhfless.spec.explain import nearest
+from rlhfless.spec.imports import cause
 
 T = TypeVar("T")
 

@@ -55,7 +55,7 @@ def helpers(spec: RunSpec) -> list[FunctionName]:
     wanted = {
         FunctionName.SCORING: True,
         FunctionName.REWARD_MODEL: bool(spec.reward_models),
-        FunctionName.REFERENCE: spec.algorithm.kl.on,
+        FunctionName.REFERENCE: spec.algorithm.needs.reference,
     }
     return [function for function, needed in wanted.items() if needed]
 

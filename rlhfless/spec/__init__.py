@@ -1,7 +1,8 @@
 """What a user asks for. Frozen, unknown keys refused; every default lives here and only here."""
 
-from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, KLSpec
+from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, KLSpec, Needs, OwnAlgorithmSpec
 from rlhfless.spec.data import DType, HeldOutSpec, ModelSpec, PromptsSpec
+from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.fleet import (
     CheapestSpec,
     ContractSpec,
@@ -57,7 +58,10 @@ __all__ = [
     "LoggingSpec",
     "MathSpec",
     "ModelSpec",
+    "Needs",
     "OnFailure",
+    "OwnAlgorithmSpec",
+    "OwnSpec",
     "PlacementSpec",
     "PolicyName",
     "PromptsSpec",

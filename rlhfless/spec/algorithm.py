@@ -1,12 +1,36 @@
-"""The algorithm. A union on `type`, so that each algorithm has its own fields and no others."""
+"""The settings of each algorithm, and what it needs of a run.
+
+Each has its own fields and no others; `type` tells them apart (see rlhfless.spec.extension). Needs are said here and
+not by rlhfless.algorithms, because replicas are placed from them before there is any tensor.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlhfless.spec.base import SpecModel
+from rlhfless.spec.extension import OwnSpec, Seam
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an algorithm needs of a run beside samples with rewards."""
+
+    reference: bool = False
+    """Logprobs of the frozen reference policy. Without it no reference function is deployed."""
+
+    old_logprobs: bool = False
+    """Its advantages are computed from the old logprobs. Where a step has several updates the learner evaluates them
+    before; where it has one, the rollout logprobs stand for them."""
+
+    values: bool = False
+    """Values of a critic."""
+
+    samples_per_prompt: int = 1
+    """Fewest samples of a prompt, for algorithms that compare them with each other."""
 
 
 class KLSpec(SpecModel):
@@ -50,6 +74,21 @@ class GRPOSpec(SpecModel):
 
     kl: KLSpec = KLSpec()
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(reference=self.kl.on, old_logprobs=self.kl.in_reward, samples_per_prompt=2)
 
-AlgorithmSpec = GRPOSpec
-"""A discriminated union on `type` as soon as there is a second algorithm."""
+
+class OwnAlgorithmSpec(OwnSpec):
+    """Base of the settings of an algorithm of your own; see docs/extending.md."""
+
+    @property
+    def needs(self) -> Needs:
+        """Nothing but samples with rewards. Override it if yours needs more; it may depend on the settings."""
+        return Needs()
+
+
+AlgorithmSpec = Annotated[
+    GRPOSpec | OwnAlgorithmSpec,
+    Seam("algorithm", built_in=(GRPOSpec,), methods=("advantages", "loss"), settings=OwnAlgorithmSpec),
+]

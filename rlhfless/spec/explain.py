@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin, runtime_checkable
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rlhfless.spec.document import Path, dotted
 from rlhfless.spec.errors import Problem
@@ -21,14 +25,27 @@ _TYPING_ERROR = 0.8
 # Things of a kind that a message names; the others are counted.
 _MAX_COUNTED = 8
 
+EXTENSION_ERROR = "extension"
+"""Pydantic's type of the error that a `type` names nothing; its context holds `what` and `mend`."""
 
-def explain(error: ValidationError, model: type[BaseModel], origins: Mapping[Path, str]) -> list[Problem]:
-    """One `Problem` per error of pydantic's. `origins` says where the user wrote each path."""
+
+@runtime_checkable
+class ChoosesModel(Protocol):
+    """Metadata of a field whose model depends on its value (see rlhfless.spec.extension)."""
+
+    def model_of(self, value: Any) -> type[BaseModel]: ...
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], origins: Mapping[Path, str], data: Any = None
+) -> list[Problem]:
+    """One `Problem` per error of pydantic's. `origins` says where the user wrote each path; `data` is what was
+    validated, for models with fields that name one of the user's own."""
     errors = error.errors(include_url=False)
     # A list whose items are refused is also called too short; that would only mislead.
     below = {loc[:length] for loc in (details["loc"] for details in errors) for length in range(len(loc))}
     told = [details for details in errors if not (details["type"] == "too_short" and details["loc"] in below)]
-    return [_problem(details, model, origins) for details in told]
+    return [_problem(details, _Spot(model, data, details["loc"]), origins) for details in told]
 
 
 def shown(value: object) -> str:
@@ -63,15 +80,65 @@ def models(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
-def _problem(details: ErrorDetails, root: type[BaseModel], origins: Mapping[Path, str]) -> Problem:
-    path, annotation = _locate(details["loc"], root)
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """Where in the data an error is: below `root`, at pydantic's `loc`."""
+
+    root: type[BaseModel]
+    data: Any
+    loc: tuple[int | str, ...]
+
+    def locate(self) -> tuple[Path, Any]:
+        """The user's path and the annotation there. Pydantic's `loc` also has the tags of unions in it."""
+        path: list[str | int] = []
+        annotation: Any = self.root
+        value = self.data
+        for key in self.loc:
+            candidates = models(annotation)
+            if isinstance(key, str) and len(candidates) > 1:
+                annotation = next((model for model in candidates if tag_of(model) == key), None)
+                continue
+            path.append(key)
+            value = _below(value, key)
+            if isinstance(key, str):
+                field = candidates[0].model_fields.get(key) if candidates else None
+                annotation = _annotation(field, value) if field else None
+        return tuple(path), annotation
+
+    def model(self) -> type[BaseModel]:
+        """The model that the last key of `loc` was looked up in."""
+        above = dataclasses.replace(self, loc=self.loc[:-1])
+        return next(iter(models(above.locate()[1])), self.root)
+
+
+def _annotation(field: FieldInfo, value: Any) -> Any:
+    """The field's annotation; the model itself if that depends on the value."""
+    for choice in field.metadata:
+        if isinstance(choice, ChoosesModel):
+            with suppress(PydanticCustomError):
+                return choice.model_of(value)
+    return field.annotation
+
+
+def _below(value: Any, key: int | str) -> Any:
+    try:
+        return value[key]
+    except (TypeError, LookupError):
+        return None
+
+
+def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) -> Problem:
+    path, annotation = spot.locate()
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     message = details["msg"].replace("Input should be", "should be").removeprefix("Value error, ")
     what, mend = message, ""
     if kind == "extra_forbidden":
-        what, mend = "unknown key", _key_mend(str(path[-1]), _model_at(path[:-1], root, details["loc"]), root)
+        what, mend = "unknown key", _key_mend(str(path[-1]), spot.model(), spot.root)
     elif kind == "missing":
-        what, mend = "missing, and it has no default", _description(path, root, details["loc"])
+        what, mend = "missing, and it has no default", _description(path, spot)
+    elif kind == EXTENSION_ERROR:
+        path = (*path, "type") if isinstance(value, Mapping) else path
+        what, mend = context["what"], context["mend"]
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, str(context["discriminator"]).strip("'"))
         what, mend = _tag_message(str(context.get("tag", "")), annotation)
@@ -93,28 +160,6 @@ def _problem(details: ErrorDetails, root: type[BaseModel], origins: Mapping[Path
     return Problem(dotted(path), what, mend, origin_of(path, origins))
 
 
-def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[Path, Any]:
-    """The user's path and the annotation there. Pydantic's `loc` also has the tags of unions in it."""
-    path: list[str | int] = []
-    annotation: Any = root
-    for key in loc:
-        candidates = models(annotation)
-        if isinstance(key, int):
-            path.append(key)
-        elif len(candidates) > 1:
-            annotation = next((model for model in candidates if _tag(model) == key), None)
-        else:
-            path.append(key)
-            field = candidates[0].model_fields.get(key) if candidates else None
-            annotation = field.annotation if field else None
-    return tuple(path), annotation
-
-
-def _model_at(path: Path, root: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
-    """The model that the last key of `loc` was looked up in."""
-    return next(iter(models(_locate(loc[:-1], root)[1])), root) if path else root
-
-
 def _key_mend(key: str, model: type[BaseModel], root: type[BaseModel]) -> str:
     valid = list(model.model_fields)
     elsewhere = [path for path in keys(root) if path.rpartition(".")[2] == key]
@@ -125,7 +170,7 @@ def _key_mend(key: str, model: type[BaseModel], root: type[BaseModel]) -> str:
 
 
 def _tag_message(tag: str, annotation: Any) -> tuple[str, str]:
-    valid = sorted(_tag(model) for model in models(annotation))
+    valid = sorted(tag_of(model) for model in models(annotation))
     what = f"{tag!r} is not one of the types" if tag else "missing, and it has no default"
     return what, f"{nearest(tag, valid)}Valid types: {', '.join(valid)}"
 
@@ -133,18 +178,19 @@ def _tag_message(tag: str, annotation: Any) -> tuple[str, str]:
 def _section_mend(candidates: list[type[BaseModel]]) -> str:
     if len(candidates) == 1:
         return f"give it some of these keys, or leave it out: {', '.join(candidates[0].model_fields)}"
-    return f"start it with `type:`, one of {', '.join(sorted(map(_tag, candidates)))}"
+    return f"start it with `type:`, one of {', '.join(sorted(map(tag_of, candidates)))}"
 
 
-def _description(path: Path, root: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    field = _model_at(path[:-1], root, loc).model_fields.get(str(path[-1]))
+def _description(path: Path, spot: _Spot) -> str:
+    field = spot.model().model_fields.get(str(path[-1]))
     if field is None:
         return ""
     sections = models(field.annotation)
     return field.description or (inspect.getdoc(sections[0]) or "" if len(sections) == 1 else "")
 
 
-def _tag(model: type[BaseModel]) -> str:
+def tag_of(model: type[BaseModel]) -> str:
+    """The value of its literal `type`; empty if it has none."""
     field = model.model_fields.get("type")
     literal = field.annotation if field else None
     return str(get_args(literal)[0]) if get_origin(literal) is Literal else ""

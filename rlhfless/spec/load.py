@@ -62,7 +62,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     try:
         spec = RunSpec.model_validate(data)
     except ValidationError as error:
-        raise SpecError(source, [*problems, *explain(error, RunSpec, origins)]) from error
+        raise SpecError(source, [*problems, *explain(error, RunSpec, origins, data)]) from error
     if problems:
         raise SpecError(source, problems)
     return spec

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rlhfless.spec.imports import IMPORT_PATH
 from rlhfless.spec.reward_services import HttpSpec, RewardModelSpec
 from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
 from rlhfless.spec.scoring import RewardPart
@@ -108,7 +109,7 @@ class PythonRewardSpec(RewardPart):
     @field_validator("target")
     @classmethod
     def _looks_like_a_path(cls, target: str) -> str:
-        if not re.fullmatch(r"[\w.]+:[\w.]+", target):
+        if not IMPORT_PATH.fullmatch(target):
             raise ValueError("write it as `package.module:function`")
         return target
 

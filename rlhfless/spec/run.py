@@ -101,12 +101,15 @@ class RunSpec(SpecModel):
     """Folder under which the run makes its own folder for trace, metrics and checkpoints."""
 
     @model_validator(mode="after")
-    def _group_has_a_baseline(self) -> RunSpec:
-        if self.samples_per_prompt < 2:
+    def _algorithm_gets_what_it_needs(self) -> RunSpec:
+        name, needs = self.algorithm.type, self.algorithm.needs
+        if self.samples_per_prompt < needs.samples_per_prompt:
             raise ValueError(
-                f"samples_per_prompt is {self.samples_per_prompt}, but the baseline of {self.algorithm.type} "
-                "is the mean of the group, so every advantage would be 0; set it to 2 or more"
+                f"samples_per_prompt is {self.samples_per_prompt}, but {name} compares the samples of a prompt with "
+                f"each other, and fewer tell it nothing; set it to {needs.samples_per_prompt} or more"
             )
+        if needs.values:
+            raise ValueError(f"{name} needs values, and no function of a run computes them; name another algorithm")
         return self
 
     @property

@@ -1,0 +1,154 @@
+"""Seams: fields of the spec that name a part of the run, one that is built in or one of the user's own.
+
+    algorithm: {type: grpo, clip_high: 0.3}                 built in, by its short name
+    algorithm: {type: my_module:LeaveOneOut, scale: 2}      the user's own, by import path, with keys of its own
+
+A short text alone (`algorithm: grpo`) stands for `{type: grpo}`. What an import path names is a class with a
+settings class in its attribute `Settings`, a subclass of OwnSpec: its fields are the keys, and as in every part of
+the spec unknown ones are refused. The class is checked and its keys are validated when the spec is loaded; what is
+in the RunSpec then is an instance of `Settings`, and `made(settings)` makes the thing itself, in whichever process
+needs it.
+
+Invariant: an OwnSpec travels to other processes as plain data, with the folders to import from. A class of the
+user's cannot: to unpickle it, its module would have to be imported before any code of ours could say from where.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from rlhfless.spec.base import SpecModel
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import EXTENSION_ERROR, nearest, tag_of
+from rlhfless.spec.imports import IMPORT_PATH, TargetError, import_paths, load_target, look_in
+
+
+class OwnSpec(SpecModel):
+    """One of your own: `type` is its import path, and its other keys are the fields of its `Settings`. See
+    docs/extending.md."""
+
+    type: str
+    """`package.module:Name`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.model_dump(mode="json"), import_paths())
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """The annotation of a field that names such a part: `Annotated[BuiltInSpec | OwnSpec, Seam(...)]`."""
+
+    noun: str
+    """What it names, in messages: `algorithm`."""
+    built_in: tuple[type[SpecModel], ...]
+    """Settings of those that are built in, each with its short name as the literal `type`; the first is the default."""
+    methods: tuple[str, ...]
+    """What a class of the user's own must have to be one."""
+    settings: type[OwnSpec] = OwnSpec
+    """What the `Settings` of a class of the user's own must derive from."""
+
+    def model_of(self, value: Any) -> type[SpecModel]:
+        """The settings class that `value`, as the spec has it, is to be validated by; the default's if it does not say.
+
+        Raises PydanticCustomError if it names nothing.
+        """
+        name = _name(value)
+        if name is None:
+            return self.built_in[0]
+        if ":" in name:
+            try:
+                return self._own(name)
+            except TargetError as error:
+                raise _error(error.what, error.mend) from error
+        by_tag = {tag_of(model): model for model in self.built_in}
+        if name in by_tag:
+            return by_tag[name]
+        known = ", ".join(map(repr, by_tag))
+        mend = f"{nearest(name, by_tag)}Built in: {known}. One of your own is named as `package.module:Name`"
+        raise _error(f"{name!r} is no {self.noun}", mend)
+
+    def _own(self, target: str) -> type[OwnSpec]:
+        """Raises TargetError."""
+        if not IMPORT_PATH.fullmatch(target):
+            raise TargetError(f"{target!r} is no import path", "write it as `package.module:Name`")
+        found = load_target(target)
+        if not inspect.isclass(found):
+            raise TargetError(f"{target!r} is a {type(found).__name__}, not a class", f"Name a class {self._wanted()}")
+        lacking = [name for name in self.methods if not hasattr(found, name)]
+        if lacking:
+            what = f"{target!r} is no {self.noun}: it has no {' and no '.join(f'`{name}`' for name in lacking)}"
+            raise TargetError(what, f"Name a class {self._wanted()}")
+        return _settings_class(found, target, self.settings)
+
+    def _wanted(self) -> str:
+        return f"with {', '.join(f'`{name}`' for name in (*self.methods, 'Settings'))}"
+
+    def _validated(self, value: Any) -> SpecModel:
+        if isinstance(value, (*self.built_in, self.settings)):
+            return value
+        model = self.model_of(value)
+        return model.model_validate({"type": value} if isinstance(value, str) else value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self._validated,
+            serialization=core_schema.plain_serializer_function_ser_schema(_dumped, info_arg=True),
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The built-in ones in full. Of the user's own only that there is a `type`: its keys are in its module."""
+        own = {
+            "type": "object",
+            "description": inspect.getdoc(OwnSpec),
+            "properties": {"type": {"type": "string", "pattern": f"^{IMPORT_PATH.pattern}$"}},
+            "required": ["type"],
+        }
+        named = {"type": "string", "description": "Its `type` alone, with the defaults of all other keys."}
+        return {"anyOf": [*(handler(model.__pydantic_core_schema__) for model in self.built_in), own, named]}
+
+
+def made(settings: SpecModel, built_in: Mapping[str, str]) -> Any:
+    """The thing itself, made from its settings. `built_in` maps short names to import paths, so that of the built-in
+    ones, too, only the one that is used is imported. Raises TargetError."""
+    name = str(getattr(settings, "type", ""))
+    return load_target(built_in.get(name, name))(settings)
+
+
+def _restored(data: Mapping[str, Any], paths: Sequence[str]) -> OwnSpec:
+    """An OwnSpec in another process. Raises InputError if its module cannot be imported there."""
+    look_in(paths)
+    target = data["type"]
+    try:
+        return _settings_class(load_target(target), target, OwnSpec).model_validate(data)
+    except TargetError as error:
+        raise InputError(f"the settings of {target!r}", [Problem("type", error.what, error.mend)]) from error
+
+
+def _settings_class(found: Any, target: str, base: type[OwnSpec]) -> type[OwnSpec]:
+    """Raises TargetError if the class has no settings of the right kind."""
+    settings = getattr(found, "Settings", None)
+    if inspect.isclass(settings) and issubclass(settings, base):
+        return settings
+    what = "has no `Settings`" if settings is None else f"has a `Settings` that is no {base.__name__}"
+    raise TargetError(f"{target!r} {what}", f"Derive the class of its keys from {base.__module__}.{base.__name__}")
+
+
+def _name(value: Any) -> str | None:
+    """The `type` that a value of the spec names, if it names one."""
+    named = value.get("type") if isinstance(value, Mapping) else value
+    return named if isinstance(named, str) else None
+
+
+def _error(what: str, mend: str) -> PydanticCustomError:
+    return PydanticCustomError(EXTENSION_ERROR, "{what}. {mend}", {"what": what, "mend": mend})
+
+
+def _dumped(value: SpecModel, info: core_schema.SerializationInfo) -> Any:
+    """By its own class, whichever that is."""
+    return value.model_dump(mode=info.mode)

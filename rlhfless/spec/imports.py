@@ -1,0 +1,90 @@
+"""`package.module:name` to the object: what a spec names of the user's own.
+
+The current folder is looked in last, so that a user's own file is found without being installed and cannot
+stand before an installed package of the same name. Other processes have another current folder: they are handed
+`import_paths()` and call `look_in` before they import anything of the user's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from rlhfless.spec.explain import nearest
+
+IMPORT_PATH = re.compile(r"[\w.]+:[\w.]+")
+"""What an import path looks like. A short name of something built in has no colon."""
+
+# Code between the caller and the user's: the files that call it, and the import system's.
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_NOT_THEIRS = (
+    *(os.path.join(_PACKAGE, folder) for folder in ("spec", "rewards")),
+    os.path.dirname(importlib.__file__),
+    "<frozen",
+)
+
+
+class TargetError(Exception):
+    """The target cannot be imported: which part of it fails, and why."""
+
+    def __init__(self, what: str, mend: str = "") -> None:
+        super().__init__(what, mend)
+        self.what = what
+        self.mend = mend
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.mend}".rstrip(" .")
+
+
+def load_target(target: str) -> Any:
+    """Import what `target` names. Raises TargetError."""
+    module_name, _, attribute = target.partition(":")
+    here = _module(target, module_name)
+    for name in attribute.split("."):
+        if not hasattr(here, name):
+            names = [key for key in vars(here) if not key.startswith("_")] if hasattr(here, "__dict__") else []
+            where = getattr(here, "__file__", None) or module_name
+            raise TargetError(f"{target!r}: there is no `{name}` in {where}", nearest(name, names).strip())
+        here = getattr(here, name)
+    return here
+
+
+def cause(error: BaseException) -> str:
+    """`ValueError: text (file.py:12)`, with the line at which the user's own code was left."""
+    text = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, SyntaxError):
+        return f"{text} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = next((frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)), None)
+    return f"{text} ({theirs.filename}:{theirs.lineno})" if theirs else text
+
+
+def import_paths() -> tuple[str, ...]:
+    """The folders that this process imports from, for another process to `look_in`."""
+    return tuple(path for path in sys.path if path)
+
+
+def look_in(paths: Iterable[str]) -> None:
+    """Import from these folders, too, and before others."""
+    sys.path[:0] = [path for path in paths if path not in sys.path]
+
+
+def _module(target: str, module_name: str) -> Any:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            what = f"{target!r}: there is no module {missing!r}, installed or in {here}"
+            raise TargetError(what, "Start from its folder, or add that to PYTHONPATH") from error
+        what = f"{target!r}: importing {module_name!r} needs the module {missing!r}, which is not installed"
+        raise TargetError(what) from error
+    except (Exception, SystemExit) as error:  # whatever the user's module does while it is imported
+        raise TargetError(f"{target!r}: importing {module_name!r} failed: {cause(error)}") from error
