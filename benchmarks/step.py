@@ -33,7 +33,7 @@ from where import machine
 
 from rlhfless.loop.draw import Draw
 from rlhfless.loop.run import Run
-from rlhfless.loop.step import train_step
+from rlhfless.loop.step import rollout, train
 from rlhfless.records import Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TracedRollout, read_trace
@@ -115,16 +115,16 @@ async def measured(folder: Path, rounds: int, engines: list[BareEngine], default
     async with live_run(spec, folder) as run:
         journal = Stopwatch(run.journal)
         for step in range(1, rounds + 3):
-            draw = run.plan(step)
             journal.spent_s = 0.0
-            run.ended_s = None  # what came between is no part of the step
-            record = await train_step(run, step)
+            run.clock.interrupted()  # what came between is no part of the step
+            context = run.begin(step)
+            record = await train(run, context, await rollout(run, context))
             outside_s = record.metrics["outside_s"] + time.time() - record.end_s
             run.ledger.write(run.pools)  # a run does so while it draws the next step
             wall_s = time.time() - record.start_s
             learned_s = plain.step(drawn_in(run, folder, step))
-            two_s, _ = together(engines, batches_of(draw, 2))
-            one_s, _ = together([default], batches_of(draw, 1))
+            two_s, _ = together(engines, batches_of(context.draw, 2))
+            one_s, _ = together([default], batches_of(context.draw, 1))
             row = {
                 "our step": wall_s,
                 "bare": two_s + learned_s,

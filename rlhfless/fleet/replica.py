@@ -164,15 +164,21 @@ class Replica:
         timeout_s: float,
         waiting_for: str,
         work: Work | None = None,
+        sent: asyncio.Event | None = None,
         **keywords: object,
     ) -> Any:
-        """Call a method and return its value; with `work` the call goes into the ledger.
+        """Call a method and return its value; with `work` the call goes into the ledger. `sent` is set as soon as the
+        call has left this process.
 
         Raises CallTimeout, ReplicaLost, or what the method raised.
         """
         response = getattr(self._up, method).remote(call, *arguments, **keywords)
         with self._faults(waiting_for):
             try:
+                if sent is not None:
+                    # Ray has a reference to the result only once the call is on its way to the replica.
+                    await self._answer(response._to_object_ref(), timeout_s)
+                    sent.set()
                 reply: Reply[Any] = await self._answer(response, timeout_s)
             except TimeoutError:
                 raise CallTimeout(f"waited {timeout_s:.0f} s for {waiting_for} on {self.name}") from None

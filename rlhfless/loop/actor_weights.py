@@ -22,8 +22,8 @@ class ActorWeights:
     """Loads published weights into the actors of a pool."""
 
     def __init__(self, pool: Pool, spec: RunSpec) -> None:
-        self.published: PublishedWeights
-        """What actors are to serve."""
+        self.served: PublishedWeights
+        """What actors are to serve, also those that start meanwhile: set by `sync`."""
         self.perturbed: PublishedWeights
         """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
         self._pool = pool
@@ -31,32 +31,33 @@ class ActorWeights:
         pool.opens = self.open
 
     async def open(self, actor: Replica, call: Call) -> None:
-        """Bring a new actor to the published weights. Raises as `load` does."""
+        """Bring a new actor to the weights that are served. Raises as `load` does."""
         await self.prove_loading(actor, call)
-        await self.load(actor, self.published, call)
+        await self.load(actor, self.served, call)
 
-    async def sync(self, call: Call) -> None:
-        """Bring all actors that are up to the published weights; work that is under way hears of each.
+    async def sync(self, published: PublishedWeights, call: Call) -> None:
+        """Bring all actors that are up to published weights; work that is under way hears of each.
 
         Lost actors are replaced beside the work of the others, and waited for only if no other is up. Raises what their
         starts raised then; and wrong weights of a new actor, whenever they were found.
         """
         if self._pool.fatal is not None:
             raise self._pool.fatal
+        self.served = published
         self._pool.replace_missing(call)
         await self._pool.any_up()
         up = self._pool.up()
         for actor in up:
-            actor.ask(self.published.version)  # from here on, none gets work before it has loaded them
+            actor.ask(published.version)  # from here on, none gets work before it has loaded them
         await together(*(self._bring(actor, call) for actor in up))
 
     async def _bring(self, actor: Replica, call: Call) -> None:
-        """Load the published weights into one actor. If it is lost meanwhile the others go on, and it is replaced;
-        raises ReplicaLost if no other is up: actors that start might be lost to the same weights."""
+        """Load the weights that are to be served into one actor. If it is lost meanwhile the others go on, and it is
+        replaced; raises ReplicaLost if no other is up: actors that start might be lost to the same weights."""
         if actor.state is ReplicaState.SERVING:
             return
         try:
-            await self.load(actor, self.published, call)
+            await self.load(actor, self.served, call)
         except ReplicaLost as lost:
             if actor.state is not ReplicaState.DEAD:
                 return  # it was released

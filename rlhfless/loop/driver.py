@@ -13,10 +13,12 @@ from pathlib import Path
 
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.loop.evaluation import evaluate_held_out
+from rlhfless.loop.experience import Experience
 from rlhfless.loop.opening import Opening, opened
 from rlhfless.loop.recovery import Mended, Recovery
 from rlhfless.loop.run import Run
-from rlhfless.loop.step import train_step
+from rlhfless.loop.schedules import schedule_of
+from rlhfless.loop.step import rollout, train
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +55,67 @@ class Driver:
         return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.path(steps), mended)
 
     async def drive(self, run: Run, first: int) -> Mended:
-        """All steps from `first` on; returns what was mended on the way. Raises as `execute` does."""
-        recovery = Recovery(run)
-        step = first
-        while step <= self.opening.spec.steps:
+        """All steps from `first` on, in the order of the spec's schedule; returns what was mended on the way. Raises as
+        `execute` does."""
+        recovery, steps, last = Recovery(run), RunSteps(run, self.opening, first), self.opening.spec.steps
+        while steps.following <= last:
             try:
-                await self._advance(run, step)
-                step += 1
+                if steps.following == 0:
+                    await steps.close(0)
+                await schedule_of(self.opening.spec.schedule).drive(steps, steps.following, last)
             except RECOVERABLE as fault:
                 with self.opening.console.waiting(f"recovering: {fault}"):
-                    step = await recovery.after(step, fault)
+                    steps.again(await recovery.after(steps.following, fault))
         return recovery.mended
 
-    async def _advance(self, run: Run, step: int) -> None:
-        """One step with the evaluation and checkpoint that the spec wants after it. Step 0 is only evaluated."""
-        spec = self.opening.spec
-        if step:
-            with self.opening.console.stage(f"step {step}"):
-                await train_step(run, step)
-        last = step == spec.steps
-        if step in (0, spec.steps) or _due(step, spec.evaluation.every_steps):
-            await self._evaluate(run, step)
-        if last or (step and _due(step, spec.checkpoint.every_steps)):
-            await run.checkpoint(step)
 
-    async def _evaluate(self, run: Run, step: int) -> None:
+class RunSteps:
+    """The steps of a run, as a schedule orders them (rlhfless.loop.schedules.Steps)."""
+
+    def __init__(self, run: Run, opening: Opening, first: int) -> None:
+        self._run = run
+        self._opening = opening
+        self.following = first
+        """The first step that is not done. Step 0 is only evaluated."""
+
+    def again(self, step: int) -> None:
+        """After a fault: steps that are under way are given up, and `step` is the next."""
+        self._run.under_way.clear()
+        self.following = step
+
+    async def rollout(self, step: int) -> Experience:
+        """See Steps."""
+        with self._opening.console.stage(f"step {step}"):
+            return await rollout(self._run, self._run.begin(step))
+
+    async def train(self, step: int, experience: Experience) -> None:
+        """See Steps. Steps are trained on in their order: raises ValueError for another one."""
+        if step != self.following:
+            raise ValueError(f"step {step} is trained on, but step {self.following} is the next; mend the schedule")
+        with self._opening.console.stage(f"step {step}"):
+            await train(self._run, self._run.under_way[step], experience)
+        await self.close(step)
+
+    async def close(self, step: int) -> None:
+        """The evaluation and checkpoint that the spec wants after a step."""
+        spec = self._opening.spec
+        if step in (0, spec.steps) or _due(step, spec.evaluation.every_steps):
+            await self._evaluate(step)
+        if step == spec.steps or (step and _due(step, spec.checkpoint.every_steps)):
+            await self._run.checkpoint(step)
+        self.following = step + 1
+
+    async def _evaluate(self, step: int) -> None:
+        run = self._run
         if not run.held_out:
             return
-        with self.opening.console.waiting(f"evaluating on {len(run.held_out)} held-out prompts"):
+        with self._opening.console.waiting(f"evaluating on {len(run.held_out)} held-out prompts"):
             figures = await evaluate_held_out(run, step)
         named = {f"eval/{name}": value for name, value in figures.items()}
         run.latest.update(named)
         if step == 0:
             run.before = figures
-        self.opening.sinks.emit(step, named)
+        self._opening.sinks.emit(step, named)
 
 
 def _due(step: int, every_steps: int | None) -> bool:

@@ -18,8 +18,8 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
 
     All evaluations of a run draw with the same seeds, so two of them differ by the weights alone.
     """
-    run.ended_s = None
-    await run.sync(run.call(step))
+    run.clock.interrupted()
+    await run.sync(run.published, run.call(step))
     # Both at once: more sequences per iteration of the engine.
     sampled, greedy = await together(
         _means(run, run.plan_held_out(step, greedy=False)), _means(run, run.plan_held_out(step, greedy=True))
@@ -28,7 +28,7 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
 
 
 async def _means(run: Run, draw: Draw) -> dict[str, float]:
-    experience = await collect(run.generate(draw), len(draw.prompts), run.scoring_of(draw.call), None)
+    experience = await collect(run.generate(draw).groups(), len(draw.prompts), run.scoring_of(draw.call), None)
     scores = [score for group in experience.scores for score in group]
     log_failures(experience, draw.call.step)
     return mean_parts(scores)

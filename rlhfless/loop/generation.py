@@ -42,13 +42,17 @@ class GenerationStage:
         steering: Steering,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
+        at_work: Callable[[], None] = lambda: None,
     ) -> None:
+        """`at_work` is called when the first word of an engine has come: from then on the engines are busy, and the
+        driver has time."""
         self._pool = pool
         self._draw = draw
         self._spec = spec
         self._steering = steering
         self._journal = journal
         self._clock = clock
+        self._at_work = at_work
         self._board = Board(draw.call.step, [item for prompt in draw.prompts for item in draw.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in draw.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
@@ -85,9 +89,13 @@ class GenerationStage:
             if self._finished:
                 self._asked_s = self._clock()
                 self._steer(StepBegan())
+            heard = False
             while self._finished:
                 for group in self._handle(await self._events.get()):
                     yield group
+                if not heard:
+                    heard = True
+                    self._at_work()
             self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
             # Each stream still has its end to deliver, which carries the call's entry in the ledger.
             await asyncio.gather(*self._streams)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlhfless.fleet.pool import Pool
+from rlhfless.loop.step_context import StepBegun
 from rlhfless.records import (
     Decision,
     FunctionName,
@@ -31,23 +31,6 @@ log = logging.getLogger(__name__)
 
 RECENT_CALLS = 512
 """Calls per function from which the time of a load is estimated: some tens of steps, so that it follows the run."""
-
-SOON_S = 0.3
-"""By then the actors have loaded a step's weights and have its requests, where the models are small."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepBegun:
-    """When a step was begun. Times are unix times."""
-
-    step: int
-    start_s: float
-    """Its first try."""
-    tried_s: float
-    """The try that is under way."""
-    recovers: bool
-    """The step is done again after a fault, or no generation actor was up when it began: up to the first work of this
-    try it is recovering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +65,12 @@ class Ledger:
         self._rollouts_of = set(earlier.rollouts_of)
         self._steps = set(earlier.steps)
         self._written_s = time.monotonic()
-        self._soon: asyncio.TimerHandle | None = None
         self._behind = False
         self._step = 0
-        self._of_step: list[Invocation] = []
-        self._drawn: list[TracedRollout] = []
+        self._calls: list[Invocation] = []
+        """Of the steps that are under way."""
+        self._drawn: dict[int, list[TracedRollout]] = defaultdict(list)
+        """Of the steps that are under way, by step."""
         self._starts: list[Holding] = list(earlier.starts)
         self._recent: dict[FunctionName, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
@@ -100,7 +84,7 @@ class Ledger:
     def add_invocation(self, invocation: Invocation) -> None:
         """A call of a function."""
         self._writer.add_invocation(invocation)
-        self._of_step.append(invocation)
+        self._calls.append(invocation)
         self._recent[invocation.function].append(invocation)
 
     def has_rollouts_of(self, step: int) -> bool:
@@ -116,19 +100,21 @@ class Ledger:
         self._rollouts_of.add(step)
         prompt_tokens = len(group.prompt.token_ids)
         for rollout, score in zip(group.rollouts, scores, strict=True):
-            self._drawn.append(self._writer.add_rollout(step, rollout, score, prompt_tokens))
+            self._drawn[step].append(self._writer.add_rollout(step, rollout, score, prompt_tokens))
 
     def add_decision(self, decision: Decision) -> None:
         """A decision of the scaler, with all it was decided from."""
         self._writer.add_decision(decision)
 
-    def add_step(self, record: StepRecord) -> None:
-        """A finished step. What was done in it is not asked for any more."""
+    def add_step(self, record: StepRecord, others_since_s: float | None = None) -> None:
+        """A finished step. What was done in it is not asked for any more, but for the calls since others that are under
+        way were begun."""
         self._steps.add(record.step)
         self._step = record.step
         self._writer.add_step(record)
-        self._of_step.clear()
-        self._drawn.clear()
+        since_s = record.end_s if others_since_s is None else others_since_s
+        self._calls = [call for call in self._calls if call.end_s > since_s]
+        self._drawn.pop(record.step, None)
 
     def cost_usd(self, pools: Iterable[Pool]) -> float:
         """Cost of the run up to now, with the holdings that are still open."""
@@ -151,16 +137,16 @@ class Ledger:
         loads = [call.duration_s for call in recent if call.work is Work.LOAD_WEIGHTS]
         return sum(loads) / len(loads) if loads else 0.0
 
-    def done_in_step(self) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:
-        """What was called in the step that is under way, and what it drew as far as it is in the ledger."""
-        return tuple(self._of_step), tuple(self._drawn)
+    def done_in_step(self, step: int) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:
+        """What was called for a step that is under way, and what it drew as far as it is in the ledger."""
+        return tuple(call for call in self._calls if call.step == step), tuple(self._drawn[step])
 
     def step_times(self, begun: StepBegun, end_s: float) -> StepTimes:
-        """Where the time of the step that is under way went so far."""
+        """Where the time of a step that is under way went so far."""
         metrics: dict[str, float] = {}
         if begun.recovers:
-            metrics["recovery_s"] = recovery_until_s(begun.step, begun.tried_s, self._of_step) - begun.start_s
-        return step_times(StepRecord(begun.step, begun.start_s, end_s, metrics), self._of_step)
+            metrics["recovery_s"] = recovery_until_s(begun.step, begun.tried_s, self._calls) - begun.start_s
+        return step_times(StepRecord(begun.step, begun.start_s, end_s, metrics), self._calls)
 
     def write(self, pools: Iterable[Pool]) -> None:
         """Write all rows to disk, with the holdings up to now. Raises OSError if it is full; the rows stay here."""
@@ -171,11 +157,6 @@ class Ledger:
         self._behind = True
         self._writer.flush(self._step)
         self._behind = False
-
-    def write_soon(self, pools: Iterable[Pool]) -> None:
-        """Write the last step's rows when the engines are at work on the next one, and nothing waits for it."""
-        self._not_soon()
-        self._soon = asyncio.get_running_loop().call_later(SOON_S, self.keep_up, pools, SOON_S)
 
     def keep_up(self, pools: Iterable[Pool], lag_s: float) -> None:
         """Write all rows if none were written for so long; a full disk is left to `catch_up`."""
@@ -192,9 +173,4 @@ class Ledger:
 
     def close(self) -> None:
         """Write what is left."""
-        self._not_soon()
         self._writer.close()
-
-    def _not_soon(self) -> None:
-        if self._soon is not None:
-            self._soon.cancel()

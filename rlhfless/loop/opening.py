@@ -169,7 +169,7 @@ async def _start(opening: Opening, run: Run) -> int:
                 f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
             )
         await together(*(run.weights.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
-        await run.sync(run.call(step))
+        await run.sync(run.published, run.call(step))
     if step:
         opening.console.show(f"resumed after step {step}, attempt {run.attempt}")
     return step + 1 if step else 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +21,9 @@ from rlhfless.loop.draw import Draw, sampling_of
 from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoredGroups, ScoreGroups
 from rlhfless.loop.failures import added_up
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.ledger import Ledger, StepBegun
+from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.scaler import Scaler
+from rlhfless.loop.step_context import StepClock, StepContext
 from rlhfless.loop.summary import drawn_metrics
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import (
@@ -41,9 +42,6 @@ from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
 
 log = logging.getLogger(__name__)
-
-CALLED_S = 0.02
-"""By then a call has left the driver."""
 
 HELD_OUT_SEED_STEP = -1
 """All evaluations draw with the same seeds, so that they differ by the weights alone."""
@@ -75,12 +73,11 @@ class Run:
     """Held-out figures before the first step."""
     latest: dict[str, float] = field(default_factory=dict)
     """The metrics that were measured last, by name."""
-    stage: GenerationStage | None = None
-    """The generation of the step that is under way."""
-    begun: dict[int, float] = field(default_factory=dict)
-    """When the steps that have not ended yet were begun first, by step (unix time)."""
-    ended_s: float | None = None
-    """When the last step ended, if nothing but its closing came after it."""
+    published: PublishedWeights = field(init=False)
+    """The newest weights; set by `open_weights` first."""
+    clock: StepClock = field(default_factory=StepClock)
+    under_way: dict[int, StepContext] = field(default_factory=dict)
+    """The steps that are being drawn or learned from, by number."""
 
     @property
     def helpers(self) -> tuple[Pool, ...]:
@@ -98,28 +95,24 @@ class Run:
 
     # -- weights
 
-    @property
-    def published(self) -> PublishedWeights:
-        """What the next step draws with; set by `open_weights` first."""
-        return self.weights.published
-
-    @published.setter
-    def published(self, weights: PublishedWeights) -> None:
-        self.weights.published = weights
-
     async def open_weights(self, step: int) -> None:
         """Publish the learner's weights as those of `step`, and a perturbed version of them."""
         self.weights.perturbed = await self.publish(self.call(step), perturbed=True)
         self.published = await self.publish(self.call(step))
 
-    async def sync(self, call: Call) -> None:
-        """Bring all generation actors to the published weights; see ActorWeights.sync."""
-        await self.weights.sync(call)
+    async def sync(self, published: PublishedWeights, call: Call) -> None:
+        """Bring all generation actors to published weights; see ActorWeights.sync."""
+        await self.weights.sync(published, call)
 
     # -- generation
 
-    def plan(self, step: int) -> Draw:
-        """Which samples the step draws, and with which seeds."""
+    def begin(self, step: int) -> StepContext:
+        """Begin a step, or do it again: which samples it draws, with which seeds and which weights."""
+        begun = self.clock.begins(step, fleet_is_up=bool(self.generation.up()))
+        context = self.under_way[step] = StepContext(begun, self._draw(step), self.published)
+        return context
+
+    def _draw(self, step: int) -> Draw:
         spec = self.spec
         return Draw(
             call=self.call(step),
@@ -146,15 +139,19 @@ class Run:
             seed_step=HELD_OUT_SEED_STEP,
         )
 
-    def generate(self, draw: Draw) -> AsyncIterator[Group]:
-        """Groups as they are complete. Those of an evaluation are drawn anew each time."""
-        journal = self.journal if draw.work is Work.GENERATE else None
-        stage = GenerationStage(self.generation, draw, self.spec, self.scaler.steering_of(draw), journal)
+    def generate(self, draw: Draw) -> GenerationStage:
+        """The generation of a step or of an evaluation. An evaluation draws anew each time. The trace is written while
+        the engines are at work."""
+        stage = GenerationStage(
+            self.generation,
+            draw,
+            self.spec,
+            self.scaler.steering_of(draw),
+            self.journal if draw.work is Work.GENERATE else None,
+            at_work=lambda: self.ledger.keep_up(self.pools, 0.0),
+        )
         self.generation.watch(stage)
-        if draw.work is Work.GENERATE:
-            self.stage = stage
-        self.ledger.write_soon(self.pools)
-        return stage.groups()
+        return stage
 
     async def add_actor(self, call: Call) -> Replica:
         """Start one more generation actor and give it the current weights; during a step it may take work over."""
@@ -212,18 +209,20 @@ class Run:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""
         return await self._work(self._the_learner, Work.EVALUATE, "evaluate", call, batch)
 
-    async def learn(self, call: Call, batch: PackedBatch) -> Mapping[str, float]:
-        """The optimiser steps of one training step."""
+    async def learn(self, call: Call, batch: PackedBatch, sent: asyncio.Event | None = None) -> Mapping[str, float]:
+        """The optimiser steps of one training step. `sent` is set when the call has left the driver."""
         # Fewer where dropped samples leave fewer groups.
         mini_batches = min(self.spec.mini_batches, batch.denominators.groups)
-        return await self._work(self._the_learner, Work.LEARN, "learn", call, batch, mini_batches)
+        return await self._work(self._the_learner, Work.LEARN, "learn", call, batch, mini_batches, sent=sent)
 
-    async def publish(self, call: Call, *, perturbed: bool = False) -> PublishedWeights:
+    async def publish(
+        self, call: Call, *, perturbed: bool = False, sent: asyncio.Event | None = None
+    ) -> PublishedWeights:
         """Write the learner's weights, or a perturbed version of them, to the store, as those of `call`'s step.
 
         Asked for together with `learn` of that step it follows it, without a way through the driver in between.
         """
-        return await self._work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed)
+        return await self._work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed, sent=sent)
 
     async def checkpoint(self, step: int) -> Path:
         """Save the weights that `step` resulted in, with all that a resumed run needs. Raises CheckpointError."""
@@ -235,7 +234,7 @@ class Run:
             score=self.latest.get(self.spec.checkpoint.best_by),
             before=self.before,
         )
-        self.ended_s = None
+        self.clock.interrupted()
         self.ledger.write(self.pools)  # a resumed run does not do these steps again
         folder = self.checkpoints.path(step).absolute()
         notes_json = notes.as_json()
@@ -258,7 +257,7 @@ class Run:
         return step
 
     async def _work(  # type: ignore[no-untyped-def]
-        self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: object
+        self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: Any
     ):
         calls = 2 if work is Work.PUBLISH else 1  # it may have to wait for `learn`
         return await replica.call(
@@ -273,19 +272,13 @@ class Run:
 
     # -- ledger
 
-    def begins(self, step: int) -> StepBegun:
-        """A step is begun, or done again. It counts from the end of the step before it, so that closing that one is in
-        it too, unless an evaluation or a checkpoint came between; and from its first try if that one failed."""
-        now_s = time.time()
-        recovers = step in self.begun or not self.generation.up()
-        start_s = self.begun.setdefault(step, now_s if self.ended_s is None else self.ended_s)
-        self.ended_s = None
-        return StepBegun(step, start_s, now_s, recovers)
-
-    async def take(self, step: int, experience: Experience, kept: Experience) -> dict[str, float]:
-        """Put the rollouts into the ledger while the learner is at work, and learn how fast the engines were; returns
-        their figures. A step that is done again counts once."""
-        await asyncio.sleep(CALLED_S)
+    async def take(
+        self, step: int, experience: Experience, kept: Experience, after: Sequence[asyncio.Event]
+    ) -> dict[str, float]:
+        """Put the rollouts into the ledger while the learner is at work, which it is `after` its calls have left the
+        driver, and learn how fast the engines were; returns their figures. A step that is done again counts once."""
+        for sent in after:
+            await sent.wait()
         if not self.ledger.has_rollouts_of(step):
             for group, scores in zip(experience.groups, experience.scores, strict=True):
                 self.ledger.add_group(step, group, scores)
@@ -296,13 +289,13 @@ class Run:
         """Put the step into the ledger, and show its figures."""
         self.scaler.step_ended(record)
         self.latest.update(record.metrics)
+        others_since_s = self.clock.ended(record.step, record.end_s)
         if not self.ledger.has_step(record.step):
-            self.ledger.add_step(record)
+            self.ledger.add_step(record, others_since_s)
             lengths = [len(rollout.token_ids) for group in experience.groups for rollout in group.rollouts]
             self.sinks.emit(record.step, record.metrics, {"response_tokens": lengths})
         self.ledger.catch_up(self.pools)
-        self.begun.pop(record.step, None)
-        self.ended_s = record.end_s
+        self.under_way.pop(record.step, None)
 
     def check_rollouts(self, record: StepRecord, drawn_with: WeightVersion) -> None:
         """Judge the weights of a step by its samples; raises WeightCheckFailed. A step in which nothing was learned

@@ -57,7 +57,7 @@ class Scaler:
     def drawn(self, step: int) -> None:
         """The rollouts of a step are in the ledger: how fast the engines were is learned from them."""
         if self._steering.step == step:
-            self._speeds.learn(*self._ledger.done_in_step(), self._fleet.kinds())
+            self._speeds.learn(*self._ledger.done_in_step(step), self._fleet.kinds())
 
     def step_ended(self, record: StepRecord) -> None:
         """A step is done, which the policy is told once."""

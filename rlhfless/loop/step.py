@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import numpy as np
@@ -9,44 +10,51 @@ import numpy as np
 from rlhfless.algorithms.advantages import with_grpo_advantages
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.fleet.tasks import together
-from rlhfless.loop.draw import Draw
 from rlhfless.loop.experience import Experience, collect
 from rlhfless.loop.failures import without_failures
 from rlhfless.loop.run import Run
+from rlhfless.loop.step_context import StepContext
 from rlhfless.loop.summary import step_metrics
 from rlhfless.records import StepRecord
 
 
-async def train_step(run: Run, step: int) -> StepRecord:
-    """Train on one batch of prompts; steps count from 1. Weights of step - 1 draw, weights of `step` result.
+async def rollout(run: Run, context: StepContext) -> Experience:
+    """Draw the samples of a step with the weights that were published last, and score them.
 
-    Raises what a stage raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
+    Generation may begin during the sync: each actor draws as soon as it has loaded the weights. Raises what a stage
+    raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
     """
-    begun, call = run.begins(step), run.call(step)
-    draw, drawn_with = run.plan(step), run.published.version
-    _, experience = await together(run.sync(call), drawn_and_scored(run, draw))
-    run.release_idle(step)
+    call, draw = context.call, context.draw
+    context.stage = run.generate(draw)
+    groups = context.stage.groups()
+    _, experience = await together(
+        run.sync(context.published, call),
+        collect(groups, len(draw.prompts), run.scoring_of(call), run.reference_of(call)),
+    )
+    run.release_idle(context.step)
+    return experience
+
+
+async def train(run: Run, context: StepContext, experience: Experience) -> StepRecord:
+    """Learn from the samples of a step, and publish the weights that result. Raises as `rollout` does."""
+    step, call = context.step, context.call
     kept = without_failures(experience, run.spec.scoring, step)
     batch = assemble(kept)
     if run.spec.algorithm.kl.in_reward and run.spec.mini_batches > 1:
         # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
         batch = batch.with_old_logprobs(await run.evaluate(call, batch))
     batch = with_grpo_advantages(batch, rewards_of(kept), run.spec.algorithm)
+    learning, publishing = asyncio.Event(), asyncio.Event()
     learned, run.published, drawn = await together(
-        run.learn(call, batch), run.publish(call), run.take(step, experience, kept)
+        run.learn(call, batch, learning),
+        run.publish(call, sent=publishing),
+        run.take(step, experience, kept, after=[learning, publishing]),
     )
-    metrics = step_metrics(run, experience, drawn, learned, begun)
-    record = StepRecord(step, begun.start_s, time.time(), metrics)
+    metrics = step_metrics(run, context, experience, drawn, learned)
+    record = StepRecord(step, context.begun.start_s, time.time(), metrics)
     run.close_step(record, experience)
-    run.check_rollouts(record, drawn_with)
+    run.check_rollouts(record, context.published.version)
     return record
-
-
-async def drawn_and_scored(run: Run, draw: Draw) -> Experience:
-    """Generation, with scoring and reference behind it. It may begin during the sync: each actor draws as soon as it
-    has loaded the weights."""
-    call = draw.call
-    return await collect(run.generate(draw), len(draw.prompts), run.scoring_of(call), run.reference_of(call))
 
 
 def assemble(experience: Experience) -> PackedBatch:

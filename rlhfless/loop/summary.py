@@ -13,8 +13,8 @@ from rlhfless.records import FinishReason, Score
 from rlhfless.scaling.step_times import Phase
 
 if TYPE_CHECKING:
-    from rlhfless.loop.ledger import StepBegun
     from rlhfless.loop.run import Run
+    from rlhfless.loop.step_context import StepContext
 
 
 def drawn_metrics(experience: Experience, kept: Experience) -> dict[str, float]:
@@ -37,12 +37,13 @@ def drawn_metrics(experience: Experience, kept: Experience) -> dict[str, float]:
 
 def step_metrics(
     run: Run,
+    context: StepContext,
     experience: Experience,
     drawn: Mapping[str, float],
     learned: Mapping[str, float],
-    begun: StepBegun,
 ) -> dict[str, float]:
     """All metrics of a step that ends now; `drawn` are those of `drawn_metrics`."""
+    begun, stage = context.begun, context.stage
     times = run.ledger.step_times(begun, time.time())
     seconds = times.phases_s
     generation_s = seconds[Phase.GENERATION]
@@ -58,7 +59,7 @@ def step_metrics(
         "outside_s": times.outside_s,
         "recovery_s": times.recovery_s,
         "generation_tokens_per_s": tokens / generation_s if generation_s else 0.0,
-        **({"host_busy_cores": run.stage.host_busy_cores} if run.stage else {}),
+        **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
         "actors": float(len(run.generation.serving())),
         **run.scaler.figures(begun.step),
         "cost_usd": run.ledger.cost_usd(run.pools),

@@ -30,6 +30,7 @@ from rlhfless.spec.rewards import (
     RewardSpec,
 )
 from rlhfless.spec.run import CheckpointSpec, EvaluationSpec, LoggingSpec, RunSpec
+from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import OnFailure, ScoringSpec
 
 __all__ = [
@@ -72,7 +73,9 @@ __all__ = [
     "RewardSpec",
     "RunSpec",
     "ScalingSpec",
+    "ScheduleSpec",
     "ScoringSpec",
+    "SyncSpec",
     "TimeoutsSpec",
     "WeightedSpec",
     "WeightsSpec",

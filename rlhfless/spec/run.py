@@ -14,6 +14,7 @@ from rlhfless.spec.generation import GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec
 from rlhfless.spec.reward_services import RewardModelSpec
 from rlhfless.spec.rewards import RewardSpec
+from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import ScoringSpec
 
 
@@ -82,6 +83,9 @@ class RunSpec(SpecModel):
 
     mini_batches: Annotated[int, Field(ge=1)] = 1
     """Optimiser steps per training step, each on its share of the groups."""
+
+    schedule: ScheduleSpec = SyncSpec()
+    """In which order steps draw and learn."""
 
     optimizer: AdamWSpec = AdamWSpec()
     learner: LearnerSpec = LearnerSpec()

@@ -18,7 +18,9 @@ from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.opening import Opening, opened
 from rlhfless.loop.run import Run
+from rlhfless.loop.step import rollout, train
 from rlhfless.prepare.preflight import preflight
+from rlhfless.records import StepRecord
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
@@ -61,6 +63,12 @@ def spec_values(assets: Path, **changes: Any) -> dict[str, Any]:
         "output": str(assets / "runs"),
     }
     return values | changes
+
+
+async def train_step(run: Run, step: int) -> StepRecord:
+    """A whole step, as the schedule `sync` does it."""
+    context = run.begin(step)
+    return await train(run, context, await rollout(run, context))
 
 
 @dataclasses.dataclass

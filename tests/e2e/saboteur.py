@@ -22,7 +22,12 @@ async def until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
 
 async def generating(run: Run, step: int) -> None:
     """Wait until the step's generation has drawn something and is not done."""
-    await until(lambda: run.stage is not None and run.stage.step == step and bool(run.stage.progress))
+
+    def draws() -> bool:
+        context = run.under_way.get(step)
+        return context is not None and context.stage is not None and bool(context.stage.progress)
+
+    await until(draws)
 
 
 def pid(replica: Replica) -> int:

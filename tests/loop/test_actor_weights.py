@@ -26,7 +26,7 @@ def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, Pool, ActorWe
     cluster, watcher = FakeCluster(), Watcher()
     pool = pool_of(cluster, *names, bounds=Bounds(fewest, "min_actors"))
     weights = ActorWeights(pool, SPEC)
-    weights.published = weights.perturbed = WEIGHTS
+    weights.served = weights.perturbed = WEIGHTS
     pool.watch(watcher)
     return cluster, pool, weights, watcher
 
@@ -34,9 +34,9 @@ def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, Pool, ActorWe
 async def test_a_sync_replaces_what_was_lost_beside_the_others() -> None:
     cluster, pool, weights, _ = weights_of("a", "b", fewest=2)
     pool["a"].give_up("it died")
-    await weights.sync(CALL)  # b is there: nothing waits for the new one
+    await weights.sync(WEIGHTS, CALL)  # b is there: nothing waits for the new one
     await until(lambda: cluster.begun == [0])
-    await weights.sync(CALL)
+    await weights.sync(WEIGHTS, CALL)
     assert cluster.begun == [0]  # it is on its way already
     await pool.close()
 
@@ -47,12 +47,12 @@ async def test_a_sync_goes_on_with_the_others_when_a_start_has_failed() -> None:
     await until(lambda: cluster.begun == [1])
     cluster.gates[1].set_exception(FleetError("no room"))
     await until(lambda: watcher.heard == [("missed", 1)])
-    await weights.sync(CALL)  # there is another, so the step goes on
+    await weights.sync(WEIGHTS, CALL)  # there is another, so the step goes on
 
 
 async def test_a_sync_waits_for_the_first_that_comes_up_when_none_is_there() -> None:
     cluster, pool, weights, _ = weights_of(fewest=2)
-    syncing = asyncio.create_task(weights.sync(CALL))
+    syncing = asyncio.create_task(weights.sync(WEIGHTS, CALL))
     await until(lambda: sorted(cluster.begun) == [0, 1])
     cluster.gates[0].set_exception(FleetError("no room"))
     await asyncio.sleep(0)
@@ -64,7 +64,7 @@ async def test_a_sync_waits_for_the_first_that_comes_up_when_none_is_there() -> 
 
 async def test_a_sync_says_why_no_actor_came_up() -> None:
     cluster, _, weights, _ = weights_of()
-    syncing = asyncio.create_task(weights.sync(CALL))
+    syncing = asyncio.create_task(weights.sync(WEIGHTS, CALL))
     await until(lambda: cluster.begun == [0])
     cluster.gates[0].set_exception(FleetError("no room"))
     with pytest.raises(FleetError, match="no room"):
@@ -77,7 +77,7 @@ class Loading:
     def __init__(self, fewest: int = 1) -> None:
         self.cluster, self.pool, self.weights, self.watcher = weights_of("a", "b", fewest=fewest)
         self.cluster.loads = {name: asyncio.get_running_loop().create_future() for name in ("a", "b")}
-        self.syncing = asyncio.create_task(self.weights.sync(CALL))
+        self.syncing = asyncio.create_task(self.weights.sync(WEIGHTS, CALL))
 
     async def begun(self) -> Loading:
         await until(lambda: all(actor.state is ReplicaState.STALE for actor in self.pool.replicas()))
@@ -141,4 +141,4 @@ async def test_wrong_weights_of_a_new_actor_stop_the_run() -> None:
     cluster.gates[1].set_exception(WeightCheckFailed("moved", version, "a tied head stayed as it was"))
     await until(lambda: watcher.heard == [("missed", 1)])
     with pytest.raises(WeightCheckFailed, match="a tied head stayed"):
-        await weights.sync(CALL)
+        await weights.sync(WEIGHTS, CALL)

@@ -106,6 +106,19 @@ async def test_a_drained_actors_samples_go_on_elsewhere_with_their_tokens() -> N
     assert all(len(r.token_ids) == 9 for group in reader.groups for r in group.rollouts)
 
 
+async def test_the_driver_hears_once_that_the_engines_are_at_work() -> None:
+    pool, heard = FakePool("a"), []
+    stage = GenerationStage(pool, draw("pq"), SPEC, steering(pool), at_work=lambda: heard.append("at work"))
+    reader = Reader(stage)
+    await until(lambda: bool(pool["a"].running))
+    assert heard == []
+    pool["a"].beat({("p", 0): 4})
+    await until(lambda: heard == ["at work"])
+    pool["a"].finish()
+    await reader.task
+    assert heard == ["at work"]
+
+
 async def test_a_joining_actor_takes_half_of_the_difference() -> None:
     pool = FakePool("a")
     stage = GenerationStage(pool, draw("pqrs"), SPEC, steering(pool))

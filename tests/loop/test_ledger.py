@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,21 +48,6 @@ async def test_a_full_disk_loses_nothing_of_the_bill_and_is_reported_at_the_end_
     assert read_trace(tmp_path).holdings == ()
     ledger.catch_up(pools)
     assert sum(holding.duration_s for holding in read_trace(tmp_path).holdings) == 21.0
-
-
-async def test_rows_are_written_while_the_next_step_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhfless.loop.ledger.SOON_S", 0.01)
-    ledger = ledger_in(tmp_path)
-    pools = [pool_of_one(ledger, iter((10.0, 12.0, 25.0)))]
-    ledger.write_soon(pools)
-    ledger.write_soon(pools)  # two draws of an evaluation
-    assert read_trace(tmp_path).holdings == ()
-    while not read_trace(tmp_path).holdings:
-        await asyncio.sleep(0.01)
-    assert len(read_trace(tmp_path).holdings) == 2
-    ledger.write_soon(pools)
-    ledger.close()  # a closed trace is not written to: the clock has no more times
-    await asyncio.sleep(0.03)
 
 
 def ledger_in(folder: Path) -> Ledger:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_fleet import group
+from test_ledger import ledger_in
 
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.loop.experience import Experience
-from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.recovery import Mended, Recovery
-from rlhfless.loop.run import Run
+from rlhfless.loop.step_context import StepClock
 from rlhfless.loop.summary import tokens_since
 from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
-from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
-from rlhfless.scaling.prices import load_price_book
 
 
 class FakeRun:
@@ -118,7 +117,7 @@ async def test_a_fault_with_any_text_is_kept_as_what_can_be_stored() -> None:
 
 
 class Clock:
-    """`time` for a run, whose time the test sets."""
+    """`time` for the steps of a run, whose time the test sets."""
 
     now_s = 100.0
 
@@ -129,66 +128,76 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("rlhfless.loop.run.time", clock)
+    monkeypatch.setattr("rlhfless.loop.step_context.time", clock)
     return clock
 
 
-class Begun:
-    """The part of a run that knows when its steps began."""
-
-    def __init__(self) -> None:
-        self.begun: dict[int, float] = {}
-        self.ended_s: float | None = None
-        self.up = [object()]
-        self.generation = SimpleNamespace(up=lambda: self.up)
-        self.scaler = SimpleNamespace(step_ended=lambda _: None)
-        self.latest: dict[str, float] = {}
-        self.ledger = SimpleNamespace(has_step=lambda _: True, catch_up=lambda _: None)
-        self.pools = ()
-
-    def begin(self, step: int) -> tuple[float, float, bool]:
-        """(begin of its first try, begin of this one, whether it recovers)."""
-        begun = Run.begins(self, step)  # type: ignore[arg-type]
-        assert begun.step == step
-        return begun.start_s, begun.tried_s, begun.recovers
-
-    def end(self, step: int, end_s: float) -> None:
-        Run.close_step(self, StepRecord(step, 0.0, end_s, {}), Experience((), (), None))  # type: ignore[arg-type]
+def begin(steps: StepClock, step: int, *, up: bool = True) -> tuple[float, float, bool]:
+    """(begin of its first try, begin of this one, whether it recovers)."""
+    begun = steps.begins(step, fleet_is_up=up)
+    assert begun.step == step
+    return begun.start_s, begun.tried_s, begun.recovers
 
 
 def test_a_step_counts_from_its_first_try_and_from_the_end_of_the_step_before(clock: Clock) -> None:
-    run = Begun()
-    assert run.begin(5) == (100, 100, False)
-    run.end(5, 110.0)
+    steps = StepClock()
+    assert begin(steps, 5) == (100, 100, False)
+    assert steps.ended(5, 110.0) == 110
     clock.now_s = 112.0
-    assert run.begin(6) == (110, 112, False)  # the learner dies in it
+    assert begin(steps, 6) == (110, 112, False)  # the learner dies in it
     clock.now_s = 150.0
-    assert run.begin(5) == (150, 150, False)  # the new one takes 5 again, which is in the ledger
-    run.end(5, 160.0)
+    assert begin(steps, 5) == (150, 150, False)  # the new one takes 5 again, which is in the ledger
+    assert steps.ended(5, 160.0) == 110
     clock.now_s = 161.0
-    assert run.begin(6) == (110, 161, True)
-    run.end(6, 170.0)
-    assert run.begin(7) == (170, 161, False)
+    assert begin(steps, 6) == (110, 161, True)
+    assert steps.ended(6, 170.0) == 170
+    assert begin(steps, 7) == (170, 161, False)
+
+
+def test_an_evaluation_between_two_steps_is_in_neither(clock: Clock) -> None:
+    steps = StepClock()
+    begin(steps, 1)
+    steps.ended(1, 110.0)
+    steps.interrupted()
+    clock.now_s = 130.0
+    assert begin(steps, 2) == (130, 130, False)
+
+
+def test_a_step_that_is_drawn_while_another_is_learned_keeps_what_was_called_since_it_began(
+    tmp_path: Path, clock: Clock
+) -> None:
+    ledger, steps = ledger_in(tmp_path), StepClock()
+    first = steps.begins(1, fleet_is_up=True)
+    clock.now_s = 104.0
+    second = steps.begins(2, fleet_is_up=True)
+    for step, work, start_s, end_s in (
+        (1, Work.GENERATE, 100, 103),
+        (2, Work.GENERATE, 105, 109),
+        (1, Work.LEARN, 104, 107),
+    ):
+        ledger.add_invocation(Invocation(FunctionName.GENERATION, "r", "a", work, step, start_s, end_s))
+    assert [call.step for call in ledger.done_in_step(1)[0]] == [1, 1]
+    assert ledger.step_times(first, 107.0).phases_s["learn"] == 3
+    ledger.add_step(StepRecord(1, first.start_s, 107.0, {}), steps.ended(1, 107.0))
+    times = ledger.step_times(second, 110.0)
+    assert (times.wall_s, times.phases_s["generation"], times.phases_s["learn"]) == (6, 4, 3)
+    ledger.close()
 
 
 def test_a_step_that_begins_without_an_actor_recovers(clock: Clock) -> None:
-    run = Begun()
-    run.up = []
-    assert run.begin(3) == (100, 100, True)
+    assert begin(StepClock(), 3, up=False) == (100, 100, True)
 
 
 def test_the_recovery_lasts_until_a_function_works_in_the_last_try(tmp_path: Any, clock: Clock) -> None:
-    prices = load_price_book(None)
-    ledger = Ledger(TraceWriter(tmp_path, TraceMeta("run", 1, prices.snapshot(), {}, {}), False), prices)
+    ledger, steps = ledger_in(tmp_path), StepClock()
 
     def work(what: Work, start_s: float, end_s: float) -> None:
         ledger.add_invocation(Invocation(FunctionName.GENERATION, "r", "a", what, 6, start_s, end_s))
 
-    run = Begun()
-    run.begin(6)
+    steps.begins(6, fleet_is_up=True)
     work(Work.GENERATE, 101, 104)
     clock.now_s = 120.0
-    begun = Run.begins(run, 6)  # type: ignore[arg-type]
+    begun = steps.begins(6, fleet_is_up=True)
     work(Work.LOAD_WEIGHTS, 128, 130)
     work(Work.GENERATE, 131, 132)
     times = ledger.step_times(begun, 133.0)
