@@ -9,7 +9,7 @@ to the emptiest actor at every beat. Lengths are lognormal with a drift. The fig
 scoring, learning, the bill), after one step that compiles and warms up.
 
 Then steps of 8,192 responses on 64 actors under policies that people use, with all that they decide: the price of a
-step, and of 1,000, told apart by who takes it: the simulator, plans (and what is learned when a step ends), and looks
+step, and of 1,000, by what takes it: the simulator, plans (and what is learned when a step ends), and looks
 at a step while it is drawn.
 """
 
@@ -56,8 +56,8 @@ class Model:
 
 
 class Level:
-    """Everybody up, the groups in turn; then a tenth of the difference goes from the fullest actor to the emptiest.
-    What is lost goes to the emptiest too, and who was lost is started again."""
+    """All actors up, the groups in turn; then a tenth of the difference goes from the fullest actor to the emptiest.
+    What is lost goes to the emptiest too, and an actor that was lost is started again."""
 
     moved = 0
 

@@ -1,4 +1,4 @@
-"""The virtual clock: what will happen, in order of time. What is due at one instant keeps the order it came in."""
+"""The virtual clock: events to come, in order of time; events at one instant in the order in which they were added."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Agenda(Generic[E]):
         return at_s, event
 
     def pop_like(self, at_s: float, kind: type[L]) -> list[L]:
-        """Those of a kind that are due next, at this time, as long as no other comes between them."""
+        """The events of a kind that are due next, all at this time, up to the first event of another kind."""
         found: list[L] = []
         while self._heap and self._heap[0][0] == at_s and isinstance(event := self._heap[0][2], kind):
             found.append(event)

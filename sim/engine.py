@@ -21,7 +21,7 @@ from rlhfless.sim.memory import Costs, Floats, Ints, Limits, pool_of
 from rlhfless.sim.samples import Progress
 
 PRICES = 1 << 16
-"""Room for prefill prices; when it is half full, it is emptied."""
+"""Size of the table of prefill prices; when it is half full, it is emptied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class EngineShape:
     kv_blocks: int
     block_tokens: int
     chunk_tokens: int | None
-    """Token budget of an iteration, decoding included; None: prompts are prefilled whole, while nobody decodes."""
+    """Token budget of an iteration, decoding included; None: prompts are prefilled whole, while no sequence decodes."""
     prefill_only: bool = False
     """Samples leave after their first token, to decode on another actor."""
 
@@ -184,16 +184,12 @@ class Engine:
         return self._count("filling") + self._count("queued")
 
     @property
-    def free_blocks(self) -> int:
-        return self._count("free")
-
-    @property
     def preemptions(self) -> int:
         return self._count("preempted")
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prompt tokens computed, those computed again included."""
+        """Prompt tokens computed; a token that is computed twice counts twice."""
         return self._count("prefilled")
 
     @property
@@ -208,7 +204,7 @@ class Engine:
 
     @property
     def periods(self) -> list[Interval]:
-        """When it worked, from when to when; the one under way lasts until `now_s`. Those that follow each other within
+        """Times of work, from when to when; the one under way lasts until `now_s`. Times that follow each other within
         `kernel.JOIN_S` are one."""
         if not self._busy and math.isinf(self._n["rested_s"]):
             return []
@@ -216,7 +212,8 @@ class Engine:
         return [*self._pool.spans(self._row), (float(self._n["since_s"]), end_s)]
 
     def submit(self, samples: Ints, at_s: float | Floats) -> None:
-        """Puts samples at the end of the queue, to arrive at `at_s`. Whoever is queued behind a later one waits for it.
+        """Puts samples at the end of the queue, to arrive at `at_s`. A sample that is queued behind a later one waits
+        for it.
 
         Raises ValueError if a sample could never fit, even alone.
         """
@@ -244,8 +241,8 @@ class Engine:
         return self._pool.advance(until_s, self._row)
 
     def abort(self, samples: Ints, at_s: float, with_kv: bool = False) -> tuple[float, Ints]:
-        """Takes samples out at the first boundary at or after `at_s`; they keep their tokens. `with_kv`: those that
-        decode keep their KV too.
+        """Takes samples out at the first boundary at or after `at_s`; they keep their tokens. `with_kv`: samples
+        that decode keep their KV too.
 
         Returns that boundary, and the samples that ended on the way there, as `advance` does.
         """
@@ -263,7 +260,7 @@ class Engine:
     def crash(self, at_s: float) -> tuple[Ints, Ints]:
         """Ends at `at_s`: the iteration under way is lost, and so are all tokens that its samples drew here.
 
-        Returns the samples that ended before, and those that it lost.
+        Returns the samples that ended before, and the samples that were lost.
         """
         ended = self.advance(at_s)
         if self._busy:

@@ -2,10 +2,10 @@
 
     start   once its devices are free: node provisioned (not billed), then STARTING for `start_s`
     wake    once its devices are free: STARTING for the wake time of its tier
-    load    of a generation actor, while a step is drawn: STALE for `Transport.load_s`. Others are up with their weights
+    load    a generation actor, while a step is drawn: STALE for `Transport.load_s`. Others start with weights
     spot    each life of an actor has an exponential length, from a generator of its own
 
-A `Fleet` does what it is told and says when it is done, through the agenda; it decides nothing.
+A `Fleet` does what it is told, and the agenda says when it is done; it decides nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rlhfless.sim.setup import Setup
 
 
 class SimulationError(RuntimeError):
-    """A policy that cannot work: it forgets samples, asks for what cannot be done, or leaves everybody waiting."""
+    """A fault of the policy: it leaves samples unassigned, asks for what cannot be done, or waits for ever."""
 
 
 class Fleet:
-    """All places, and who is there."""
+    """All places, and the replica at each."""
 
     def __init__(self, setup: Setup, ledger: Ledger) -> None:
         self.setup = setup
         self.sites = setup.sites
         self.replicas: dict[int, Replica] = {}
-        """By place. One that waits for its devices is not among them, unless it sleeps."""
+        """By place. A replica that waits for its devices is not among them, unless it sleeps."""
         self.agenda: Agenda[Happening] = Agenda()
         self.drawing = False
         """Whether actors load weights as soon as they are up."""
@@ -70,7 +70,7 @@ class Fleet:
         return None if replica is None else replica.life.state
 
     def standing(self) -> tuple[list[ReplicaState | None], list[str | None]]:
-        """`[places]`: the state of each, and the tier of those that sleep. The fleet's own lists: read only."""
+        """`[places]`: the state of each, and the tier of each that sleeps. The fleet's own lists: read only."""
         for place in self._touched:
             state = self._states[place] = self.state(place)
             self._tiers[place] = self.replicas[place].asleep if state is ReplicaState.SLEEPING else None
@@ -114,7 +114,7 @@ class Fleet:
         self._seat()
 
     def ask(self, step: int, at_s: float) -> None:
-        """From now on, actors need the weights after `step` training steps: those that have others are STALE."""
+        """From now on, actors need the weights after `step` training steps: actors with others are STALE."""
         self._step = step
         self._touched.update(range(len(self.setup.actors)))
         for replica in self._actors():
@@ -148,7 +148,7 @@ class Fleet:
         return self._up(event.place, at_s) if isinstance(event, Up) else self._loaded(replica, at_s, event)
 
     def stuck(self) -> str:
-        """Who waits for a device, and who holds it; empty if nobody does."""
+        """Which replica waits for a device, and which one holds it; empty if none waits."""
         for place in self._waiting:
             held = self._devices.held(place)
             if held is not None:
@@ -159,7 +159,7 @@ class Fleet:
         return ""
 
     def close(self, at_s: float) -> None:
-        """Everyone gives the devices back."""
+        """All replicas give their devices back."""
         for replica in self.replicas.values():
             replica.end(max(at_s, replica.busy_s, replica.life.since_s))
         self.replicas.clear()
@@ -177,7 +177,7 @@ class Fleet:
         return f"{self._functions[place]}-{place}"
 
     def _seat(self) -> None:
-        """Who waits and finds the devices free, begins; in the order of asking."""
+        """Replicas that wait, and whose devices are free, begin; in the order in which they were asked for."""
         for place, asked_s in list(self._waiting.items()):
             if self._devices.held(place) is None:
                 del self._waiting[place]

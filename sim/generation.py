@@ -1,10 +1,10 @@
 """Drawing the samples of one step: which sample is where, and how they get there.
 
-Between two events every engine runs for itself, in closed form. A sample is at exactly one place until it ends, and
-that is checked.
+Between two events every engine runs for itself, in closed form. Which place has which sample, and which answers of the
+policy are refused, is `rlhfless.scaling.assignment`.
 
-Prefill actors (`EngineShape.prefill_only`) run before the others in each interval: what they finish goes, with its KV,
-to the decoding places in turn.
+Prefill actors (`EngineShape.prefill_only`) run before the others in each interval: samples whose prefill has ended go,
+with their KV, to the decoding places in turn.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhfless.records import ReplicaState, Work
-from rlhfless.scaling.policy import NOBODY, Assign, Move
+from rlhfless.scaling.assignment import Assignment
+from rlhfless.scaling.policy import Assign, Move
 from rlhfless.sim.engine import Engine, EnginePool, EngineShape, PricedModel
-from rlhfless.sim.fleet import Fleet, SimulationError
+from rlhfless.sim.fleet import Fleet
 from rlhfless.sim.memory import Floats, Ints
 from rlhfless.sim.replica import Replica
 from rlhfless.sim.samples import Progress, RolloutBatch
@@ -29,19 +30,19 @@ class Generation:
 
     def __init__(self, fleet: Fleet, batch: RolloutBatch) -> None:
         self.progress = Progress(batch)
-        self.home = self.progress.table.home
-        """`[samples]`: the place that each belongs to."""
+        table, links, actors = self.progress.table, fleet.setup.links, fleet.setup.actors
+        self.assignment = Assignment(table.home, table.finished, len(actors), math.isfinite(links.kv_token_s))
         self.actor_of = self.progress.table.actor
         """`[samples]`: the place that drew the end of each."""
         self.preemptions = 0
-        """Of engines that are through."""
+        """Of engines that have been billed."""
         self._fleet = fleet
-        self._links = fleet.setup.links
+        self._links = links
         self._handed = 0
         """Samples that prefill actors have handed over."""
         self._waiting: dict[int, list[tuple[Ints, float | Floats]]] = {}
-        """By place that does not serve yet: samples, and when they are there."""
-        self._pools = _pools(fleet.setup.actors, self.progress)
+        """By place that does not serve yet: samples, and when they arrive."""
+        self._pools = _pools(actors, self.progress)
         self._pool_of = {place: pool for pool in self._pools for place in pool.places.tolist()}
 
     @property
@@ -79,30 +80,19 @@ class Generation:
                 pool.advance(now_s)
 
     def assign(self, assign: Assign, at_s: float) -> None:
-        """Raises SimulationError for samples that have ended, or belong to somebody."""
-        self._check_place(assign.place)
-        samples = self._once(assign.samples)
-        taken = (self.home[samples] != NOBODY) | self.progress.finished[samples]
-        if taken.any():
-            who = samples[taken][0]
-            raise SimulationError(f"sample {who}, given to place {assign.place}, has ended or has a place; Move it")
-        self._give(assign.place, samples, at_s)
+        """Raises PolicyFault for what rlhfless.scaling.assignment refuses."""
+        self._give(assign.place, self.assignment.checked_assign(assign), at_s)
 
     def move(self, move: Move, now_s: float) -> None:
-        """Raises SimulationError for KV that is to travel where nothing moves it."""
-        self._check_place(move.source)
-        self._check_place(move.target)
-        if move.with_kv and math.isinf(self._links.kv_token_s):
-            raise SimulationError(f"no connector moves KV from place {move.source}; Move without it")
-        samples = self._once(move.samples)
-        samples = samples[self.home[samples] == move.source]
+        """Raises PolicyFault for what rlhfless.scaling.assignment refuses."""
+        samples = self.assignment.checked_move(move, hands_on=self._hands_on(move.source))
         leave_s, engine = now_s, self._engine_of(move.source)
         with_kv = move.with_kv and self._serves(move.target)
         if engine is not None and len(samples):
             leave_s, ended = engine.abort(samples, now_s, with_kv)
             self._hand_over(self._over(ended))
         self._take_back(move.source, samples)
-        moved = samples[self.home[samples] == move.source]
+        moved = samples[self.assignment.home[samples] == move.source]
         if not with_kv:
             self.progress.table.has_kv[moved] = False
         arrival_s = self._arrival_s(moved, leave_s)
@@ -110,50 +100,41 @@ class Generation:
         self._give(move.target, moved[order], arrival_s[order])
 
     def serving(self, place: int, at_s: float) -> None:
-        """The actor at a place can work: what waited there begins."""
+        """The actor at a place can work: the samples that waited there begin."""
         for samples, there_s in self._waiting.pop(place, []):
             self._engine(place, at_s).submit(samples, np.maximum(there_s, at_s))
 
     def lost(self, place: int, at_s: float) -> tuple[float, Ints]:
-        """The actor at a place crashes, and what was there is nobody's. Returns when that took effect (a Move may
-        have waited for the end of an iteration), and the samples."""
+        """The actor at a place crashes, and its samples are unassigned. Returns when that took effect (a Move may have
+        waited for the end of an iteration), and the samples."""
         engine = self._engine_of(place)
         if engine is not None:
             at_s = max(at_s, engine.now_s)
             self._hand_over(self._over(engine.crash(at_s)[0]))
             self._bill(self._fleet.replicas[place], engine)
         self._waiting.pop(place, None)
-        lost = np.flatnonzero(self.home == place)
+        lost = self.assignment.lose(place)
         self.progress.table.has_kv[lost] = False
-        self.home[lost] = NOBODY
         return at_s, lost
 
     def leave(self, place: int) -> None:
-        """An actor is to be released: its engine's work is billed. Raises SimulationError if it has samples left."""
-        left = int(np.count_nonzero(self.home == place))
-        if left:
-            raise SimulationError(f"place {place} is released with {left} samples; Move them first")
+        """An actor is to be released: its engine's work is billed. Raises PolicyFault if it has samples left."""
+        self.assignment.check_release(place)
         engine = self._engine_of(place)
         if engine is not None:
             self._bill(self._fleet.replicas[place], engine)
 
     def close(self) -> None:
-        """All engines are through, and billed."""
+        """Bills all engines; none has samples left."""
         for place, replica in self._fleet.replicas.items():
             engine = self._engine_of(place)
             if engine is not None:
                 self._bill(replica, engine)
 
-    def check(self) -> None:
-        """Raises SimulationError if anybody is forgotten."""
-        forgotten = np.flatnonzero((self.home == NOBODY) & ~self.progress.finished)
-        if len(forgotten):
-            raise SimulationError(f"the policy leaves {len(forgotten)} samples without a place, such as {forgotten[0]}")
-
-    def _check_place(self, place: int) -> None:
-        if not 0 <= place < len(self._fleet.setup.actors):
-            count = len(self._fleet.setup.actors)
-            raise SimulationError(f"place {place} draws no samples; generation has the places 0 to {count - 1}")
+    def _hands_on(self, place: int) -> bool:
+        """Whether the actor at a place prefills only. False for a place that does not exist."""
+        actors = self._fleet.setup.actors
+        return 0 <= place < len(actors) and actors[place].engine.prefill_only
 
     def _engine(self, place: int, at_s: float) -> Engine:
         """The engine of an actor that serves; a new one if it had none for this step."""
@@ -175,7 +156,7 @@ class Generation:
     def _give(self, place: int, samples: Ints, at_s: float | Floats) -> None:
         if not len(samples):
             return
-        self.home[samples] = place
+        self.assignment.give(samples, place)
         if self._serves(place):
             now_s = float(np.min(at_s))
             self._engine(place, now_s).submit(samples, at_s)
@@ -183,21 +164,13 @@ class Generation:
             self._waiting.setdefault(place, []).append((samples, at_s))
 
     def _take_back(self, place: int, samples: Ints) -> None:
-        """From those that wait for the place to serve."""
+        """Takes samples from the queue of a place that does not serve yet."""
         held = self._waiting.pop(place, [])
         if held:
             kept = [(waiting, ~np.isin(waiting, samples), there_s) for waiting, there_s in held]
             self._waiting[place] = [
                 (waiting[stays], np.broadcast_to(there_s, len(waiting))[stays]) for waiting, stays, there_s in kept
             ]
-
-    def _once(self, samples: Ints) -> Ints:
-        """Raises SimulationError for a sample that is named twice."""
-        chosen = np.zeros(len(self.home), dtype=np.bool_)
-        chosen[samples] = True
-        if np.count_nonzero(chosen) < len(samples):
-            raise SimulationError("an action names a sample twice; name each once")
-        return np.asarray(samples, dtype=np.int64)
 
     def _arrival_s(self, samples: Ints, leave_s: float) -> Floats:
         """`[samples]`: when each is at another place, with its KV if that travels."""
@@ -208,7 +181,7 @@ class Generation:
         return arrival_s
 
     def _over(self, ended: Ints) -> Ints:
-        """What has only ended its prefill."""
+        """The samples that have ended their prefill alone."""
         over: Ints = ended[~self.progress.finished[ended]]
         return over
 
@@ -229,7 +202,7 @@ class Generation:
                 self._give(place, samples[chosen], arrival_s[chosen])
 
     def _decoders(self) -> list[int]:
-        """Decoding places that serve, or else those that will, or else all."""
+        """Decoding places that serve; if none does, those with a replica on its way; if there is none, all."""
         actors = self._fleet.setup.actors
         places = [place for place, shape in enumerate(actors) if not shape.engine.prefill_only]
         there = [place for place in places if self._fleet.there(place)]

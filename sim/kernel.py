@@ -1,4 +1,4 @@
-"""Continuous batching in closed form, compiled. `sim.engine` is its face; nothing else calls it.
+"""Continuous batching in closed form, compiled. Only `sim.engine` calls it.
 
 A *boundary* is the instant between two iterations. At each one, in this order:
 
@@ -6,14 +6,14 @@ A *boundary* is the instant between two iterations. At each one, in this order:
 2. If the decoding sequences need more blocks than are free, the one admitted last is preempted: its blocks are freed,
    it keeps its tokens and returns to the head of the queue, to be recomputed later. Until they fit.
 3. Sequences are admitted from the head of the queue, while there is a place and there are blocks for all they must
-   prefill, beside those that the decoding ones need next. Whoever was preempted just now never fits again at once, and
-   looking again at the same boundary changes nothing, so a run may be interrupted anywhere.
-4. If someone prefills, one iteration is run. Else B sequences decode, and as many iterations are run at once as pass
+   prefill, beside the blocks that the decoding ones need next. A sequence that was preempted just now never fits again
+   at once, and looking again at the same boundary changes nothing, so a run may be interrupted anywhere.
+4. If a sequence prefills, one iteration is run. Else B sequences decode, and as many iterations are run at once as pass
    before the next finish, the last free block, the next arrival or the end of the time asked for.
 
-Two facts make the jump exact. Everyone who decodes gains one token per iteration, so `(context - iteration) mod block`
-of a sequence never changes: a histogram of it (`phase`) says how many new blocks each coming iteration needs. And the
-finish is known as an iteration number, so the heap holds integers, and no rounding can change an order.
+Two facts make the jump exact. A decoding sequence gains one token per iteration, so its `(context - iteration) mod
+block` never changes: a histogram of it (`phase`) says how many new blocks each coming iteration needs. And the finish
+is known as an iteration number, so the heap holds integers, and no rounding can change an order.
 
 All of it is one file, because the compiler's cache on disk looks at the file of a function, not at what it calls. The
 layout of `sim.memory` is part of the functions' types, so that it is looked at too.
@@ -110,7 +110,7 @@ def _run(state: State, table: Table, costs: Costs, limits: Limits, until_s: floa
 
 @part
 def _awake(state: State, table: Table, until_s: float) -> bool:
-    """Whether there is anything to do until then; somebody is there or queued."""
+    """Whether there is anything to do until then. A sequence is in the batch, or queued."""
     n = state.n
     if n.running + n.filling > 0:
         return True
@@ -129,7 +129,7 @@ def _awake(state: State, table: Table, until_s: float) -> bool:
 
 @part
 def _count_tokens(state: State, table: Table) -> None:
-    """Writes down how far those that decode have come."""
+    """Writes down how far the decoding sequences have come."""
     n = state.n
     for i in range(n.running):
         sample = state.heap[i] % STRIDE
@@ -175,7 +175,7 @@ def _make_room(state: State, table: Table, limits: Limits) -> None:
     """Preempts until the next decode iteration has its blocks."""
     n = state.n
     while state.phase[(1 - n.iteration) % limits.block_tokens] > n.free:
-        if n.filling > 0:  # prompts prefill in order of admission, so whoever still does came last
+        if n.filling > 0:  # prompts prefill in order of admission, so one that still does came last
             n.filling -= 1
             sample = state.filling[n.filling]
             _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample])
@@ -207,7 +207,7 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
         blocks = -(-context // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)
         promised = state.phase[(1 - n.iteration) % limits.block_tokens]
         if table.sample[sample].has_kv and context % limits.block_tokens == 0:
-            promised += 1  # it decodes at once, behind a full block
+            promised += 1  # the sample decodes at once, behind a full block
         if table.sample[sample].arrival_s > n.now_s or blocks + promised > n.free:
             return
         n.head = (n.head + 1) % len(state.queue)
@@ -231,7 +231,7 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
 
 @part
 def _filling_s(state: State, costs: Costs, limits: Limits) -> float:
-    """Seconds of the next iteration, in which someone prefills; negative if a price is missing."""
+    """Seconds of the next iteration, in which a sequence prefills; negative if a price is missing."""
     n = state.n
     budget = limits.chunk_tokens - n.running
     spent_s = 0.0
@@ -270,7 +270,7 @@ def price_key_of(tokens: int, context: int) -> int:
 
 @part
 def _fill(state: State, table: Table, limits: Limits) -> None:
-    """One iteration in which someone prefills."""
+    """One iteration in which a sequence prefills."""
     n = state.n
     budget = limits.chunk_tokens - n.running
     if limits.chunk_tokens > 0 and n.running > 0:
@@ -362,7 +362,7 @@ def _decode_s(state: State, costs: Costs, iterations: int) -> float:
 
 @part
 def _decode(state: State, limits: Limits, iterations: int) -> None:
-    """So many decode iterations of everyone who decodes."""
+    """So many decode iterations of all decoding sequences."""
     n, block = state.n, limits.block_tokens
     n.free -= iterations // block * n.running
     place = (1 - n.iteration) % block
@@ -386,7 +386,7 @@ def _finish(state: State, table: Table, limits: Limits) -> None:
 
 @part
 def _join(state: State, table: Table, limits: Limits, sample: int) -> None:
-    """From the next iteration on it decodes."""
+    """The sample decodes from the next iteration on."""
     n = state.n
     context = table.sample[sample].prompt + table.tokens[sample]
     n.context += context
@@ -396,7 +396,7 @@ def _join(state: State, table: Table, limits: Limits, sample: int) -> None:
 
 @part
 def _leave(state: State, table: Table, limits: Limits, key: int) -> None:
-    """It no longer decodes; its tokens are written down."""
+    """The sample no longer decodes; its tokens are written down."""
     n, sample = state.n, key % STRIDE
     table.tokens[sample] = table.sample[sample].target - (key // STRIDE - n.iteration)
     context = table.sample[sample].prompt + table.tokens[sample]
@@ -406,7 +406,7 @@ def _leave(state: State, table: Table, limits: Limits, key: int) -> None:
 
 @part
 def _stop(state: State, table: Table, limits: Limits, key: int) -> None:
-    """It no longer decodes, and is not done."""
+    """The sample no longer decodes, and has not ended."""
     sample = key % STRIDE
     _leave(state, table, limits, key)
     _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample] - 1)
@@ -421,7 +421,7 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
     state.ended[state.totals[ENDED]] = sample
     state.totals[ENDED] += 1
     if table.tokens[sample] < table.sample[sample].target:
-        return  # it has only ended its prefill
+        return  # only its prefill has ended
     group = table.sample[sample].group
     table.finished[sample], table.truncated[sample] = True, table.sample[sample].cut
     table.complete_s[group] = max(table.complete_s[group], n.now_s)
@@ -432,7 +432,7 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
 
 @part
 def _release(state: State, table: Table, limits: Limits, sample: int, held_tokens: int) -> None:
-    """Frees the blocks of a sequence, and those of its prompt if no sibling is left."""
+    """Frees the blocks of a sequence, and of its prompt if no sibling is left."""
     group, shared = table.sample[sample].group, (table.sample[sample].prompt - 1) // limits.block_tokens
     state.residents[group] -= 1
     state.n.free += -(-held_tokens // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)

@@ -29,10 +29,10 @@ class Ledger:
     decisions: list[Decision] = field(default_factory=list)
 
     def called(
-        self, who: ReplicaIdentity, work: Work, step: int, start_s: float, end_s: float, **figures: int | str
+        self, caller: ReplicaIdentity, work: Work, step: int, start_s: float, end_s: float, **figures: int | str
     ) -> None:
         """Writes down a call; `figures` are further fields of Invocation."""
-        call = Invocation(who.function, who.replica, who.incarnation, work, step, start_s, end_s, **figures)  # type: ignore[arg-type]
+        call = Invocation(caller.function, caller.replica, caller.incarnation, work, step, start_s, end_s, **figures)  # type: ignore[arg-type]
         self.invocations.append(call)
 
     def trace(self, prices: PriceBook, beside: Iterable[str]) -> Trace:
@@ -43,10 +43,10 @@ class Ledger:
 
 
 def slept(holdings: Iterable[Holding], prices: PriceBook, beside: frozenset[str]) -> list[Holding]:
-    """The holdings as they are paid for: a slot once, however many sleep there.
+    """The holdings as they are paid for: a slot once, however many replicas sleep there.
 
-    Where the book has a price for residency, that is what sleep costs. Elsewhere who sleeps keeps the device rented,
-    but pays for it only while nobody else does: neither somebody awake, nor somebody who fell asleep there before.
+    Where the book has a price for residency, that is what sleep costs. Elsewhere a sleeping replica keeps the device
+    rented, but pays for it only while no other one does: neither one that is awake, nor one that fell asleep before it.
     """
     paid: list[Holding] = []
     asleep: list[Holding] = []

@@ -44,9 +44,9 @@ ENGINE = np.dtype(
         ("row", np.int64),  # of the pool
         ("place", np.int64),
         ("iteration", np.int64),
-        ("context", np.int64),  # tokens of those that decode
-        ("running", np.int64),  # that decode
-        ("filling", np.int64),  # that prefill
+        ("context", np.int64),  # tokens of the sequences that decode
+        ("running", np.int64),  # sequences that decode
+        ("filling", np.int64),  # sequences that prefill
         ("head", np.int64),  # of the queue
         ("queued", np.int64),
         ("free", np.int64),  # blocks
@@ -69,7 +69,7 @@ class Limits(NamedTuple):
     max_sequences: int
     block_tokens: int
     chunk_tokens: int
-    """Tokens of a mixed iteration; 0: prompts are prefilled whole, in iterations in which nobody decodes."""
+    """Tokens of a mixed iteration; 0: prompts are prefilled whole, in iterations in which no sequence decodes."""
     hands_over: bool
     """A sequence leaves after its prefill: it decodes on another actor."""
 
@@ -88,13 +88,13 @@ class Table(NamedTuple):
 
     sample: Records  # [samples] of SAMPLE
     tokens: Ints
-    """`[samples]`: drawn so far; of a sequence that decodes, when its engine was last asked to go on."""
+    """`[samples]`: drawn so far; of a sequence that decodes, as of when its engine was last asked to go on."""
     finished: Flags  # [samples]
-    truncated: Flags  # [samples]: of those that have finished, who did by length
+    truncated: Flags  # [samples]: finished by length
     home: Ints  # [samples]: the place that each belongs to
     actor: Ints  # [samples]: the place that drew the end of each
     left: Ints  # [groups]: samples that have not finished
-    complete_s: Floats  # [groups]: when the last of those that have finished did
+    complete_s: Floats  # [groups]: when the last of its finished samples ended
     totals: Ints  # [2]: groups without any left, samples that have finished
 
     @property
@@ -138,14 +138,14 @@ class Pool(NamedTuple):
     """Engines of one shape and model that draw a step."""
 
     engine: Records  # [engines] of ENGINE
-    heap: Ints  # [engines, max_sequences]: of those that decode
+    heap: Ints  # [engines, max_sequences]: sequences that decode, by the iteration at which they end
     filling: Ints  # [engines, max_sequences]: samples that prefill, in order of admission
     left: Ints  # [engines, max_sequences]: tokens they have yet to prefill
-    done: Ints  # [engines, max_sequences]: tokens of theirs that are in the cache
+    done: Ints  # [engines, max_sequences]: tokens of each that are in the cache
     queue: Ints  # [engines, samples]: a ring
-    phase: Ints  # [engines, block_tokens]: how many decode whose `(context - iteration) mod block` it is
+    phase: Ints  # [engines, block_tokens]: how many sequences decode, by `(context - iteration) mod block`
     residents: Ints  # [engines, groups]: sequences of the group that hold blocks
-    ended: Ints  # [samples]: those that ended, in order, since the pool was last asked to go on
+    ended: Ints  # [samples]: samples that ended, in order, since the pool was last asked to go on
     span: Records  # [SPANS] of SPAN: work that is over
     totals: Ints  # [2]: how many ended, how many spans
 

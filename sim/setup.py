@@ -76,13 +76,13 @@ class Site:
     wake_s: Mapping[str, float]
     """By sleep tier."""
     beside: bool = False
-    """It may be awake beside others on its devices: CPU cores, or a device with memory for both. The functions' times
-    are then those that they have side by side."""
+    """It may be awake beside others on its devices: CPU cores, or a device with memory for both. The times of the
+    functions are then what they take side by side."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorShape:
-    """Room for a generation actor."""
+    """Room for a generation actor, and how it draws."""
 
     site: Site
     engine: EngineShape
@@ -135,7 +135,7 @@ class Setup:
     """`sync`: the next step begins when the weights of this one are published. `one_step_off`: when its generation
     has ended, with the weights of the step before, so that generation and learning overlap."""
     node_s: float
-    """Until a node is there that nobody has used yet, or a machine in place of one that was taken away."""
+    """Until a node is there that has not been used yet, or a machine in place of one that was taken away."""
     max_tokens: int
     """The longest response."""
     seed: int
@@ -172,7 +172,7 @@ class Setup:
             raise ValueError("no actor decodes; give at least one an engine without prefill_only")
 
     def _check_shares(self) -> None:
-        """Those side by side hold their shares at once; of those that take turns, the largest counts."""
+        """Replicas side by side hold their shares at once; of replicas that take turns, the largest share counts."""
         beside: dict[str, float] = defaultdict(float)
         in_turn: dict[str, float] = defaultdict(float)
         for site in self.sites:

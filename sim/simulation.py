@@ -1,7 +1,7 @@
 """Whole RLHF steps: sync, generate, score and reference as groups complete, evaluate, learn, publish.
 
-Whoever is wanted and not there is started then, and waited for: a service by its first complete group, the learner by
-the last group that all services are through with. Generation is started by the policy alone.
+A service or learner that has work and no replica is started then, and waited for: a service at its first complete
+group, the learner when all services have done the last one. Generation is started by the policy alone.
 
 The policy is asked at every event of `rlhfless.scaling.policy`; beats come while samples are drawn. With
 `one_step_off` the events of a step's services and learner come while the next one is drawn; they show their own step.
@@ -16,6 +16,7 @@ import numpy as np
 
 from rlhfless.records import ReplicaState
 from rlhfless.records.traces import Trace
+from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.policy import (
     Action,
     Assign,
@@ -43,12 +44,12 @@ from rlhfless.sim.view import Window, fleet_view
 from rlhfless.sim.work import StepUnderWay, learn, take
 
 PATIENCE, DESPAIR = 1_000, 100_000
-"""Questions to a policy in a row between which nobody works, after which it is not waited for any longer: if nothing is
-due either, and if something still is (a loop of starts and releases)."""
+"""Questions to a policy in a row between which no engine works, after which it is not waited for any longer: if nothing
+is due either, and if something still is (a loop of starts and releases)."""
 
 
 class Simulation:
-    """A run on the virtual clock, which starts at 0 with nobody up."""
+    """A run on the virtual clock, which starts at 0 without any replica."""
 
     def __init__(self, setup: Setup, policy: Policy, prices: PriceBook) -> None:
         self.setup = setup
@@ -62,19 +63,19 @@ class Simulation:
         self._services = dict(enumerate(setup.services, first))
         self._learner = first + len(setup.services)
         self._steps: list[StepUnderWay] = []
-        """Oldest first; the last one is drawn, unless it has been."""
+        """Oldest first; the last one is being drawn, or has been."""
         self._begun = 0
         self._beat_s = 0.0
         self._drawn_s = -math.inf
-        """Up to when the step that is drawn has been."""
+        """Until when the current step has been drawn."""
         self._vain = 0
-        """Questions to the policy since it was known that somebody works."""
+        """Questions to the policy since an engine or a service was last known to work."""
 
     def step(self, batch: RolloutBatch) -> Generation:
         """Draws the samples of a step, and goes on until the next one may begin: with `sync` to its end, with
         `one_step_off` to the end of the one before.
 
-        Raises SimulationError for a policy that forgets samples, asks for what cannot be done, or leaves somebody
+        Raises SimulationError for a fault of the policy (rlhfless.scaling.assignment), or one that leaves a replica
         waiting for ever; ValueError for a response beyond `max_tokens`.
         """
         longest = int(batch.response_tokens.max(initial=0))
@@ -104,7 +105,6 @@ class Simulation:
         under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken)
         self._steps.append(under_way)
         self._ask([StepBegan()], under_way)
-        generation.check()
         self.fleet.drawing = True
         self.fleet.sync(self.now_s)
         self._beat_s = self.now_s + self.setup.links.beat_s
@@ -159,7 +159,7 @@ class Simulation:
             self._take(event.place)
 
     def _loaded(self, at_s: float, event: Loaded, current: StepUnderWay) -> None:
-        """All that have loaded the weights at one instant serve before the policy is told of the first."""
+        """All actors that have loaded the weights at one instant serve before the policy is told of the first."""
         loaded = [event, *self.fleet.agenda.pop_like(at_s, Loaded)]
         up = [event.place for event in loaded if self.fleet.happen(at_s, event)]
         for place in up:
@@ -187,10 +187,9 @@ class Simulation:
         at_s, samples = current.generation.lost(event.place, at_s)
         self.fleet.happen(at_s, event)
         self._ask([Lost(event.place, samples)], current)
-        current.generation.check()
 
     def _want(self) -> None:
-        """Starts whoever is wanted and not there; the learner begins if it is."""
+        """Starts services that have work and no replica; and the learner, which begins if it is up."""
         for place in self._services:
             if not self.fleet.there(place):
                 since_s = [step.first_s(place) for step in self._steps if step.wants(place)]
@@ -208,7 +207,7 @@ class Simulation:
             self.fleet.agenda.add(replica.busy_s, Worked(self._learner, first.number))
 
     def _take(self, place: int) -> None:
-        """A service works on all that is there, if it is up; with the last group of a step, its end is foreseen."""
+        """A service that is up takes all complete groups; with the last group of a step, its end is foreseen."""
         serves = self.fleet.state(place) is ReplicaState.SERVING
         for step in self._steps:
             if serves:
@@ -218,20 +217,22 @@ class Simulation:
                 self.fleet.agenda.add(end_s, Worked(place, step.number))
 
     def _ask(self, events: Sequence[Event], under_way: StepUnderWay) -> None:
-        """Tells the policy what happened at one instant, and does what it says to each."""
+        """Tells the policy what happened at one instant, and carries out its answer to each event."""
         view = under_way.window.look()
         for event in events:
             if isinstance(event, Serving) and view.places[event.place].state is not ReplicaState.SERVING:
-                continue  # released by what it said to one before
+                continue  # the answer to an event before this one released it
             self._wait(under_way)
-            actions = self._policy.decide(self.now_s, event, view)
-            for action in actions:
-                self._carry_out(action, under_way.generation)
-            if actions:
+            answer = self._policy.decide(self.now_s, event, view)
+            try:
+                self._carry_out(answer, event, under_way.generation)
+            except PolicyFault as fault:
+                raise SimulationError(str(fault)) from fault
+            if answer:
                 view = under_way.window.look()
 
     def _wait(self, under_way: StepUnderWay) -> None:
-        """Raises SimulationError if nobody has worked for too long."""
+        """Raises SimulationError if no engine has worked for too many questions."""
         self._vain += 1
         if self._vain <= PATIENCE or (math.isfinite(self.fleet.agenda.next_s) and self._vain <= DESPAIR):
             return
@@ -243,7 +244,15 @@ class Simulation:
             self.fleet.stuck() or f"{left} samples are left, and no actor serves or will; Start one and give it samples"
         )
 
-    def _carry_out(self, action: Action, generation: Generation) -> None:
+    def _carry_out(self, answer: Sequence[Action], event: Event, generation: Generation) -> None:
+        """Does what an answer says, and checks what it leaves. Raises PolicyFault, SimulationError."""
+        for action in answer:
+            self._do(action, generation)
+        if isinstance(event, StepBegan | Lost):
+            generation.assignment.check_assigned()
+        generation.assignment.check_drawn(answer, self.fleet.there)
+
+    def _do(self, action: Action, generation: Generation) -> None:
         if isinstance(action, Note):
             self.ledger.decisions.append(action.decision)
         elif isinstance(action, Assign):

@@ -24,8 +24,8 @@ place_view = lru_cache(maxsize=1 << 16)(PlaceView)
 def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
     """The rooms of a setup, by place. Raises PriceError for a device kind without a price.
 
-    A device costs what releasing it would save: of owned hardware only what somebody else pays for it. Asleep it
-    costs the book's residency, and where there is none, the device, unless somebody else is awake on it. Stragglers
+    A device costs what releasing it would save: of owned hardware only what other users pay for it. Asleep it
+    costs the book's residency, and where there is none, the device, unless another replica is awake on it. Stragglers
     look like all others, and all actors are taken to load their weights at once.
     """
     actors = setup.actors
@@ -50,7 +50,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
 
 
 class Window:
-    """A step as a policy sees it. Its arrays are those of the simulation; only the places are made anew."""
+    """A step as a policy sees it. Its arrays are the simulation's own; only the places are made anew."""
 
     def __init__(self, fleet_view: FleetView, fleet: Fleet, generation: Generation) -> None:
         batch, table = generation.progress.batch, generation.progress.table
@@ -66,7 +66,7 @@ class Window:
             tokens=_read_only(table.tokens),
             finished=_read_only(table.finished),
             truncated=_read_only(table.truncated),
-            home=_read_only(generation.home),
+            home=_read_only(generation.assignment.home),
         )
 
     def look(self) -> StepView:

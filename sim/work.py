@@ -1,7 +1,7 @@
 """What happens to responses once they are drawn: services take complete groups, then the learner takes the step.
 
-A replica that is up takes all that is there for it, first come, first served. So its work need not be looked at before
-somebody asks: when the step's generation has ended, when it is to be released, or when it comes up after either.
+A replica that is up takes all complete groups, first come, first served. So its work need not be computed before it is
+asked for: when the step's generation has ended, when the replica is to be released, or when it comes up after either.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class StepUnderWay:
     window: Window
     begun_s: float
     taken: dict[int, Flags]
-    """`[groups]`, by the place of a service: those that it has taken."""
+    """`[groups]`, by the place of a service: the groups that it has taken."""
     generated_s: float | None = None
     ready_s: float | None = None
-    """When all services were through with it."""
+    """When all services had done it."""
     learning: bool = False
     done_s: dict[int, float] = field(default_factory=dict)
     """When a service has done, or will have done, all that it has taken."""
     foreseen: set[int] = field(default_factory=set)
     """Places of services that have taken all groups."""
     served: set[int] = field(default_factory=set)
-    """Places of services that are through with it."""
+    """Places of services that have done it."""
 
     def wants(self, place: int) -> bool:
         """Whether groups are complete that the service at a place has not taken."""
         return self.generation.progress.complete_groups > int(np.count_nonzero(self.taken[place]))
 
     def first_s(self, place: int) -> float:
-        """Since when one of them has been waiting."""
+        """Since when the first of these groups has been waiting."""
         progress = self.generation.progress
         complete = progress.complete
         return float(progress.table.complete_s[complete[~self.taken[place][complete]]].min())
@@ -70,7 +70,7 @@ class StepUnderWay:
 
 
 def take(shape: ServiceShape, place: int, replica: Replica, under_way: StepUnderWay) -> None:
-    """A service that is up works on all complete groups of a step that it has not had."""
+    """A service that is up works on all complete groups of a step that it has not taken yet."""
     progress, taken = under_way.generation.progress, under_way.taken[place]
     groups = progress.complete[~taken[progress.complete]]
     if not len(groups):

@@ -1,6 +1,6 @@
 """The generation stage: samples go to actors, finished groups come back, and work can move while it runs.
 
-Who draws what is decided elsewhere (`steering`, from `rlhfless.scaling.policy`); here it is carried out. Work moves in
+Who draws what is decided elsewhere (`rlhfless.autoscaling`); here it is carried out. Work moves in
 one way only: samples are aborted where they run, come back with the tokens so far, and go on elsewhere from there.
 Draining an actor, giving a new one something to do, and losing one are all that same move; nothing that was drawn is
 drawn again, except what a dead actor had not delivered. Finished samples go into the journal before they count, and
@@ -16,12 +16,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from rlhfless.autoscaling.policy_runner import PolicyRunner
+from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica, ReplicaLost
-from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, GroupFinished, Progress, SampleKey
-from rlhfless.loop.board import Board
+from rlhfless.functions.generation.messages import (
+    GenerateRequest,
+    GenerationEvent,
+    GroupFinished,
+    Progress,
+    SampleItem,
+    SampleKey,
+)
 from rlhfless.loop.draw import Draw
-from rlhfless.loop.steering import Steering
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
 from rlhfless.scaling.policy import NOBODY, Beat, Event, Generated, Lost, Serving, StepBegan
@@ -39,7 +46,7 @@ class GenerationStage:
         pool: Pool,
         draw: Draw,
         spec: RunSpec,
-        steering: Steering,
+        runner: PolicyRunner,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
         at_work: Callable[[], None] = lambda: None,
@@ -49,11 +56,11 @@ class GenerationStage:
         self._pool = pool
         self._draw = draw
         self._spec = spec
-        self._steering = steering
+        self._runner = runner
         self._journal = journal
         self._clock = clock
         self._at_work = at_work
-        self._board = Board(draw.call.step, [item for prompt in draw.prompts for item in draw.items(prompt)])
+        self._table = self._table_of([item for prompt in draw.prompts for item in draw.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in draw.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
         self._requests: list[Replica] = []
@@ -79,7 +86,7 @@ class GenerationStage:
     @property
     def progress(self) -> dict[SampleKey, int]:
         """Tokens so far of the samples that are running, by the last beats."""
-        return self._board.progress
+        return self._table.progress
 
     async def groups(self) -> AsyncIterator[Group]:
         """Groups as they are complete. Raises what an actor raised, JournalError, or ReplicaLost if none is left."""
@@ -88,7 +95,7 @@ class GenerationStage:
                 yield group
             if self._finished:
                 self._asked_s = self._clock()
-                self._steer(StepBegan())
+                self._ask(StepBegan())
             heard = False
             while self._finished:
                 for group in self._handle(await self._events.get()):
@@ -101,7 +108,7 @@ class GenerationStage:
             await asyncio.gather(*self._streams)
             # Only now: what is learned from the step takes time, and the last groups are on their way to be scored.
             if self._asked_s is not None:
-                self._steer(Generated())
+                self._ask(Generated())
         finally:
             self.over = True
             await self._stop_streams()
@@ -114,19 +121,19 @@ class GenerationStage:
 
     def missed(self, place: int) -> None:
         """Nobody will come to a place; what waits there becomes nobody's."""
-        if self._board.take_from(place).size:
-            self._happened(Lost(place, self._board.forgotten), f"nobody came up at place {place}")
+        if self._table.lose(place).size:
+            self._happened(Lost(place, self._table.unassigned), f"nobody came up at place {place}")
 
     async def drain(self, actor: Replica) -> None:
         """Take an actor out of the stage: its samples go on elsewhere. It gets no new ones from here on."""
         actor.drain()
         place = self._place_of(actor)
-        if self._board.take_from(place).size:
-            self._happened(Lost(place, self._board.forgotten))
+        if self._table.lose(place).size:
+            self._happened(Lost(place, self._table.unassigned))
         limit_s = self._clock() + self._spec.timeouts.drain_s
         while (streams := [task for task, of in self._streams.items() if of is actor]) and self._clock() < limit_s:
             # An abort may come before the request that it means: it is said again until nothing is left.
-            await self._abort(actor, [n for n, request in self._board.on.items() if self._requests[request] is actor])
+            await self._abort(actor, [n for n, request in self._table.on.items() if self._requests[request] is actor])
             await asyncio.wait(streams, timeout=self._spec.generation.progress_interval_s)
 
     # -- what was decided
@@ -138,20 +145,20 @@ class GenerationStage:
         try:
             if loss:
                 self._count_loss(loss)
-            self._steer(event)
+            self._ask(event)
         except Exception as error:
             self._events.put_nowait(error)
 
-    def _steer(self, event: Event) -> None:
-        self._steering.ask(event, self._board)
+    def _ask(self, event: Event) -> None:
+        self._runner.ask(event, self._table)
         self._submit_waiting()
         self._call_back_strays()
 
     def _submit_waiting(self) -> None:
         """What waits goes to those that serve, in the order in which it was given to them."""
         ready: dict[int, list[int]] = {}
-        for number in self._board.waiting:
-            ready.setdefault(int(self._board.home[number]), []).append(number)
+        for number in self._table.waiting:
+            ready.setdefault(int(self._table.home[number]), []).append(number)
         for place, numbers in ready.items():
             actor = self._pool.at(place)
             if actor is not None and actor.state is ReplicaState.SERVING:
@@ -162,10 +169,10 @@ class GenerationStage:
         self._requests.append(actor)
         self._busy = self._busy or BusyCores()
         for sample in numbers:
-            del self._board.waiting[sample]
-            self._board.on[sample] = number
+            del self._table.waiting[sample]
+            self._table.on[sample] = number
         request = GenerateRequest(
-            items=tuple(self._board.items[sample] for sample in numbers),
+            items=tuple(self._table.items[sample] for sample in numbers),
             sampling=self._draw.sampling,
             version=self._draw.version,
             actor=actor.name,
@@ -181,8 +188,8 @@ class GenerationStage:
         """Samples that are on an actor of another place than theirs come back from it."""
         strays: dict[str, list[int]] = {}
         there = [self._pool.at(place) for place in range(len(self._pool.seats))]
-        for sample, request in self._board.on.items():
-            actor, home = self._requests[request], int(self._board.home[sample])
+        for sample, request in self._table.on.items():
+            actor, home = self._requests[request], int(self._table.home[sample])
             if home != NOBODY and there[home] is not actor and sample not in self._called_back:
                 strays.setdefault(actor.name, []).append(sample)
         for name, samples in strays.items():
@@ -200,7 +207,7 @@ class GenerationStage:
             self._called_back.difference_update(samples)
 
     async def _abort(self, actor: Replica, samples: Sequence[int]) -> None:
-        keys = [self._board.items[sample].key for sample in samples]
+        keys = [self._table.items[sample].key for sample in samples]
         with contextlib.suppress(ReplicaLost):  # its streams say so too
             await actor.call(
                 "abort", self._draw.call, keys, timeout_s=self._spec.timeouts.sync_s, waiting_for="an abort"
@@ -227,7 +234,7 @@ class GenerationStage:
             case GroupFinished(rollouts=rollouts):
                 yield from self._take(said.request, rollouts)
             case Progress(tokens=tokens, ended=ended):
-                self._board.progressed(said.request, tokens, ended)
+                self._table.progressed(said.request, tokens, ended)
                 self._beat()
             case ReplicaLost() as lost:
                 self._lose(said.request, lost)
@@ -237,18 +244,18 @@ class GenerationStage:
         now_s = self._clock()
         if self._asked_s is not None and now_s - self._asked_s >= self._spec.generation.progress_interval_s:
             self._asked_s = now_s
-            self._steer(Beat())
+            self._ask(Beat())
 
     def _take(self, request: int, rollouts: Sequence[Rollout]) -> Iterable[Group]:
         """Keep what has ended, and let go on elsewhere what was aborted; yields the group if it is complete."""
-        mine = [rollout for rollout in rollouts if self._board.is_on(request, rollout.key)]
+        mine = [rollout for rollout in rollouts if self._table.is_on(request, rollout.key)]
         ended = [rollout for rollout in mine if rollout.finish_reason != FinishReason.ABORT]
         if ended:
             self._lost_in_a_row = 0
         if self._journal is not None and ended:
             self._journal.add(self.step, ended)
         for rollout in mine:
-            self._board.came_back(rollout)
+            self._table.came_back(rollout)
         for rollout in ended:
             self._finished[rollout.prompt_id].append(rollout)
         self._submit_waiting()
@@ -258,15 +265,15 @@ class GenerationStage:
         """A request's actor is lost. All of the actor's are, and with the first of them its place is."""
         actor = self._requests[request]
         place = self._place_of(actor)
-        gone = self._board.lost_with(request)
+        gone = self._table.lost_with(request)
         if first := actor.name not in self._lost:
             self._lost.add(actor.name)
-            self._board.take_from(place)
+            self._table.lose(place)
         log.warning("%s was lost with %d samples, which go to other actors: %s", actor.name, gone.size, error)
         if first:
             self._count_loss(str(error))
-        if first or self._board.forgotten.size:
-            self._steer(Lost(place, self._board.forgotten))
+        if first or self._table.unassigned.size:
+            self._ask(Lost(place, self._table.unassigned))
         else:
             self._submit_waiting()
 
@@ -275,6 +282,9 @@ class GenerationStage:
         self._lost_in_a_row += 1
         if self._lost_in_a_row > len(self._pool.seats) * (self._spec.recovery.per_step + 1):
             raise ReplicaLost(f"{self._lost_in_a_row} actors were lost before a single sample ended: {why}")
+
+    def _table_of(self, items: Sequence[SampleItem]) -> SampleTable:
+        return SampleTable(self.step, items, len(self._pool.seats))
 
     def _place_of(self, actor: Replica) -> int:
         return next(place for place, seat in enumerate(self._pool.seats) if seat is actor.seat)
@@ -285,13 +295,13 @@ class GenerationStage:
         """Take what the journal has of this draw; yields the groups that are complete with it."""
         if self._journal is None:
             return
-        missing = {item.key: item for item in self._board.items}
+        missing = {item.key: item for item in self._table.items}
         for rollout in self._journal.rollouts(self.step):
             # Another seed means another draw, such as one of a data set that has been edited since.
             if rollout.key in missing and missing[rollout.key].seed == rollout.seed:
                 self._finished[rollout.prompt_id].append(rollout)
                 del missing[rollout.key]
-        self._board = Board(self.step, list(missing.values()))
+        self._table = self._table_of(list(missing.values()))
         for prompt in self._draw.prompts:
             yield from self._completed(prompt.prompt_id)
 

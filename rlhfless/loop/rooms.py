@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import Pool
 from rlhfless.functions.base import Call
-from rlhfless.loop.board import Board
 from rlhfless.loop.ledger import Ledger
-from rlhfless.loop.speeds import EngineSpeeds
-from rlhfless.loop.steering import PolicyFault
 from rlhfless.records import Decision, FunctionName
+from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.placement import Seat
 from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Room
@@ -61,7 +61,7 @@ class LiveFleet:
         return {actor.name: actor.seat.slots[0].kind for actor in self._actors.replicas()}
 
     def view(self) -> FleetView:
-        """See rlhfless.loop.steering.Fleet."""
+        """See rlhfless.autoscaling.policy_runner.Fleet."""
         return FleetView(
             rooms=tuple(room for pool in self._pools for room in self._rooms(pool)),
             load_s=self._ledger.mean_load_s(),
@@ -71,20 +71,20 @@ class LiveFleet:
             max_tokens=self._spec.generation.max_tokens,
         )
 
-    def places(self, board: Board) -> tuple[PlaceView, ...]:
-        """See rlhfless.loop.steering.Fleet."""
+    def places(self, table: SampleTable) -> tuple[PlaceView, ...]:
+        """See rlhfless.autoscaling.policy_runner.Fleet."""
         actors = len(self._actors.seats)
         return tuple(
-            PlaceView(pool.state(number), None, *(board.counts(place) if place < actors else ()))
+            PlaceView(pool.state(number), None, *(table.counts(place) if place < actors else ()))
             for place, (pool, number) in enumerate(self._places)
         )
 
     def expects(self, place: int) -> bool:
-        """See rlhfless.loop.steering.Fleet."""
+        """See rlhfless.autoscaling.policy_runner.Fleet."""
         return place < len(self._actors.seats) and self._actors.expects(place)
 
     def start(self, place: int, at_s: float | None, step: int) -> None:
-        """See rlhfless.loop.steering.Fleet. At once, or at a time to come; either way in the background.
+        """See rlhfless.autoscaling.policy_runner.Fleet. At once, or at a time to come; either way in the background.
 
         A lost learner is started by the run's recovery: it has to go on from a checkpoint.
         """
@@ -96,7 +96,7 @@ class LiveFleet:
         pool.start(number, self._at(step), at_s)
 
     def release(self, place: int, tier: str | None, step: int) -> None:
-        """See rlhfless.loop.steering.Fleet. What the spec's bounds keep stays, which the ledger notes."""
+        """See rlhfless.autoscaling.policy_runner.Fleet. What the spec's bounds keep stays, which the ledger notes."""
         if tier is not None:
             raise PolicyFault(f"place {place} is to sleep in {tier!r}: this fleet has no sleep tiers")
         pool, number = self._places[place]

@@ -146,7 +146,7 @@ class Run:
             self.generation,
             draw,
             self.spec,
-            self.scaler.steering_of(draw),
+            self.scaler.runner_of(draw),
             self.journal if draw.work is Work.GENERATE else None,
             at_work=lambda: self.ledger.keep_up(self.pools, 0.0),
         )

@@ -1,11 +1,12 @@
-"""The one door between a fleet and its scaling policy: events in, decisions out, the clock handed in. Pure.
+"""What a fleet and its scaling policy say to each other: events in, actions out, the clock handed in. Pure.
 
-The live fleet asks a policy on the wall clock, the simulator on a virtual one; what was checked there is what runs
-here. A policy is asked at every event below and answers with actions, which are carried out in their order. It sees no
-response length before its sample has ended, and no future.
+The live fleet asks a policy on the wall clock, the simulator on a virtual one: the policy that was checked there is the
+one that runs here. A policy is asked at every event below and answers with actions, which are carried out in their
+order. It sees no response length before its sample has ended, and no future.
 
-An action that the fleet cannot carry out is a fault of the policy and raises; so does an answer that forgets samples:
-after it, every unfinished sample belongs to a place.
+An action that the fleet cannot carry out is a fault of the policy. So is an answer after which an unfinished sample
+belongs to no place, or to a place where no replica is up or has been asked to come up. `rlhfless.scaling.assignment`
+has these rules, for both fleets; what can be started, released and put to sleep is each fleet's own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 NOBODY = -1
-"""The place of a sample that has ended, was lost, or was not given to anybody yet."""
+"""The place of a sample that has ended, was lost, or was not given to a place yet."""
 
 
 # -- what there is
@@ -32,7 +33,7 @@ NOBODY = -1
 
 @dataclass(frozen=True, slots=True)
 class EngineRoom:
-    """What an engine in a room can do."""
+    """What an engine in a room can hold, and how long it takes."""
 
     model: EngineModel
     kv_capacity_tokens: int
@@ -50,8 +51,8 @@ class Room:
     kind: str
     """Device kind, as the price book names it."""
     devices: tuple[str, ...]
-    """Names of its slots. Rooms that share one take turns on it, unless they may be `beside` each other: one replica
-    at a time is awake there, and who is started or woken meanwhile waits until it sleeps or is released."""
+    """Names of its slots. Rooms that share a slot take turns on it, unless they may be `beside` each other: one replica
+    at a time is awake there, and one that is started or woken meanwhile waits until that one sleeps or is released."""
     node: str
     usd_per_s: float
     """Of all its devices while a replica holds them."""
@@ -62,20 +63,20 @@ class Room:
     resident_usd_per_s: Mapping[str, float]
     """By sleep tier: what it costs to sleep there."""
     engine: EngineRoom | None = None
-    """Of a room for generation."""
+    """In a room for generation."""
     beside: bool = False
     """It may be awake beside others on its devices: CPU cores, or a device with memory for both."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The rooms, and what moves between them costs. Its latency models are the best that are known by now."""
+    """The rooms, and how long moves between them take. Latency models are the best that are known by now."""
 
     rooms: tuple[Room, ...]
     load_s: float
     """Weights of a version into one actor."""
     move_s: float
-    """A sample from one actor to another by its tokens; its KV is computed again there."""
+    """Seconds until a sample is at another actor by its tokens; its KV is computed again there."""
     kv_token_s: float
     """Seconds per token more if its KV travels too; infinite where no connector does that."""
     beat_s: float
@@ -111,7 +112,7 @@ class PlaceView:
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """A step and the fleet at the instant they are shown. The arrays are the fleet's own: read only."""
+    """A step and the fleet, at the instant at which they are shown. The arrays are the fleet's own: read only."""
 
     fleet: FleetView
     places: tuple[PlaceView, ...]
@@ -135,7 +136,7 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class StepBegan:
-    """The step's samples are to be drawn; all of them are nobody's. The answer must give each one a place."""
+    """The step's samples are to be drawn; all of them are unassigned. The answer must give each one a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The generation actor at a place was lost. These samples are nobody's now."""
+    """The generation actor at a place was lost. These samples are unassigned now; the answer must give each a place."""
 
     place: int
     samples: Ints
@@ -165,8 +166,8 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A function other than generation has done its work of the step. It stays where it is unless it is released;
-    when it is wanted and not there, it is started then, and waited for."""
+    """A function other than generation has done its work of the step. Its replica stays up unless it is released; a
+    function that has work and no replica is started then, and waited for."""
 
     place: int
 
@@ -187,7 +188,7 @@ Event = StepBegan | Serving | Lost | Beat | Generated | Idle | StepEnded
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Gives samples that are nobody's to a place, in this order. They wait there if its actor does not serve yet."""
+    """Gives unassigned samples to a place, in this order. They wait there if its actor does not serve yet."""
 
     place: int
     samples: Ints
@@ -195,7 +196,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Takes samples from one place to another, with their tokens. What ended meanwhile stays."""
+    """Takes samples from one place to another, with their tokens. Samples that have ended meanwhile are left out."""
 
     source: int
     target: int
@@ -210,12 +211,13 @@ class Start:
 
     place: int
     at_s: float | None = None
-    """Not before then: to be ready for a step that is foreseen. Void if it is started or asked for earlier."""
+    """Not before then: to be ready for a step that is foreseen. Void if the replica is asked for earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Drains a replica that has no samples left, to sleep in `tier`, or to give its devices back (None)."""
+    """Drains a replica that has no samples left, to sleep in `tier`, or to give its devices back (None). Refused while
+    samples belong to the place."""
 
     place: int
     tier: str | None = None
@@ -232,7 +234,7 @@ Action = Assign | Move | Start | Release | Note
 
 
 class Policy(Protocol):
-    """Decides where samples are drawn, and which replicas live."""
+    """Decides where samples are drawn, and which replicas are up."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         """What to do now. Between two steps the view shows the last one."""

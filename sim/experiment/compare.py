@@ -46,7 +46,7 @@ class Comparison:
     scenario: Scenario
     results: Results
     contracts: dict[str, tuple[ContractSpec, ...]]
-    """By label: what it worked under with the first seed; one for the run, or one per step."""
+    """By label: the contract of its run with the first seed; one for the run, or one per step."""
 
     def totals(self, label: str, part: Part) -> list[Totals]:
         """By seed."""
@@ -69,7 +69,7 @@ class Comparison:
 def compare(
     scenario: Scenario, policies: Sequence[str] | None = None, jobs: int = 1, on_progress: Progress | None = None
 ) -> Comparison:
-    """Runs the scenario's policies, or those with these labels; and those that their contracts are measured by.
+    """Runs the scenario's policies, or only these labels; and the policies that their contracts are measured by.
 
     Raises InputError, ContractError or WorkloadError for a scenario that cannot be run.
     """

@@ -49,7 +49,7 @@ def measures_itself(scenario: Scenario, entry: PolicyEntry) -> bool:
 
 
 def in_order(scenario: Scenario, wanted: Sequence[PolicyEntry]) -> list[list[PolicyEntry]]:
-    """The policies in rounds, with those that their contracts are measured by: each in a round behind its measure.
+    """The policies in rounds, with the policies that their contracts are measured by, each behind its measure.
 
     Raises ContractError for a measure that is missing, or a circle of them.
     """

@@ -3,10 +3,10 @@
 A step's window lasts from the end of the step before to its own end, so that the windows cover the run, starts and
 waits included; with overlapping steps (one_step_off) a window is what one more step costs. The bill of a window is
 
-    holdings within it x price  +  what is paid for devices that nobody holds
+    holdings within it x price  +  what is paid for devices while they are not held
 
-and the second part is 0 for rented devices that are given back. Owned devices are paid for anyway, less what others
-give for them; and a policy whose users reserve all devices for the whole run pays for those it leaves idle.
+and the second part is 0 for rented devices that are given back. Owned devices are paid for anyway, less what other
+users pay for them; and a policy whose users reserve all devices for the whole run pays for devices that it leaves idle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """One step. Device-seconds are those of accelerators: CPU cores are in the cost alone."""
+    """One step. Device-seconds count accelerators; CPU cores are in the cost alone."""
 
     step: int
     time_s: float
@@ -39,7 +39,7 @@ class StepFigures:
     usd: float
     busy_device_s: float
     idle_device_s: float
-    """Held, and nothing ran on it; the reserved or owned ones that nobody holds are not in it."""
+    """Held, and nothing ran; reserved or owned devices that are not held are not counted."""
     cold_device_s: float
     response_tokens: float
     limit: float | None = None
@@ -59,7 +59,7 @@ class Devices:
     count: Mapping[str, int]
     """Slots by device kind."""
     reserved: bool
-    """Those that nobody holds are paid for as well."""
+    """Whether devices that are not held are paid for as well."""
 
 
 def step_figures(trace: Trace, prices: PriceBook, devices: Devices) -> list[StepFigures]:
@@ -80,7 +80,7 @@ def step_figures(trace: Trace, prices: PriceBook, devices: Devices) -> list[Step
         within = held[index]
         window_s = bounds[index + 1] - bounds[index]
         on_devices = [each for each in within if each.device_kind != prices.cpu_kind and prices.occupies(each)]
-        mine = [call for who in {each.incarnation for each in on_devices} for call in by_incarnation[who]]
+        mine = [call for name in {each.incarnation for each in on_devices} for call in by_incarnation[name]]
         used = usage("devices", on_devices, mine, prices)
         figures.append(
             StepFigures(
@@ -99,7 +99,7 @@ def step_figures(trace: Trace, prices: PriceBook, devices: Devices) -> list[Step
 
 
 def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, devices: Devices) -> float:
-    """What devices cost in a window while nobody holds them."""
+    """What devices cost in a window while they are not held."""
     held: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     for holding in holdings:
         held[holding.device_kind][holding.device].append((holding.start_s, holding.end_s))
@@ -113,7 +113,7 @@ def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, 
 
 
 def _by_window(holdings: Sequence[Holding], bounds: Sequence[float]) -> list[list[Holding]]:
-    """The holdings cut at the bounds [windows + 1], those of each window together."""
+    """The holdings, cut at the bounds [windows + 1], window by window."""
     windows: list[list[Holding]] = [[] for _ in range(max(len(bounds) - 1, 0))]
     for holding in holdings:
         first = max(bisect_left(bounds, holding.start_s) - 1, 0)

@@ -12,7 +12,7 @@ from rlhfless.sim.experiment.statistics import Interval, mean_interval, quantile
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
 
 Part = Literal["all", "first", "later"]
-"""All steps, those of the first epoch, or those after it: only there has a policy seen the prompts before."""
+"""All steps, the steps of the first epoch, or the steps after it: only then has a policy seen the prompts before."""
 
 MILLION = 1e6
 

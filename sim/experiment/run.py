@@ -67,10 +67,10 @@ class RunResult:
     seed: int
     steps: tuple[StepFigures, ...]
     infeasible: tuple[str, ...] = ()
-    """Why, of each step whose contract no plan could keep."""
+    """The reason, for each step whose contract no plan could keep."""
     trace: Trace | None = None
     batches: tuple[RolloutBatch, ...] = ()
-    """Those of the trace."""
+    """The batches of the trace."""
 
     @property
     def time_s(self) -> float:
@@ -92,9 +92,9 @@ def policy_kind(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
 
 
 def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
-    """The entry's own placement; else that which the policy is about; else the scenario's.
+    """The entry's own placement; else the one that the policy is about; else the scenario's.
 
-    Raises InputError for devices that nobody would use.
+    Raises InputError for devices that no actor would use.
     """
     kind, placement = policy_kind(scenario, entry), entry.placement
     if placement is None:

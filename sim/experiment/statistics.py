@@ -2,7 +2,7 @@
 
 The seeds of a scenario are independent draws of one workload, so the mean of a figure over n of them has Student's t
 with n - 1 degrees of freedom. Two policies with the same seed drew the same lengths; their ratio within each seed
-varies far less than either figure, so it is the logarithms of those ratios that are averaged: a geometric mean.
+varies far less than either figure, so the logarithms of the ratios are averaged: a geometric mean.
 """
 
 from __future__ import annotations
@@ -51,11 +51,6 @@ def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval
         raise ValueError("a ratio needs values above 0")
     logs = mean_interval([math.log(value / other) for value, other in zip(values, others, strict=True)])
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
-
-
-def difference_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
-    """The mean of values[i] - others[i], which came from the same seed."""
-    return mean_interval([value - other for value, other in zip(values, others, strict=True)])
 
 
 def quantile(values: Sequence[float], level: float) -> float:

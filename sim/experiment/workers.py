@@ -23,7 +23,7 @@ class Workers:
     """One or more processes. With one, everything is done in this process."""
 
     def __init__(self, jobs: int, on_progress: Progress | None) -> None:
-        # A new interpreter each: threads of this process, which a fork would copy half, are none of its business.
+        # A new interpreter each: a fork would copy this process with half of its threads.
         self._pool = ProcessPoolExecutor(jobs, get_context("spawn"), leave_ctrl_c_to_parent) if jobs > 1 else None
         self._on_progress = on_progress
         self._done = 0
@@ -36,13 +36,13 @@ class Workers:
     ) -> None:
         if self._pool is None:
             return
-        if kind is not None and not issubclass(kind, Exception):  # interrupted: nobody waits for what is under way
+        if kind is not None and not issubclass(kind, Exception):  # interrupted: what is under way is not waited for
             for process in active_children():
                 process.kill()
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[Task], later: int) -> list[RunResult]:
-        """Does all tasks; `later` are those that are still to come after these. Raises what a run raised."""
+        """Does all tasks; `later`: how many are still to come after these. Raises what a run raised."""
         total = self._done + len(tasks) + later
         results = []
         for result in map(run, tasks) if self._pool is None else self._pool.map(run, tasks):

@@ -56,8 +56,8 @@ class _WholeTrace(LatencyFit):
 
 
 def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None) -> LatencyFile:
-    """The fit to all steps of the traces, or those that `keep` says by number. Raises TraceError if there is nothing
-    to learn from."""
+    """The fit to all steps of the traces, or to the steps whose number `keep` accepts. Raises TraceError if there is
+    nothing to learn from."""
     keep = keep or _every_step
     steps = [(record, trace) for trace in traces for record in trace.steps if keep(record.step)]
     if not steps:
@@ -117,7 +117,7 @@ def max_sequences(trace: Trace) -> int:
 
 
 def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
-    """The line whose slope is the median of those between all pairs, with no negative part (Theil 1950, Sen 1968).
+    """The line whose slope is the median of the slopes between all pairs, with no negative part (Theil 1950, Sen 1968).
 
     Calls of about one size say little of what a call of no tokens would take. As far as their scatter leaves that open,
     it is taken to be FIXED_SHARE of a typical call, give or take as much (a normal prior).

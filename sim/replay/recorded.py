@@ -100,11 +100,11 @@ def _seats(trace: Trace) -> Mapping[tuple[FunctionName, str], Seat]:
     for holding in trace.holdings:
         by_replica.setdefault((holding.function, holding.replica), {}).setdefault(holding.device, holding)
     return {
-        who: Seat(
-            tuple(Slot(name, of.device_kind, index) for index, (name, of) in enumerate(sorted(held.items()))),
+        name: Seat(
+            tuple(Slot(device, of.device_kind, index) for index, (device, of) in enumerate(sorted(held.items()))),
             min(of.share for of in held.values()),
         )
-        for who, held in by_replica.items()
+        for name, held in by_replica.items()
     }
 
 

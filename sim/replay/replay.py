@@ -70,7 +70,7 @@ class Replay:
 
     @property
     def errors(self) -> list[StageError]:
-        """By stage; those that the run did not have are left out."""
+        """By stage; stages that the run did not have are left out."""
         return [
             self._error(stage)
             for stage in (*map(str, STAGES), WALL)

@@ -98,7 +98,7 @@ class Layout:
             raise timing.DoesNotFit(scenario.name, [Problem("placement", what, mend)])
 
     def actors(self) -> tuple[ActorShape, ...]:
-        """Rooms for generation, those of the first kind first."""
+        """Rooms for generation; rooms on the first kind of device come first."""
         found: list[ActorShape] = []
         for index, machines in enumerate(self._scenario.cluster.machines):
             fleet = self._first if index == 0 else Fleet.of(machines, machines.devices)

@@ -31,13 +31,13 @@ class MachinesSpec(SpecModel):
     """`rented`: on demand. `spot`: at the spot price, and taken away at times. `owned`: paid for, used or not."""
 
     released_value: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Of owned devices: share of the price that a released one is worth, because somebody else uses it."""
+    """Of owned devices: share of the price that a released one is worth, because other users pay for it."""
 
     stragglers: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the devices that are slow, rounded down to whole devices: the last ones."""
 
     straggler_slowdown: Annotated[float, Field(ge=1)] = 1.3
-    """How much longer an iteration takes on those."""
+    """How much longer an iteration takes on a slow device: a factor."""
 
     @model_validator(mode="after")
     def _fits(self) -> MachinesSpec:
@@ -69,7 +69,7 @@ class ClusterSpec(SpecModel):
     """Price book (YAML); the bundled one when left out."""
 
     provisioning_s: NotNegative = 0.0
-    """Until a machine is there that nobody has used yet. 0: all are there from the start."""
+    """Seconds until a machine is there that has not been used yet. 0: all machines are there from the start."""
 
     host_memory_usd_per_gb_hour: NotNegative = 0.0031
     """What a sleeping replica pays for its weights in host memory, where the price book has no residency. The default

@@ -34,7 +34,7 @@ class MultipleOf(SpecModel):
     """Factor on what the policy took."""
 
     policy: str
-    """Label of the policy; it need not be among those compared."""
+    """Label of the policy; it need not be among the policies compared."""
 
 
 class CheapestContract(SpecModel):
@@ -101,7 +101,7 @@ class PolicyEntry(SpecModel):
     """What the report calls it; its name when left out. Needed if a policy is there twice."""
 
     placement: PlacementSpec | None = None
-    """Devices of its functions; those of the policy's kind, or else of the scenario, when left out."""
+    """Devices of its functions; when left out, the placement of the policy's kind, or else the scenario's."""
 
     contract: ScenarioContract | None = None
     """The contract it works under; the scenario's when left out."""
@@ -157,10 +157,10 @@ class Scenario(SpecModel):
     """Seconds between two looks of a policy at a step that is under way, as in the live fleet."""
 
     contract: ScenarioContract = WeightedContract()
-    """What the policies work under that take a contract."""
+    """The contract of all policies that take one."""
 
     policies: Annotated[tuple[PolicyEntry, ...], Field(min_length=1)]
-    """Those to compare; all there are when left out. Times and costs are shown relative to the first one."""
+    """The policies to compare; all there are when left out. Times and costs are shown relative to the first one."""
 
     @model_validator(mode="before")
     @classmethod

@@ -106,7 +106,7 @@ class LearnerTimingSpec(SpecModel):
     """How long learning takes: 6 floating-point operations per parameter and token at the model's utilisation."""
 
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.24
-    """Model FLOP utilisation: those 6 operations by the devices' peak; activations that are computed again count as
+    """Model FLOP utilisation: these 6 operations by the devices' peak; activations that are computed again count as
     lost time. The default lies between two public logs of verl: 0.185 (GRPO of a 7B model, MI300) and 0.288 (LoRA of a
     72B model). With recomputation a device does 8 operations, so a forward pass alone runs at 8/6 of it."""
 
@@ -150,5 +150,5 @@ class PlacementSpec(SpecModel):
     """Devices set aside for the learner side, when disaggregated; half of the first kind's when left out."""
 
     prefill_devices: Annotated[int, Field(ge=0)] = 0
-    """Devices whose actors prefill only and hand the KV to those that decode, over `cluster.kv_bytes_per_s`. For static
-    policies: no other gives them work."""
+    """Devices whose actors prefill only, and hand the KV to the actors that decode, over `cluster.kv_bytes_per_s`. For
+    static policies: no other gives them work."""

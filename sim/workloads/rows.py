@@ -62,7 +62,7 @@ def batches_of(
     """Requests as steps of `prompts_per_step` prompts, in the order of the file, without a last step that is not full.
 
     A trace has one answer per prompt, and a group has several: the others are drawn from the answers of the prompts
-    most like it in the step (those with the nearest prompt lengths), so that lengths keep their tie to the prompt.
+    most like it in the step (with the nearest prompt lengths), so that lengths keep their tie to the prompt.
     Raises ValueError if there are fewer requests than a step has prompts.
     """
     if len(requests) < prompts_per_step:

@@ -1,4 +1,4 @@
-"""Made-up batches whose lengths behave as those of RLHF do.
+"""Made-up batches whose lengths behave as in RLHF.
 
 Every prompt has a difficulty of its own, kept over all epochs, so that a policy that remembers lengths gains by it.
 The log of a response's length is
@@ -175,8 +175,8 @@ class SyntheticWorkload:
             )
 
     def quantiles(self, batch: RolloutBatch, count: int) -> Floats:
-        """`[groups, count]`: of each prompt of a batch, `count` lengths, ascending, that are equally likely: those at
-        the levels (k + 1/2) / count."""
+        """`[groups, count]`: of each prompt of a batch, `count` lengths, ascending, that are equally likely: the
+        quantiles at the levels (k + 1/2) / count."""
         difficulty, _ = self._data()
         chosen = np.array([int(name.removeprefix(PROMPT)) for name in batch.prompt_ids])
         levels = (np.arange(count) + 0.5) / count

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.autoscaling.even_split import EvenSplit
+from rlhfless.autoscaling.policy_runner import PolicyRunner
+from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.blueprint import Bounds
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.generation.messages import (
@@ -19,10 +22,8 @@ from rlhfless.functions.generation.messages import (
     SampleItem,
     SampleKey,
 )
-from rlhfless.loop.board import Board
-from rlhfless.loop.even_deal import EvenDeal
-from rlhfless.loop.steering import PolicyFault, Steering
 from rlhfless.records import Decision, FinishReason, FunctionName, Group, Prompt, ReplicaState, Rollout, WeightVersion
+from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency import LinearEngine
 from rlhfless.scaling.placement import Seat, Slot
 from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Policy, Room
@@ -194,8 +195,8 @@ class FakeFleet:
         )
         return FleetView(rooms, 0.05, 0.05, float("inf"), 0.5, 100)
 
-    def places(self, board: Board) -> tuple[PlaceView, ...]:
-        return tuple(PlaceView(self._state(place), None, *board.counts(place)) for place in range(len(self.pool.seats)))
+    def places(self, table: SampleTable) -> tuple[PlaceView, ...]:
+        return tuple(PlaceView(self._state(place), None, *table.counts(place)) for place in range(len(self.pool.seats)))
 
     def expects(self, place: int) -> bool:
         return self._state(place) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
@@ -216,7 +217,7 @@ class FakeFleet:
         return actor.state
 
 
-def steering(pool: FakePool, policy: Policy | None = None) -> Steering:
+def runner(pool: FakePool, policy: Policy | None = None) -> PolicyRunner:
     """Steers by a policy, or by none."""
     notes: list[Decision] = []
-    return Steering(policy or EvenDeal(), FakeFleet(pool), notes.append, clock=lambda: 100.0)
+    return PolicyRunner(policy or EvenSplit(), FakeFleet(pool), notes.append, clock=lambda: 100.0)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from fake_fleet import FakeFleet, FakePool, prompt, steering
+from fake_fleet import FakeFleet, FakePool, prompt, runner
 
+from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.base import Call
 from rlhfless.loop.draw import Draw, sampling_of
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.steering import Steering
 from rlhfless.records import Group, ReplicaState, Work, sample_seed
 from rlhfless.scaling.policy import NOBODY, Action, Assign, Event, Lost, Start, StepBegan, StepView
 from rlhfless.spec import RunSpec
@@ -59,7 +59,7 @@ class Reader:
 
 async def test_siblings_go_to_one_actor_with_the_seeds_of_their_names() -> None:
     pool = FakePool("a", "b")
-    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC, steering(pool)))
+    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC, runner(pool)))
     await until(lambda: bool(pool["a"].requests and pool["b"].requests))
     assert {key[0] for key in pool["a"].running} == {"p", "r"}
     assert set(pool["b"].running) == {("q", 0), ("q", 1)}
@@ -75,7 +75,7 @@ async def test_siblings_go_to_one_actor_with_the_seeds_of_their_names() -> None:
 async def test_who_still_loads_its_weights_gets_its_share_as_soon_as_it_serves() -> None:
     pool = FakePool("a", "b")
     pool["a"].state = pool["b"].state = ReplicaState.STALE
-    stage = GenerationStage(pool, draw("pq"), SPEC, steering(pool))
+    stage = GenerationStage(pool, draw("pq"), SPEC, runner(pool))
     reader = Reader(stage)
     pool["b"].state = ReplicaState.SERVING
     await until(lambda: bool(pool["b"].requests))
@@ -91,7 +91,7 @@ async def test_who_still_loads_its_weights_gets_its_share_as_soon_as_it_serves()
 
 async def test_a_drained_actors_samples_go_on_elsewhere_with_their_tokens() -> None:
     pool = FakePool("a", "b")
-    stage = GenerationStage(pool, draw("pq"), SPEC, steering(pool))
+    stage = GenerationStage(pool, draw("pq"), SPEC, runner(pool))
     reader = Reader(stage)
     await until(lambda: bool(pool["a"].running and pool["b"].running))
     await stage.drain(pool["a"])
@@ -108,7 +108,7 @@ async def test_a_drained_actors_samples_go_on_elsewhere_with_their_tokens() -> N
 
 async def test_the_driver_hears_once_that_the_engines_are_at_work() -> None:
     pool, heard = FakePool("a"), []
-    stage = GenerationStage(pool, draw("pq"), SPEC, steering(pool), at_work=lambda: heard.append("at work"))
+    stage = GenerationStage(pool, draw("pq"), SPEC, runner(pool), at_work=lambda: heard.append("at work"))
     reader = Reader(stage)
     await until(lambda: bool(pool["a"].running))
     assert heard == []
@@ -121,7 +121,7 @@ async def test_the_driver_hears_once_that_the_engines_are_at_work() -> None:
 
 async def test_a_joining_actor_takes_half_of_the_difference() -> None:
     pool = FakePool("a")
-    stage = GenerationStage(pool, draw("pqrs"), SPEC, steering(pool))
+    stage = GenerationStage(pool, draw("pqrs"), SPEC, runner(pool))
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 8)
     joined = pool.join("b")
@@ -136,7 +136,7 @@ async def test_a_joining_actor_takes_half_of_the_difference() -> None:
 
 async def test_a_group_split_by_a_move_comes_out_whole() -> None:
     pool = FakePool("a")
-    stage = GenerationStage(pool, draw("p", samples=4), SPEC, steering(pool))
+    stage = GenerationStage(pool, draw("p", samples=4), SPEC, runner(pool))
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 4)
     joined = pool.join("b")
@@ -151,7 +151,7 @@ async def test_a_group_split_by_a_move_comes_out_whole() -> None:
 
 async def test_a_dead_actors_samples_are_drawn_again_by_others() -> None:
     pool = FakePool("a", "b")
-    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC, steering(pool)))
+    reader = Reader(GenerationStage(pool, draw("pqr"), SPEC, runner(pool)))
     await until(lambda: len(pool["a"].running) == 4 and bool(pool["b"].running))
     pool["a"].finish("p")
     await until(lambda: reader.names == ["p"])
@@ -165,7 +165,7 @@ async def test_a_dead_actors_samples_are_drawn_again_by_others() -> None:
 
 async def test_without_any_actor_left_the_stage_says_so(caplog: pytest.LogCaptureFixture) -> None:
     pool = FakePool("a")
-    reader = Reader(GenerationStage(pool, draw("p"), SPEC, steering(pool)))
+    reader = Reader(GenerationStage(pool, draw("p"), SPEC, runner(pool)))
     await until(lambda: bool(pool["a"].running))
     pool["a"].die()
     with pytest.raises(ReplicaLost, match="no generation actor is left for 2 unfinished samples"):
@@ -175,7 +175,7 @@ async def test_without_any_actor_left_the_stage_says_so(caplog: pytest.LogCaptur
 
 async def test_an_error_of_an_actor_ends_the_stage() -> None:
     pool = FakePool("a")
-    reader = Reader(GenerationStage(pool, draw("p"), SPEC, steering(pool)))
+    reader = Reader(GenerationStage(pool, draw("p"), SPEC, runner(pool)))
     await until(lambda: bool(pool["a"].running))
     pool["a"].fail(ValueError("bad sample"))
     with pytest.raises(ValueError, match="bad sample"):
@@ -185,7 +185,7 @@ async def test_an_error_of_an_actor_ends_the_stage() -> None:
 async def test_a_step_that_kills_every_actor_does_not_go_on_for_ever() -> None:
     spec = SPEC.model_copy(update={"recovery": SPEC.recovery.model_copy(update={"per_step": 0})})
     pool = FakePool("a", "b", seats=2)
-    stage = GenerationStage(pool, draw("p"), spec, steering(pool))
+    stage = GenerationStage(pool, draw("p"), spec, runner(pool))
     reader = Reader(stage)
     for coming in "cde":
         await until(lambda: any(actor.running for actor in pool.actors.values() if actor.state.holds_device))
@@ -206,7 +206,7 @@ async def test_a_place_where_nobody_ever_comes_up_does_not_go_on_for_ever() -> N
     spec = SPEC.model_copy(update={"recovery": SPEC.recovery.model_copy(update={"per_step": 2})})
     pool = FakePool(seats=1)
     fleet = FakeFleet(pool)
-    stage = GenerationStage(pool, draw("p"), spec, Steering(Stubborn(), fleet, lambda _: None))
+    stage = GenerationStage(pool, draw("p"), spec, PolicyRunner(Stubborn(), fleet, lambda _: None))
     reader = Reader(stage)
     for count in range(1, 5):
         await until(lambda count=count: len(fleet.started) == count)
@@ -219,7 +219,7 @@ async def test_a_place_where_nobody_ever_comes_up_does_not_go_on_for_ever() -> N
 async def test_what_is_lost_waits_for_who_is_on_the_way(caplog: pytest.LogCaptureFixture) -> None:
     pool = FakePool("a", "b")
     pool["b"].state = ReplicaState.STALE  # its weights are being loaded
-    stage = GenerationStage(pool, draw("p"), SPEC, steering(pool))
+    stage = GenerationStage(pool, draw("p"), SPEC, runner(pool))
     reader = Reader(stage)
     await until(lambda: len(pool["a"].running) == 2)
     pool["a"].die()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_fleet import FakePool, rollout, steering
+from fake_fleet import FakePool, rollout, runner
 from test_generation_stage import SPEC, Reader, draw, until
 
 from rlhfless.fleet.replica import ReplicaLost
@@ -24,7 +24,7 @@ async def test_only_what_is_missing_is_drawn(journal: Journal) -> None:
     items = [item for prompt in draw("pq").prompts for item in draw("pq").items(prompt)]
     journal.add(3, [rollout(item, "before", 4) for item in items[:3]])  # both samples of p, one of q
     pool = FakePool("a")
-    reader = Reader(GenerationStage(pool, draw("pq"), SPEC, steering(pool), journal))
+    reader = Reader(GenerationStage(pool, draw("pq"), SPEC, runner(pool), journal))
     await until(lambda: bool(pool["a"].running))
     assert reader.names == ["p"]
     assert list(pool["a"].running) == [("q", 1)]
@@ -37,7 +37,7 @@ async def test_only_what_is_missing_is_drawn(journal: Journal) -> None:
 async def test_a_step_that_is_all_there_needs_no_actor(journal: Journal) -> None:
     whole = draw("pq")
     journal.add(3, [rollout(item, "before", 4) for prompt in whole.prompts for item in whole.items(prompt)])
-    reader = Reader(GenerationStage(FakePool(), whole, SPEC, steering(FakePool()), journal))
+    reader = Reader(GenerationStage(FakePool(), whole, SPEC, runner(FakePool()), journal))
     await reader.task
     assert reader.names == ["p", "q"]
 
@@ -47,13 +47,13 @@ async def test_a_sample_with_another_seed_is_another_sample(journal: Journal) ->
     items = [item for prompt in other.prompts for item in other.items(prompt)]
     journal.add(3, [rollout(type(item)(*item.key, item.prompt_token_ids, seed=1), "before", 4) for item in items])
     pool = FakePool("a")
-    Reader(GenerationStage(pool, other, SPEC, steering(pool), journal))
+    Reader(GenerationStage(pool, other, SPEC, runner(pool), journal))
     await until(lambda: len(pool["a"].running) == 2)
 
 
 async def test_a_sample_that_moves_is_journalled_once_when_it_has_ended(journal: Journal) -> None:
     pool = FakePool("a", "b")
-    stage = GenerationStage(pool, draw("p"), SPEC, steering(pool), journal)
+    stage = GenerationStage(pool, draw("p"), SPEC, runner(pool), journal)
     reader = Reader(stage)
     await until(lambda: bool(pool["a"].running))
     await stage.drain(pool["a"])  # type: ignore[arg-type]
@@ -69,4 +69,4 @@ async def test_a_sample_that_moves_is_journalled_once_when_it_has_ended(journal:
 
 async def test_without_an_actor_nothing_is_waited_for(journal: Journal) -> None:
     with pytest.raises(ReplicaLost, match="no generation actor is left for 4 unfinished samples"):
-        await Reader(GenerationStage(FakePool(), draw("pq"), SPEC, steering(FakePool()), journal)).task
+        await Reader(GenerationStage(FakePool(), draw("pq"), SPEC, runner(FakePool()), journal)).task

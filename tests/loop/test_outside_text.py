@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from fake_fleet import FakePool, steering
+from fake_fleet import FakePool, runner
 from test_generation_stage import SPEC, draw, until
 
 from rlhfless.functions.scoring.scorer import Scorer
@@ -48,7 +48,7 @@ class Attempt:
         self.ledger = Ledger(TraceWriter(folder / "trace", meta, record_tokens=True), prices, earlier)
 
     async def step(self) -> Experience:
-        stage = GenerationStage(self.pool, draw("pq"), SPEC, steering(self.pool), self.journal)  # type: ignore[arg-type]
+        stage = GenerationStage(self.pool, draw("pq"), SPEC, runner(self.pool), self.journal)  # type: ignore[arg-type]
 
         async def score(groups: list[Group]) -> list[list[Score]]:
             return [list(each) for each in added_up(groups, [await self._scorer.score(groups)], self.scoring)]

@@ -6,20 +6,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_cluster import FakeCluster, pool_of
 from test_generation_stage import until
 
+from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.blueprint import Bounds
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.functions.generation.messages import SampleItem
-from rlhfless.loop.board import Board
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.rooms import LiveFleet
-from rlhfless.loop.speeds import EngineSpeeds
-from rlhfless.loop.steering import PolicyFault
 from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
+from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
 from rlhfless.scaling.prices import PriceBook
@@ -68,9 +69,9 @@ class Fleet:
         return list(read_trace(self.folder).decisions)
 
 
-def board() -> Board:
+def table() -> SampleTable:
     items = [SampleItem(name, index, (1, 2, 3), seed=0) for name in "pq" for index in range(2)]
-    return Board(3, items)
+    return SampleTable(3, items, places=2)
 
 
 def starting(name: str, function: FunctionName, end_s: float) -> Holding:
@@ -119,9 +120,9 @@ async def test_a_fleet_that_never_changes_has_nothing_to_save(tmp_path: Path) ->
 
 
 async def test_places_show_who_is_there_and_how_much_each_has(tmp_path: Path) -> None:
-    scene, seen = Fleet(tmp_path), board()
-    seen.give([0, 1, 2], 0)
-    seen.give([3], 1)
+    scene, seen = Fleet(tmp_path), table()
+    seen.give(np.array([0, 1, 2]), 0)
+    seen.give(np.array([3]), 1)
     for number in range(3):
         seen.on[number] = 0
     seen.progressed(0, {("p", 0): 4}, {})

@@ -11,14 +11,14 @@ from typing import Any, get_args
 
 import pytest
 from fake_fleet import FakeActor, FakePool
+from test_engine_speeds import rollout
 from test_generation_stage import Reader, draw, until
 from test_rooms import Fleet
-from test_speeds import rollout
 
+from rlhfless.autoscaling.engine_speeds import EngineSpeeds
 from rlhfless.loop.draw import Draw
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.scaler import Scaler, policy_of
-from rlhfless.loop.speeds import EngineSpeeds
 from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
 from rlhfless.scaling.lengths import LengthPredictor
@@ -43,8 +43,8 @@ class Life:
         self.now_s = 0.0
 
     def stage(self, what: Draw) -> GenerationStage:
-        steering = self.scaler.steering_of(what)
-        return GenerationStage(self.pool, what, self.spec, steering, clock=lambda: self.now_s)
+        runner = self.scaler.runner_of(what)
+        return GenerationStage(self.pool, what, self.spec, runner, clock=lambda: self.now_s)
 
     async def draw(self, step: int, names: Sequence[str] = "pqrs") -> Reader:
         """Draws a step, with two beats on the way, and ends it."""

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generation_stage import SPEC, Reader, draw
 
+from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.steering import Steering
 from rlhfless.records import Rollout, sample_seed
 from rlhfless.scaling.policy import Action, Assign, Event, Move, StepView
 
@@ -42,8 +42,8 @@ class Dice:
 async def play(random: Random) -> list[Rollout]:
     """Draws everything while the test plays the actors."""
     pool, lost = FakePool("a", "b", "c"), 0
-    stage_steering = Steering(Dice(random), FakeFleet(pool), lambda _: None)
-    stage = GenerationStage(pool, draw(NAMES, SAMPLES), SPEC, stage_steering, clock=iter(range(10**9)).__next__)  # type: ignore[arg-type]
+    runner = PolicyRunner(Dice(random), FakeFleet(pool), lambda _: None)
+    stage = GenerationStage(pool, draw(NAMES, SAMPLES), SPEC, runner, clock=iter(range(10**9)).__next__)  # type: ignore[arg-type]
     reader = Reader(stage)
     turns = 0
     while not reader.task.done():

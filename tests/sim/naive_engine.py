@@ -37,9 +37,9 @@ class Sequence:
     arrival_s: float = 0.0
     has_kv: bool = False
     blocks: int = 0
-    """Blocks of its own, beside those it shares."""
+    """Blocks of its own, beside the blocks that it shares."""
     admitted: int = 0
-    """Its number in the order of admission; who comes back gets a new one."""
+    """Its number in the order of admission; a sequence that comes back gets a new one."""
     to_prefill: int = 0
     prefilled: int = 0
 

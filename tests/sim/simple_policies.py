@@ -27,7 +27,7 @@ ASLEEP = (None, ReplicaState.SLEEPING)
 
 
 class Evenly:
-    """Keeps everybody up, and gives every actor the same number of groups. What is lost goes to the place with the
+    """Keeps all actors up, and gives every actor the same number of groups. What is lost goes to the place with the
     fewest samples, and the place that lost its actor gets a new one."""
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class Evenly:
 
 
 class InTurns(Evenly):
-    """Nobody is up who does not work: actors are released when generation has ended, the others when they are idle.
-    With a tier, they sleep instead."""
+    """Replicas are up only while they work: actors are released when generation has ended, other functions when they
+    are idle. With a tier, they sleep instead."""
 
     def __init__(self, tier: str | None = None) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Scripted(Evenly):
 
 
 class Restless:
-    """Moves, releases, wakes and restarts at random; but whoever is through with a step makes room for the others."""
+    """Moves, releases, wakes and restarts at random; but a replica that has done a step makes room for the others."""
 
     def __init__(self, seed: int, with_kv: bool) -> None:
         self.random = np.random.default_rng(seed)
@@ -117,14 +117,14 @@ class Restless:
         return (Move(source, target, self.random.permutation(samples)[: 1 + len(samples) // 2], self.with_kv),)
 
     def ahead(self, at_s: float, view: StepView) -> list[Action]:
-        """Starts for a time to come, where nobody else wants the device; some will be void."""
+        """Starts for a time to come, where no other replica wants the device; some will be void."""
         crowd = Counter(device for room in view.fleet.rooms for device in room.devices)
         alone = [place for place, room in enumerate(view.fleet.rooms) if crowd[room.devices[0]] == 1]
         places = self.random.choice(alone, size=2).tolist()
         return [Start(place, at_s + float(self.random.uniform(0.1, 2.0))) for place in places]
 
     def tier(self, view: StepView, place: int) -> str | None:
-        """Any, or none; who is not up yet can only be released."""
+        """Any, or none; a replica that is not up yet can only be released."""
         if view.places[place].state is ReplicaState.STARTING:
             return None
         return str(self.random.choice(list(view.fleet.rooms[place].wake_s))) if self.random.integers(2) else None
@@ -138,7 +138,7 @@ def first_places(view: StepView) -> list[int]:
 
 
 def spread_out(view: StepView) -> list[Action]:
-    """Everybody up, and the groups in turn on the places where samples begin."""
+    """All actors up, and the groups in turn on the places where samples begin."""
     first = first_places(view)
     starts: list[Action] = []
     for place, room in enumerate(view.fleet.rooms):

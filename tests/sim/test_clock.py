@@ -1,4 +1,4 @@
-"""The agenda: order, and who is taken together."""
+"""The agenda: order, and which events are taken together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices taken in turns, worked by hand: who waits for whom, what sleep costs, and waits without end."""
+"""Devices taken in turns, worked by hand: which replica waits for which, what sleep costs, and waits without end."""
 
 from __future__ import annotations
 

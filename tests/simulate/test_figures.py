@@ -66,7 +66,7 @@ def test_reserved_and_owned_devices_are_paid_for_while_nobody_holds_them() -> No
     assert second.usd == pytest.approx(2 * 6 * 0.001 + 6 * 0.0001)
     owned = book(owned=Owned(released_value=0.25))
     _, second = step_figures(trace(), owned, Devices({"h100": 2}, reserved=False))
-    # 4 of 12 device-seconds are held; of the other 8 somebody else pays a quarter.
+    # 4 of 12 device-seconds are held; of the other 8 other users pay a quarter.
     assert second.usd == pytest.approx((4 + 8 * 0.75) * 0.001 + 6 * 0.0001)
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from rlhfless.sim.experiment.statistics import (
     Interval,
-    difference_interval,
     mean_interval,
     quantile,
     ratio_interval,
@@ -35,7 +34,6 @@ def test_ratios_in_pairs_do_not_feel_what_both_share() -> None:
     interval = ratio_interval([2.0, 20.0, 2000.0], [1.0, 10.0, 1000.0])
     assert (interval.mean, interval.low, interval.high) == pytest.approx((2.0, 2.0, 2.0))
     assert ratio_interval([1.0, 4.0], [1.0, 1.0]).mean == pytest.approx(2.0)
-    assert difference_interval([3.0, 5.0], [1.0, 3.0]) == Interval(2.0, 2.0, 2.0)
 
 
 def test_quantiles_by_hand() -> None:

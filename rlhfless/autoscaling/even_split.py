@@ -1,4 +1,4 @@
-"""Work dealt out evenly, without any forecast: what evaluations use, and what a run falls back to."""
+"""Samples split evenly among the actors, without any forecast: for evaluations, and after a fault of the policy."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from rlhfless.records import ReplicaState
 from rlhfless.scaling.policy import Action, Assign, Event, Ints, Lost, Move, Serving, StepBegan, StepView
 
 UP = (ReplicaState.STALE, ReplicaState.SERVING)
-"""At work, or as soon as the step's weights are loaded."""
+"""States of an actor that works, or will as soon as it has loaded the step's weights."""
 
 
-class EvenDeal:
-    """Prompts in turn; what was lost to whoever has least; to one that joins, half of the busiest one's lead.
+class EvenSplit:
+    """Gives each prompt, new or lost, to the actor with the fewest samples; an actor that joins gets half of the lead
+    of the busiest one.
 
-    It starts and releases nobody, and gives work only to actors that are up.
+    It starts and releases no actor, and gives samples only to actors that are up.
     """
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
         """See rlhfless.scaling.policy.Policy."""
         match event:
             case StepBegan():
-                return deal(view, np.flatnonzero(~view.finished))
+                return split_evenly(view, np.flatnonzero(~view.finished))
             case Lost(samples=samples):
-                return deal(view, samples)
+                return split_evenly(view, samples)
             case Serving(place):
                 return _share(view, place)
         return ()
 
 
-def deal(view: StepView, samples: Ints) -> list[Assign]:
-    """Gives samples that are nobody's to the actors that are up, a prompt at a time, each to whoever has least.
+def split_evenly(view: StepView, samples: Ints) -> list[Assign]:
+    """Gives unassigned samples to the actors that are up, a prompt at a time, each to the actor with the fewest.
 
-    If nobody is, to the first that is on its way; nothing if nobody is.
+    If no actor is up, to the first that is starting; if none is starting either, the answer is empty.
     """
     places = _places(view, *UP) or _places(view, ReplicaState.STARTING)[:1]
     load = {place: view.samples_at(place).size for place in places}
@@ -52,7 +53,7 @@ def _share(view: StepView, joined: int) -> list[Action]:
     load = {place: view.samples_at(place).size for place in _places(view, *UP)}
     busiest = max(load, key=lambda place: (load[place], -place), default=joined)
     lead = (load.get(busiest, 0) - load.get(joined, 0)) // 2
-    # The last ones: whole groups, since siblings lie one after the other.
+    # The last samples: whole groups, since siblings lie one after the other.
     return [Move(busiest, joined, view.samples_at(busiest)[-lead:])] if lead > 0 else []
 
 

@@ -10,9 +10,9 @@ import pytest
 from fake_fleet import FakeFleet, FakePool
 from test_generation_stage import SPEC, Reader, draw, until
 
+from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.functions.generation.messages import Ended
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.steering import Steering
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.scaling.policy import (
     Action,
@@ -64,8 +64,8 @@ class Scene:
         self.fleet = FakeFleet(pool)
         self.notes: list[Decision] = []
         self.now_s = 0.0
-        self.steering = Steering(policy, self.fleet, self.notes.append, clock=lambda: 100.0)
-        self.stage = GenerationStage(pool, draw(names, samples), SPEC, self.steering, clock=lambda: self.now_s)
+        self.runner = PolicyRunner(policy, self.fleet, self.notes.append, clock=lambda: 100.0)
+        self.stage = GenerationStage(pool, draw(names, samples), SPEC, self.runner, clock=lambda: self.now_s)
         self.reader = Reader(self.stage)
 
     async def ended(self, *actors: str) -> None:
@@ -82,7 +82,7 @@ async def test_samples_go_where_the_policy_said_and_in_its_order() -> None:
     assert [item.key for item in scene.pool["a"].requests[0].items] == [("q", 0), ("p", 1)]
     await scene.ended("a", "b")
     assert policy.kinds == [StepBegan, Generated]
-    assert scene.steering.figures == {"moved_samples": 0.0, "actors_wanted": 2.0, "policy_faults": 0.0}
+    assert scene.runner.figures == {"moved_samples": 0.0, "actors_wanted": 2.0, "policy_faults": 0.0}
 
 
 async def test_samples_wait_for_an_actor_that_was_started_for_them() -> None:
@@ -125,7 +125,7 @@ async def test_moved_samples_go_on_at_the_place_that_was_named() -> None:
     assert all(len(item.prior.token_ids) == 5 for item in scene.pool["c"].running.values() if item.prior)
     assert not scene.pool["b"].requests
     await scene.ended("a", "c")
-    assert scene.steering.figures["moved_samples"] == 2.0
+    assert scene.runner.figures["moved_samples"] == 2.0
     drawn = {(r.prompt_id, r.sample_index): r.actor for group in scene.reader.groups for r in group.rollouts}
     assert drawn == {("p", 0): "a", ("p", 1): "c", ("q", 0): "a", ("q", 1): "c"}
 
@@ -174,7 +174,7 @@ async def test_decisions_are_noted_and_the_planned_time_is_a_metric() -> None:
     await until(lambda: bool(scene.pool["a"].running))
     await scene.ended("a")
     assert scene.notes == [plan]
-    assert scene.steering.figures["planned_generation_s"] == 2.5
+    assert scene.runner.figures["planned_generation_s"] == 2.5
     assert scene.fleet.released == [(1, None)]
     assert scene.fleet.started == [(2, 130.0, 3)]
 
@@ -183,7 +183,7 @@ async def test_a_contract_that_cannot_be_kept_is_said_once(caplog: pytest.LogCap
     told = {"feasible": False, "reason": "no plan ends before 9 s", "nearest": "cheapest within 9 s"}
     late, fine = (Decision(3, 100.0, "plan", "1 actors", {"feasible": True, **more}) for more in (told, {}))
     policy = Scripted(StepBegan=[Note(late), Note(late), Note(fine), Note(late), Assign(0, ints(0, 1))])
-    with caplog.at_level(logging.WARNING, "rlhfless.loop.steering"):
+    with caplog.at_level(logging.WARNING, "rlhfless.autoscaling.policy_runner"):
         scene = Scene(FakePool("a"), "p", policy)
         await until(lambda: bool(scene.pool["a"].running))
         await scene.ended("a")
@@ -219,7 +219,7 @@ async def test_a_fault_of_the_policy_costs_no_sample(answer: Sequence[Action]) -
         actor.finish()
     await scene.reader.task
     assert sorted(scene.reader.names) == ["p", "q"]
-    assert scene.steering.figures["policy_faults"] == 1.0
+    assert scene.runner.figures["policy_faults"] == 1.0
 
 
 async def test_a_broken_policy_is_logged_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -230,7 +230,7 @@ async def test_a_broken_policy_is_logged_once_and_counted_each_time(caplog: pyte
         scene.now_s = 1.0
         scene.pool["a"].beat({("p", 0): 3})
         await scene.ended("a", "b")
-    assert scene.steering.figures["policy_faults"] == 3.0
+    assert scene.runner.figures["policy_faults"] == 3.0
     assert [record.message for record in caplog.records] == [
         "the scaling policy failed at StepBegan; samples without a place are dealt out evenly, there and whenever it "
         "fails again (metric policy_faults)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.loop.speeds import STEPS_REPLAYED, EngineSpeeds
+from rlhfless.autoscaling.engine_speeds import STEPS_REPLAYED, EngineSpeeds
 from rlhfless.records import FinishReason, FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta
 

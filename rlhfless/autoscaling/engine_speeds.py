@@ -1,4 +1,4 @@
-"""How fast the run's own engines are, learned from its ledger while it runs, one fit per kind of device."""
+"""How fast the run's own engines are, learned from its ledger while it runs: one fit per kind of device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.latency import BentEngine, LatencyFit, ModelShape, prior_of
 
 STEPS_REPLAYED = 20
-"""Steps of a trace that a resumed run learns from: of older ones the fit would have kept less than a hundredth."""
+"""Steps of a trace that a resumed run learns from: of older steps the fit would keep less than a hundredth."""
 
 
 class EngineSpeeds:
-    """Before a kind's first step its model is the prior's."""
+    """The engines of each kind of device; before its first step a kind has the model of the prior."""
 
     def __init__(self, shape: ModelShape | None, tensor_parallel: int, max_sequences: int) -> None:
         self._shape = shape
@@ -22,13 +22,14 @@ class EngineSpeeds:
         self._fits: dict[str, LatencyFit] = {}
 
     def model(self, kind: str) -> BentEngine:
-        """The best that is known of the engines on a kind of device."""
+        """The best model that is known of the engines on a kind of device."""
         return self._fit(kind).model()
 
     def learn(
         self, invocations: Iterable[Invocation], rollouts: Iterable[TracedRollout], kinds: Mapping[str, str]
     ) -> None:
-        """A step of the ledger. `kinds` are those of the actors, by name; those that are not there teach nothing."""
+        """Learns from a step of the ledger. `kinds`: the device kind of each actor, by name; rollouts of other
+        actors are left out."""
         calls, rows = list(invocations), list(rollouts)
         for kind in sorted(set(kinds.values())):
             mine = [row for row in rows if kinds.get(row.actor) == kind]
@@ -36,7 +37,7 @@ class EngineSpeeds:
                 self._fit(kind).observe_step(calls, mine, self._max_sequences)
 
     def learn_trace(self, trace: Trace) -> None:
-        """What an earlier attempt has left."""
+        """Learns from the trace of an earlier attempt."""
         held = (holding for holding in trace.holdings if holding.function is FunctionName.GENERATION)
         kinds = {holding.replica: holding.device_kind for holding in held}
         steps = sorted({row.step for row in trace.rollouts})[-STEPS_REPLAYED:]

@@ -1,13 +1,13 @@
-"""The samples that a generation stage has to draw, as a policy sees them: how far each is, and where it belongs.
+"""The samples that a generation stage has to draw: how far each one is, which place has it, which actor draws it.
 
-A sample has a *home*, the place that a policy gave it, and it is *on* a request to the actor that draws it. The stage
-makes the second follow the first: what is on no request goes to its home as soon as somebody serves there, and what is
-on a request elsewhere is called back from it.
+A sample belongs to the place that the policy gave it (`rlhfless.scaling.assignment`), and is *on* a request to the
+actor that draws it. The stage makes the second follow the first: a sample on no request goes to its place as soon as an
+actor serves there, and a sample on a request to another place is called back from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -16,24 +16,25 @@ from numpy.typing import NDArray
 
 from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey
 from rlhfless.records import FinishReason, Rollout
+from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import NOBODY, FleetView, Ints, PlaceView, StepView
 
 N = TypeVar("N", bound=np.generic)
 
 
-class Board:
-    """One number per sample, in the order of the draw: siblings one after the other."""
+class SampleTable:
+    """The samples of one step. A sample is a number, in the order of the draw: siblings one after the other."""
 
-    def __init__(self, step: int, items: Sequence[SampleItem]) -> None:
+    def __init__(self, step: int, items: Sequence[SampleItem], places: int) -> None:
         prompts = {item.prompt_id: len(item.prompt_token_ids) for item in items}
         rank = {prompt_id: number for number, prompt_id in enumerate(prompts)}
         self.step = step
         self.items = list(items)
-        """With the tokens that each goes on from."""
+        """With the tokens that each sample goes on from."""
         self.on: dict[int, int] = {}
-        """Numbers of the requests, of the samples that are on one."""
+        """The request of each sample that is on one."""
         self.waiting: dict[int, None] = {}
-        """Samples with a home and on no request, in the order in which they go to the engine."""
+        """Samples with a place and on no request, in the order in which they go to the engine."""
         self._numbers = {item.key: number for number, item in enumerate(items)}
         self._prompt_ids = tuple(prompts)
         self._prompt_tokens = np.array(list(prompts.values()), np.int64)
@@ -42,6 +43,7 @@ class Board:
         self._finished = np.zeros(len(items), bool)
         self._truncated = np.zeros(len(items), bool)
         self.home: Ints = np.full(len(items), NOBODY, np.int64)
+        self.assignment = Assignment(self.home, self._finished, places)
 
     @property
     def progress(self) -> dict[SampleKey, int]:
@@ -55,12 +57,12 @@ class Board:
         return np.flatnonzero(~self._finished)
 
     @property
-    def forgotten(self) -> Ints:
-        """Those of them that belong to nobody."""
-        return np.flatnonzero(~self._finished & (self.home == NOBODY))
+    def unassigned(self) -> Ints:
+        """Samples that have not ended and belong to no place."""
+        return self.assignment.unassigned
 
     def view(self, fleet: FleetView, places: Sequence[PlaceView]) -> StepView:
-        """All of it, at this instant; whoever gets it cannot change it."""
+        """The step at this instant. The columns are shown without a copy, and cannot be written through the view."""
         return StepView(
             fleet,
             tuple(places),
@@ -75,7 +77,7 @@ class Board:
         )
 
     def counts(self, place: int) -> tuple[int, int]:
-        """Samples of a place that draw, and that wait."""
+        """How many samples of a place have drawn a token, and how many have not."""
         mine = (self.home == place) & ~self._finished
         drawing = int(np.count_nonzero(mine & (self._tokens > 0)))
         return drawing, int(np.count_nonzero(mine)) - drawing
@@ -83,7 +85,7 @@ class Board:
     # -- what the actors say
 
     def progressed(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
-        """A beat of a request. It may come late: nothing steps back."""
+        """A beat of a request. It may come late: no count goes back."""
         for key, count in tokens.items():
             number = self._numbers[key]
             if self.is_on(request, key) and not self._finished[number]:
@@ -93,12 +95,11 @@ class Board:
                 self._end(self._numbers[key], end.tokens, truncated=end.truncated)
 
     def is_on(self, request: int, key: SampleKey) -> bool:
-        """Whether a request still speaks for a sample; what it says of one that was given up meanwhile counts for
-        nothing."""
+        """Whether a sample is still on this request. What a request says of any other sample counts for nothing."""
         return self.on.get(self._numbers[key]) == request
 
     def came_back(self, rollout: Rollout) -> None:
-        """A request is done with a sample. If it has not ended, it goes on from its tokens."""
+        """A request is done with a sample. If the sample has not ended, it goes on from its tokens."""
         number = self._numbers[rollout.key]
         del self.on[number]
         if rollout.finish_reason != FinishReason.ABORT:
@@ -109,7 +110,7 @@ class Board:
         self._restart(number)
 
     def lost_with(self, request: int) -> Ints:
-        """A request is lost: what was on it starts again from what it had brought along. Returns those samples."""
+        """A request is lost: its samples start again from the tokens that they had brought along. Returns them."""
         gone = np.array([number for number, on in self.on.items() if on == request], np.int64)
         for number in gone.tolist():
             del self.on[number]
@@ -119,20 +120,19 @@ class Board:
 
     # -- what the policy says
 
-    def give(self, samples: Iterable[int], place: int) -> None:
-        """Samples belong to a place from here on, NOBODY or another; those that have ended stay as they are."""
-        for number in samples:
-            if self._finished[number]:
-                continue
-            self.home[number] = place
+    def give(self, samples: Ints, place: int) -> None:
+        """Samples that have not ended belong to a place from here on; samples on no request wait there."""
+        self.assignment.give(samples, place)
+        for number in samples.tolist():
             self.waiting.pop(number, None)
-            if place != NOBODY and number not in self.on:
+            if number not in self.on:
                 self.waiting[number] = None
 
-    def take_from(self, place: int) -> Ints:
-        """What belongs to a place becomes nobody's. Returns those samples."""
-        samples = np.flatnonzero((self.home == place) & ~self._finished)
-        self.give(samples.tolist(), NOBODY)
+    def lose(self, place: int) -> Ints:
+        """The samples of a place are unassigned from here on. Returns them."""
+        samples = self.assignment.lose(place)
+        for number in samples.tolist():
+            self.waiting.pop(number, None)
         return samples
 
     def _end(self, number: int, tokens: int, *, truncated: bool) -> None:

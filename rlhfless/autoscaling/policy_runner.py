@@ -1,0 +1,166 @@
+"""One policy, asked on the wall clock: what happens to a run's generation becomes its events, and its answers are done.
+
+The simulator asks the same policies on a virtual clock; `rlhfless.scaling.assignment` says for both which answers are
+refused. A fault of the policy stops the simulator; here it must not cost a run. The actions before the fault stand,
+samples that it leaves unassigned are split evenly, and the policy is asked again at the next event. The first fault is
+logged with its traceback, and all are counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from rlhfless.autoscaling.even_split import split_evenly
+from rlhfless.autoscaling.sample_table import SampleTable
+from rlhfless.fleet.replica import ReplicaLost
+from rlhfless.records import Decision
+from rlhfless.scaling.policy import (
+    NOBODY,
+    Action,
+    Assign,
+    Event,
+    FleetView,
+    Move,
+    Note,
+    PlaceView,
+    Policy,
+    Release,
+    Start,
+    StepBegan,
+    StepView,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Fleet(Protocol):
+    """What a policy sees of a fleet, and may do to it."""
+
+    def view(self) -> FleetView:
+        """The rooms, with the best figures that are known by now."""
+
+    def places(self, table: SampleTable) -> tuple[PlaceView, ...]:
+        """The state of each place, and how many samples it has."""
+
+    def expects(self, place: int) -> bool:
+        """Whether a generation actor is up at a place, or has been asked to come up."""
+
+    def start(self, place: int, at_s: float | None, step: int) -> None:
+        """See rlhfless.scaling.policy.Start. Raises PolicyFault."""
+
+    def release(self, place: int, tier: str | None, step: int) -> None:
+        """See rlhfless.scaling.policy.Release. Raises PolicyFault."""
+
+
+class PolicyRunner:
+    """Asks one policy for one run, or for one stage."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        fleet: Fleet,
+        note: Callable[[Decision], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._note = note
+        self._clock = clock
+        self._feasible = True
+        self._view: FleetView | None = None
+        self._table: SampleTable | None = None
+        self._faults = 0
+        self._figures: dict[str, float] = {}
+
+    @property
+    def step(self) -> int | None:
+        """The last step that the policy was asked about."""
+        return None if self._table is None else self._table.step
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """Metrics of that step."""
+        return {**self._figures, "policy_faults": float(self._faults)}
+
+    def ask(self, event: Event, table: SampleTable | None = None) -> None:
+        """Asks what to do now, and does it; without a table, the policy is shown that of the last step.
+
+        Raises ReplicaLost if samples are left, and no actor is there to draw them or will be.
+        """
+        table = table or self._table
+        if table is None:
+            return  # no step has begun yet: there is nothing to see
+        if isinstance(event, StepBegan):
+            self._table, self._view = table, self._fleet.view()
+            self._figures = {"moved_samples": 0.0}
+        try:
+            answer = self._policy.decide(self._clock(), event, self._seen(table))
+            for action in answer:
+                self._carry_out(action, table)
+            if any(map(self._fleet.expects, range(table.assignment.places))):
+                table.assignment.check_assigned()
+            table.assignment.check_drawn(answer, self._fleet.expects)
+        except Exception as fault:
+            self._faulted(event, fault)
+        self._split_rest(table)
+        if isinstance(event, StepBegan):
+            self._figures["actors_wanted"] = float(len(set(table.home[table.left].tolist())))
+
+    def _seen(self, table: SampleTable) -> StepView:
+        view = self._view if self._view is not None else self._fleet.view()
+        return table.view(view, self._fleet.places(table))
+
+    def _carry_out(self, action: Action, table: SampleTable) -> None:
+        """Does what an action says. Raises PolicyFault, and does nothing, if that cannot be done."""
+        match action:
+            case Assign(place=place):
+                table.give(table.assignment.checked_assign(action), place)
+            case Move(target=target):
+                moving = table.assignment.checked_move(action)
+                table.give(moving, target)
+                self._figures["moved_samples"] += moving.size
+            case Start(place, at_s):
+                self._fleet.start(place, at_s, table.step)
+            case Release(place, tier):
+                table.assignment.check_release(place)
+                self._fleet.release(place, tier, table.step)
+            case Note(decision):
+                self._note(decision)
+                if decision.kind == "plan":
+                    self._planned(decision)
+
+    def _planned(self, decision: Decision) -> None:
+        """A step's plan. That no plan can keep the contract is logged when it begins to be so, not at every step."""
+        inputs = decision.inputs
+        if "step_s" in inputs:
+            self._figures["planned_generation_s"] = float(inputs["step_s"])
+        feasible = inputs.get("feasible") is not False
+        if self._feasible and not feasible:
+            what = "step %d: no plan for generation keeps its part of the contract (%s); the nearest is kept: %s"
+            log.warning(what, decision.step, inputs["reason"], inputs["nearest"])
+        self._feasible = feasible
+
+    def _split_rest(self, table: SampleTable) -> None:
+        """Splits what is unassigned, or waits where no actor will be, evenly: every sample has a place after this."""
+        for place in sorted(set(table.home[table.left].tolist()) - {NOBODY}):
+            if not self._fleet.expects(place):
+                table.lose(place)
+        if not table.unassigned.size:
+            return
+        for assign in split_evenly(self._seen(table), table.unassigned):
+            table.give(assign.samples, assign.place)
+        if left := table.unassigned.size:
+            raise ReplicaLost(f"no generation actor is left for {left} unfinished samples")
+
+    def _faulted(self, event: Event, fault: Exception) -> None:
+        self._faults += 1
+        if self._faults == 1:
+            log.error(
+                "the scaling policy failed at %s; samples without a place are dealt out evenly, there and whenever "
+                "it fails again (metric policy_faults)",
+                type(event).__name__,
+                exc_info=fault,
+            )
