@@ -19,7 +19,7 @@ from rlhfless.loop.rooms import LiveFleet
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, StepRecord, Work
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.lengths import LengthPredictor
+from rlhfless.scaling.lengths import predictor_of
 from rlhfless.scaling.policies import POLICIES, CostAwareSettings, make_policy
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policies.forecasters import PredictedLengths
@@ -95,7 +95,7 @@ def policy_of(spec: RunSpec, earlier: Trace | None, spent_usd: float = 0.0) -> P
         steps=max(spec.steps - len(done), 1),
     )
     if isinstance(settings, CostAwareSettings) and earlier is not None:
-        return CostAware(settings, PredictedLengths(LengthPredictor.of_trace(earlier)))
+        return CostAware(settings, PredictedLengths(predictor_of(earlier)))
     return make_policy(scaling.policy, settings)
 
 

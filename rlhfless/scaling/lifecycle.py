@@ -1,4 +1,4 @@
-"""The life cycle of a replica, and the membership of a fleet. Pure: the clock is handed in.
+"""The life cycle of a replica. Pure: the clock is handed in.
 
     STARTING -> STALE -> SERVING -> DRAINING -> SLEEPING | RETIRED
     SERVING  -> STALE      another version was asked for
@@ -8,8 +8,8 @@
     SLEEPING -> RETIRED
     any live state -> SUSPECT -> STALE | DEAD
 
-Invariant: SERVING means that the version asked for last has been loaded. There is one door to traffic,
-STALE -> SERVING, and a completed load of that very version is its key.
+Invariant: SERVING means that the version asked for last has been loaded. STALE -> SERVING is the only
+transition to traffic, and only a completed load of that very version makes it.
 
 Transitions that deliberately do not exist:
 - STARTING, SLEEPING or SUSPECT -> SERVING. New, woken and recovered replicas may hold any weights, or none.
@@ -25,7 +25,7 @@ Transitions that deliberately do not exist:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from rlhfless.records import FunctionName, Holding, ReplicaState, WeightVersion
@@ -48,15 +48,15 @@ TRANSITIONS: Mapping[ReplicaState, frozenset[ReplicaState]] = MappingProxyType(
 """All transitions there are."""
 
 ENTRY_STATES = frozenset({_S.STARTING, _S.STALE})
-"""A life begins by starting, or as STALE when a replica is found that somebody else has started."""
+"""A life begins by starting, or as STALE when a replica is found that was started elsewhere."""
 
 
 class IllegalTransition(RuntimeError):
     """An event that the state of the replica does not allow: a fault of the caller. Names both states."""
 
-    def __init__(self, who: str, before: ReplicaState, after: ReplicaState) -> None:
+    def __init__(self, replica: str, before: ReplicaState, after: ReplicaState) -> None:
         allowed = ", ".join(sorted(TRANSITIONS[before])) or "nothing: this life is over"
-        super().__init__(f"{who} cannot go from {before} to {after}; from {before} it can go to {allowed}")
+        super().__init__(f"{replica} cannot go from {before} to {after}; from {before} it can go to {allowed}")
         self.before = before
         self.after = after
 
@@ -173,55 +173,13 @@ class Lifecycle:
         start_s, self._since_s = self._since_s, max(at_s, self._since_s)
         if self._since_s == start_s:
             return ()
-        who = self._identity
+        life = self._identity
+        replica = life.function, life.replica, life.incarnation
         return tuple(
-            Holding(
-                who.function,
-                who.replica,
-                who.incarnation,
-                slot.name,
-                slot.kind,
-                who.seat.share,
-                self._state,
-                start_s,
-                self._since_s,
-            )
-            for slot in who.seat.slots
+            Holding(*replica, slot.name, slot.kind, life.seat.share, self._state, start_s, self._since_s)
+            for slot in life.seat.slots
         )
 
     def _illegal(self, state: ReplicaState) -> IllegalTransition:
-        who = f"{self._identity.replica} (incarnation {self._identity.incarnation})"
-        return IllegalTransition(who, self._state, state)
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """Who is in the fleet, in which state, and a number that goes up at every change.
-
-    Whoever acts on a view of the fleet keeps the epoch it was taken at: a smaller number than the current one
-    means that the view is old.
-    """
-
-    epoch: int = 0
-    states: Mapping[str, ReplicaState] = field(default_factory=lambda: MappingProxyType({}))
-    """By incarnation. Those that ended stay, so that no incarnation can join twice."""
-
-    def update(self, incarnation: str, state: ReplicaState) -> Membership:
-        """The membership after `incarnation` came to `state`; itself if nothing changed.
-
-        One that ends without having joined (its start failed) was never a member. Raises IllegalTransition if
-        there is no such transition, so also if a dead incarnation returns; ValueError for one that joins in any
-        other state than starting or stale.
-        """
-        before = self.states.get(incarnation)
-        if before is state or (before is None and not state.holds_device):
-            return self
-        if before is None and state not in ENTRY_STATES:
-            raise ValueError(f"incarnation {incarnation} joins as {state}; it must join as starting or stale")
-        if before is not None and state not in TRANSITIONS[before]:
-            raise IllegalTransition(f"incarnation {incarnation}", before, state)
-        return Membership(self.epoch + 1, MappingProxyType({**self.states, incarnation: state}))
-
-    def within(self, *states: ReplicaState) -> tuple[str, ...]:
-        """The incarnations in any of these states, in the order in which they joined."""
-        return tuple(who for who, state in self.states.items() if state in states)
+        replica = f"{self._identity.replica} (incarnation {self._identity.incarnation})"
+        return IllegalTransition(replica, self._state, state)

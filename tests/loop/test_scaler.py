@@ -21,7 +21,7 @@ from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.scaler import Scaler, policy_of
 from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
-from rlhfless.scaling.lengths import LengthPredictor
+from rlhfless.scaling.lengths import predictor_of
 from rlhfless.scaling.policies import POLICIES
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policy import Policy
@@ -187,7 +187,7 @@ def test_a_resumed_policy_has_seen_the_lengths_of_its_trace() -> None:
     resumed = policy_of(RunSpec.model_validate(BASE), EARLIER)
     assert isinstance(resumed, CostAware)
     known: Any = resumed._forecaster
-    expected = LengthPredictor.of_trace(EARLIER)
+    expected = predictor_of(EARLIER)
     for predictor in (known._predictor, expected):
         predictor.step_began(3, ("p", "new"), 2)
     mine, theirs = known._predictor.forecast(3), expected.forecast(3)

@@ -12,7 +12,7 @@ from rlhfless.cli import main
 from rlhfless.records import FinishReason, Rollout, Score
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout, TraceMeta, TraceWriter
-from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor
+from rlhfless.scaling.lengths import QUANTILE_LEVELS, predictor_of
 from rlhfless.scaling.lengths.evaluate import evaluate, pinball, spearman
 
 MAX_TOKENS = 512
@@ -76,7 +76,7 @@ def test_forecasts_beat_both_baselines_on_a_known_trace() -> None:
 
 def test_a_resumed_predictor_has_seen_the_trace() -> None:
     trace = known_trace()
-    predictor = LengthPredictor.of_trace(trace)
+    predictor = predictor_of(trace)
     predictor.step_began(99, ("p0", "p15"), 1)
     medians = predictor.forecast(99).remaining_tokens[:, QUANTILE_LEVELS.tolist().index(0.5)]
     assert predictor.max_tokens == MAX_TOKENS
@@ -93,7 +93,7 @@ def test_a_trace_that_cannot_be_judged() -> None:
     with pytest.raises(TraceError, match="rollouts of 1 steps; forecasts need 2"):
         evaluate(known_trace(1))
     with pytest.raises(TraceError, match=r"no generation\.max_tokens"):
-        LengthPredictor.of_trace(Trace(TraceMeta("old", 1, {}, {}, {})))
+        predictor_of(Trace(TraceMeta("old", 1, {}, {}, {})))
 
 
 def test_the_command_prints_the_table(tmp_path: Path) -> None:

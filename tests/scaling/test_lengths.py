@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rlhfless.scaling.lengths import QUANTILE_LEVELS, Forecast, LengthPredictor
 from rlhfless.scaling.lengths.forecast import mean_weights
 from rlhfless.scaling.lengths.hazard import HazardTable
-from rlhfless.scaling.lengths.levels import Levels, Samples, mills, update, without_each
+from rlhfless.scaling.lengths.levels import Levels, mills, update, without_each
+from rlhfless.scaling.lengths.samples import Samples
 
 MEDIAN = QUANTILE_LEVELS.tolist().index(0.5)
 MAX_TOKENS = 1024

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -14,7 +13,6 @@ from rlhfless.scaling.lifecycle import (
     TRANSITIONS,
     IllegalTransition,
     Lifecycle,
-    Membership,
     ReplicaIdentity,
 )
 from rlhfless.scaling.placement import Seat, Slot
@@ -224,50 +222,3 @@ class AnyLife(RuleBasedStateMachine):
 
 
 test_any_life = AnyLife.TestCase
-
-
-def test_the_epoch_goes_up_at_every_change_and_only_then() -> None:
-    empty = Membership()
-    one = empty.update("a", S.STARTING)
-    same = one.update("a", S.STARTING)
-    two = same.update("b", S.STALE).update("a", S.STALE).update("b", S.SERVING)
-    assert (empty.epoch, one.epoch, same.epoch, two.epoch) == (0, 1, 1, 4)
-    assert same is one
-    assert dict(empty.states) == {}
-    assert two.within(S.SERVING) == ("b",)
-    assert two.within(S.SERVING, S.STALE) == ("a", "b")
-
-
-def test_members_join_at_the_door_and_the_dead_stay_out() -> None:
-    with pytest.raises(ValueError, match="joins as serving"):
-        Membership().update("a", S.SERVING)
-    assert Membership().update("never-up", S.RETIRED) == Membership()
-    gone = Membership().update("a", S.STARTING).update("a", S.SUSPECT).update("a", S.DEAD)
-    with pytest.raises(IllegalTransition):
-        gone.update("a", S.STALE)
-    assert gone.epoch == 3
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(list(S))), max_size=20))
-def test_the_epoch_counts_accepted_changes(events: list[tuple[str, ReplicaState]]) -> None:
-    members, accepted = Membership(), 0
-    for who, state in events:
-        before = members.states.get(who)
-        try:
-            members = members.update(who, state)
-        except (IllegalTransition, ValueError):
-            continue
-        accepted += members.states.get(who) is not before
-    assert members.epoch == accepted
-
-
-@pytest.mark.parametrize(("before", "after"), list(product(S, S)))
-def test_membership_follows_the_same_table(before: ReplicaState, after: ReplicaState) -> None:
-    members = Membership(epoch=7, states={"a": before})
-    if after is before:
-        assert members.update("a", after).epoch == 7
-    elif after in TRANSITIONS[before]:
-        assert members.update("a", after).states == {"a": after}
-    else:
-        with pytest.raises(IllegalTransition):
-            members.update("a", after)

@@ -16,9 +16,9 @@ import numpy as np
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast
-from rlhfless.scaling.lengths.hazard import Array
 from rlhfless.scaling.lengths.predictor import LengthPredictor
 from rlhfless.scaling.lengths.replay import StepLengths, max_tokens_of, steps_of
+from rlhfless.scaling.lengths.samples import Array
 
 
 @dataclass(frozen=True, slots=True)

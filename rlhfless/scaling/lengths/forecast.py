@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.scaling.lengths.hazard import Array, BoolArray, Ints
+from rlhfless.scaling.lengths.samples import Array, BoolArray, Ints
 
 QUANTILE_LEVELS: Array = np.array([0.01, 0.05, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.95, 0.99, 0.999, 0.9999])
 """Q levels, the same in every forecast. The upper ones are there because the longest of a batch decides its end."""

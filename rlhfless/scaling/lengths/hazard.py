@@ -17,13 +17,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from rlhfless.scaling.lengths.kernel import Shape
-
-Array = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.intp]
+from rlhfless.scaling.lengths.samples import Array
 
 
 class HazardTable:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfless.scaling.lengths.hazard import Array, BoolArray, Ints
-from rlhfless.scaling.lengths.levels import Levels, Samples, squared_residuals
+from rlhfless.scaling.lengths.levels import Levels, squared_residuals
+from rlhfless.scaling.lengths.samples import Array, BoolArray, Ints, Samples
 
 STEPS_KEPT = 0.9
 """Weight of all earlier steps at each new one: a memory of about ten steps, some thousands of samples."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rlhfless.scaling.compiled import compiled, part
-
-if TYPE_CHECKING:
-    from rlhfless.scaling.lengths.hazard import Array, BoolArray, Ints
-    from rlhfless.scaling.lengths.levels import Samples
+from rlhfless.scaling.lengths.samples import Array, BoolArray, Ints, Samples
 
 
 class Mills(NamedTuple):

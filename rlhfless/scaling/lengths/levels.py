@@ -12,31 +12,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from rlhfless.scaling.lengths import kernel
-from rlhfless.scaling.lengths.hazard import Array, BoolArray, Ints
+from rlhfless.scaling.lengths.samples import Array, Samples
 
 NEWTON_STEPS = 4
 """From the peak that the prior and the finished samples have together, which is exact. Samples of which only "at least"
 is known can only lift it, by a pull that is convex in the level: Newton's method climbs to the peak from below and
 never past it, so evidence of a long response never lowers a level. Met to a hundredth of the spread by then."""
-
-
-class Samples(NamedTuple):
-    """Samples of prompts, as evidence. Those of a prompt that are known to be longer than a length are alike, and those
-    whose lengths are known count as so many with the mean of their logs."""
-
-    prompt: Ints  # [entries]: whose they are
-    log_tokens: Array  # [entries]: log of the length, or of the tokens so far
-    finished: BoolArray  # [entries]: whether the length is known, or it is at least that
-    number: Array  # [entries]: how many there are
-
-    def sums(self, of_one: Array | BoolArray | float, prompts: int) -> Array:
-        """[prompts]: the sum over all samples of a figure [entries] of one."""
-        return np.bincount(self.prompt, of_one * self.number, minlength=prompts).astype(np.float64, copy=False)
 
 
 @dataclass(frozen=True, slots=True)

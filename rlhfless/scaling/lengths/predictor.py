@@ -12,7 +12,7 @@ prompt, and later that of the errors which forecasts of known prompts turned out
 max_tokens counts as "at least" everywhere. Within a step only prompts' own samples are evidence; the run's tables
 learn when the step has ended, because those that finish first are the short ones.
 
-Deterministic: the same events give the same forecasts, so a resumed run replays its trace (`of_trace`).
+Deterministic: the same events give the same forecasts, so a resumed run replays its trace (`replay.predictor_of`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths import kernel
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast
-from rlhfless.scaling.lengths.hazard import Array, BoolArray, HazardTable
+from rlhfless.scaling.lengths.hazard import HazardTable
 from rlhfless.scaling.lengths.history import STEPS_KEPT, History
-from rlhfless.scaling.lengths.levels import Levels, Samples, update, without_each
-from rlhfless.scaling.lengths.replay import max_tokens_of, steps_of
+from rlhfless.scaling.lengths.levels import Levels, update, without_each
+from rlhfless.scaling.lengths.samples import Array, BoolArray, Samples
 from rlhfless.scaling.lengths.step import OpenStep
 
 LONGEST_TOKENS = 2**22
@@ -66,19 +65,6 @@ class LengthPredictor:
         self._history = History()
         self._mean, self._sd = self._run.moments()
         self._open: dict[int, OpenStep] = {}
-
-    @classmethod
-    def of_trace(cls, trace: Trace) -> LengthPredictor:
-        """The predictor of a run that is resumed: it has seen all rollouts of its trace.
-
-        Raises TraceError if the trace does not say what max_tokens was.
-        """
-        predictor = cls(max_tokens_of(trace))
-        for lengths in steps_of(trace):
-            lengths.begin(predictor)
-            lengths.tell(predictor)
-            predictor.step_ended(lengths.step)
-        return predictor
 
     @property
     def max_tokens(self) -> int:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rlhfless.records import FinishReason
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout
-
-if TYPE_CHECKING:
-    from rlhfless.scaling.lengths.predictor import LengthPredictor
+from rlhfless.scaling.lengths.predictor import LengthPredictor
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +56,16 @@ def max_tokens_of(trace: Trace) -> int:
             f"the spec in the trace of {trace.meta.run_id} has no generation.max_tokens, without which a "
             "truncated response cannot be told; restore meta.json from a copy of the run"
         ) from error
+
+
+def predictor_of(trace: Trace) -> LengthPredictor:
+    """The predictor of a run that is resumed: it has seen all rollouts of the run's trace.
+
+    Raises TraceError if the trace does not say what max_tokens was.
+    """
+    predictor = LengthPredictor(max_tokens_of(trace))
+    for lengths in steps_of(trace):
+        lengths.begin(predictor)
+        lengths.tell(predictor)
+        predictor.step_ended(lengths.step)
+    return predictor

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfless.scaling.lengths import kernel
-from rlhfless.scaling.lengths.hazard import Array, BoolArray, Ints
-from rlhfless.scaling.lengths.levels import Levels, Samples
+from rlhfless.scaling.lengths.levels import Levels
+from rlhfless.scaling.lengths.samples import Array, BoolArray, Ints, Samples
 
 
 class Running(NamedTuple):
