@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlhfless.autoscaling.even_split import split_evenly
@@ -30,6 +31,7 @@ from rlhfless.scaling.policy import (
     Release,
     Start,
     StepBegan,
+    StepEnded,
     StepView,
 )
 
@@ -55,8 +57,19 @@ class Fleet(Protocol):
         """See rlhfless.scaling.policy.Release. Raises PolicyFault."""
 
 
+@dataclass(slots=True)
+class _Step:
+    """What the policy is shown of a step, and what came of its answers."""
+
+    table: SampleTable
+    view: FleetView
+    """As it was when the step began."""
+    figures: dict[str, float] = field(default_factory=lambda: {"moved_samples": 0.0})
+    ended: bool = False
+
+
 class PolicyRunner:
-    """Asks one policy for one run, or for one stage."""
+    """Asks one policy for one run, or for one stage. Several steps can be under way."""
 
     def __init__(
         self,
@@ -70,58 +83,61 @@ class PolicyRunner:
         self._note = note
         self._clock = clock
         self._feasible = True
-        self._view: FleetView | None = None
-        self._table: SampleTable | None = None
+        self._steps: dict[int, _Step] = {}
         self._faults = 0
-        self._figures: dict[str, float] = {}
 
-    @property
-    def step(self) -> int | None:
-        """The last step that the policy was asked about."""
-        return None if self._table is None else self._table.step
+    def figures(self, step: int) -> Mapping[str, float]:
+        """Metrics of a step; none if the policy was not asked about it."""
+        asked = self._steps.get(step)
+        return {} if asked is None else {**asked.figures, "policy_faults": float(self._faults)}
 
-    @property
-    def figures(self) -> Mapping[str, float]:
-        """Metrics of that step."""
-        return {**self._figures, "policy_faults": float(self._faults)}
+    def begin(self, table: SampleTable) -> None:
+        """A step begins. Raises as `ask` does."""
+        self._steps = {number: known for number, known in self._steps.items() if not known.ended}
+        step = self._steps[table.step] = _Step(table, self._fleet.view())
+        self.ask(StepBegan(), table.step)
+        step.figures["actors_wanted"] = float(len(set(table.home[table.left].tolist())))
 
-    def ask(self, event: Event, table: SampleTable | None = None) -> None:
-        """Asks what to do now, and does it; without a table, the policy is shown that of the last step.
+    def end(self, event: StepEnded, number: int) -> None:
+        """A step has ended, and the policy is not asked about it any more."""
+        self.ask(event, number)
+        if number in self._steps:
+            self._steps[number].ended = True
+
+    def ask(self, event: Event, number: int) -> None:
+        """Asks what to do now, in the step with this number, and does it. Does nothing for a step that has ended, or
+        that the policy was not asked about when it began.
 
         Raises ReplicaLost if samples are left, and no actor is there to draw them or will be.
         """
-        table = table or self._table
-        if table is None:
-            return  # no step has begun yet: there is nothing to see
-        if isinstance(event, StepBegan):
-            self._table, self._view = table, self._fleet.view()
-            self._figures = {"moved_samples": 0.0}
+        step = self._steps.get(number)
+        if step is None or step.ended:
+            return
+        table = step.table
         try:
-            answer = self._policy.decide(self._clock(), event, self._seen(table))
+            answer = self._policy.decide(self._clock(), event, self._seen(step))
             for action in answer:
-                self._carry_out(action, table)
+                self._carry_out(action, step)
             if any(map(self._fleet.expects, range(table.assignment.places))):
                 table.assignment.check_assigned()
             table.assignment.check_drawn(answer, self._fleet.expects)
         except Exception as fault:
             self._faulted(event, fault)
-        self._split_rest(table)
-        if isinstance(event, StepBegan):
-            self._figures["actors_wanted"] = float(len(set(table.home[table.left].tolist())))
+        self._split_rest(step)
 
-    def _seen(self, table: SampleTable) -> StepView:
-        view = self._view if self._view is not None else self._fleet.view()
-        return table.view(view, self._fleet.places(table))
+    def _seen(self, step: _Step) -> StepView:
+        return step.table.view(step.view, self._fleet.places(step.table))
 
-    def _carry_out(self, action: Action, table: SampleTable) -> None:
+    def _carry_out(self, action: Action, step: _Step) -> None:
         """Does what an action says. Raises PolicyFault, and does nothing, if that cannot be done."""
+        table = step.table
         match action:
             case Assign(place=place):
                 table.give(table.assignment.checked_assign(action), place)
             case Move(target=target):
                 moving = table.assignment.checked_move(action)
                 table.give(moving, target)
-                self._figures["moved_samples"] += moving.size
+                step.figures["moved_samples"] += moving.size
             case Start(place, at_s):
                 self._fleet.start(place, at_s, table.step)
             case Release(place, tier):
@@ -130,27 +146,28 @@ class PolicyRunner:
             case Note(decision):
                 self._note(decision)
                 if decision.kind == "plan":
-                    self._planned(decision)
+                    self._planned(decision, step)
 
-    def _planned(self, decision: Decision) -> None:
+    def _planned(self, decision: Decision, step: _Step) -> None:
         """A step's plan. That no plan can keep the contract is logged when it begins to be so, not at every step."""
         inputs = decision.inputs
         if "step_s" in inputs:
-            self._figures["planned_generation_s"] = float(inputs["step_s"])
+            step.figures["planned_generation_s"] = float(inputs["step_s"])
         feasible = inputs.get("feasible") is not False
         if self._feasible and not feasible:
             what = "step %d: no plan for generation keeps its part of the contract (%s); the nearest is kept: %s"
             log.warning(what, decision.step, inputs["reason"], inputs["nearest"])
         self._feasible = feasible
 
-    def _split_rest(self, table: SampleTable) -> None:
+    def _split_rest(self, step: _Step) -> None:
         """Splits what is unassigned, or waits where no actor will be, evenly: every sample has a place after this."""
+        table = step.table
         for place in sorted(set(table.home[table.left].tolist()) - {NOBODY}):
             if not self._fleet.expects(place):
                 table.lose(place)
         if not table.unassigned.size:
             return
-        for assign in split_evenly(self._seen(table), table.unassigned):
+        for assign in split_evenly(self._seen(step), table.unassigned):
             table.give(assign.samples, assign.place)
         if left := table.unassigned.size:
             raise ReplicaLost(f"no generation actor is left for {left} unfinished samples")
@@ -159,7 +176,7 @@ class PolicyRunner:
         self._faults += 1
         if self._faults == 1:
             log.error(
-                "the scaling policy failed at %s; samples without a place are dealt out evenly, there and whenever "
+                "the scaling policy failed at %s; samples without a place are split evenly, there and whenever "
                 "it fails again (metric policy_faults)",
                 type(event).__name__,
                 exc_info=fault,

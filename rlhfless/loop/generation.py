@@ -31,7 +31,7 @@ from rlhfless.functions.generation.messages import (
 from rlhfless.loop.draw import Draw
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
-from rlhfless.scaling.policy import NOBODY, Beat, Event, Generated, Lost, Serving, StepBegan
+from rlhfless.scaling.policy import NOBODY, Beat, Event, Generated, Lost, Serving
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.host import BusyCores
 
@@ -95,7 +95,8 @@ class GenerationStage:
                 yield group
             if self._finished:
                 self._asked_s = self._clock()
-                self._ask(StepBegan())
+                self._runner.begin(self._table)
+                self._submit_waiting()
             heard = False
             while self._finished:
                 for group in self._handle(await self._events.get()):
@@ -150,7 +151,7 @@ class GenerationStage:
             self._events.put_nowait(error)
 
     def _ask(self, event: Event) -> None:
-        self._runner.ask(event, self._table)
+        self._runner.ask(event, self.step)
         self._submit_waiting()
         self._call_back_strays()
 

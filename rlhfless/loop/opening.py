@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhfless.autoscaling.scaler import scaler_of
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.pool import RECOVERABLE, Pool
@@ -23,7 +24,6 @@ from rlhfless.loop.launch import Launcher, store_folders
 from rlhfless.loop.ledger import Earlier, Ledger
 from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
-from rlhfless.loop.scaler import scaler_of
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.autoscaling.scaler import Scaler
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.fleet.tasks import together
@@ -22,7 +23,6 @@ from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoredGroups
 from rlhfless.loop.failures import added_up
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.ledger import Ledger
-from rlhfless.loop.scaler import Scaler
 from rlhfless.loop.step_context import StepClock, StepContext
 from rlhfless.loop.summary import drawn_metrics
 from rlhfless.prepare.prompts import PromptOrder
@@ -146,7 +146,7 @@ class Run:
             self.generation,
             draw,
             self.spec,
-            self.scaler.runner_of(draw),
+            self.scaler.runner_of(draw.call.step, draw.work),
             self.journal if draw.work is Work.GENERATE else None,
             at_work=lambda: self.ledger.keep_up(self.pools, 0.0),
         )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import saboteur
 from conftest import FAULT_STEPS, Whole, fault_opening
 
+from rlhfless.functions.base import Call
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.opening import Opening, opened
 from rlhfless.loop.recovery import Mended
 from rlhfless.loop.run import Run
+from rlhfless.records import PublishedWeights
 from rlhfless.records.compare import Comparison, compare_samples
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import check_holdings
@@ -44,11 +45,11 @@ def cut_file_before(run: Run, step: int) -> None:
     """Let the weights of `step` be damaged before any actor has read them, once."""
     sync = run.sync
 
-    async def damaged(call: Any) -> None:
-        if call.step == step and run.published.version.step == step - 1:
+    async def damaged(published: PublishedWeights, call: Call) -> None:
+        if call.step == step and published.version.step == step - 1:
             run.sync = sync  # type: ignore[method-assign]
             await saboteur.cut_store_file(run)
-        await sync(call)
+        await sync(published, call)
 
     run.sync = damaged  # type: ignore[method-assign]
 

@@ -82,7 +82,7 @@ async def test_samples_go_where_the_policy_said_and_in_its_order() -> None:
     assert [item.key for item in scene.pool["a"].requests[0].items] == [("q", 0), ("p", 1)]
     await scene.ended("a", "b")
     assert policy.kinds == [StepBegan, Generated]
-    assert scene.runner.figures == {"moved_samples": 0.0, "actors_wanted": 2.0, "policy_faults": 0.0}
+    assert scene.runner.figures(3) == {"moved_samples": 0.0, "actors_wanted": 2.0, "policy_faults": 0.0}
 
 
 async def test_samples_wait_for_an_actor_that_was_started_for_them() -> None:
@@ -125,7 +125,7 @@ async def test_moved_samples_go_on_at_the_place_that_was_named() -> None:
     assert all(len(item.prior.token_ids) == 5 for item in scene.pool["c"].running.values() if item.prior)
     assert not scene.pool["b"].requests
     await scene.ended("a", "c")
-    assert scene.runner.figures["moved_samples"] == 2.0
+    assert scene.runner.figures(3)["moved_samples"] == 2.0
     drawn = {(r.prompt_id, r.sample_index): r.actor for group in scene.reader.groups for r in group.rollouts}
     assert drawn == {("p", 0): "a", ("p", 1): "c", ("q", 0): "a", ("q", 1): "c"}
 
@@ -174,7 +174,7 @@ async def test_decisions_are_noted_and_the_planned_time_is_a_metric() -> None:
     await until(lambda: bool(scene.pool["a"].running))
     await scene.ended("a")
     assert scene.notes == [plan]
-    assert scene.runner.figures["planned_generation_s"] == 2.5
+    assert scene.runner.figures(3)["planned_generation_s"] == 2.5
     assert scene.fleet.released == [(1, None)]
     assert scene.fleet.started == [(2, 130.0, 3)]
 
@@ -219,20 +219,20 @@ async def test_a_fault_of_the_policy_costs_no_sample(answer: Sequence[Action]) -
         actor.finish()
     await scene.reader.task
     assert sorted(scene.reader.names) == ["p", "q"]
-    assert scene.runner.figures["policy_faults"] == 1.0
+    assert scene.runner.figures(3)["policy_faults"] == 1.0
 
 
 async def test_a_broken_policy_is_logged_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene(FakePool("a", "b"), "pq", Scripted(StepBegan=boom, Beat=boom, Generated=boom))
     with caplog.at_level(logging.ERROR):
         await until(lambda: bool(scene.pool["a"].running and scene.pool["b"].running))
-        assert {key[0] for key in scene.pool["a"].running} == {"p"}  # dealt out evenly
+        assert {key[0] for key in scene.pool["a"].running} == {"p"}  # split evenly
         scene.now_s = 1.0
         scene.pool["a"].beat({("p", 0): 3})
         await scene.ended("a", "b")
-    assert scene.runner.figures["policy_faults"] == 3.0
+    assert scene.runner.figures(3)["policy_faults"] == 3.0
     assert [record.message for record in caplog.records] == [
-        "the scaling policy failed at StepBegan; samples without a place are dealt out evenly, there and whenever it "
+        "the scaling policy failed at StepBegan; samples without a place are split evenly, there and whenever it "
         "fails again (metric policy_faults)"
     ]
 

@@ -13,12 +13,12 @@ import pytest
 from fake_fleet import FakeActor, FakePool
 from test_engine_speeds import rollout
 from test_generation_stage import Reader, draw, until
-from test_rooms import Fleet
+from test_live_fleet import Fleet
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.scaler import Scaler, policy_of
 from rlhfless.loop.draw import Draw
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.scaler import Scaler, policy_of
 from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
 from rlhfless.scaling.lengths import predictor_of
@@ -43,7 +43,7 @@ class Life:
         self.now_s = 0.0
 
     def stage(self, what: Draw) -> GenerationStage:
-        runner = self.scaler.runner_of(what)
+        runner = self.scaler.runner_of(what.call.step, what.work)
         return GenerationStage(self.pool, what, self.spec, runner, clock=lambda: self.now_s)
 
     async def draw(self, step: int, names: Sequence[str] = "pqrs") -> Reader:

@@ -93,7 +93,7 @@ def test_who_was_released_at_the_instant_it_came_up_is_not_told_of() -> None:
     assert told == [0]
 
 
-def test_rooms_as_a_policy_sees_them() -> None:
+def test_live_fleet_as_a_policy_sees_them() -> None:
     eight = Seat(tuple(Slot(f"h100-{i}", "h100", i) for i in range(8)), 1.0)
     setup = setup_of(actor(0), actor(1), learner=on(LEARNER, site(0, seat=eight)))
     view = fleet_view(setup, MEMORY)

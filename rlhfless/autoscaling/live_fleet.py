@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.figures import FleetFigures
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import Pool
 from rlhfless.functions.base import Call
-from rlhfless.loop.ledger import Ledger
 from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.startup import START_S
@@ -38,7 +38,7 @@ class LiveFleet:
         spec: RunSpec,
         call: Call,
         pools: Sequence[Pool],
-        ledger: Ledger,
+        ledger: FleetFigures,
         speeds: EngineSpeeds,
         max_model_len: int,
     ) -> None:

@@ -12,12 +12,12 @@ from fake_cluster import FakeCluster, pool_of
 from test_generation_stage import until
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.live_fleet import LiveFleet
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.blueprint import Bounds
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.loop.ledger import Ledger
-from rlhfless.loop.rooms import LiveFleet
 from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.assignment import PolicyFault
@@ -82,7 +82,7 @@ def loading(seconds: float) -> Invocation:
     return Invocation(FunctionName.GENERATION, "a", "i", Work.LOAD_WEIGHTS, 1, 50.0, 50.0 + seconds)
 
 
-async def test_rooms_are_seats_with_prices_and_the_times_of_the_ledger(tmp_path: Path) -> None:
+async def test_live_fleet_are_seats_with_prices_and_the_times_of_the_ledger(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
     first = scene.fleet.view()
     assert [room.function for room in first.rooms] == ["generation", "generation", "scoring", "learner"]

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
 from rlhfless.autoscaling.even_split import EvenSplit
+from rlhfless.autoscaling.figures import FleetFigures
+from rlhfless.autoscaling.live_fleet import LiveFleet
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.fleet.pool import Pool
 from rlhfless.functions.base import Call
-from rlhfless.loop.draw import Draw
-from rlhfless.loop.ledger import Ledger
-from rlhfless.loop.rooms import LiveFleet
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, StepRecord, Work
 from rlhfless.records.traces import Trace
@@ -30,41 +29,36 @@ from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, RunSpec, Scal
 class Scaler:
     """Steers the training steps by the policy, and evaluations by none."""
 
-    def __init__(self, policy: Policy, fleet: LiveFleet, speeds: EngineSpeeds, ledger: Ledger) -> None:
+    def __init__(self, policy: Policy, fleet: LiveFleet, speeds: EngineSpeeds, ledger: FleetFigures) -> None:
         self._runner = PolicyRunner(policy, fleet, ledger.add_decision)
         self._fleet = fleet
         self._speeds = speeds
         self._ledger = ledger
-        self._ended = 0
 
-    def runner_of(self, draw: Draw) -> PolicyRunner:
-        """What decides about a draw. Evaluations are split evenly, so that the policy learns no lengths from them;
-        so is a step that is in the trace already, because its lengths are known."""
-        if draw.work is Work.GENERATE and not self._ledger.has_rollouts_of(draw.call.step):
+    def runner_of(self, step: int, work: Work) -> PolicyRunner:
+        """What decides about samples to be drawn. Evaluations are split evenly, so that the policy learns no lengths
+        from them; so is a step that is in the trace already, because its lengths are known."""
+        if work is Work.GENERATE and not self._ledger.has_rollouts_of(step):
             return self._runner
         return PolicyRunner(EvenSplit(), self._fleet, self._ledger.add_decision)
 
     def figures(self, step: int) -> Mapping[str, float]:
         """The metrics of a step; none if the policy did not steer it."""
-        return self._runner.figures if self._runner.step == step else {}
+        return self._runner.figures(step)
 
     def idle(self, function: FunctionName, step: int) -> None:
         """A function has done its work of a step."""
-        if self._runner.step == step:
-            self._runner.ask(Idle(self._fleet.place_of(function)))
+        self._runner.ask(Idle(self._fleet.place_of(function)), step)
         self._fleet.idle(function, step)
 
     def drawn(self, step: int) -> None:
         """The rollouts of a step are in the ledger: how fast the engines were is learned from them."""
-        if self._runner.step == step:
+        if self._runner.figures(step):
             self._speeds.learn(*self._ledger.done_in_step(step), self._fleet.kinds())
 
     def step_ended(self, record: StepRecord) -> None:
         """A step is done, which the policy is told once."""
-        if record.step <= self._ended or self._runner.step != record.step:
-            return
-        self._ended = record.step
-        self._runner.ask(StepEnded(record.resumed_s, record.end_s))
+        self._runner.end(StepEnded(record.resumed_s, record.end_s), record.step)
 
 
 def scaler_of(
@@ -72,7 +66,7 @@ def scaler_of(
     prepared: Prepared,
     call: Call,
     pools: Sequence[Pool],
-    ledger: Ledger,
+    ledger: FleetFigures,
     earlier: Trace | None,
 ) -> Scaler:
     """The scaler that a spec asks for. `pools` are those of all functions, that of the actors first; `earlier` is what
