@@ -360,8 +360,8 @@ def _batch() -> Any:
         return Rollout(prompt_id, index, 0, tokens, logprobs, "", FinishReason.STOP, (), "a", 0.0, 1.0)
 
     prompts = [Prompt(f"p{n}", tuple(generator.integers(3, VOCABULARY, 8).tolist()), "") for n in range(8)]
-    packed = pack([Group(p, tuple(rollout(p.prompt_id, i) for i in range(4))) for p in prompts])
-    return packed.with_advantages(generator.standard_normal(packed.sequences))
+    packed = pack([Group.of(p, tuple(rollout(p.prompt_id, i) for i in range(4))) for p in prompts])
+    return packed.with_columns(advantages=packed.spread(generator.standard_normal(packed.sequences)))
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -67,9 +67,9 @@ def ragged_batch(prompts: int, samples: int, vocabulary: int) -> PackedBatch:
                     0.0,
                 )
             )
-        groups.append(Group(prompt, tuple(rollouts)))
+        groups.append(Group.of(prompt, tuple(rollouts)))
     batch = pack(groups)
-    return batch.with_advantages(generator.standard_normal(batch.sequences).astype(np.float32))
+    return batch.with_columns(advantages=batch.spread(generator.standard_normal(batch.sequences).astype(np.float32)))
 
 
 class PlainLoop:

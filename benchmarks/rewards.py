@@ -75,7 +75,7 @@ def _group(name: str, draw: random.Random) -> Group:
     text = REASONING.format(a=a, b=b, c=a + b, d=(a + b) ** 2) * 3
     responses = [f"{text}So the answer is $\\boxed{{{draw.choice([answer, wrong])}}}$." for _ in range(SAMPLES)]
     prompt = Prompt(name, (1,), "What is it?", {"answer": answer})
-    return Group(prompt, tuple(_rollout(name, index, text) for index, text in enumerate(responses)))
+    return Group.of(prompt, tuple(_rollout(name, index, text) for index, text in enumerate(responses)))
 
 
 def code_groups_of(prompts: int) -> list[Group]:
@@ -86,7 +86,7 @@ def code_groups_of(prompts: int) -> list[Group]:
         name, factor = f"p{index:05d}", draw.randint(2, 99)
         codes = [f"def f(x):\n    return x * {draw.choice([factor, factor + 1])}\n" for _ in range(SAMPLES)]
         prompt = Prompt(name, (1,), "Write f.", {"tests": f"assert f(3) == {3 * factor}"})
-        groups.append(Group(prompt, tuple(_rollout(name, number, code) for number, code in enumerate(codes))))
+        groups.append(Group.of(prompt, tuple(_rollout(name, number, code) for number, code in enumerate(codes))))
     return groups
 
 

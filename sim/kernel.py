@@ -28,7 +28,7 @@ from rlhfless.scaling.policy import NOBODY
 from rlhfless.sim.memory import Costs, Flags, Ints, Limits, Pool, State, Table
 
 JOIN_S = 0.030
-"""Work that follows other work that closely is one call with it, as in the runtime (`rlhfless.loop.experience`)."""
+"""Work that follows other work that closely is one call with it, as in the runtime (`rlhfless.loop.stages`)."""
 
 STRIDE = 1 << 24
 """Heap keys are finish iteration * STRIDE + sample: at most 16.8 M samples, and ties go to the lower sample."""

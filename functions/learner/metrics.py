@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from rlhfless.algorithms.losses import MAXIMUM_SUFFIX
+from rlhfless.algorithms.base import MAXIMUM_SUFFIX
 
 
 def over_ranks(metrics: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -16,6 +16,7 @@ Deliberately not here: sharded states (FSDP), and retries, which are the front's
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhfless.algorithms.batch import PackedBatch, mini_batches, select
-from rlhfless.algorithms.losses import LossInputs, combine_metrics, grpo_loss
+from rlhfless.algorithms.base import LossInputs, algorithm_of, combine_metrics, common_metrics
+from rlhfless.algorithms.batch import PackedBatch, declared, mini_batches, select
 from rlhfless.functions.learner.checkpoint import load_state, save_checkpoint
 from rlhfless.functions.learner.metrics import over_ranks, over_updates
 from rlhfless.functions.learner.publishing import published_samples, published_weights, rounded_to, substituted
@@ -46,6 +47,9 @@ from rlhfless.weights.perturb import perturbed_by
 
 NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 NO_SEQUENCES = np.zeros(0, dtype=np.int64)
+
+LOSS_COLUMNS = declared(PackedBatch).keys() & {field.name for field in dataclasses.fields(LossInputs)}
+"""The batch's columns that a loss is computed from."""
 
 
 class LearnerRank:
@@ -73,7 +77,7 @@ class LearnerRank:
         self._spec = model
         self._learner = learner
         self._optimizer_spec = optimizer
-        self._algorithm = algorithm
+        self._algorithm = algorithm_of(algorithm)
         self._temperature = temperature
         self._rank = rank
         self._world_size = world_size
@@ -136,7 +140,7 @@ class LearnerRank:
             raise ValueError("the batch has no advantages; compute them before `learn`")
         parts = list(mini_batches(batch, count))
         if batch.old_logprobs is None:
-            parts[1:] = [part.with_old_logprobs(self._evaluate_share(part)) for part in parts[1:]]
+            parts[1:] = [part.with_columns(old_logprobs=self._evaluate_share(part)) for part in parts[1:]]
         updates = [(part.denominators.tokens, self._update(part)) for part in parts]
         applied = [(tokens, metrics) for tokens, metrics in updates if metrics is not None]
         return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
@@ -224,20 +228,16 @@ class LearnerRank:
         def of_responses(values: FloatArray) -> torch.Tensor:
             return torch.from_numpy(values[batch.response_mask]).to(self._policy.device)
 
-        assert batch.advantages is not None  # `learn` has checked it
-        old, reference = batch.old_logprobs, batch.reference_logprobs
         current = response_logprobs(self._policy, batch, self._temperature)
         inputs = LossInputs(
             logprobs=current.logprobs,
             entropy=current.entropy,
-            rollout_logprobs=of_responses(batch.rollout_logprobs),
-            advantages=of_responses(batch.advantages),
             denominator_tokens=batch.denominators.tokens,
-            old_logprobs=None if old is None else of_responses(old),
-            reference_logprobs=None if reference is None else of_responses(reference),
+            **{name: of_responses(values) for name, values in batch.columns().items() if name in LOSS_COLUMNS},
         )
-        outputs = grpo_loss(inputs, self._algorithm)
-        return outputs.loss, outputs.metrics
+        outputs = self._algorithm.loss(inputs)
+        metrics = common_metrics(inputs) | outputs.metrics | {"loss": outputs.loss}
+        return outputs.loss, {name: value.detach().float() for name, value in metrics.items()}
 
     def _apply(self, norm: float) -> float:
         """Clip the gradient, whose norm is `norm`, and step. Returns the learning rate."""

@@ -41,12 +41,12 @@ class RewardModelFunction(Function):
         self._on_failure = settings.on_failure
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
-        """The reward models' part of every rollout's score, in their order."""
+        """The reward models' part of every sample's score, in their order."""
         self.admit(call)
         start_s = time.time()
         samples = samples_of(groups)
         columns = [await asyncio.to_thread(model.score, samples) for model in self._models]
         scores = combined(self._weights, columns, len(samples), self._on_failure)
-        tokens = sum(len(g.prompt.token_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
+        tokens = sum(sample.tokens for group in groups for sample in group.samples)
         usage = Usage(sequences=len(samples), input_tokens=tokens * len(self._models))
         return self.reply(by_group(scores, groups), start_s, usage)

@@ -51,10 +51,10 @@ class ScoringFunction(Function):
         return self.reply(None, start_s)
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
-        """The score of every rollout of every group, in their order. A reward that fails marks its sample."""
+        """The score of every sample of every group, in their order. A reward that fails marks its sample."""
         self.admit(call)
         start_s = time.time()
         scores = await self._scorer.score(groups)
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        usage = Usage(sequences=len(rollouts), input_tokens=sum(len(r.token_ids) for r in rollouts))
+        samples = [sample for group in groups for sample in group.samples]
+        usage = Usage(sequences=len(samples), input_tokens=sum(sample.model_tokens for sample in samples))
         return self.reply(scores, start_s, usage)

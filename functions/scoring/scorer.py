@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfless.records import Group, Prompt, Rollout, Score
-from rlhfless.rewards import Rewards, Sample
+from rlhfless.records import Group, Prompt, Sample, Score
+from rlhfless.rewards import Rewards
+from rlhfless.rewards import Sample as RewardSample
 from rlhfless.spec import RewardSpec, ScoringSpec
 
 
@@ -32,28 +33,28 @@ class Scorer:
         self._rewards.close()
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        """Scores per group, in the order of its rollouts. A reward that fails marks its sample."""
+        """Scores per group, in the order of its samples. A reward that fails marks its sample."""
         return by_group(await self._rewards.score(samples_of(groups)), groups)
 
 
-def samples_of(groups: Sequence[Group]) -> list[Sample]:
-    """All rollouts, group by group, as rewards see them."""
-    return [_sample(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+def samples_of(groups: Sequence[Group]) -> list[RewardSample]:
+    """All samples, group by group, as rewards see them."""
+    return [_sample(group.prompt, sample) for group in groups for sample in group.samples]
 
 
 def by_group(scores: Sequence[Score], groups: Sequence[Group]) -> list[list[Score]]:
     """The scores of `samples_of(groups)`, per group."""
     left = iter(scores)
-    return [[next(left) for _ in group.rollouts] for group in groups]
+    return [[next(left) for _ in group.samples] for group in groups]
 
 
-def _sample(prompt: Prompt, rollout: Rollout) -> Sample:
-    return Sample(
+def _sample(prompt: Prompt, sample: Sample) -> RewardSample:
+    return RewardSample(
         prompt=prompt.text,
-        response=rollout.text,
-        response_tokens=len(rollout.token_ids),
-        finish_reason=rollout.finish_reason,
+        response=sample.text,
+        response_tokens=sample.model_tokens,
+        finish_reason=sample.finish_reason,
         columns=prompt.columns,
         prompt_id=prompt.prompt_id,
-        sample_index=rollout.sample_index,
+        sample_index=sample.sample_index,
     )

@@ -1,11 +1,13 @@
 """The learner's data: all sequences of a step, packed into one dimension of tokens.
 
-There is no padding here. A sequence is a prompt followed by one response; sequences lie one after the other,
-sorted by (prompt id, sample index), so the order in which a fleet finished them leaves no trace.
+There is no padding here. A sequence is a sample: its prompt, and then what the model drew, with what an environment
+said in between. Sequences lie one after the other, sorted by (prompt id, sample index), so the order in which a fleet
+finished them leaves no trace.
 
 Invariants of a `PackedBatch`:
 
-- The value at index t is about `tokens[t]` given the tokens before it in its sequence. Prompt tokens hold 0.
+- The value at index t is about `tokens[t]` given the tokens before it in its sequence. Tokens that the model did not
+  draw hold 0; `response_mask` says which it drew, and may be any mask that leaves out each sequence's first token.
 - `sequence_id` counts 0, 1, 2, ... and does not decrease; `group_id` counts 0, 1, 2, ... in the order of
   first appearance.
 - Logprobs come in three kinds that are never mixed: *rollout* (what the engine sampled with), *old* (the
@@ -14,22 +16,62 @@ Invariants of a `PackedBatch`:
 - `denominators` are those of one optimiser step over all ranks and micro-batches. `select` keeps them, so
   how a batch is cut up cannot change the loss; `mini_batches` gives each mini-batch its own.
 
+A column is declared once, as a field of `PackedBatch`: its type, whether it has a value per token or per sequence, and
+where `pack` finds it in a sample, if it does. Everything else here works from these declarations.
+
 Deliberately not here: padding and micro-batching, which depend on the device (see rlhfless.functions.policy).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.records import FloatArray, Group, IntArray, Rollout
+from rlhfless.records import FloatArray, GivenSegment, Group, IntArray, Sample
 
 BoolArray = npt.NDArray[np.bool_]
+
+_COLUMN = "column"
+"""Key of a field's metadata under which its declaration is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The declaration of a column of values."""
+
+    dtype: type[np.generic]
+    per_token: bool
+    """A value for each token, 0 on those that the model did not draw; else one for each sequence."""
+    of_sample: Callable[[Sample], Any] | None = None
+    """Where `pack` finds it: `[model tokens]`, or a number if it is per sequence. None, here or of a sample, means that
+    it is added later."""
+
+
+def per_token(dtype: type[np.generic], of_sample: Callable[[Sample], Any] | None = None) -> dict[str, Column]:
+    """Metadata of a field that is a column with a value per token."""
+    return {_COLUMN: Column(dtype, per_token=True, of_sample=of_sample)}
+
+
+def per_sequence(dtype: type[np.generic], of_sample: Callable[[Sample], Any] | None = None) -> dict[str, Column]:
+    """Metadata of a field that is a column with a value per sequence."""
+    return {_COLUMN: Column(dtype, per_token=False, of_sample=of_sample)}
+
+
+def _drawn_logprobs(sample: Sample) -> FloatArray:
+    return np.concatenate([rollout.logprobs for rollout in sample.rollouts])
+
+
+def _reward(sample: Sample) -> float | None:
+    return None if sample.score is None else sample.score.total
+
+
+def _reference_logprobs(sample: Sample) -> FloatArray | None:
+    return sample.reference_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +79,7 @@ class Denominators:
     """What the losses of one optimiser step are divided by."""
 
     tokens: int
-    """Response tokens."""
+    """Tokens that the model drew."""
     sequences: int
     groups: int
 
@@ -51,11 +93,16 @@ class PackedBatch:
     sequence_id: IntArray  # [tokens]
     group_id: IntArray  # [tokens]
     response_mask: BoolArray  # [tokens]
-    rollout_logprobs: FloatArray  # [tokens]
     denominators: Denominators
-    old_logprobs: FloatArray | None = None  # [tokens]
-    reference_logprobs: FloatArray | None = None  # [tokens]
-    advantages: FloatArray | None = None  # [tokens]
+    rollout_logprobs: FloatArray = dataclasses.field(metadata=per_token(np.float32, _drawn_logprobs))
+    rewards: npt.NDArray[np.float64] | None = dataclasses.field(
+        default=None, metadata=per_sequence(np.float64, _reward)
+    )
+    old_logprobs: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
+    reference_logprobs: FloatArray | None = dataclasses.field(
+        default=None, metadata=per_token(np.float32, _reference_logprobs)
+    )
+    advantages: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
 
     @property
     def sequences(self) -> int:
@@ -68,12 +115,12 @@ class PackedBatch:
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each sequence, prompt and response, `[sequences]`."""
+        """Tokens of each sequence, `[sequences]`."""
         return np.bincount(self.sequence_id, minlength=self.sequences)
 
     @property
     def response_lengths(self) -> IntArray:
-        """Response tokens of each sequence, `[sequences]`."""
+        """Tokens of each sequence that the model drew, `[sequences]`."""
         return np.bincount(self.sequence_id[self.response_mask], minlength=self.sequences)
 
     @property
@@ -81,71 +128,88 @@ class PackedBatch:
         """Group of each sequence, `[sequences]`."""
         return self.group_id[self.starts]
 
-    def with_old_logprobs(self, values: FloatArray) -> PackedBatch:
-        """`values` [tokens], from the learner's `evaluate`."""
-        return dataclasses.replace(self, old_logprobs=self._per_token("old_logprobs", values))
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """The columns that the batch has, by name."""
+        values = {name: getattr(self, name) for name in declared(type(self))}
+        return {name: value for name, value in values.items() if value is not None}
 
-    def with_reference_logprobs(self, values: FloatArray) -> PackedBatch:
-        """`values` [tokens], from the reference function."""
-        return dataclasses.replace(self, reference_logprobs=self._per_token("reference_logprobs", values))
+    def with_columns(self, **columns: npt.NDArray[Any]) -> PackedBatch:
+        """With these columns: `[tokens]` or `[sequences]`, as each is declared."""
+        known = declared(type(self))
+        fitted: dict[str, Any] = {name: self._fitted(name, known[name], values) for name, values in columns.items()}
+        return dataclasses.replace(self, **fitted)
 
-    def with_advantages(self, values: FloatArray) -> PackedBatch:
-        """`values` [sequences]: each response token gets that of its sequence."""
+    def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """`values` [sequences] as `[tokens]`: each token that the model drew gets that of its sequence."""
         if values.shape != (self.sequences,):
-            raise ValueError(f"advantages have shape {values.shape}, expected one per sequence: ({self.sequences},)")
-        per_token = np.where(self.response_mask, values[self.sequence_id], 0)
-        return dataclasses.replace(self, advantages=per_token.astype(np.float32))
+            raise ValueError(f"the values have shape {values.shape}, expected one per sequence: ({self.sequences},)")
+        return np.where(self.response_mask, values[self.sequence_id], 0)
 
-    def _per_token(self, name: str, values: FloatArray) -> FloatArray:
-        if values.shape != self.tokens.shape:
-            raise ValueError(f"{name} have shape {values.shape}, expected one per token: {self.tokens.shape}")
-        return np.where(self.response_mask, values, 0).astype(np.float32)
+    def _fitted(self, name: str, column: Column, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """`values` in the column's type, and 0 where it has none. Raises ValueError for another shape."""
+        expected = self.tokens.shape if column.per_token else (self.sequences,)
+        if values.shape != expected:
+            per = "token" if column.per_token else "sequence"
+            raise ValueError(f"{name} have shape {values.shape}, expected one per {per}: {expected}")
+        return (np.where(self.response_mask, values, 0) if column.per_token else values).astype(column.dtype)
+
+
+def declared(batch: type[PackedBatch]) -> Mapping[str, Column]:
+    """The columns of a batch, by name."""
+    fields = dataclasses.fields(batch)
+    return {field.name: field.metadata[_COLUMN] for field in fields if _COLUMN in field.metadata}
 
 
 def in_batch_order(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups by prompt id, and the rollouts of each by sample index: the order of `pack`'s sequences.
+    """The groups by prompt id, and the samples of each by sample index: the order of `pack`'s sequences.
 
-    Groups without rollouts are left out.
+    Groups without samples are left out.
     """
-    by_sample = (Group(group.prompt, tuple(sorted(group.rollouts, key=_sample_index))) for group in groups)
-    return tuple(sorted((group for group in by_sample if group.rollouts), key=_prompt_id))
+    by_sample = (Group(group.prompt, tuple(sorted(group.samples, key=_sample_index))) for group in groups)
+    return tuple(sorted((group for group in by_sample if group.samples), key=_prompt_id))
 
 
 def pack(groups: Sequence[Group]) -> PackedBatch:
-    """Pack the groups of a step. Rewards and scores belong in the order of `in_batch_order`.
+    """Pack the groups of a step, with all that their samples have by now.
 
     Raises ValueError for no sequences at all, a prompt without tokens (its first response token would be
-    predicted from nothing), and rollout logprobs that are missing or not finite.
+    predicted from nothing), rollout logprobs that are missing or not finite, and what only some samples have.
     """
     ordered = in_batch_order(groups)
     if not ordered:
-        raise ValueError("there is nothing to pack: no group has a rollout")
-    for group in ordered:
-        _check(group)
-    rollouts = [rollout for group in ordered for rollout in group.rollouts]
-    prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in ordered]
-    sizes = np.array([len(group.rollouts) for group in ordered])
-    sequence_prompts = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
-    prompt_lengths = np.array([len(prompt) for prompt in sequence_prompts])
-    lengths = prompt_lengths + np.array([len(rollout.token_ids) for rollout in rollouts])
-    positions = _counts_from_zero(lengths)
-    response_mask = positions >= np.repeat(prompt_lengths, lengths)
-    tokens = np.empty(len(positions), dtype=np.int64)
-    tokens[response_mask] = np.concatenate([rollout.token_ids for rollout in rollouts])
-    tokens[~response_mask] = np.concatenate(sequence_prompts)
-    logprobs = np.zeros(len(positions), dtype=np.float32)
-    logprobs[response_mask] = np.concatenate([rollout.logprobs for rollout in rollouts])
-    if not np.isfinite(logprobs).all():
-        _refuse(next(rollout for rollout in rollouts if not np.isfinite(rollout.logprobs).all()))
+        raise ValueError("there is nothing to pack: no group has a sample")
+    samples = [sample for group in ordered for sample in group.samples]
+    for sample in samples:
+        _check(sample)
+    segments = [segment for sample in samples for segment in sample.segments]
+    segment_lengths = np.array([len(segment.token_ids) for segment in segments])
+    drawn = np.array([not isinstance(segment, GivenSegment) for segment in segments])
+    response_mask = np.repeat(drawn, segment_lengths)
+    lengths = np.array([sample.tokens for sample in samples])
+    sizes = np.array([len(group.samples) for group in ordered])
+    columns: dict[str, Any] = {
+        name: _packed(name, column, samples, response_mask)
+        for name, column in declared(PackedBatch).items()
+        if column.of_sample is not None
+    }
     return PackedBatch(
-        tokens=tokens,
-        positions=positions,
-        sequence_id=np.repeat(np.arange(len(rollouts)), lengths),
+        tokens=np.concatenate([segment.token_ids for segment in segments]).astype(np.int64, copy=False),
+        positions=_counts_from_zero(lengths),
+        sequence_id=np.repeat(np.arange(len(samples)), lengths),
         group_id=np.repeat(np.repeat(np.arange(len(ordered)), sizes), lengths),
         response_mask=response_mask,
-        rollout_logprobs=logprobs,
-        denominators=Denominators(int(response_mask.sum()), len(rollouts), len(ordered)),
+        denominators=Denominators(int(response_mask.sum()), len(samples), len(ordered)),
+        **columns,
     )
+
+
+def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -> list[list[FloatArray]]:
+    """`values` [tokens] of the batch that `pack` made of these groups, cut into `[model tokens]` of each sample of each
+    group, in their own order."""
+    of_sequences = np.split(values[batch.response_mask], np.cumsum(batch.response_lengths)[:-1])
+    keys = [sample.key for group in in_batch_order(groups) for sample in group.samples]
+    found = dict(zip(keys, of_sequences, strict=True))
+    return [[found[sample.key] for sample in group.samples] for group in groups]
 
 
 def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
@@ -161,17 +225,18 @@ def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
     positions = _counts_from_zero(lengths)
     source = np.repeat(batch.starts[indices], lengths) + positions
     groups = _ids_by_first_appearance(batch.sequence_groups[indices])
-    return PackedBatch(
+    known = declared(type(batch))
+    columns: dict[str, Any] = {
+        name: values[source if known[name].per_token else indices] for name, values in batch.columns().items()
+    }
+    return dataclasses.replace(
+        batch,
         tokens=batch.tokens[source],
         positions=positions,
         sequence_id=np.repeat(np.arange(len(indices)), lengths),
         group_id=np.repeat(groups, lengths),
         response_mask=batch.response_mask[source],
-        rollout_logprobs=batch.rollout_logprobs[source],
-        denominators=batch.denominators,
-        old_logprobs=_at(batch.old_logprobs, source),
-        reference_logprobs=_at(batch.reference_logprobs, source),
-        advantages=_at(batch.advantages, source),
+        **columns,
     )
 
 
@@ -197,31 +262,44 @@ def _own_denominators(batch: PackedBatch) -> PackedBatch:
     return dataclasses.replace(batch, denominators=own)
 
 
-def _check(group: Group) -> None:
-    name = group.prompt.prompt_id
-    if not group.prompt.token_ids:
+def _packed(name: str, column: Column, samples: Sequence[Sample], mask: BoolArray) -> npt.NDArray[Any] | None:
+    """A column from the samples; None if they do not have it yet."""
+    assert column.of_sample is not None
+    found = [column.of_sample(sample) for sample in samples]
+    lacking = [sample for sample, value in zip(samples, found, strict=True) if value is None]
+    if len(lacking) == len(samples):
+        return None
+    if lacking:
+        raise ValueError(f"{lacking[0]} has no {name}, and other samples have")
+    if not column.per_token:
+        return np.array(found, dtype=column.dtype)
+    values = np.zeros(len(mask), dtype=column.dtype)
+    values[mask] = np.concatenate(found)
+    return values
+
+
+def _check(sample: Sample) -> None:
+    first = sample.segments[0]
+    if not isinstance(first, GivenSegment) or not len(first.token_ids):
+        name = sample.key[0]
         raise ValueError(f"prompt {name!r} has no tokens; give it at least one, such as a begin-of-sequence token")
-    for rollout in group.rollouts:
+    for rollout in sample.rollouts:
         if len(rollout.token_ids) != len(rollout.logprobs):
             raise ValueError(
-                f"sample {rollout.sample_index} of prompt {name!r} has {len(rollout.token_ids)} tokens but "
-                f"{len(rollout.logprobs)} rollout logprobs"
+                f"{sample} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} rollout logprobs"
             )
-
-
-def _refuse(rollout: Rollout) -> NoReturn:
-    raise ValueError(
-        f"sample {rollout.sample_index} of prompt {rollout.prompt_id!r} has a rollout logprob that is not finite, on a "
-        "token that the engine drew itself"
-    )
+        if not np.isfinite(rollout.logprobs).all():
+            raise ValueError(
+                f"{sample} has a rollout logprob that is not finite, on a token that the engine drew itself"
+            )
 
 
 def _prompt_id(group: Group) -> str:
     return group.prompt.prompt_id
 
 
-def _sample_index(rollout: Rollout) -> int:
-    return rollout.sample_index
+def _sample_index(sample: Sample) -> int:
+    return sample.sample_index
 
 
 def _counts_from_zero(lengths: IntArray) -> IntArray:
@@ -236,7 +314,3 @@ def _ids_by_first_appearance(values: IntArray) -> IntArray:
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
     return rank[inverse]
-
-
-def _at(values: FloatArray | None, source: IntArray) -> FloatArray | None:
-    return None if values is None else values[source]

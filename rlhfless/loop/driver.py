@@ -13,12 +13,12 @@ from pathlib import Path
 
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.loop.evaluation import evaluate_held_out
-from rlhfless.loop.experience import Experience
 from rlhfless.loop.opening import Opening, opened
 from rlhfless.loop.recovery import Mended, Recovery
 from rlhfless.loop.run import Run
 from rlhfless.loop.schedules import schedule_of
 from rlhfless.loop.step import rollout, train
+from rlhfless.records import Experience
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from rlhfless.fleet.tasks import together
 from rlhfless.loop.draw import Draw
-from rlhfless.loop.experience import collect
 from rlhfless.loop.failures import log_failures
 from rlhfless.loop.run import Run
+from rlhfless.loop.stages import collect
 from rlhfless.loop.summary import mean_parts
 
 
@@ -28,7 +28,7 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
 
 
 async def _means(run: Run, draw: Draw) -> dict[str, float]:
-    experience = await collect(run.generate(draw).groups(), len(draw.prompts), run.scoring_of(draw.call), None)
-    scores = [score for group in experience.scores for score in group]
+    groups = run.generate(draw).groups()
+    experience = await collect(groups, len(draw.prompts), run.scoring_of(draw.call), None)
     log_failures(experience, draw.call.step)
-    return mean_parts(scores)
+    return mean_parts(experience.scores)

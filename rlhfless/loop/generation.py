@@ -310,7 +310,7 @@ class GenerationStage:
         """The prompt's group, once, when all of its samples are there."""
         if len(self._finished.get(prompt_id, ())) == self._draw.samples_per_prompt:
             complete = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
-            yield Group(self._prompts[prompt_id], tuple(complete))
+            yield Group.of(self._prompts[prompt_id], complete)
 
     async def _stop_streams(self) -> None:
         tasks = [*self._streams, *self._calls]

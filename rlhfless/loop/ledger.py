@@ -18,7 +18,6 @@ from rlhfless.records import (
     Holding,
     Invocation,
     ReplicaState,
-    Score,
     StepRecord,
     Work,
 )
@@ -95,12 +94,13 @@ class Ledger:
         """The step is in the trace."""
         return step in self._steps
 
-    def add_group(self, step: int, group: Group, scores: Iterable[Score]) -> None:
-        """The rollouts of a group with their scores."""
+    def add_group(self, step: int, group: Group) -> None:
+        """What was drawn for a group, with the scores of its samples."""
         self._rollouts_of.add(step)
         prompt_tokens = len(group.prompt.token_ids)
-        for rollout, score in zip(group.rollouts, scores, strict=True):
-            self._drawn[step].append(self._writer.add_rollout(step, rollout, score, prompt_tokens))
+        for sample in group.samples:
+            for rollout in sample.rollouts:
+                self._drawn[step].append(self._writer.add_rollout(step, rollout, sample.scored, prompt_tokens))
 
     def add_decision(self, decision: Decision) -> None:
         """A decision of the scaler, with all it was decided from."""

@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.algorithms.base import Algorithm, algorithm_of
+from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
 from rlhfless.autoscaling.scaler import Scaler
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica, ReplicaLost
@@ -19,14 +19,15 @@ from rlhfless.fleet.tasks import together
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.draw import Draw, sampling_of
-from rlhfless.loop.experience import Experience, ReferenceLogprobs, ScoredGroups, ScoreGroups
 from rlhfless.loop.failures import added_up
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.ledger import Ledger
+from rlhfless.loop.stages import ReferenceLogprobs, ScoredGroups, ScoreGroups
 from rlhfless.loop.step_context import StepClock, StepContext
 from rlhfless.loop.summary import drawn_metrics
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import (
+    Experience,
     FloatArray,
     Group,
     Prompt,
@@ -88,6 +89,11 @@ class Run:
     def pools(self) -> tuple[Pool, ...]:
         """The pools of all functions of this run."""
         return (self.generation, *self.helpers, self.learner)
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of the spec."""
+        return algorithm_of(self.spec.algorithm)
 
     def call(self, step: int) -> Call:
         """The identity that all calls of a step carry."""
@@ -177,7 +183,7 @@ class Run:
         return score
 
     def reference_of(self, call: Call) -> ReferenceLogprobs | None:
-        """The reference stage of a step; None when the run has no KL term."""
+        """The reference stage of a step; None when the algorithm needs no reference."""
         pool = self.reference
         if pool is None:
             return None
@@ -186,7 +192,7 @@ class Run:
             replica = await pool.ready(call)
             batch = pack(groups)
             values = await self._work(replica, Work.LOGPROBS, "logprobs", call, batch)
-            return _by_group(values, batch, groups)
+            return by_sample(batch, values, groups)
 
         return logprobs
 
@@ -280,8 +286,8 @@ class Run:
         for sent in after:
             await sent.wait()
         if not self.ledger.has_rollouts_of(step):
-            for group, scores in zip(experience.groups, experience.scores, strict=True):
-                self.ledger.add_group(step, group, scores)
+            for group in experience.groups:
+                self.ledger.add_group(step, group)
             self.scaler.drawn(step)
         return drawn_metrics(experience, kept)
 
@@ -292,7 +298,7 @@ class Run:
         others_since_s = self.clock.ended(record.step, record.end_s)
         if not self.ledger.has_step(record.step):
             self.ledger.add_step(record, others_since_s)
-            lengths = [len(rollout.token_ids) for group in experience.groups for rollout in group.rollouts]
+            lengths = [sample.model_tokens for sample in experience.samples]
             self.sinks.emit(record.step, record.metrics, {"response_tokens": lengths})
         self.ledger.catch_up(self.pools)
         self.under_way.pop(record.step, None)
@@ -304,13 +310,3 @@ class Run:
         warning = None if difference_nats is None else self.monitor.observe(drawn_with, difference_nats)
         if warning is not None:
             log.warning("step %d: %s", record.step, warning)
-
-
-def _by_group(values: FloatArray, batch: PackedBatch, groups: Sequence[Group]) -> list[list[FloatArray]]:
-    """Cut `values` [tokens] into response parts, for the groups and rollouts in their order."""
-    responses = np.split(values[batch.response_mask], np.cumsum(batch.response_lengths)[:-1])
-    names = [
-        rollout.key for group in sorted(groups, key=lambda group: group.prompt.prompt_id) for rollout in group.rollouts
-    ]
-    found = dict(zip(names, responses, strict=True))
-    return [[found[rollout.key] for rollout in group.rollouts] for group in groups]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from rlhfless.loop.experience import Experience
+from rlhfless.records import Experience
 from rlhfless.spec import ScheduleSpec, SyncSpec
 from rlhfless.spec.extension import made
 

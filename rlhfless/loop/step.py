@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-import numpy as np
-
-from rlhfless.algorithms.advantages import with_grpo_advantages
-from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.algorithms.batch import pack
 from rlhfless.fleet.tasks import together
-from rlhfless.loop.experience import Experience, collect
 from rlhfless.loop.failures import without_failures
 from rlhfless.loop.run import Run
+from rlhfless.loop.stages import collect
 from rlhfless.loop.step_context import StepContext
 from rlhfless.loop.summary import step_metrics
-from rlhfless.records import StepRecord
+from rlhfless.records import Experience, StepRecord
 
 
 async def rollout(run: Run, context: StepContext) -> Experience:
@@ -39,11 +36,11 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     """Learn from the samples of a step, and publish the weights that result. Raises as `rollout` does."""
     step, call = context.step, context.call
     kept = without_failures(experience, run.spec.scoring, step)
-    batch = assemble(kept)
-    if run.spec.algorithm.kl.in_reward and run.spec.mini_batches > 1:
+    batch = pack(kept.groups)
+    if run.spec.algorithm.needs.old_logprobs and run.spec.mini_batches > 1:
         # Elsewhere only the learner needs old logprobs, and computes those that its first update makes old.
-        batch = batch.with_old_logprobs(await run.evaluate(call, batch))
-    batch = with_grpo_advantages(batch, rewards_of(kept), run.spec.algorithm)
+        batch = batch.with_columns(old_logprobs=await run.evaluate(call, batch))
+    batch = batch.with_columns(advantages=run.algorithm.advantages(batch))
     learning, publishing = asyncio.Event(), asyncio.Event()
     learned, run.published, drawn = await together(
         run.learn(call, batch, learning),
@@ -55,20 +52,3 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     run.close_step(record, experience)
     run.check_rollouts(record, context.published.version)
     return record
-
-
-def assemble(experience: Experience) -> PackedBatch:
-    """The learner's batch, sorted by (prompt, sample), with the reference logprobs if there are any."""
-    batch = pack(experience.groups)
-    if experience.reference_logprobs is None:
-        return batch
-    values = np.zeros(len(batch.tokens), dtype=np.float32)
-    values[batch.response_mask] = np.concatenate(
-        [logprobs for group in experience.reference_logprobs for logprobs in group]
-    )
-    return batch.with_reference_logprobs(values)
-
-
-def rewards_of(experience: Experience) -> np.ndarray:
-    """`[sequences]`, in the order of the batch."""
-    return np.array([score.total for group in experience.scores for score in group])

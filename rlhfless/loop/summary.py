@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlhfless.loop.experience import Experience
-from rlhfless.records import FinishReason, Score
+from rlhfless.records import Experience, FinishReason, Score
 from rlhfless.scaling.step_times import Phase
 
 if TYPE_CHECKING:
@@ -19,19 +18,20 @@ if TYPE_CHECKING:
 
 def drawn_metrics(experience: Experience, kept: Experience) -> dict[str, float]:
     """What a step has drawn. `kept` is what of it is trained on."""
-    rollouts = [rollout for group in experience.groups for rollout in group.rollouts]
-    lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
-    prompt_tokens = np.array([len(g.prompt.token_ids) for g in experience.groups for _ in g.rollouts])
-    signal = sum(len({score.total for score in group}) > 1 for group in kept.scores)
+    samples = experience.samples
+    lengths = np.array([sample.model_tokens for sample in samples])
+    prompt_tokens = np.array([len(group.prompt.token_ids) for group in experience.groups for _ in group.samples])
+    signal = sum(len({sample.scored.total for sample in group.samples}) > 1 for group in kept.groups)
+    cached = sum(rollout.cached_tokens for sample in samples for rollout in sample.rollouts)
     return {
-        **reward_metrics([score for group in kept.scores for score in group]),
-        "failed_rewards": float(sum(bool(score.failures) for group in experience.scores for score in group)),
+        **reward_metrics(kept.scores),
+        "failed_rewards": float(len(list(experience.failed()))),
         "groups_without_signal": 1 - signal / len(experience.groups),
         "prompt_tokens_mean": float(prompt_tokens.mean()),
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": float(lengths.max()),
-        "truncated": float(np.mean([r.finish_reason == FinishReason.LENGTH for r in rollouts])),
-        "cached_prompt_tokens": sum(r.cached_tokens for r in rollouts) / float(prompt_tokens.sum()),
+        "truncated": float(np.mean([sample.finish_reason == FinishReason.LENGTH for sample in samples])),
+        "cached_prompt_tokens": cached / float(prompt_tokens.sum()),
     }
 
 
@@ -68,7 +68,7 @@ def step_metrics(
 
 
 def tokens_since(at_s: float, experience: Experience) -> int:
-    """Response tokens of the samples that ended after a unix time: the others came from the journal."""
+    """Tokens that were drawn and ended after a unix time: the others came from the journal."""
     rollouts = (rollout for group in experience.groups for rollout in group.rollouts)
     return sum(len(rollout.token_ids) for rollout in rollouts if rollout.finished_s >= at_s)
 

@@ -1,5 +1,6 @@
-"""What happened: rollouts, weight versions, and the ledger of holdings and invocations."""
+"""What happened: rollouts and experience, weight versions, and the ledger of holdings and invocations."""
 
+from rlhfless.records.experience import Experience, GivenSegment, Group, Sample, Segment, Source
 from rlhfless.records.ledger import (
     Decision,
     FunctionName,
@@ -12,7 +13,6 @@ from rlhfless.records.ledger import (
 from rlhfless.records.rollouts import (
     FinishReason,
     FloatArray,
-    Group,
     IntArray,
     Prompt,
     Rollout,
@@ -24,9 +24,11 @@ from rlhfless.records.weights import Probe, PublishedWeights, WeightVersion
 
 __all__ = [
     "Decision",
+    "Experience",
     "FinishReason",
     "FloatArray",
     "FunctionName",
+    "GivenSegment",
     "Group",
     "Holding",
     "IntArray",
@@ -36,7 +38,10 @@ __all__ = [
     "PublishedWeights",
     "ReplicaState",
     "Rollout",
+    "Sample",
     "Score",
+    "Segment",
+    "Source",
     "StepRecord",
     "VersionSpan",
     "WeightVersion",

@@ -1,4 +1,4 @@
-"""Prompts, rollouts and groups: what generation draws and everything after it reads."""
+"""Prompts, what an engine draws for them, and the scores of that."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One response, with all that later stages need of it.
+    """What an engine drew for one sample, up to a reason to end: its answer to a request, and a row of the journal.
 
     `logprobs` are *rollout* logprobs: the engine's, of the sampled tokens, at the sampling temperature.
     """
@@ -85,14 +85,6 @@ class Score:
     def plus(self, other: Score) -> Score:
         """The score of both: other parts of the same rollout."""
         return Score(self.total + other.total, {**self.parts, **other.parts}, {**self.failures, **other.failures})
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """All samples of one prompt, in the order of their sample index."""
-
-    prompt: Prompt
-    rollouts: tuple[Rollout, ...]
 
 
 def sample_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:

@@ -90,7 +90,7 @@ class Seam:
         return f"with {', '.join(f'`{name}`' for name in (*self.methods, 'Settings'))}"
 
     def _validated(self, value: Any) -> SpecModel:
-        if isinstance(value, (*self.built_in, self.settings)):
+        if isinstance(value, SpecModel) and isinstance(value, (*self.built_in, self.settings)):
             return value
         model = self.model_of(value)
         return model.model_validate({"type": value} if isinstance(value, str) else value)

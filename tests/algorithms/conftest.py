@@ -33,6 +33,6 @@ def make_group() -> MakeGroup:
             )
             for index, tokens in enumerate(responses)
         )
-        return Group(Prompt(prompt_id, prompt_tokens, ""), rollouts)
+        return Group.of(Prompt(prompt_id, prompt_tokens, ""), rollouts)
 
     return make

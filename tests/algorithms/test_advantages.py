@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.algorithms.advantages import grpo_advantages, rewards_with_kl, with_grpo_advantages
 from rlhfless.algorithms.batch import pack
+from rlhfless.algorithms.grpo import GRPO, grpo_advantages
+from rlhfless.algorithms.kl import rewards_with_kl
 from rlhfless.spec import GRPOSpec, KLSpec
 
 
@@ -55,23 +56,24 @@ def test_kl_in_the_reward(make_group):
     batch = pack([make_group("a", (1,), [[10, 20], [30]])])
     with pytest.raises(ValueError, match="needs reference logprobs"):
         rewards_with_kl(np.zeros(2), batch, 1.0, "k1")
-    batch = batch.with_reference_logprobs(np.full(5, -0.6, np.float32))
+    batch = batch.with_columns(reference_logprobs=np.full(5, -0.6, np.float32))
     np.testing.assert_allclose(
         rewards_with_kl(np.array([1.0, 2.0]), batch, 2.0, "k1"), [1 - 2 * (0.5 + 0.4), 2 - 2 * 0.3], rtol=1e-6
     )
-    old = batch.with_old_logprobs(np.full(5, -0.7, np.float32))
+    old = batch.with_columns(old_logprobs=np.full(5, -0.7, np.float32))
     np.testing.assert_allclose(rewards_with_kl(np.array([1.0, 2.0]), old, 2.0, "k1"), [1.4, 2.2], rtol=1e-6)
 
 
 def test_algorithm_decides_whether_kl_is_in_the_reward(make_group):
-    batch = pack([make_group("a", (1,), [[10, 20], [30]])]).with_reference_logprobs(np.full(5, -0.6, np.float32))
-    rewards = np.array([1.0, 2.0])
-    without = with_grpo_advantages(batch, rewards, GRPOSpec(normalize_std=False))
-    assert without.advantages.tolist() == [0, -0.5, -0.5, 0, 0.5]
+    batch = pack([make_group("a", (1,), [[10, 20], [30]])])
+    batch = batch.with_columns(reference_logprobs=np.full(5, -0.6, np.float32))
+    with pytest.raises(ValueError, match="need rewards, and the batch has none"):
+        GRPO(GRPOSpec()).advantages(batch)
+    batch = batch.with_columns(rewards=np.array([1.0, 2.0]))
+    without = GRPO(GRPOSpec(normalize_std=False)).advantages(batch)
+    assert without.tolist() == [0, -0.5, -0.5, 0, 0.5]
     in_loss = GRPOSpec(normalize_std=False, kl=KLSpec(coefficient=2.0, estimator="k1", where="loss"))
-    assert with_grpo_advantages(batch, rewards, in_loss).advantages.tolist() == without.advantages.tolist()
+    assert GRPO(in_loss).advantages(batch).tolist() == without.tolist()
     in_reward = GRPOSpec(normalize_std=False, kl=KLSpec(coefficient=2.0, estimator="k1", where="reward"))
     # Rewards -0.8 and 1.4, mean 0.3.
-    np.testing.assert_allclose(
-        with_grpo_advantages(batch, rewards, in_reward).advantages, [0, -1.1, -1.1, 0, 1.1], rtol=1e-6
-    )
+    np.testing.assert_allclose(GRPO(in_reward).advantages(batch), [0, -1.1, -1.1, 0, 1.1], rtol=1e-6)

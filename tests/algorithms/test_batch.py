@@ -9,8 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhfless.algorithms.batch import Denominators, PackedBatch, in_batch_order, mini_batches, pack, select
-from rlhfless.records import Group
+from rlhfless.algorithms.batch import (
+    Denominators,
+    PackedBatch,
+    by_sample,
+    in_batch_order,
+    mini_batches,
+    pack,
+    per_token,
+    select,
+)
+from rlhfless.records import FloatArray, Group, Score
 
 PER_TOKEN = ("tokens", "positions", "response_mask", "rollout_logprobs", "advantages")
 FIXTURE_IS_PURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -58,9 +67,51 @@ def test_pack_by_hand(make_group):
 
 def test_pack_does_not_depend_on_the_order_of_arrival(make_group):
     groups = [make_group("a", (1,), [[2], [3]]), make_group("b", (4,), [[5], [6]])]
-    late = [dataclasses.replace(group, rollouts=group.rollouts[::-1]) for group in groups[::-1]]
+    late = [dataclasses.replace(group, samples=group.samples[::-1]) for group in groups[::-1]]
     assert sequences(pack(late)) == sequences(pack(groups))
     assert [group.prompt.prompt_id for group in in_batch_order(late)] == ["a", "b"]
+
+
+def test_types_are_those_that_the_learner_trains_on(make_group):
+    batch = pack([make_group("a", (1, 2), [[10, 11]])])
+    ids = (batch.tokens, batch.positions, batch.sequence_id, batch.group_id)
+    assert {array.dtype for array in ids} == {np.dtype(np.int64)}
+    assert (batch.response_mask.dtype, batch.rollout_logprobs.dtype) == (np.bool_, np.float32)
+    assert {*batch.columns()} == {"rollout_logprobs"}
+
+
+def test_what_stages_have_added_to_samples_is_packed_in_the_order_of_the_sequences(make_group):
+    b = make_group("b", (4,), [[5], [6]])
+    b = b.adding(score=[Score(3.0, {}), Score(0.1, {})], reference_logprobs=[np.array([-3.0]), np.array([-4.0])])
+    a = make_group("a", (1,), [[2, 3]]).adding(score=[Score(1.0, {})], reference_logprobs=[np.array([-1.0, -2.0])])
+    batch = pack([b, a])
+    assert batch.rewards.tolist() == [1.0, 3.0, 0.1]  # as float64: 0.1 is 0.1
+    assert batch.reference_logprobs.tolist() == [0, -1, -2, 0, -3, 0, -4]
+    assert batch.reference_logprobs.dtype == np.float32
+    again = by_sample(batch, batch.reference_logprobs, [b, a])
+    assert [[values.tolist() for values in of_group] for of_group in again] == [[[-3], [-4]], [[-1, -2]]]
+    with pytest.raises(ValueError, match="sample 0 of prompt 'b' has no reference_logprobs, and other samples have"):
+        pack([a, b.adding(reference_logprobs=[None, None])])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WithValues(PackedBatch):
+    """A batch with one more column: this declaration is all that it takes."""
+
+    values: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
+
+
+def test_a_column_is_declared_once(make_group):
+    plain = pack([make_group(name, (1,), [[10], [11, 12]]) for name in "ab"])
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+    batch = WithValues(**fields).with_columns(values=np.arange(10.0), rewards=np.arange(4.0))
+    assert batch.values.tolist() == [0, 1, 0, 3, 4, 0, 6, 0, 8, 9]
+    assert batch.values.dtype == np.float32
+    chosen = select(batch, np.array([3, 0]))
+    assert (chosen.values.tolist(), chosen.rewards.tolist()) == ([0, 8, 9, 0, 1], [3, 0])
+    assert [part.values.tolist() for part in mini_batches(batch, 2)] == [[0, 1, 0, 3, 4], [0, 6, 0, 8, 9]]
+    with pytest.raises(ValueError, match=r"rewards have shape \(10,\), expected one per sequence: \(4,\)"):
+        batch.with_columns(rewards=np.zeros(10))
 
 
 def test_groups_without_rollouts_leave_no_gap_in_the_ids(make_group):
@@ -77,26 +128,28 @@ def test_pack_refuses_what_it_cannot_learn_from(make_group):
     group = make_group("a", (1,), [[2, 3]])
     short = dataclasses.replace(group.rollouts[0], logprobs=np.zeros(1, np.float32))
     with pytest.raises(ValueError, match="sample 0 of prompt 'a' has 2 tokens but 1 rollout logprobs"):
-        pack([dataclasses.replace(group, rollouts=(short,))])
+        pack([Group.of(group.prompt, [short])])
     broken = dataclasses.replace(group.rollouts[0], logprobs=np.array([0, np.nan], np.float32))
     with pytest.raises(ValueError, match="not finite"):
-        pack([dataclasses.replace(group, rollouts=(broken,))])
+        pack([Group.of(group.prompt, [broken])])
 
 
 def test_values_are_spread_over_response_tokens_only(make_group):
     batch = pack([make_group("a", (1, 2), [[10, 11], [12]])])
-    assert batch.with_advantages(np.array([3.0, -1.0])).advantages.tolist() == [0, 0, 3, 3, 0, 0, -1]
-    assert batch.with_old_logprobs(np.full(7, -2.0)).old_logprobs.tolist() == [0, 0, -2, -2, 0, 0, -2]
-    assert batch.with_reference_logprobs(np.full(7, -3.0)).reference_logprobs.tolist() == [0, 0, -3, -3, 0, 0, -3]
+    advantages = batch.spread(np.array([3.0, -1.0]))
+    assert batch.with_columns(advantages=advantages).advantages.tolist() == [0, 0, 3, 3, 0, 0, -1]
+    assert batch.with_columns(old_logprobs=np.full(7, -2.0)).old_logprobs.tolist() == [0, 0, -2, -2, 0, 0, -2]
+    referred = batch.with_columns(reference_logprobs=np.full(7, -3.0))
+    assert referred.reference_logprobs.tolist() == [0, 0, -3, -3, 0, 0, -3]
     with pytest.raises(ValueError, match=r"one per sequence: \(2,\)"):
-        batch.with_advantages(np.zeros(7))
+        batch.spread(np.zeros(7))
     with pytest.raises(ValueError, match="one per token"):
-        batch.with_old_logprobs(np.zeros(2, np.float32))
+        batch.with_columns(old_logprobs=np.zeros(2, np.float32))
 
 
 def test_select_by_hand(make_group):
     batch = pack([make_group("a", (1,), [[10], [11]]), make_group("b", (2,), [[20], [21]])])
-    chosen = select(batch.with_advantages(np.arange(4.0)), np.array([3, 0]))
+    chosen = select(batch.with_columns(advantages=batch.spread(np.arange(4.0))), np.array([3, 0]))
     assert chosen.tokens.tolist() == [2, 21, 1, 10]
     assert chosen.sequence_id.tolist() == [0, 0, 1, 1]
     assert chosen.group_id.tolist() == [0, 0, 1, 1]
@@ -129,7 +182,7 @@ def test_pack_keeps_every_sequence(make_group, data):
 @given(data=groups_as_data, seed=st.integers(0, 1000))
 def test_select_of_a_permutation_and_back_is_the_batch(make_group, data, seed):
     batch = pack(build(make_group, data))
-    batch = batch.with_advantages(np.arange(batch.sequences, dtype=np.float32))
+    batch = batch.with_columns(advantages=batch.spread(np.arange(batch.sequences, dtype=np.float32)))
     order = np.random.default_rng(seed).permutation(batch.sequences)
     there = select(batch, order)
     assert sequences(there) == [sequences(batch)[index] for index in order]

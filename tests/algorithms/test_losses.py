@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from rlhfless.algorithms.losses import LossInputs, combine_metrics, grpo_loss
+from rlhfless.algorithms.base import LossInputs, LossOutputs, combine_metrics, common_metrics
+from rlhfless.algorithms.grpo import GRPO
 from rlhfless.spec import GRPOSpec, KLSpec
 
 KL = KLSpec(coefficient=0.1, estimator="k3")
@@ -26,6 +27,13 @@ def inputs(current, old, rollout, advantages, reference=None, denominator=None) 
         old_logprobs=tensor(old),
         reference_logprobs=tensor(reference),
     )
+
+
+def grpo_loss(given: LossInputs, algorithm: GRPOSpec) -> LossOutputs:
+    """The loss, and all metrics of it that the learner has."""
+    outputs = GRPO(algorithm).loss(given)
+    metrics = common_metrics(given) | outputs.metrics | {"loss": outputs.loss}
+    return LossOutputs(outputs.loss, {name: value.detach().float() for name, value in metrics.items()})
 
 
 def random_inputs(seed: int, tokens: int = 50, denominator: int | None = None) -> LossInputs:

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhfless.algorithms.losses import LossInputs, grpo_loss
+from rlhfless.algorithms.base import LossInputs
+from rlhfless.algorithms.grpo import grpo_loss
 from rlhfless.spec import GRPOSpec, KLSpec
 
 VOCABULARY = 7

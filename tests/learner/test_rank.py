@@ -58,7 +58,7 @@ def test_a_step_of_two_mini_batches_is_that_of_a_plain_loop(learner, tiny_model,
     optimizer = AdamWSpec(learning_rate=0.5, eps=1.0, max_grad_norm=0.3)
     with learner(algorithm=algorithm, optimizer=optimizer) as rank:
         old = rank.evaluate(batch)
-        given = batch.with_old_logprobs(old).with_reference_logprobs(old + 0.1)
+        given = batch.with_columns(old_logprobs=old).with_columns(reference_logprobs=old + 0.1)
         metrics = rank.learn(given, 2)
         ours = rank.weights()
     expected, norms = plain_loop(tiny_model, given, algorithm, optimizer, 0.8, 2)
@@ -100,7 +100,7 @@ def test_the_same_batch_gives_the_same_bits(learner, batch):
     results = []
     for _ in range(2):
         with learner(micro_batch_tokens=64) as rank:
-            rank.learn(batch.with_old_logprobs(rank.evaluate(batch)), 3)
+            rank.learn(batch.with_columns(old_logprobs=rank.evaluate(batch)), 3)
             results.append(rank.weights())
     assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
 
@@ -111,7 +111,7 @@ def test_a_batch_without_old_logprobs_is_evaluated_before_its_first_update(learn
     optimizer = AdamWSpec(learning_rate=0.5, eps=1.0)
     for evaluate in (True, False):
         with learner(optimizer=optimizer, micro_batch_tokens=64) as rank:
-            metrics = rank.learn(batch.with_old_logprobs(rank.evaluate(batch)) if evaluate else batch, count)
+            metrics = rank.learn(batch.with_columns(old_logprobs=rank.evaluate(batch)) if evaluate else batch, count)
             results.append((metrics, rank.weights()))
     assert results[1][0]["old_kl"] > 1e-4, "the updates before it must move the policy of a later mini-batch"
     _assert_same(*results)
@@ -135,7 +135,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(learner, batch):
     broken[np.flatnonzero(batch.response_mask)[0]] = np.inf  # in the first of two mini-batches
     with learner() as rank:
         before = rank.weights()
-        given = dataclasses.replace(batch.with_old_logprobs(rank.evaluate(batch)), advantages=broken)
+        given = dataclasses.replace(batch.with_columns(old_logprobs=rank.evaluate(batch)), advantages=broken)
         assert rank.learn(dataclasses.replace(given, old_logprobs=None), 1) == {"skipped_updates": 1}
         assert all(torch.equal(before[name], value) for name, value in rank.weights().items())
         metrics = rank.learn(given, 2)
@@ -300,7 +300,7 @@ def test_kl_holds_the_policy_near_its_reference(learner, batch):
         with learner(algorithm=algorithm, optimizer=AdamWSpec(learning_rate=3e-3)) as rank:
             reference = rank.evaluate(batch)  # the policy that the run begins with
             for _ in range(12):
-                given = batch.with_old_logprobs(rank.evaluate(batch)).with_reference_logprobs(reference)
+                given = batch.with_columns(old_logprobs=rank.evaluate(batch)).with_columns(reference_logprobs=reference)
                 metrics = rank.learn(given, 1)
         distance[coefficient] = metrics["reference_kl"]
     assert distance[1e-6] > 0.1, "without a pull the policy must drift"

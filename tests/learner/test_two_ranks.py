@@ -22,7 +22,7 @@ def work(model: str, rendezvous: Path, rank: int, world_size: int, batch: Packed
     learner = make_rank(model, rendezvous, rank, world_size, optimizer=OPTIMIZER, micro_batch_tokens=64)
     try:
         old = learner.evaluate(batch)
-        metrics = learner.learn(batch.with_old_logprobs(old), count)
+        metrics = learner.learn(batch.with_columns(old_logprobs=old), count)
         queue.put((rank, old, metrics, {name: value.numpy() for name, value in learner.weights().items()}))
     finally:
         learner.close()

@@ -64,9 +64,9 @@ def make_batch() -> PackedBatch:
             )
             for index, length in enumerate(lengths)
         )
-        groups.append(Group(prompt, rollouts))
+        groups.append(Group.of(prompt, rollouts))
     packed = pack(groups)
-    return packed.with_advantages(generator.standard_normal(packed.sequences))
+    return packed.with_columns(advantages=packed.spread(generator.standard_normal(packed.sequences)))
 
 
 def make_rank(model: str, rendezvous: Path, rank: int = 0, world_size: int = 1, **changes: Any) -> LearnerRank:

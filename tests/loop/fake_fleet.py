@@ -54,7 +54,7 @@ def rollout(item: SampleItem, actor: str, tokens: int, reason: FinishReason = Fi
 
 def group(name: str, samples: int = 1) -> Group:
     items = [SampleItem(name, i, (1, 2, 3), seed=i) for i in range(samples)]
-    return Group(prompt(name), tuple(rollout(item, "a", 2) for item in items))
+    return Group.of(prompt(name), tuple(rollout(item, "a", 2) for item in items))
 
 
 @dataclass

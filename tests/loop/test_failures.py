@@ -10,12 +10,11 @@ from fake_fleet import group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.algorithms.advantages import STD_FLOOR, with_grpo_advantages
-from rlhfless.loop.experience import Experience
+from rlhfless.algorithms.batch import pack
+from rlhfless.algorithms.grpo import GRPO, STD_FLOOR
 from rlhfless.loop.failures import LOGGED_PER_STEP, added_up, without_failures
-from rlhfless.loop.step import assemble, rewards_of
 from rlhfless.loop.summary import reward_metrics
-from rlhfless.records import Score
+from rlhfless.records import Experience, Score
 from rlhfless.rewards import RewardError
 from rlhfless.spec import GRPOSpec, ScoringSpec
 
@@ -26,11 +25,16 @@ DROP = ScoringSpec(max_failed=1.0)
 
 def experience(*scores: list[Score], reference: bool = False) -> Experience:
     """One group per list; the reference logprobs of sample i of group g are all g + i / 10."""
-    groups = tuple(group(f"p{index}", len(of_group)) for index, of_group in enumerate(scores))
-    logprobs = tuple(
-        tuple(np.full(2, g + i / 10, np.float32) for i in range(len(of_group))) for g, of_group in enumerate(scores)
-    )
-    return Experience(groups, tuple(tuple(each) for each in scores), logprobs if reference else None)
+    groups = []
+    for g, of_group in enumerate(scores):
+        logprobs = [np.full(2, g + i / 10, np.float32) if reference else None for i in range(len(of_group))]
+        groups.append(group(f"p{g}", len(of_group)).adding(score=of_group, reference_logprobs=logprobs))
+    return Experience(tuple(groups))
+
+
+def scores_of(given: Experience) -> list[list[Score]]:
+    """As a scoring function answers."""
+    return [[sample.scored for sample in group.samples] for group in given.groups]
 
 
 def test_dropped_samples_are_in_no_batch_and_no_denominator() -> None:
@@ -39,7 +43,7 @@ def test_dropped_samples_are_in_no_batch_and_no_denominator() -> None:
         [("p0", 0), ("p0", 2)],
         [("p2", 0), ("p2", 1)],
     ]
-    batch = assemble(kept)
+    batch = pack(kept.groups)
     assert (batch.denominators.sequences, batch.denominators.groups, batch.denominators.tokens) == (4, 2, 8)
     assert batch.reference_logprobs is not None
     logprobs = batch.reference_logprobs[batch.response_mask]
@@ -63,9 +67,8 @@ SCORES = st.lists(
 def test_advantages_are_those_of_the_kept_samples_of_each_group(values: list[list[float | None]]) -> None:
     scores = [[BAD if value is None else Score(value, {"judge": value}) for value in of_group] for of_group in values]
     kept = without_failures(experience(*scores), DROP, 1)
-    batch = with_grpo_advantages(assemble(kept), rewards_of(kept), GRPOSpec())
-    assert batch.advantages is not None
-    found = batch.advantages[batch.response_mask][::2]
+    batch = pack(kept.groups)
+    found = GRPO(GRPOSpec()).advantages(batch)[batch.response_mask][::2]
     expected = []
     for of_group in values:
         left = np.array([value for value in of_group if value is not None])
@@ -92,14 +95,14 @@ def test_a_run_stops_when_too_many_samples_fail() -> None:
 def test_with_fail_the_first_failure_stops_the_run_and_is_named() -> None:
     given = experience([OK, BAD])
     with pytest.raises(RewardError) as caught:
-        added_up(given.groups, [given.scores], ScoringSpec(on_failure="fail"))
+        added_up(given.groups, [scores_of(given)], ScoringSpec(on_failure="fail"))
     assert str(caught.value) == "reward 'judge': sample 1 of prompt 'p0': no answer (scoring.on_failure is `fail`)"
 
 
 def test_scores_of_two_functions_add_up() -> None:
     other = Score(2.0, {"model": 4.0}, {"third": "gone"})
     given = experience([OK])
-    assert added_up(given.groups, [given.scores, [[other]]], ScoringSpec()) == [
+    assert added_up(given.groups, [scores_of(given), [[other]]], ScoringSpec()) == [
         [Score(3.0, {"judge": 1.0, "model": 4.0}, {"third": "gone"})]
     ]
 

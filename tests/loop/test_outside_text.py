@@ -11,11 +11,11 @@ from fake_fleet import FakePool, runner
 from test_generation_stage import SPEC, draw, until
 
 from rlhfless.functions.scoring.scorer import Scorer
-from rlhfless.loop.experience import Experience, collect
 from rlhfless.loop.failures import added_up, without_failures
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.ledger import Earlier, Ledger
-from rlhfless.records import Group, Score
+from rlhfless.loop.stages import collect
+from rlhfless.records import Experience, Group, Score
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.prices import load_price_book
@@ -56,8 +56,8 @@ class Attempt:
         return await collect(stage.groups(), 2, score, None)  # type: ignore[arg-type]
 
     def end(self, experience: Experience) -> None:
-        for group, scores in zip(experience.groups, experience.scores, strict=True):
-            self.ledger.add_group(3, group, scores)
+        for group in experience.groups:
+            self.ledger.add_group(3, group)
         self.close()
 
     def close(self) -> None:

@@ -13,11 +13,10 @@ from test_ledger import ledger_in
 
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo
-from rlhfless.loop.experience import Experience
 from rlhfless.loop.recovery import Mended, Recovery
 from rlhfless.loop.step_context import StepClock
 from rlhfless.loop.summary import tokens_since
-from rlhfless.records import FunctionName, Invocation, StepRecord, WeightVersion, Work
+from rlhfless.records import Experience, FunctionName, Invocation, StepRecord, WeightVersion, Work
 from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
 
 
@@ -211,6 +210,6 @@ def test_tokens_from_the_journal_are_not_counted_as_drawn() -> None:
     for member, finished_s in zip((*one.rollouts, *two.rollouts), (5.0, 9.0, 10.0), strict=True):
         object.__setattr__(member, "finished_s", finished_s)
         object.__setattr__(member, "token_ids", np.zeros(int(finished_s), np.int64))
-    experience = Experience((one, two), (), None)
+    experience = Experience((one, two))
     assert tokens_since(9.0, experience) == 19
     assert tokens_since(0.0, experience) == 24

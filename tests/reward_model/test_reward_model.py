@@ -134,7 +134,7 @@ async def test_the_function_scores_groups(path: str) -> None:
         Rollout("p", i, 0, np.array([7]), np.zeros(1, np.float32), text, FinishReason.STOP, (), "a", 0.0, 1.0)
         for i, text in enumerate(["w2", "w3 w4"])
     )
-    reply = await function.score(Call("run", 1, 1), [Group(prompt, rollouts)])
+    reply = await function.score(Call("run", 1, 1), [Group.of(prompt, rollouts)])
     ((first, second),) = reply.value
     assert first.parts["reward_model"] == pytest.approx(plain(path, ids("w1 w2")), abs=1e-5)
     assert first.total == pytest.approx(2 * first.parts["reward_model"])

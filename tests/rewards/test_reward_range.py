@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_samples import samples_of
 
-from rlhfless.algorithms.advantages import grpo_advantages
+from rlhfless.algorithms.grpo import grpo_advantages
 from rlhfless.rewards import Failed, combined
 from rlhfless.rewards.protocol import MAX_REWARD, finite
 from rlhfless.spec import PythonRewardSpec

@@ -27,7 +27,7 @@ def group(prompt_id, answer, *responses):
         )
         for index, text in enumerate(responses)
     ]
-    return Group(prompt, tuple(rollouts))
+    return Group.of(prompt, tuple(rollouts))
 
 
 async def test_scores_come_back_group_by_group_in_the_order_of_the_samples():

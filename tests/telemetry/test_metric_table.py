@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from rlhfless.algorithms.losses import LossInputs, grpo_loss
+from rlhfless.algorithms.base import LossInputs, common_metrics
+from rlhfless.algorithms.grpo import grpo_loss
 from rlhfless.scaling.step_times import Phase
 from rlhfless.spec import GRPOSpec, KLSpec
 from rlhfless.telemetry.metrics import METRICS, Kind, Metric, UndeclaredMetric, Unit, resolve
@@ -72,7 +73,8 @@ def test_what_the_loss_reports_is_declared() -> None:
         denominator_tokens=3,
         reference_logprobs=zeros,
     )
-    for name in grpo_loss(inputs, GRPOSpec(kl=KLSpec(coefficient=0.1))).metrics:
+    of_the_algorithm = grpo_loss(inputs, GRPOSpec(kl=KLSpec(coefficient=0.1))).metrics
+    for name in (*common_metrics(inputs), *of_the_algorithm, "loss"):
         assert resolve(name)[0].kind is Kind.GAUGE
 
 

@@ -1,4 +1,4 @@
-"""From a stream of groups to scored groups: scoring and reference work while generation is still going on.
+"""From a stream of groups to experience: scoring and reference work while generation is still going on.
 
 Each stage takes all groups that are waiting as one call. It waits for a moment before it does (WINDOW_S), because
 groups end in bursts; never once generation has ended.
@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rlhfless.fleet.tasks import together
-from rlhfless.records import FloatArray, Group, Score
+from rlhfless.records import Experience, FloatArray, Group, Score
 
 T = TypeVar("T")
 
@@ -26,51 +25,41 @@ ScoreGroups = Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
 ReferenceLogprobs = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[FloatArray]]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Experience:
-    """The groups of a step, by prompt id, with what the stages added to each rollout."""
-
-    groups: tuple[Group, ...]
-    scores: tuple[tuple[Score, ...], ...]
-    reference_logprobs: tuple[tuple[FloatArray, ...], ...] | None
-    """Per group and rollout: [response]. None when the run has no reference."""
-
-
 async def collect(
     groups: AsyncIterator[Group], count: int, score: ScoreGroups, reference: ReferenceLogprobs | None
 ) -> Experience:
-    """Run `score` and `reference` on groups as they come; returns when all groups have passed both.
+    """Run `score` and `reference` on groups as they come; returns when all groups have passed both, with what these
+    stages have added to each sample.
 
-    The stages wait for nobody once `count` groups have come: what the stream has still to say is not a group. Raises
-    RuntimeError if it ends before, and what a stage or the stream raised; the other stages are cancelled then.
+    The stages do not wait for more groups once `count` of them have come: what the stream has still to say is not a
+    group. Raises RuntimeError if it ends before, and what a stage or the stream raised; the other stages are cancelled
+    then.
     """
-    scoring = _Stage(score)
-    referring = None if reference is None else _Stage(reference)
-    stages: list[_Stage[Any]] = [stage for stage in (scoring, referring) if stage is not None]
+    stages: dict[str, _Stage[Any]] = {"score": _Stage(score)}
+    if reference is not None:
+        stages["reference_logprobs"] = _Stage(reference)
     finished: dict[str, Group] = {}
 
     async def feed() -> None:
         async for group in groups:
             finished[group.prompt.prompt_id] = group
-            for stage in stages:
+            for stage in stages.values():
                 stage.put(group, last=len(finished) == count)
         if len(finished) < count:
             raise RuntimeError(f"the stream of groups ended after {len(finished)} of {count} groups")
 
-    await together(feed(), *(stage.run() for stage in stages))
+    await together(feed(), *(stage.run() for stage in stages.values()))
 
-    order = sorted(finished)
     return Experience(
-        groups=tuple(finished[prompt_id] for prompt_id in order),
-        scores=tuple(tuple(scoring.results[prompt_id]) for prompt_id in order),
-        reference_logprobs=(
-            None if referring is None else tuple(tuple(referring.results[prompt_id]) for prompt_id in order)
-        ),
+        tuple(
+            finished[prompt_id].adding(**{name: stage.results[prompt_id] for name, stage in stages.items()})
+            for prompt_id in sorted(finished)
+        )
     )
 
 
 class _Stage(Generic[T]):
-    """One consumer of groups, which makes a T of each rollout."""
+    """One consumer of groups, which adds a T to each sample."""
 
     def __init__(self, work: Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[T]]]]) -> None:
         self._work = work

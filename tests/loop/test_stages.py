@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from fake_fleet import group
 
-from rlhfless.loop import experience
-from rlhfless.loop.experience import collect
+from rlhfless.loop import stages
+from rlhfless.loop.stages import collect
 from rlhfless.records import FloatArray, Group, Score
 
 
@@ -35,12 +35,13 @@ async def test_a_group_is_scored_and_referred_before_the_last_one_is_drawn() -> 
     collected = await collect(groups(), 2, score, reference)
     assert scored == ["b", "a"]
     assert [g.prompt.prompt_id for g in collected.groups] == ["a", "b"]
-    assert collected.reference_logprobs is not None
-    assert len(collected.reference_logprobs) == 2
+    logprobs = [sample.reference_logprobs for sample in collected.samples]
+    assert [None if values is None else values.tolist() for values in logprobs] == [[-1.0, -1.0]] * 2
+    assert [score.total for score in collected.scores] == [1.0, 1.0]
 
 
 async def test_groups_that_come_one_after_the_other_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experience, "WINDOW_S", 60.0)
+    monkeypatch.setattr(stages, "WINDOW_S", 60.0)
     sizes: list[int] = []
 
     async def groups() -> AsyncIterator[Group]:

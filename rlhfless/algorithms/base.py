@@ -1,0 +1,118 @@
+"""What an algorithm is: advantages from a batch, and a loss from tensors. One file per algorithm.
+
+The learner and the loop know only this. What else a step has to compute for an algorithm (reference logprobs, say) it
+says in its settings (`needs`, see rlhfless.spec.algorithm), which also hold the keys of the spec that are its own.
+
+The loss is of the response tokens of one micro-batch. No distributed calls, no model, no padding. Every sum is divided
+by a denominator that is handed in and belongs to the whole optimiser step. Losses, gradients and metrics of
+micro-batches and ranks therefore simply add up, however the tokens were cut. Means over a micro-batch, which would
+weigh a short micro-batch's tokens more, do not exist here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.records import FloatArray
+from rlhfless.spec import AlgorithmSpec
+from rlhfless.spec.extension import made
+
+BUILT_IN: Mapping[str, str] = {"grpo": "rlhfless.algorithms.grpo:GRPO"}
+"""Import paths of the built-in algorithms, by the `type` of their settings."""
+
+MAXIMUM_SUFFIX = "_max"
+"""Metrics with this ending combine by maximum; all others are shares of a token mean and combine by sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Response tokens only, in any order. Fields with the name of a batch's column hold that column's values."""
+
+    logprobs: torch.Tensor  # [tokens], current; the one that carries a gradient
+    entropy: torch.Tensor  # [tokens], of the current policy; a metric only
+    rollout_logprobs: torch.Tensor  # [tokens]
+    advantages: torch.Tensor  # [tokens]
+    denominator_tokens: int
+    """Response tokens of the optimiser step, over all micro-batches and ranks."""
+    old_logprobs: torch.Tensor | None = None  # [tokens]
+    """None: this is the first and only update of the step, so the old policy is the current one, exactly."""
+    reference_logprobs: torch.Tensor | None = None  # [tokens]; if the algorithm needs a reference
+
+    @property
+    def scale(self) -> float:
+        """Factor that makes a sum over tokens this micro-batch's share of the optimiser step's mean."""
+        return 1.0 / max(self.denominator_tokens, 1)
+
+    @property
+    def old(self) -> torch.Tensor:
+        """Logprobs of the policy before the first update of the step, a constant to the gradient, `[tokens]`."""
+        return self.logprobs.detach() if self.old_logprobs is None else self.old_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutputs:
+    """This micro-batch's share of the step's loss, and of its metrics."""
+
+    loss: torch.Tensor  # []
+    metrics: dict[str, torch.Tensor]  # each []
+    """The same names whatever the tokens, none of them included. Names that telemetry does not declare begin with
+    `algorithm/`."""
+
+
+class Algorithm(Protocol):
+    """Made from its settings, in the driver and in every rank of the learner; it keeps nothing between steps."""
+
+    def __init__(self, settings: Any) -> None: ...
+
+    def advantages(self, batch: PackedBatch) -> FloatArray:
+        """`[tokens]`; `batch.spread` makes them of one value per sequence. The batch has `rewards` and the columns that
+        the settings' `needs` name."""
+        ...
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
+        """The loss to descend on, as this micro-batch's share."""
+        ...
+
+
+def algorithm_of(settings: AlgorithmSpec) -> Algorithm:
+    """The algorithm that the settings are of: a built-in one, or the user's own by its import path."""
+    found: Algorithm = made(settings, BUILT_IN)
+    return found
+
+
+def common_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
+    """Metrics that every algorithm has, each `[]`: of the policy, and of what the engine drew with.
+
+    The engine and the learner compute the same weights with different kernels, so `rollout_logprob_difference` is
+    small; a run whose weights are wrong shows there (rlhfless.weights.monitor).
+    """
+    magnitude = (inputs.old - inputs.rollout_logprobs).detach().abs()
+    return {
+        "entropy": inputs.entropy.sum() * inputs.scale,
+        "rollout_logprob_difference": magnitude.sum() * inputs.scale,
+        "rollout_logprob_difference_max": largest(magnitude),
+    }
+
+
+def combine_metrics(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The metrics of micro-batches that belong to one optimiser step, taken together."""
+    total: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in total:
+                total[name] = value
+            elif name.endswith(MAXIMUM_SUFFIX):
+                total[name] = torch.maximum(total[name], value)
+            else:
+                total[name] = total[name] + value
+    return total
+
+
+def largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest of values that are at least 0, `[]`; 0 of none."""
+    return values.max() if values.numel() else values.new_zeros(())

@@ -1,0 +1,140 @@
+"""What a step learns from: samples in groups, each with all that the stages of a step add to it.
+
+A *sample* is one answer to a prompt, as a list of segments in the order in which the policy read or drew them: the
+prompt, what the model drew, and, between two of its turns, what an environment said (the result of a tool, say). What
+the model drew is the engine's own record, a Rollout: token ids, rollout logprobs, the weight version of each span, and
+why it ended. A *group* is a prompt and its samples; the *experience* of a step is its groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from rlhfless.records.rollouts import FinishReason, FloatArray, IntArray, Prompt, Rollout, Score
+
+
+class Source(StrEnum):
+    """Where tokens come from that the policy did not draw."""
+
+    PROMPT = "prompt"
+    ENVIRONMENT = "environment"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSegment:
+    """Tokens that the policy has read and not drawn: nothing is learned about them."""
+
+    source: Source
+    token_ids: IntArray  # [segment]
+
+
+Segment = GivenSegment | Rollout
+"""A Rollout is the segment that the model drew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer to a prompt. The first segment is the prompt, and at least one is a Rollout.
+
+    The fields after `segments` are None until their stage has set them. Values per token are those of the tokens that
+    the model drew, over all its segments: `[model tokens]`.
+    """
+
+    segments: tuple[Segment, ...]
+    score: Score | None = None
+    reference_logprobs: FloatArray | None = None  # [model tokens]
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """The segments that the model drew."""
+        return tuple(segment for segment in self.segments if isinstance(segment, Rollout))
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(prompt id, sample index)."""
+        return self.rollouts[0].key
+
+    @property
+    def sample_index(self) -> int:
+        return self.key[1]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its segments."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def model_tokens(self) -> int:
+        """Tokens that the model drew."""
+        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+    @property
+    def text(self) -> str:
+        """What the model wrote."""
+        return "".join(rollout.text for rollout in self.rollouts)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the sample's last segment of the model ended."""
+        return self.rollouts[-1].finish_reason
+
+    @property
+    def scored(self) -> Score:
+        """Its score. Raises ValueError before the scoring stage."""
+        if self.score is None:
+            raise ValueError(f"{self} has no score yet")
+        return self.score
+
+    def __str__(self) -> str:
+        prompt_id, index = self.key
+        return f"sample {index} of prompt {prompt_id!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt and its samples, in the order of their sample index."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, prompt: Prompt, rollouts: Sequence[Rollout]) -> Group:
+        """A group of samples of one turn."""
+        given = GivenSegment(Source.PROMPT, np.asarray(prompt.token_ids, dtype=np.int64))
+        return cls(prompt, tuple(Sample((given, rollout)) for rollout in rollouts))
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """All that the model drew."""
+        return tuple(rollout for sample in self.samples for rollout in sample.rollouts)
+
+    def adding(self, **columns: Sequence[Any]) -> Group:
+        """With what stages add to the samples: by field of Sample, a value for each sample in their order."""
+        rows = zip(self.samples, *columns.values(), strict=True)
+        return replace(self, samples=tuple(replace(row[0], **dict(zip(columns, row[1:], strict=True))) for row in rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """The groups of a step, by prompt id."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """All samples, group by group."""
+        return tuple(sample for group in self.groups for sample in group.samples)
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """The score of each sample. Raises ValueError before the scoring stage."""
+        return tuple(sample.scored for sample in self.samples)
+
+    def failed(self) -> Iterator[Sample]:
+        """The samples that a reward gave no number for."""
+        return (sample for sample in self.samples if sample.scored.failures)
