@@ -24,7 +24,6 @@ from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.stages import ReferenceLogprobs, ScoredGroups, ScoreGroups
 from rlhfless.loop.step_context import StepClock, StepContext
-from rlhfless.loop.summary import drawn_metrics
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import (
     Experience,
@@ -278,18 +277,13 @@ class Run:
 
     # -- ledger
 
-    async def take(
-        self, step: int, experience: Experience, kept: Experience, after: Sequence[asyncio.Event]
-    ) -> dict[str, float]:
-        """Put the rollouts into the ledger while the learner is at work, which it is `after` its calls have left the
-        driver, and learn how fast the engines were; returns their figures. A step that is done again counts once."""
-        for sent in after:
-            await sent.wait()
+    def take(self, step: int, experience: Experience) -> None:
+        """Put the rollouts into the ledger, and learn how fast the engines were. A step that is done again counts
+        once."""
         if not self.ledger.has_rollouts_of(step):
             for group in experience.groups:
                 self.ledger.add_group(step, group)
             self.scaler.drawn(step)
-        return drawn_metrics(experience, kept)
 
     def close_step(self, record: StepRecord, experience: Experience) -> None:
         """Put the step into the ledger, and show its figures."""

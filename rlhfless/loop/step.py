@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from rlhfless.algorithms.batch import pack
 from rlhfless.fleet.tasks import together
@@ -11,7 +12,7 @@ from rlhfless.loop.failures import without_failures
 from rlhfless.loop.run import Run
 from rlhfless.loop.stages import collect
 from rlhfless.loop.step_context import StepContext
-from rlhfless.loop.summary import step_metrics
+from rlhfless.loop.summary import drawn_metrics, step_metrics
 from rlhfless.records import Experience, StepRecord
 
 
@@ -45,10 +46,21 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
     learned, run.published, drawn = await together(
         run.learn(call, batch, learning),
         run.publish(call, sent=publishing),
-        run.take(step, experience, kept, after=[learning, publishing]),
+        taken(run, context, experience, kept, after=[learning, publishing]),
     )
     metrics = step_metrics(run, context, experience, drawn, learned)
     record = StepRecord(step, context.begun.start_s, time.time(), metrics)
     run.close_step(record, experience)
     run.check_rollouts(record, context.published.version)
     return record
+
+
+async def taken(
+    run: Run, context: StepContext, experience: Experience, kept: Experience, after: Sequence[asyncio.Event]
+) -> dict[str, float]:
+    """The figures of what was drawn, once it is in the ledger. All of that is done while the learner is at work, which
+    it is `after` its calls have left the driver."""
+    for sent in after:
+        await sent.wait()
+    run.take(context.step, experience)
+    return drawn_metrics(experience, kept)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlhfless.loop.run import Run
+from rlhfless.loop.step_context import StepContext
 from rlhfless.records import Experience, FinishReason, Score
 from rlhfless.scaling.step_times import Phase
-
-if TYPE_CHECKING:
-    from rlhfless.loop.run import Run
-    from rlhfless.loop.step_context import StepContext
 
 
 def drawn_metrics(experience: Experience, kept: Experience) -> dict[str, float]:
