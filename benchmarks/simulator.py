@@ -28,7 +28,8 @@ from where import machine
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.placement import Seat, Slot
-from rlhfless.scaling.policies import POLICIES, CostAwareSettings, make_policy
+from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import Action, Assign, Beat, Event, Lost, Move, Policy, Start, StepBegan, StepView
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
@@ -131,10 +132,7 @@ class Timed:
 
 def planned(name: str) -> None:
     """Prints what steps under a policy take, after one that warms up."""
-    settings = POLICIES[name].settings()
-    if isinstance(settings, CostAwareSettings):
-        settings = settings.model_copy(update={"steps": PLANNED_STEPS})
-    policy = Timed(make_policy(name, settings))
+    policy = Timed(make_policy(name, run=RunContract(steps=PLANNED_STEPS)))
     simulation = Simulation(fleet(PLANNED_ACTORS), policy, load_price_book())
     first, *batches = workload(PLANNED_PROMPTS, 8).batches(PLANNED_STEPS + 1)
     simulation.step(first)

@@ -19,11 +19,12 @@ from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, StepRecord, Work
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths import predictor_of
-from rlhfless.scaling.policies import POLICIES, CostAwareSettings, make_policy
+from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policies.forecasters import PredictedLengths
+from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
 from rlhfless.scaling.policy import Idle, Policy, StepEnded
-from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, RunSpec, ScalingSpec, WeightedSpec
+from rlhfless.spec import CheapestSpec, ContractSpec, CostAwareSpec, FastestSpec, RunSpec, ScalingSpec, WeightedSpec
 
 
 class Scaler:
@@ -80,17 +81,15 @@ def scaler_of(
 
 
 def policy_of(spec: RunSpec, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:
-    """The policy of `scaling.policy`. A resumed run's has seen the lengths of its trace, and what is left of a contract
-    for the whole run is that of the steps that are left."""
+    """The policy of `scaling.policy`. In a resumed run it has seen the lengths of the trace, and what is left of a
+    contract for the whole run is for the steps that are left."""
     scaling = spec.scaling
     done = () if earlier is None else earlier.steps
-    settings = POLICIES[scaling.policy].settings(
-        contract=_contract(scaling, sum(step.end_s - step.start_s for step in done), spent_usd),
-        steps=max(spec.steps - len(done), 1),
-    )
-    if isinstance(settings, CostAwareSettings) and earlier is not None:
-        return CostAware(settings, PredictedLengths(predictor_of(earlier)))
-    return make_policy(scaling.policy, settings)
+    contract = _contract(scaling, sum(step.end_s - step.start_s for step in done), spent_usd)
+    run = RunContract(contract, max(spec.steps - len(done), 1))
+    if isinstance(scaling.policy, CostAwareSpec) and earlier is not None:
+        return CostAware(scaling.policy, run, PredictedLengths(predictor_of(earlier)))
+    return make_policy(scaling.policy.type, scaling.policy, run)
 
 
 def _contract(scaling: ScalingSpec, spent_s: float, spent_usd: float) -> ContractSpec:

@@ -35,7 +35,10 @@ def simulate(
         Path | None, typer.Option(metavar="DIR", help="Replay a recorded run: predicted beside measured seconds.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --replay: what another policy would have done.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --replay: what another policy would have done; a name, or module:Class."
+        ),
     ] = None,
     latency: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --replay: a file that --calibrate has written.")

@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import typer
+from pydantic import TypeAdapter
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from rlhfless.records.traces import Trace, read_trace, trace_folder
-from rlhfless.scaling.policies import POLICIES
+from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies import make_policy
+from rlhfless.scaling.policies.registry import PolicyError, configured
 from rlhfless.scaling.policy import Policy
 from rlhfless.sim.replay.calibrate import calibrate as fit
 from rlhfless.sim.replay.latency_file import load_latency, write_latency
 from rlhfless.sim.replay.replay import AS_RECORDED, Replay
 from rlhfless.sim.replay.replay import replay as simulate_again
 from rlhfless.sim.workloads.runtime import read_runtime
-from rlhfless.spec.explain import nearest
+from rlhfless.spec import ContractSpec, WeightedSpec
 from rlhfless.telemetry.numbers import decimal, money
 
 
@@ -39,13 +42,17 @@ def replay(folder: Path, policy: str | None, latency: Path | None) -> None:
 
 
 def _policy(name: str, trace: Trace) -> Policy:
-    """Under the contract that the run had. Raises BadParameter for a name that is none."""
-    if name not in POLICIES:
-        raise typer.BadParameter(f"--policy is {name!r}; {nearest(name, POLICIES)}There are {', '.join(POLICIES)}")
-    kind = POLICIES[name]
+    """Under the contract that the run had; with the keys that it had, if it ran that policy itself. Raises BadParameter
+    for a name that is none."""
     scaling = trace.meta.spec.get("scaling") or {}
-    told = {key: scaling[key] for key in ("contract",) if key in scaling}
-    return kind.make(kind.settings.model_validate({"steps": len(trace.steps), **told}))
+    contract = TypeAdapter(ContractSpec).validate_python(scaling["contract"]) if "contract" in scaling else None
+    run = RunContract(contract or WeightedSpec(), len(trace.steps))
+    ran = scaling.get("policy")
+    keys = ran if isinstance(ran, dict) and ran.get("type") == name else {}
+    try:
+        return make_policy(name, configured(name, keys), run)
+    except PolicyError as error:
+        raise typer.BadParameter(f"--policy: {error}") from error
 
 
 def replay_table(again: Replay) -> RenderableType:

@@ -29,7 +29,7 @@ from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
-from rlhfless.scaling.policies.warm_up import warm_up
+from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console

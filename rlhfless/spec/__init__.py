@@ -10,7 +10,6 @@ from rlhfless.spec.fleet import (
     GenerationScalingSpec,
     Hold,
     PlacementSpec,
-    PolicyName,
     RecoverySpec,
     ScalingSpec,
     TimeoutsSpec,
@@ -19,6 +18,7 @@ from rlhfless.spec.fleet import (
 )
 from rlhfless.spec.generation import EngineSpec, GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec
+from rlhfless.spec.policies import CostAwareSpec, PolicySpec
 from rlhfless.spec.reward_services import HttpSpec, RewardModelSpec
 from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
 from rlhfless.spec.rewards import (
@@ -40,6 +40,7 @@ __all__ = [
     "CheckpointSpec",
     "CodeSpec",
     "ContractSpec",
+    "CostAwareSpec",
     "DType",
     "EngineSpec",
     "EvaluationSpec",
@@ -64,7 +65,7 @@ __all__ = [
     "OwnAlgorithmSpec",
     "OwnSpec",
     "PlacementSpec",
-    "PolicyName",
+    "PolicySpec",
     "PromptsSpec",
     "PythonRewardSpec",
     "RecoverySpec",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless.spec.base import SpecModel
+from rlhfless.spec.policies import CostAwareSpec, PolicySpec
 
 
 class PlacementSpec(SpecModel):
@@ -93,26 +94,13 @@ class WeightedSpec(SpecModel):
 ContractSpec = Annotated[CheapestSpec | FastestSpec | WeightedSpec, Field(discriminator="type")]
 
 
-PolicyName = Literal[
-    "cost_aware",
-    "static",
-    "queue_reactive_ray_serve",
-    "queue_reactive_knative",
-    "queue_reactive_keda",
-    "rlhfuse_tail",
-    "rlhfless_published",
-]
-"""Policies that a live fleet can run, by their names in rlhfless.scaling.policies. Others there need to know the
-future, or are these with another placement."""
-
-
 class ScalingSpec(SpecModel):
-    """How many replicas, who draws what, and when they give their device back."""
+    """How many replicas there are, which samples each one draws, and when replicas give their devices back."""
 
-    policy: PolicyName = "cost_aware"
-    """Who decides during a run, between the bounds below: `cost_aware` plans each step from forecasts of its lengths,
-    under the contract. `static` has `max_actors` at all times; the others are what others do. All are described in
-    docs/policies.md."""
+    policy: PolicySpec = CostAwareSpec()
+    """What decides during a run, between the bounds below: a name, or `{type: ...}` with keys of its own. `cost_aware`
+    plans each step from forecasts of its lengths, under the contract. `static` has `max_actors` at all times; the
+    others are what others do. All are described in docs/policies.md, and one of your own in docs/extending.md."""
 
     contract: ContractSpec = WeightedSpec()
     """What the run is to reach at what price. Left out, time and cost count alike: one percent of the one as much as

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhfless.scaling.policies.forecasters import Clairvoyant, DistributionOracle, Forecaster
-from rlhfless.scaling.policies.registry import make_bound
-from rlhfless.scaling.policies.settings import CostAwareSettings
+from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.cost_aware import CostAware
+from rlhfless.scaling.policies.cost_aware.forecasters import Clairvoyant, DistributionOracle, Forecaster
 from rlhfless.scaling.policy import Ints, Policy
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.draw import synthetic
 from rlhfless.sim.scenarios.scenario import CLAIRVOYANT, Scenario
 from rlhfless.sim.scenarios.work import BimodalWorkload, LognormalWorkload
+from rlhfless.spec import CostAwareSpec
 from rlhfless.spec.errors import InputError, Problem
 
 LENGTHS = 256
@@ -22,13 +23,19 @@ LENGTHS = 256
 
 
 def bound(
-    name: str, settings: CostAwareSettings, scenario: Scenario, batches: Sequence[RolloutBatch], seed: int
+    name: str,
+    settings: CostAwareSpec,
+    run: RunContract,
+    scenario: Scenario,
+    batches: Sequence[RolloutBatch],
+    seed: int,
 ) -> Policy:
     """The clairvoyant, which knows each length, or the oracle that knows each prompt's distribution.
 
     Raises InputError if the workload's distributions are not known.
     """
-    return make_bound(settings, _clairvoyant(batches) if name == CLAIRVOYANT else _oracle(scenario, batches, seed))
+    knows = _clairvoyant(batches) if name == CLAIRVOYANT else _oracle(scenario, batches, seed)
+    return CostAware(settings, run, knows)
 
 
 def _clairvoyant(batches: Sequence[RolloutBatch]) -> Forecaster:

@@ -103,7 +103,7 @@ def _wanted(scenario: Scenario, labels: Sequence[str] | None) -> list[PolicyEntr
             raise InputError(scenario.name, [Problem("policies", what, mend)])
     for entry in scenario.policies:
         if entry.name != BEST_STATIC:
-            settings_of(scenario, entry, (WeightedSpec(),))
+            settings_of(scenario, entry)
     return [entry for entry in scenario.policies if labels is None or entry.shown in labels]
 
 

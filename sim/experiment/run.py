@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
 from rlhfless.records.traces import Trace
-from rlhfless.scaling.policies import POLICIES, PolicyKind, PolicySettings
-from rlhfless.scaling.policies.settings import CostAwareSettings
+from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies import POLICIES, PolicyKind, policy_kind
+from rlhfless.scaling.policies.registry import PolicyError, configured
 from rlhfless.sim.experiment.bounds import bound
 from rlhfless.sim.experiment.figures import Devices, StepFigures, step_figures
 from rlhfless.sim.samples import RolloutBatch
@@ -18,7 +18,8 @@ from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, DISTRIBUTION_ORACLE, PolicyEntry, Scenario
 from rlhfless.sim.scenarios.work import PlacementSpec
 from rlhfless.sim.simulation import Simulation
-from rlhfless.spec import ContractSpec
+from rlhfless.spec import ContractSpec, CostAwareSpec
+from rlhfless.spec.base import SpecModel
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain, nearest
 
@@ -81,14 +82,24 @@ class RunResult:
         return sum(step.usd for step in self.steps)
 
 
-def policy_kind(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
-    """The policy in the registry; of a bound, the policy that it bounds. Raises InputError for an unknown name."""
-    name = BOUNDED if entry.name in BOUNDS else entry.name
-    if name not in POLICIES:
+def kind_of(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
+    """The policy of an entry, one of the registry or of the user's own; of a bound, the policy that it bounds.
+
+    Raises InputError for a name that is none.
+    """
+    name = _policy_of(entry)
+    if name not in POLICIES and ":" not in name:
         known = [*POLICIES, *BOUNDS, BEST_STATIC]
         what, mend = f"{name!r} is no policy", f"{nearest(name, known)}There are {', '.join(known)}"
         raise InputError(scenario.name, [Problem("policies", what, mend)])
-    return POLICIES[name]
+    try:
+        return policy_kind(name)
+    except PolicyError as error:
+        raise InputError(scenario.name, [Problem("policies", error.what, error.mend)]) from error
+
+
+def _policy_of(entry: PolicyEntry) -> str:
+    return BOUNDED if entry.name in BOUNDS else entry.name
 
 
 def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
@@ -96,7 +107,7 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
 
     Raises InputError for devices that no actor would use.
     """
-    kind, placement = policy_kind(scenario, entry), entry.placement
+    kind, placement = kind_of(scenario, entry), entry.placement
     if placement is None:
         placement = scenario.placement.model_copy(update={"mode": kind.placement or scenario.placement.mode})
     if placement.prefill_devices and not kind.prefill:
@@ -107,17 +118,11 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
     return Fleet(placement)
 
 
-def settings_of(scenario: Scenario, entry: PolicyEntry, contracts: Sequence[ContractSpec]) -> PolicySettings:
-    """The policy's settings; `contracts` are one for the run, or one per step. Raises InputError for a setting that it
-    does not have."""
-    kind = policy_kind(scenario, entry)
-    told = {
-        "contract": contracts[0],
-        "step_contracts": contracts if len(contracts) > 1 else (),
-        "steps": scenario.steps,
-    }
+def settings_of(scenario: Scenario, entry: PolicyEntry) -> SpecModel:
+    """The policy's own settings. Raises InputError for a policy that is none, or a setting that it does not have."""
+    kind = kind_of(scenario, entry)
     try:
-        return kind.settings.model_validate({**told, **entry.settings})
+        return configured(_policy_of(entry), entry.settings)
     except ValidationError as error:
         raise InputError(
             f"{scenario.name}, settings of policy {entry.shown}", explain(error, kind.settings, {})
@@ -127,15 +132,17 @@ def settings_of(scenario: Scenario, entry: PolicyEntry, contracts: Sequence[Cont
 def run(task: Task) -> RunResult:
     """Simulates it. Raises InputError for what does not fit, SimulationError for a policy that cannot work."""
     scenario, entry = task.scenario, task.entry
-    kind = policy_kind(scenario, entry)
+    kind = kind_of(scenario, entry)
     layout = Layout(scenario, task.fleet.placement, task.fleet.devices)
     prices = price_book(scenario)
     drawn = batches(scenario, task.seed)
-    settings = settings_of(scenario, entry, task.contracts)
-    if isinstance(settings, CostAwareSettings) and entry.name in BOUNDS:
-        policy = bound(entry.name, settings, scenario, drawn, task.seed)
+    settings = settings_of(scenario, entry)
+    by_step = task.contracts if len(task.contracts) > 1 else ()
+    terms = RunContract(task.contracts[0], scenario.steps, by_step)
+    if isinstance(settings, CostAwareSpec) and entry.name in BOUNDS:
+        policy = bound(entry.name, settings, terms, scenario, drawn, task.seed)
     else:
-        policy = kind.make(settings)
+        policy = kind.make(settings, terms)
     simulation = Simulation(setup(scenario, layout, task.seed), policy, prices)
     for batch in drawn:
         simulation.step(batch)

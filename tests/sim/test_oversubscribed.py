@@ -15,11 +15,11 @@ from small_fleet import SHAPE, actor, setup_of
 from test_engine import batch_of
 from test_simulation_properties import CONTRACTS, Run, check_books
 
-from rlhfless.scaling.plan import DeviceOption
-from rlhfless.scaling.policies import CostAwareSettings, make_policy
-from rlhfless.scaling.policies.forecasters import Ahead
-from rlhfless.scaling.policies.migration import Board
-from rlhfless.scaling.policies.outlook import Engines, Rows, alive
+from rlhfless.scaling.plan import DeviceOption, RunContract
+from rlhfless.scaling.policies import make_policy
+from rlhfless.scaling.policies.cost_aware.completion import EngineTable, Unfinished, alive
+from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths
+from rlhfless.scaling.policies.cost_aware.migration import MigrationState
 from rlhfless.scaling.policy import Action, Event, Note, Policy, StepView
 from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel
 from rlhfless.sim.samples import Progress, RolloutBatch
@@ -80,19 +80,20 @@ THOUSAND_ON_EIGHT_SLOTS = batches_of([(20, 1.0), (40, 1.0), (60, 0.5), (110, 0.0
 @example(run=Run(setup_of(actor(0)), THOUSAND_ON_EIGHT_SLOTS, 0), contract=WeightedSpec())
 @settings(max_examples=20)
 def test_every_sample_is_drawn_once_and_every_plan_is_finite(run: Run, contract: ContractSpec) -> None:
-    policy = Watched(make_policy("cost_aware", CostAwareSettings(contract=contract, steps=len(run.batches))))
+    policy = Watched(make_policy("cost_aware", run=RunContract(contract, len(run.batches))))
     check_books(run, policy)
     assert policy.planned == [batch.samples for batch in run.batches]
 
 
 HEAVY = LinearModel(context_s=1e-5, prefill_fixed_s=0.0, prefill_token_s=0.0)
-"""The context of a full batch takes almost half of its iteration. Prefill, which the outlook leaves out, takes none."""
+"""The context of a full batch takes almost half of its iteration. Prefill takes none: the completion model leaves it
+out."""
 
 ROOMY = EngineShape(max_sequences=SLOTS, kv_blocks=1000, block_tokens=4, chunk_tokens=None)
 
 
 @pytest.mark.parametrize("times", [8, 32])
-def test_the_outlook_foresees_when_an_engine_ends_whose_samples_wait(times: int) -> None:
+def test_the_completion_model_foresees_when_an_engine_ends_whose_samples_wait(times: int) -> None:
     """So many times as many samples as slots."""
     (batch,) = batches_of([(40, 1.0), (60, 1.0), (100, 1.0)], times * SLOTS, 1, seed=1)
     order = np.argsort(-batch.response_tokens, kind="stable")
@@ -101,10 +102,10 @@ def test_the_outlook_foresees_when_an_engine_ends_whose_samples_wait(times: int)
     engine.advance(math.inf)
     device = DeviceOption("h100", HEAVY, 4000, SLOTS, 0.001, ())
     places, everyone = np.zeros(batch.samples, np.int64), np.arange(batch.samples)
-    ahead = Ahead(everyone, np.array([0.5]), everyone, batch.response_tokens[:, None].astype(np.float64))
-    rows = Rows(ahead, places, np.full(batch.samples, PROMPT_TOKENS), np.zeros(batch.samples, np.bool_))
-    engines = Engines([device])
+    lengths = RemainingLengths(everyone, np.array([0.5]), everyone, batch.response_tokens[:, None].astype(np.float64))
+    rows = Unfinished(lengths, places, np.full(batch.samples, PROMPT_TOKENS), np.zeros(batch.samples, np.bool_))
+    engines = EngineTable([device])
     count = np.array([batch.samples])
-    board = Board(engines, np.ones(1), alive(rows, 1, engines.most), np.zeros(1), np.ones(1), count)
-    board.judge(np.arange(1), 0.5)
-    assert board.hold_s[0] == pytest.approx(engine.now_s, rel=0.03)
+    state = MigrationState(engines, np.ones(1), alive(rows, 1, engines.most), np.zeros(1), np.ones(1), count)
+    state.judge(np.arange(1), 0.5)
+    assert state.hold_s[0] == pytest.approx(engine.now_s, rel=0.03)

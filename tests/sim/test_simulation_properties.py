@@ -20,15 +20,16 @@ from test_engine import batch_of
 from rlhfless.records import Holding, ReplicaState
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.engine_model import decode_s
-from rlhfless.scaling.policies import CostAwareSettings, make_policy
-from rlhfless.scaling.policies.forecasters import Clairvoyant, DistributionOracle
-from rlhfless.scaling.policies.registry import POLICIES, make_bound
+from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies import POLICIES, make_policy
+from rlhfless.scaling.policies.cost_aware import CostAware
+from rlhfless.scaling.policies.cost_aware.forecasters import Clairvoyant, DistributionOracle
 from rlhfless.scaling.policy import Policy
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import Simulation
-from rlhfless.spec import CheapestSpec, FastestSpec, WeightedSpec
+from rlhfless.spec import CheapestSpec, CostAwareSpec, FastestSpec, WeightedSpec
 from rlhfless.spec.fleet import ContractSpec
 
 
@@ -122,13 +123,13 @@ CONTRACTS = st.one_of(
 @given(run=runs(), contract=CONTRACTS)
 @settings(max_examples=20)
 def test_so_it_is_with_the_runs_own_scaler_under_any_contract(run: Run, contract: ContractSpec) -> None:
-    check_books(run, make_policy("cost_aware", CostAwareSettings(contract=contract, steps=len(run.batches))))
+    check_books(run, make_policy("cost_aware", run=RunContract(contract, len(run.batches))))
 
 
 @given(run=runs(), name=st.sampled_from(sorted(POLICIES)))
 @settings(max_examples=40)
 def test_and_with_every_other_policy(run: Run, name: str) -> None:
-    check_books(run, make_policy(name, POLICIES[name].settings()))
+    check_books(run, make_policy(name))
 
 
 @given(run=runs(), contract=CONTRACTS)
@@ -142,9 +143,9 @@ def test_and_with_the_bounds(run: Run, contract: ContractSpec) -> None:
         rows = [np.resize(np.sort(batch.response_tokens[batch.group == g]), 4) for g in range(len(batch.prompt_ids))]
         return np.sort(np.array(rows, np.float64), axis=1)
 
-    limits = CostAwareSettings(contract=contract, steps=len(run.batches))
+    terms = RunContract(contract, len(run.batches))
     for forecaster in (Clairvoyant(lengths.__getitem__), DistributionOracle(quantiles)):
-        check_books(run, make_bound(limits, forecaster))
+        check_books(run, CostAware(CostAwareSpec(), terms, forecaster))
 
 
 @given(runs())

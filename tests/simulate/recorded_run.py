@@ -13,7 +13,7 @@ from rlhfless.records import FinishReason, FunctionName, Holding, Invocation, Ro
 from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.scaling.latency import LinearEngine
 from rlhfless.scaling.placement import Seat, Slot
-from rlhfless.scaling.policies import POLICIES
+from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.samples import RolloutBatch
@@ -32,8 +32,7 @@ def record(folder: Path, actors: int, prompts: int = 16, median_tokens: float = 
     shape = LognormalLengths(median_tokens, 0.7, 0.5)
     workload = SyntheticWorkload(shape, 64, prompts, 4, 7.0, 112, 0.0, seed=actors)
     batches = list(workload.batches(steps))
-    kind = POLICIES["static"]
-    simulation = Simulation(_setup(actors), kind.make(kind.settings()), load_price_book())
+    simulation = Simulation(_setup(actors), make_policy("static"), load_price_book())
     generations = [simulation.step(batch) for batch in batches]
     trace = simulation.close()
     meta = TraceMeta(f"demo-{actors}", 1, load_price_book().snapshot(), _spec(), {})

@@ -13,7 +13,7 @@ from rlhfless.records import Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.engine_model import decode_s
-from rlhfless.scaling.policies import POLICIES
+from rlhfless.scaling.policies import make_policy
 from rlhfless.sim.replay.calibrate import calibrate, line_through
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit, load_latency, write_latency
 from rlhfless.sim.replay.measured import helper_cores, shared_s
@@ -71,8 +71,7 @@ def test_half_of_a_trace_foretells_the_other(one_actor: Path) -> None:
 
 
 def test_another_policy_is_asked(one_actor: Path, latency: LatencyFile) -> None:
-    kind = POLICIES["static"]
-    again = replay(read_trace(one_actor), read_runtime(one_actor), latency, ("static", kind.make(kind.settings())))
+    again = replay(read_trace(one_actor), read_runtime(one_actor), latency, ("static", make_policy("static")))
     assert again.policy == "static"
     assert again.errors[-1].error < 0.03  # it is the policy that the run had
 

@@ -4,6 +4,7 @@ from rlhfless.scaling.plan.contract import (
     CheapestUnderDeadline,
     Contract,
     FastestUnderBudget,
+    RunContract,
     Weighted,
     contract_for_step,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "FleetOptions",
     "Plan",
     "Responses",
+    "RunContract",
     "Speculation",
     "Standby",
     "Weighted",

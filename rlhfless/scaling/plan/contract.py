@@ -1,6 +1,7 @@
 """What a plan is asked for: the contract of one step.
 
-The spec's contract may be for the whole run; `contract_for_step` cuts the step's share from what is left of it.
+The contract of a run (`RunContract`) may be for all its steps together; `contract_for_step` cuts the step's share from
+what is left of it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
+from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, WeightedSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RunContract:
+    """What a run tells its policy."""
+
+    contract: ContractSpec = WeightedSpec()  # noqa: RUF009 (frozen)
+    """What the user asked for."""
+    steps: int = 1
+    """Of the whole run: a contract per run is shared out among them."""
+    step_contracts: tuple[ContractSpec, ...] = ()
+    """One per step where they differ from step to step; `contract` for the steps beyond them."""
+
+    def of_step(self, step: int) -> ContractSpec:
+        """Of the step with this number in the run, from 0 on."""
+        return self.step_contracts[step] if step < len(self.step_contracts) else self.contract
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,5 @@
-"""Policies side by side: who draws what, and which replicas live. Pure; docs/policies.md describes each."""
+"""Policies side by side: which actors run, and which samples each one draws. Pure; docs/policies.md describes each."""
 
-from rlhfless.scaling.policies.registry import POLICIES, PolicyKind, make_policy
-from rlhfless.scaling.policies.settings import (
-    CostAwareSettings,
-    KedaSettings,
-    KnativeSettings,
-    PolicySettings,
-    PublishedSettings,
-    RayServeSettings,
-    StaticSettings,
-    TailSettings,
-)
+from rlhfless.scaling.policies.registry import POLICIES, PolicyKind, make_policy, policy_kind
 
-__all__ = [
-    "POLICIES",
-    "CostAwareSettings",
-    "KedaSettings",
-    "KnativeSettings",
-    "PolicyKind",
-    "PolicySettings",
-    "PublishedSettings",
-    "RayServeSettings",
-    "StaticSettings",
-    "TailSettings",
-    "make_policy",
-]
+__all__ = ["POLICIES", "PolicyKind", "make_policy", "policy_kind"]

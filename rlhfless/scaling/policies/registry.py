@@ -1,4 +1,4 @@
-"""All policies by name, and how to make one."""
+"""All policies by name, and how to make one: built in, or one of the user's own by import path."""
 
 from __future__ import annotations
 
@@ -7,33 +7,38 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from pydantic_core import PydanticCustomError
+
+from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.autoscalers import Autoscaler, Keda, Knative, RayServe
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policies.forecasters import Forecaster, PredictedLengths
-from rlhfless.scaling.policies.published import Published
+from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
 from rlhfless.scaling.policies.queue_reactive import QueueReactive
-from rlhfless.scaling.policies.scalers import Keda, Knative, RayServe
-from rlhfless.scaling.policies.settings import (
-    CostAwareSettings,
-    KedaSettings,
-    KnativeSettings,
-    PolicySettings,
-    PublishedSettings,
-    RayServeSettings,
-    StaticSettings,
-    TailSettings,
-)
+from rlhfless.scaling.policies.rlhfless_paper import RLHFlessPaper
 from rlhfless.scaling.policies.static import Static
-from rlhfless.scaling.policies.tail import TailMigration
+from rlhfless.scaling.policies.tail_migration import TailMigration
 from rlhfless.scaling.policy import Policy
+from rlhfless.spec.base import SpecModel
 from rlhfless.spec.explain import nearest
+from rlhfless.spec.imports import load_target
+from rlhfless.spec.policies import (
+    POLICY_SEAM,
+    CostAwareSpec,
+    KedaSpec,
+    KnativeSpec,
+    RayServeSpec,
+    RLHFlessPaperSpec,
+    StaticSpec,
+    TailSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
     """One policy of the registry."""
 
-    settings: type[PolicySettings]
-    make: Callable[[Any], Policy]
+    settings: type[SpecModel]
+    make: Callable[[Any, RunContract], Policy]
     summary: str
     placement: Literal["colocated", "disaggregated"] | None = None
     """The placement that it is about; None: any."""
@@ -43,61 +48,82 @@ class PolicyKind:
     """Its users rent all devices for the whole run: what it does not hold is paid for as well."""
 
 
+def _contractless(make: Callable[[Any], Policy]) -> Callable[[Any, RunContract], Policy]:
+    """Of a policy that leaves the contract aside."""
+    return lambda settings, run: make(settings)  # noqa: ARG005
+
+
+def _following(autoscaler: Callable[[Any], Autoscaler]) -> Callable[[Any, RunContract], Policy]:
+    return _contractless(lambda settings: QueueReactive(autoscaler(settings)))
+
+
+def _static(summary: str, placement: Literal["colocated", "disaggregated"] | None = None) -> PolicyKind:
+    reserved = placement is not None
+    return PolicyKind(StaticSpec, _contractless(Static), summary, placement, prefill=True, reserved=reserved)
+
+
 POLICIES: Mapping[str, PolicyKind] = MappingProxyType(
     {
-        "static_colocated": PolicyKind(
-            StaticSettings,
-            Static,
-            "all functions on all devices in turn (verl)",
-            "colocated",
-            prefill=True,
-            reserved=True,
-        ),
-        "static_disaggregated": PolicyKind(
-            StaticSettings,
-            Static,
-            "own devices for generation and learner (OpenRLHF)",
-            "disaggregated",
-            prefill=True,
-            reserved=True,
-        ),
-        "static": PolicyKind(StaticSettings, Static, "so many actors in every step", prefill=True),
+        "static_colocated": _static("all functions on all devices in turn (verl)", "colocated"),
+        "static_disaggregated": _static("own devices for generation and learner (OpenRLHF)", "disaggregated"),
+        "static": _static("so many actors in every step"),
         "queue_reactive_ray_serve": PolicyKind(
-            RayServeSettings, lambda settings: QueueReactive(RayServe(settings)), "replicas by Ray Serve's queue rule"
+            RayServeSpec, _following(RayServe), "replicas by Ray Serve's queue rule"
         ),
         "queue_reactive_knative": PolicyKind(
-            KnativeSettings, lambda settings: QueueReactive(Knative(settings)), "replicas by Knative's concurrency rule"
+            KnativeSpec, _following(Knative), "replicas by Knative's concurrency rule"
         ),
-        "queue_reactive_keda": PolicyKind(
-            KedaSettings, lambda settings: QueueReactive(Keda(settings)), "replicas by KEDA's queue rule"
+        "queue_reactive_keda": PolicyKind(KedaSpec, _following(Keda), "replicas by KEDA's queue rule"),
+        "rlhfuse_tail": PolicyKind(
+            TailSpec, _contractless(TailMigration), "the tail moved together (RLHFuse)", reserved=True
         ),
-        "rlhfuse_tail": PolicyKind(TailSettings, TailMigration, "the tail moved together (RLHFuse)", reserved=True),
-        "rlhfless_published": PolicyKind(PublishedSettings, Published, "RLHFless (arXiv 2602.22718)"),
+        "rlhfless_published": PolicyKind(
+            RLHFlessPaperSpec, _contractless(RLHFlessPaper), "RLHFless (arXiv 2602.22718)"
+        ),
         "cost_aware": PolicyKind(
-            CostAwareSettings, lambda settings: CostAware(settings, PredictedLengths()), "the run's own scaler"
+            CostAwareSpec, lambda settings, run: CostAware(settings, run, PredictedLengths()), "the run's own scaler"
         ),
     }
 )
 """By name; docs/policies.md describes each."""
 
 
-def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
+class PolicyError(ValueError):
+    """A name or import path that names no policy."""
+
+    def __init__(self, what: str, mend: str) -> None:
+        super().__init__(f"{what}; {mend}")
+        self.what = what
+        self.mend = mend
+
+
+def policy_kind(name: str) -> PolicyKind:
+    """The policy of this name, or the user's own if it is an import path (docs/extending.md). Raises PolicyError."""
+    if ":" not in name:
+        if name in POLICIES:
+            return POLICIES[name]
+        raise PolicyError(f"no policy {name!r}", f"{nearest(name, POLICIES)}There are {', '.join(POLICIES)}")
+    try:
+        return PolicyKind(POLICY_SEAM.model_of(name), load_target(name), "one of your own")
+    except PydanticCustomError as error:
+        found = error.context or {}
+        raise PolicyError(str(found["what"]), str(found["mend"])) from error
+
+
+def make_policy(name: str, settings: SpecModel | None = None, run: RunContract | None = None) -> Policy:
     """A policy for one run. Without settings it has its defaults.
 
-    Raises ValueError for an unknown name, or settings of another policy.
+    Raises PolicyError for an unknown name, ValueError for settings of another policy.
     """
-    kind = POLICIES.get(name)
-    if kind is None:
-        raise ValueError(f"no policy {name!r}; {nearest(name, POLICIES)}There are {', '.join(POLICIES)}")
-    settings = kind.settings() if settings is None else settings
+    kind = policy_kind(name)
+    settings = configured(name, {}) if settings is None else settings
     if not isinstance(settings, kind.settings):
         given = type(settings).__name__
-        raise ValueError(
-            f"{name} takes {kind.settings.__name__}, got {given}; make it with POLICIES[{name!r}].settings"
-        )
-    return kind.make(settings)
+        raise ValueError(f"{name} takes {kind.settings.__name__}, got {given}; make it with configured({name!r}, ...)")
+    return kind.make(settings, run or RunContract())
 
 
-def make_bound(settings: CostAwareSettings, forecaster: Forecaster) -> Policy:
-    """`cost_aware` with a forecaster that knows more than it could: a bound, not a policy."""
-    return CostAware(settings, forecaster)
+def configured(name: str, keys: Mapping[str, Any]) -> SpecModel:
+    """A policy's own keys, validated. Raises PolicyError, or pydantic's ValidationError."""
+    named = {"type": name} if ":" in name else {}
+    return policy_kind(name).settings.model_validate({**keys, **named})

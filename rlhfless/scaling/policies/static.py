@@ -1,38 +1,32 @@
 """Fleets that never change: what verl and OpenRLHF do. Pure.
 
 All actors work in every step, with equal shares of the prompts. Where generation shares its devices with other
-functions (verl), whoever is done sleeps, with its weights in host memory, and wakes for its next turn. Where it does
-not (OpenRLHF), nobody ever gives anything back. Where there are actors that prefill only (DistServe, arXiv 2401.09670),
-all prompts begin with them.
+functions (verl), a replica that is done sleeps, with its weights in host memory, and wakes for its next turn. Where it
+does not (OpenRLHF), no device is ever given back. Where there are actors that prefill only (DistServe, arXiv
+2401.09670), all prompts begin with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfless.scaling.policies.crew import LayoutCache, awake, groups_dealt, make_way, rescue, rest, retire, start
-from rlhfless.scaling.policies.settings import StaticSettings
-from rlhfless.scaling.policy import Action, Event, Generated, Idle, Lost, StepBegan, StepView
+from rlhfless.scaling.policies.fleet_actions import assign_groups, make_way, start, take_turns
+from rlhfless.scaling.policies.fleet_layout import Contexts
+from rlhfless.scaling.policy import Action, Event, StepBegan, StepView
+from rlhfless.spec.policies import StaticSpec
 
 
 class Static:
     """The first `actors` rooms for generation, in every step, and all for prefill."""
 
-    def __init__(self, settings: StaticSettings) -> None:
+    def __init__(self, settings: StaticSpec) -> None:
         self._actors = settings.actors
-        self._layouts = LayoutCache()
+        self._contexts = Contexts()
 
-    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
-        layout = self._layouts.of(view.fleet)
-        crew = (*layout.prefill, *layout.generation[: self._actors])
-        match event:
-            case StepBegan():
-                begin = layout.prefill or crew
-                return [*make_way(view, layout, crew), *start(view, crew), *groups_dealt(view, begin)]
-            case Lost(place, samples):
-                return rescue(view, layout, place, samples)
-            case Generated():
-                return [rest(view, place) for place in crew if layout.shared(place) and awake(view.places[place])]
-            case Idle(place) if layout.shared(place):
-                return retire(view, place)
-        return []
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        now = self._contexts.of(at_s, view)
+        prefill = now.layout.prefill
+        actors = (*prefill, *now.layout.generation[: self._actors])
+        if isinstance(event, StepBegan):
+            return [*make_way(now, actors), *start(now, actors), *assign_groups(now, prefill or actors)]
+        return take_turns(now, event, actors)

@@ -1,4 +1,4 @@
-"""The run's own scaler by hand: plan, dissolve, relieve, rest, start ahead. Lengths are known, so figures are exact."""
+"""The run's own scaler by hand: plan, dissolve, relieve, sleep, prewarm. Lengths are known, so figures are exact."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, room, view_of
 
-from rlhfless.scaling.plan import CheapestUnderDeadline, Plan
-from rlhfless.scaling.policies import CostAwareSettings
-from rlhfless.scaling.policies.forecasters import Clairvoyant, PredictedLengths
-from rlhfless.scaling.policies.limits import Limits
-from rlhfless.scaling.policies.registry import make_bound
-from rlhfless.scaling.policies.reserve import gain_usd, is_due, wait_for
-from rlhfless.scaling.policies.review import Dealt
+from rlhfless.scaling.plan import CheapestUnderDeadline, Plan, RunContract
+from rlhfless.scaling.policies.cost_aware import CostAware
+from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin
+from rlhfless.scaling.policies.cost_aware.forecasters import Clairvoyant, PredictedLengths
+from rlhfless.scaling.policies.cost_aware.planner import Assignment
+from rlhfless.scaling.policies.cost_aware.prewarm import gain_usd, is_due
 from rlhfless.scaling.policy import (
     Action,
     Assign,
@@ -33,7 +32,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.spec import CheapestSpec, WeightedSpec
+from rlhfless.spec import CheapestSpec, CostAwareSpec, WeightedSpec
 from rlhfless.spec.fleet import ContractSpec
 
 FLEET = fleet_of(room(0), room(1), room(2), learner(9))
@@ -42,7 +41,7 @@ ALL_UP = (UP, UP, UP, UP)
 
 
 def knowing(contract: ContractSpec, steps: int = 8) -> Policy:
-    return make_bound(CostAwareSettings(contract=contract, steps=steps), Clairvoyant(lambda step: LENGTHS))
+    return CostAware(CostAwareSpec(), RunContract(contract, steps), Clairvoyant(lambda step: LENGTHS))
 
 
 def fresh(places: Iterable[PlaceView] = ALL_UP) -> StepView:
@@ -75,13 +74,13 @@ def test_time_alone_spreads_similar_lengths_and_cost_alone_shares_every_iteratio
     cheap = list(knowing(WeightedSpec(time_weight=0.0)).decide(0.0, StepBegan(), fresh()))
     (place,) = dealt(cheap)
     assert dealt(cheap)[place] == [4, 5, 0, 2, 3, 1]
-    # Who is not needed rests: to sleep 40 s costs a tenth of holding on, and to leave means to start again.
+    # Actors that are not needed sleep: to sleep 40 s costs a tenth of holding on, and to leave means to start again.
     assert [a for a in cheap if isinstance(a, Release)] == [Release(p, "host") for p in range(3) if p != place]
 
 
 def test_a_deadline_is_kept_for_the_least_money() -> None:
     """On one actor, all six take 0.67 s and the load of the weights, 1 s. Of the first step's deadline generation gets
-    half, for nobody knows yet what comes after it."""
+    half, because nothing is known yet of what comes after it."""
     for deadline_s, actors in ((100.0, 1), (2 * 1.66, 2)):
         actions = knowing(CheapestSpec(deadline_s=deadline_s)).decide(0.0, StepBegan(), fresh())
         (made,) = notes(actions, "plan")
@@ -98,20 +97,20 @@ def test_a_tight_deadline_is_kept_with_the_most_caution_there_is() -> None:
     (fastest,) = notes(knowing(WeightedSpec(time_weight=1.0)).decide(0.0, StepBegan(), fresh()), "plan")
     has_s = 1.2 * float(fastest["step_s"])  # type: ignore[arg-type]
     (made,) = notes(knowing(CheapestSpec(deadline_s=2 * has_s)).decide(0.0, StepBegan(), fresh()), "plan")
-    reserve = Limits(0.99).reserve ** (3 / 8)
+    reserve = DeadlineMargin(0.99).of_step(1, revisits=False).reserve ** (3 / 8)
     assert made["feasible"] is True
     assert made["contract"] == f"cheapest within {has_s / reserve:.6g} s"
 
 
 def test_samples_of_an_unknown_length_are_all_dealt_out() -> None:
-    policy = make_bound(CostAwareSettings(contract=WeightedSpec(), steps=2), PredictedLengths())
+    policy = CostAware(CostAwareSpec(), RunContract(WeightedSpec(), 2), PredictedLengths())
     actions = list(policy.decide(0.0, StepBegan(), fresh((ABSENT, ABSENT, ABSENT, UP))))
     given = dealt(actions)
     assert sorted(itertools.chain(*given.values())) == [0, 1, 2, 3, 4, 5]
     assert {a.place for a in actions if isinstance(a, Start)} >= set(given)
 
 
-def test_an_actor_with_little_left_is_dissolved_and_rests() -> None:
+def test_an_actor_with_little_left_is_dissolved_and_sleeps() -> None:
     """50 iterations alone cost 0.525 s; beside another sample they cost 0.025 s of its actor's time."""
     policy = knowing(WeightedSpec(time_weight=0.0))
     policy.decide(0.0, StepBegan(), fresh())
@@ -127,7 +126,7 @@ def test_an_actor_with_little_left_is_dissolved_and_rests() -> None:
     assert why["saves_usd"] == pytest.approx(0.001 * (given_up - takes_longer), rel=0.1)
 
 
-def test_all_who_end_too_late_are_relieved_though_one_alone_would_not_help() -> None:
+def test_all_actors_that_end_too_late_are_relieved_though_one_alone_would_not_help() -> None:
     """Two sequences take 30 ms an iteration, one takes 20: place 0 ends after 1.6 s and place 1 after 1.3 s, both late.
     The third takes the shorter sample of each: 1.2 s, 1.0 s, and itself 30 x 30 + 10 x 20 ms."""
     slow = dataclasses.replace(ENGINE, model=dataclasses.replace(MODEL, sequence_s=0.01))
@@ -141,11 +140,11 @@ def test_all_who_end_too_late_are_relieved_though_one_alone_would_not_help() -> 
     assert [why["why"] for why in notes(actions, "migrate")] == ["relieve", "relieve"]
 
 
-def test_in_a_first_step_nobody_is_dissolved_before_its_tail() -> None:
-    """Who has ended by then are the shortest ones, of which forecasts are too short."""
+def test_in_a_first_step_no_actor_is_dissolved_before_its_tail() -> None:
+    """The samples that have ended by then are the shortest ones, of which forecasts are too short."""
     moves = []
     for steps in (1, 2):
-        policy = make_bound(CostAwareSettings(contract=WeightedSpec(time_weight=0.0), steps=8), PredictedLengths())
+        policy = CostAware(CostAwareSpec(), RunContract(WeightedSpec(time_weight=0.0), 8), PredictedLengths())
         for step in range(1, steps):
             policy.decide(0.0, StepBegan(), dataclasses.replace(fresh(), step=step))
             policy.decide(1.0, Generated(), dataclasses.replace(view({}, 0), step=step))
@@ -157,14 +156,14 @@ def test_in_a_first_step_nobody_is_dissolved_before_its_tail() -> None:
     assert len(moves[1]) == 1
 
 
-def test_nothing_moves_where_only_time_counts_and_nobody_would_end_sooner() -> None:
+def test_nothing_moves_where_only_time_counts_and_no_sample_would_end_sooner() -> None:
     policy = knowing(WeightedSpec(time_weight=1.0))
     policy.decide(0.0, StepBegan(), fresh())
     actions = policy.decide(10.0, Beat(), view({0: [4], 1: [5]}, tokens=0))
     assert not [a for a in actions if isinstance(a, Move)]
 
 
-def test_lost_samples_go_to_who_is_awake_or_wait_for_the_same_place() -> None:
+def test_lost_samples_go_to_actors_that_are_awake_or_wait_for_the_same_place() -> None:
     policy = knowing(WeightedSpec())
     policy.decide(0.0, StepBegan(), fresh())
     lost = Lost(0, np.array([4, 5]))
@@ -175,7 +174,7 @@ def test_lost_samples_go_to_who_is_awake_or_wait_for_the_same_place() -> None:
     assert dealt(nobody) == {0: [4, 5]}
 
 
-def test_all_rest_after_generation_and_wake_ahead_of_the_next_step() -> None:
+def test_all_sleep_after_generation_and_wake_ahead_of_the_next_step() -> None:
     policy = knowing(WeightedSpec(time_weight=1.0))
     for begin_s in (0.0, 60.0):
         crew = dealt(policy.decide(begin_s, StepBegan(), fresh()))
@@ -199,9 +198,9 @@ def test_what_one_more_actor_is_worth_in_a_step() -> None:
     assert gain_usd(plan_of(10.0, feasible=False), plan_of(7.0)) == np.inf
 
 
-def test_who_starts_for_later_steps_keeps_the_step_until_it_is_up() -> None:
-    before = Dealt((0, 1), (1.0, 1.0), (np.array([4, 5, 0]), np.array([1])), np.array([0, 1, -1, -1, 0, 0]))
-    after = wait_for(before, [2, 3, 4], 40.0)  # one sample stays, so only two can wait
+def test_an_actor_that_starts_for_later_steps_keeps_the_step_until_it_is_up() -> None:
+    before = Assignment((0, 1), (1.0, 1.0), (np.array([4, 5, 0]), np.array([1])), np.array([0, 1, -1, -1, 0, 0]))
+    after = before.wait_for([2, 3, 4], 40.0)  # one sample stays, so only two can wait
     assert after.places == (0, 1, 2, 3)
     assert after.ready_s == (1.0, 1.0, 40.0, 40.0)
     assert [samples.tolist() for samples in after.samples] == [[4], [1], [5], [0]]

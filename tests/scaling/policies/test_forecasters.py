@@ -9,8 +9,13 @@ import pytest
 from views import UP, fleet_of, room, view_of
 
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS
-from rlhfless.scaling.policies.forecasters import Ahead, Clairvoyant, DistributionOracle, PredictedLengths
-from rlhfless.scaling.policies.outlook import alive, ends_by, rows_of
+from rlhfless.scaling.policies.cost_aware.completion import alive, ends_by, unfinished_of
+from rlhfless.scaling.policies.cost_aware.forecasters import (
+    Clairvoyant,
+    DistributionOracle,
+    PredictedLengths,
+    RemainingLengths,
+)
 from rlhfless.scaling.policy import StepView
 
 FLEET = fleet_of(room(0), room(1))
@@ -70,22 +75,22 @@ def test_known_lengths_are_never_alike() -> None:
     assert known.kind.tolist() == [0, 1, 2, 3]
 
 
-def even(*, alike: bool) -> Ahead:
+def even(*, alike: bool) -> RemainingLengths:
     """Four samples that are over by 1, 2, ..., 100 tokens with equal chances; as one kind, or each for itself."""
     levels = np.linspace(0.005, 0.995, 100)
     kind = np.zeros(4, np.int64) if alike else np.arange(4)
-    return Ahead(np.arange(4), levels, kind, np.tile(np.arange(1.0, 101.0), (1 if alike else 4, 1)))
+    return RemainingLengths(np.arange(4), levels, kind, np.tile(np.arange(1.0, 101.0), (1 if alike else 4, 1)))
 
 
 @pytest.mark.parametrize("home", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)])
 def test_rows_that_are_alike_look_the_same_as_each_for_itself(home: Sequence[int]) -> None:
     step, places = view(1, "ab", [3] * 4, [False] * 4), np.array(home)
-    outlooks = [alive(rows_of(even(alike=alike), step, places), 2, np.array([8, 8])) for alike in (True, False)]
+    expected = [alive(unfinished_of(even(alike=alike), step, places), 2, np.array([8, 8])) for alike in (True, False)]
     for field in ("grid", "columns"):
-        assert getattr(outlooks[0], field) == pytest.approx(getattr(outlooks[1], field), rel=1e-12)
+        assert getattr(expected[0], field) == pytest.approx(getattr(expected[1], field), rel=1e-12)
 
 
-def test_the_ends_of_a_list_do_not_depend_on_who_is_told_apart() -> None:
+def test_the_ends_of_a_list_do_not_depend_on_what_is_told_apart() -> None:
     ends = [ends_by(even(alike=alike), np.arange(4), confidence=0.9) for alike in (True, False)]
     assert ends[0] == pytest.approx(ends[1], rel=1e-12)
     assert (np.diff(ends[0]) >= 0).all()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from views import ABSENT, UP, fleet_of, learner, room, view_of
 
-from rlhfless.scaling.policies import KedaSettings, KnativeSettings, RayServeSettings, make_policy
-from rlhfless.scaling.policies.scalers import Keda, Knative, RayServe, Scaler, Window
+from rlhfless.scaling.policies import make_policy
+from rlhfless.scaling.policies.autoscalers import Autoscaler, Keda, Knative, RayServe, Window
 from rlhfless.scaling.policy import Assign, Beat, Move, PlaceView, Release, Serving, Start, StepBegan
+from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
 
 
 def test_window_averages_over_time() -> None:
@@ -21,13 +22,13 @@ def test_window_averages_over_time() -> None:
     assert window.mean(30.0, 10.0) == pytest.approx(1.0)
 
 
-def run(scaler: Scaler, ongoing: dict[float, int], until_s: float, every_s: float) -> dict[float, int]:
+def run(autoscaler: Autoscaler, ongoing: dict[float, int], until_s: float, every_s: float) -> dict[float, int]:
     """Replicas over time, where they change; `ongoing` from each time on."""
     replicas, changes = 1, {}
     for tick in range(int(until_s / every_s) + 1):
         at_s = tick * every_s
         now = ongoing[max(since_s for since_s in ongoing if since_s <= at_s)]
-        wanted = scaler.wanted(at_s, now, replicas)
+        wanted = autoscaler.wanted(at_s, now, replicas)
         if wanted != replicas:
             replicas = changes[at_s] = wanted
     return changes
@@ -35,9 +36,9 @@ def run(scaler: Scaler, ongoing: dict[float, int], until_s: float, every_s: floa
 
 def test_ray_serve_waits_30_s_up_and_600_s_down() -> None:
     """100 requests want 50 replicas. Without traffic from 40 s on, the mean over 30 s is 96.7 at 41 s and wants 49."""
-    changes = run(RayServe(RayServeSettings()), {0: 100}, 40, 0.5)
+    changes = run(RayServe(RayServeSpec()), {0: 100}, 40, 0.5)
     assert changes == {30.0: 50}
-    changes = run(RayServe(RayServeSettings()), {0: 100, 40: 0}, 700, 0.5)
+    changes = run(RayServe(RayServeSpec()), {0: 100, 40: 0}, 700, 0.5)
     assert list(changes) == [30.0, 641.0]
     assert changes[641.0] == 1
 
@@ -45,7 +46,7 @@ def test_ray_serve_waits_30_s_up_and_600_s_down() -> None:
 def test_knative_panics_at_once_and_goes_to_zero_late() -> None:
     """1,000 requests at 70 a replica want 15, twice the one there is. No more traffic from 30 s on: the panic ends
     60 s after it was called for last, and the mean over 60 s is 0 at 90 s. The last one stays for 30 s."""
-    changes = run(Knative(KnativeSettings()), {0: 1000, 30: 0}, 140, 2.0)
+    changes = run(Knative(KnativeSpec()), {0: 1000, 30: 0}, 140, 2.0)
     assert changes[0.0] == 15
     assert min(at_s for at_s in changes if at_s > 0) >= 60.0
     assert [changes[at_s] for at_s in sorted(changes)[-3:]] == [2, 1, 0]
@@ -53,9 +54,9 @@ def test_knative_panics_at_once_and_goes_to_zero_late() -> None:
 
 
 def test_keda_doubles_each_15_s_and_looks_back_300_s() -> None:
-    changes = run(Keda(KedaSettings()), {0: 100, 60: 0}, 800, 15.0)
+    changes = run(Keda(KedaSpec()), {0: 100, 60: 0}, 800, 15.0)
     assert changes == {0.0: 5, 15.0: 10, 30.0: 20, 345.0: 0}
-    from_zero = Keda(KedaSettings())
+    from_zero = Keda(KedaSpec())
     assert from_zero.wanted(0.0, 0, 0) == 0
     assert from_zero.wanted(15.0, 3, 0) == 0  # it polls each 30 s
     assert from_zero.wanted(30.0, 3, 0) == 1
@@ -65,7 +66,7 @@ FLEET = fleet_of(room(0), room(1), room(2), learner(9))
 
 
 def test_new_replicas_take_what_waits_and_old_ones_finish_first() -> None:
-    policy = make_policy("queue_reactive_keda", KedaSettings(target_value=8.0))
+    policy = make_policy("queue_reactive_keda", KedaSpec(target_value=8.0))
     actions = policy.decide(0.0, StepBegan(), view_of(FLEET, [ABSENT] * 3 + [UP], prompts=24, siblings=1))
     # 24 requests want 3 replicas; one was there.
     assert [a for a in actions if isinstance(a, Start)] == [Start(0), Start(1), Start(2)]
@@ -81,7 +82,7 @@ def test_new_replicas_take_what_waits_and_old_ones_finish_first() -> None:
 
 
 def test_one_too_many_goes_when_it_is_empty() -> None:
-    policy = make_policy("queue_reactive_keda", KedaSettings(target_value=1.0, downscale_window_s=0.0))
+    policy = make_policy("queue_reactive_keda", KedaSpec(target_value=1.0, downscale_window_s=0.0))
     view = view_of(FLEET, [UP] * 4, prompts=3, siblings=1)
     policy.decide(0.0, StepBegan(), view)
     one_left = {"tokens": [5, 5, 5], "finished": [True, True, False]}

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from views import ABSENT, ASLEEP, ENGINE, UP, fleet_of, learner, room, view_of
 
 from rlhfless.records import ReplicaState
-from rlhfless.scaling.policies import POLICIES, PolicySettings, StaticSettings, make_policy
-from rlhfless.scaling.policies.crew import Layout, shares_to_least
+from rlhfless.scaling.policies import POLICIES, make_policy
+from rlhfless.scaling.policies.fleet_actions import shares_to_least
+from rlhfless.scaling.policies.fleet_layout import Layout
 from rlhfless.scaling.policy import (
     Assign,
     Beat,
@@ -25,6 +26,7 @@ from rlhfless.scaling.policy import (
     Start,
     StepBegan,
 )
+from rlhfless.spec.policies import CostAwareSpec, StaticSpec
 
 COLOCATED = fleet_of(room(0), room(1), learner(0, 1))
 APART = fleet_of(room(0), room(1), learner(2))
@@ -43,7 +45,7 @@ def test_shares_are_equal_and_siblings_stay_together() -> None:
 
 def test_a_static_fleet_of_so_many_actors() -> None:
     view = view_of(APART, [UP, UP, UP], prompts=3, siblings=2)
-    actions = make_policy("static", StaticSettings(actors=1)).decide(0.0, StepBegan(), view)
+    actions = make_policy("static", StaticSpec(actors=1)).decide(0.0, StepBegan(), view)
     assert len(actions) == 1
     assert dealt(actions) == {0: [0, 1, 2, 3, 4, 5]}
 
@@ -129,8 +131,8 @@ def test_one_that_still_starts_is_called_off() -> None:
 def test_the_factory_names_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="did you mean `static`"):
         make_policy("statik")
-    with pytest.raises(ValueError, match="static takes StaticSettings, got PolicySettings"):
-        make_policy("static", PolicySettings())
+    with pytest.raises(ValueError, match="static takes StaticSpec, got CostAwareSpec"):
+        make_policy("static", CostAwareSpec())
     for name, kind in POLICIES.items():
         assert make_policy(name, kind.settings()) is not None
 

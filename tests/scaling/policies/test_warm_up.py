@@ -13,16 +13,16 @@ from pathlib import Path
 
 from rlhfless.scaling.lengths import kernel as lengths
 from rlhfless.scaling.plan import kernel as plan
-from rlhfless.scaling.policies import kernel as policies
-from rlhfless.scaling.policies.warm_up import warm_up
+from rlhfless.scaling.policies.cost_aware import counting, kernel
+from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.scenarios import load_scenario
 
 
 def compiled():
-    rooms = lengths, plan, policies
-    return {f"{room.__name__}.{name}": len(found.signatures)
-            for room in rooms for name, found in vars(room).items() if hasattr(found, "signatures")}
+    modules = lengths, plan, counting, kernel
+    return {f"{module.__name__}.{name}": len(found.signatures)
+            for module in modules for name, found in vars(module).items() if hasattr(found, "signatures")}
 
 
 warm_up()

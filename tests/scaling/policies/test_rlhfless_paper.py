@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from views import ABSENT, ASLEEP, UP, fleet_of, homes, learner, room, view_of
 
-from rlhfless.scaling.policies import PublishedSettings, make_policy
+from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import (
     Action,
     Assign,
@@ -22,6 +22,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
+from rlhfless.spec.policies import RLHFlessPaperSpec
 
 FLEET = fleet_of(room(0), room(1), room(2), learner(9, node="node-1"))  # place 2 is on the learner's node
 LENGTHS = np.array([40, 10, 30, 20, 60, 50])
@@ -33,7 +34,7 @@ def dealt(actions: object) -> dict[int, list[int]]:
 
 def begun(time_weight: float) -> tuple[Policy, list[Action]]:
     """A policy that has seen one step of six prompts with LENGTHS, at the begin of the next."""
-    policy = make_policy("rlhfless_published", PublishedSettings(time_weight=time_weight))
+    policy = make_policy("rlhfless_published", RLHFlessPaperSpec(time_weight=time_weight))
     fresh = view_of(FLEET, [ABSENT, ABSENT, ABSENT, UP], prompts=6, siblings=1)
     policy.decide(0.0, StepBegan(), fresh)
     over = view_of(FLEET, [UP, UP, UP, UP], prompts=6, siblings=1, tokens=LENGTHS.tolist(), finished=[True] * 6)
@@ -72,7 +73,7 @@ def test_new_prompts_get_the_mean_of_all() -> None:
 
 
 def test_a_tail_is_cut_and_goes_to_an_actor_that_is_through() -> None:
-    policy = make_policy("rlhfless_published", PublishedSettings(time_weight=1.0, cut_share=0.5))
+    policy = make_policy("rlhfless_published", RLHFlessPaperSpec(time_weight=1.0, cut_share=0.5))
     fresh = view_of(FLEET, [ABSENT, ABSENT, ABSENT, UP], prompts=6, siblings=1)
     assert dealt(policy.decide(0.0, StepBegan(), fresh)) == {2: [4, 5], 0: [2, 3], 1: [0, 1]}
     # Half of place 1 is done, but nobody is through who could take the rest.
@@ -103,7 +104,7 @@ def test_actors_start_ahead_of_the_next_step() -> None:
 def test_where_steps_overlap_who_is_up_already_is_not_started_again() -> None:
     """Places 0 and 1 take turns with the learner. When it is through with a step, 0 draws for the next one."""
     fleet = fleet_of(room(0), room(1), learner(0, 1))
-    policy = make_policy("rlhfless_published", PublishedSettings(time_weight=1.0))
+    policy = make_policy("rlhfless_published", RLHFlessPaperSpec(time_weight=1.0))
     policy.decide(0.0, StepBegan(), view_of(fleet, [ABSENT, ABSENT, ABSENT], prompts=2, siblings=1))
     over = view_of(fleet, [UP, UP, UP], prompts=2, siblings=1, tokens=[9, 9], finished=[True, True])
     policy.decide(9.0, Generated(), over)

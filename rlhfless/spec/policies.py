@@ -1,43 +1,43 @@
-"""What a policy can be told: the run's contract, and the knobs that its authors published, with their defaults."""
+"""The keys of the scaling policies, for `scaling.policy` of a run and `policies` of a scenario alike.
+
+Each policy has its own keys and no others; `type` tells them apart (see rlhfless.spec.extension). The defaults of
+policies that others have published are theirs. docs/policies.md describes each policy.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.fleet import ContractSpec, WeightedSpec
+from rlhfless.spec.extension import OwnSpec, Seam
 
 Seconds = Annotated[float, Field(ge=0)]
 
 
-class PolicySettings(SpecModel):
-    """What every policy is told. Those that know no contract leave it aside."""
+class CostAwareSpec(SpecModel):
+    """The run's own scaler: plans each step from forecasts of its lengths, under the contract."""
 
-    contract: ContractSpec = WeightedSpec()
-    """What the user asked for."""
+    type: Literal["cost_aware"] = "cost_aware"
 
-    step_contracts: tuple[ContractSpec, ...] = ()
-    """One per step where they differ from step to step; `contract` for the steps beyond them."""
-
-    steps: Annotated[int, Field(ge=1)] = 1
-    """Steps of the whole run: a contract per run is shared out among them."""
-
-    def contract_of(self, step: int) -> ContractSpec:
-        """Of the step with this number in the run, from 0 on."""
-        return self.step_contracts[step] if step < len(self.step_contracts) else self.contract
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.99
+    """With this probability a deadline is to be kept."""
 
 
-class StaticSettings(PolicySettings):
+class StaticSpec(SpecModel):
     """A fleet that never changes."""
+
+    type: Literal["static"] = "static"
 
     actors: Annotated[int, Field(ge=1)] | None = None
     """Generation actors; as many as there is room for when left out."""
 
 
-class RayServeSettings(PolicySettings):
+class RayServeSpec(SpecModel):
     """Ray Serve's autoscaler. Defaults: `AutoscalingConfig` of Ray 2.60 (ray/serve/config.py)."""
+
+    type: Literal["queue_reactive_ray_serve"] = "queue_reactive_ray_serve"
 
     target_ongoing_requests: Annotated[float, Field(gt=0)] = 2.0
     """Requests that run or queue, per replica."""
@@ -49,8 +49,10 @@ class RayServeSettings(PolicySettings):
     """Between two decisions: `CONTROL_LOOP_INTERVAL_S` (ray/serve/_private/constants.py)."""
 
 
-class KnativeSettings(PolicySettings):
+class KnativeSpec(SpecModel):
     """Knative's pod autoscaler. Defaults: the ConfigMap `config-autoscaler` of Knative Serving."""
+
+    type: Literal["queue_reactive_knative"] = "queue_reactive_knative"
 
     target_concurrency: Annotated[float, Field(gt=0)] = 100.0
     """`container-concurrency-target-default`."""
@@ -69,9 +71,11 @@ class KnativeSettings(PolicySettings):
     """`tick-interval`."""
 
 
-class KedaSettings(PolicySettings):
+class KedaSpec(SpecModel):
     """KEDA with the horizontal pod autoscaler under it. Defaults: KEDA's ScaledObject specification and Kubernetes'
     `HorizontalPodAutoscaler` v2."""
+
+    type: Literal["queue_reactive_keda"] = "queue_reactive_keda"
 
     target_value: Annotated[float, Field(gt=0)] = 5.0
     """Queue length per replica; KEDA's scalers differ in it, and 5 is what most message queues take."""
@@ -89,8 +93,19 @@ class KedaSettings(PolicySettings):
     """`behavior.scaleUp`: each 15 s at most so many more, or twice as many, whichever is more."""
 
 
-class PublishedSettings(PolicySettings):
+class TailSpec(SpecModel):
+    """RLHFuse's fusion of generation with the stages behind it (arXiv 2409.13221)."""
+
+    type: Literal["rlhfuse_tail"] = "rlhfuse_tail"
+
+    tail_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Samples left, as a share of the step's, at which the tail is moved together."""
+
+
+class RLHFlessPaperSpec(SpecModel):
     """RLHFless as published (arXiv 2602.22718); docs/policies.md says which figure was found where."""
+
+    type: Literal["rlhfless_published"] = "rlhfless_published"
 
     time_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Lambda: the weight of the normalised time against the normalised cost."""
@@ -104,15 +119,15 @@ class PublishedSettings(PolicySettings):
     """Actors are to be up so long before the next step begins by the shortest step seen."""
 
 
-class TailSettings(PolicySettings):
-    """RLHFuse's fusion of generation with the stages behind it (arXiv 2409.13221)."""
+POLICY_SEAM = Seam(
+    "scaling policy",
+    built_in=(CostAwareSpec, StaticSpec, RayServeSpec, KnativeSpec, KedaSpec, TailSpec, RLHFlessPaperSpec),
+    methods=("decide",),
+)
 
-    tail_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Samples left, as a share of the step's, at which the tail is moved together."""
-
-
-class CostAwareSettings(PolicySettings):
-    """The run's own scaler (docs/policies.md)."""
-
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.99
-    """With this probability a deadline is to be kept."""
+PolicySpec = Annotated[
+    CostAwareSpec | StaticSpec | RayServeSpec | KnativeSpec | KedaSpec | TailSpec | RLHFlessPaperSpec | OwnSpec,
+    POLICY_SEAM,
+]
+"""What a live fleet can run. Policies of the simulator alone need to know the future, or are these with another
+placement."""

@@ -1,19 +1,15 @@
-"""How long each actor will still work, and when it ends, from quantiles of what its samples have still to draw. Pure.
+"""The completion model: how long each actor will still work, and when it ends, from quantiles of what its samples have
+still to draw. Pure.
 
-Of an actor's samples, S(k) are expected to be alive after k more iterations, with a context of C(k) tokens. Both are
-sums over samples, so the outlook of two actors whose samples are put together is the sum of theirs: a migration is
-judged by adding two rows. From them
+Of an actor's samples, S(k) are expected to be alive after k more iterations, with a context of C(k) tokens, and all
+have ended with probability exp(-N(k)). All three are sums over samples (`counting.count_alive`), so putting the samples
+of two actors together is adding their rows: a migration is judged by that. How long an actor works and when it has
+ended follows from them (`kernel.trial`).
 
-    an iteration           a(max(S, 1)) + g C / min(S, 1), stretched by the actor's measured pace
-    nobody is alive        exp(-N), with N(k) the sum of -log(1 - s) over samples alive with a chance of s each; of an
-                           actor with many samples S(k) is taken for it, which it is where it matters, late
-    expected work          sum of iterations x the chance that somebody is alive
-    end at a confidence p  after the k iterations with exp(-N(k)) = p
-
-What a sample has still to draw is counted in tokens; what it waits for a slot, in iterations. In the batch it draws a
-token in each iteration, so it ends after the iterations of its wait and those of its tokens. All columns go by
-iterations. While it waits it is alive, but not in the batch: it holds no context. How long the longest response of the
-step is does not depend on waits at all (`longest_response`).
+What a sample has still to draw is counted in tokens; what it waits for a slot, in iterations (`queue_iterations`). In
+the batch it draws a token in each iteration, so it ends after the iterations of its wait and those of its tokens. While
+it waits it is alive, but not in the batch: it holds no context. How long the longest response of the step is does not
+depend on waits at all (`longest_response`).
 """
 
 from __future__ import annotations
@@ -26,10 +22,10 @@ import numpy as np
 
 from rlhfless.scaling.lengths.forecast import runs
 from rlhfless.scaling.plan import DeviceOption
-from rlhfless.scaling.policies import counting
-from rlhfless.scaling.policies.counting import NOBODY, Counted, Ranks
-from rlhfless.scaling.policies.forecasters import Ahead, Floats
-from rlhfless.scaling.policies.kernel import Speeds
+from rlhfless.scaling.policies.cost_aware import counting
+from rlhfless.scaling.policies.cost_aware.counting import ENDED, Counted, Ranks
+from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
+from rlhfless.scaling.policies.cost_aware.kernel import Speeds
 from rlhfless.scaling.policy import Flags, Ints, StepView
 
 GRID_STEP = 1.25
@@ -72,10 +68,10 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Unfinished:
     """The unfinished samples of a step, or some of them."""
 
-    ahead: Ahead
+    lengths: RemainingLengths
     home: Ints
     """[rows]: the place of each."""
     context: Ints
@@ -83,76 +79,76 @@ class Rows:
     begun: Flags
     """[rows]: whether it has drawn anything."""
 
-    def of(self, some: Ints) -> Rows:
+    def of(self, some: Ints) -> Unfinished:
         """Some of the rows."""
-        return Rows(self.ahead.of(some), self.home[some], self.context[some], self.begun[some])
+        return Unfinished(self.lengths.of(some), self.home[some], self.context[some], self.begun[some])
 
 
-def rows_of(ahead: Ahead, view: StepView, home: Ints) -> Rows:
+def unfinished_of(lengths: RemainingLengths, view: StepView, home: Ints) -> Unfinished:
     """The unfinished samples of a step; `home` [rows] is the place of each."""
-    samples = ahead.samples
+    samples = lengths.samples
     context = view.tokens[samples] + view.prompt_tokens[view.group[samples]]
-    return Rows(ahead, home, context, view.tokens[samples] > 0)
+    return Unfinished(lengths, home, context, view.tokens[samples] > 0)
 
 
-def ranks_of(ahead: Ahead) -> Ranks:
+def ranks_of(lengths: RemainingLengths) -> Ranks:
     """Where `RANKS` lie among the levels of a forecast; a length that is known stands for itself."""
-    if ahead.known:
+    if lengths.known:
         return Ranks(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1), np.ones(1))
-    return Ranks(*ahead.between(RANKS), WEIGHTS)
+    return Ranks(*lengths.between(RANKS), WEIGHTS)
 
 
-def queue_iterations(rows: Rows, most: Ints, count: Ints) -> Floats:
+def queue_iterations(rows: Unfinished, most: Ints, count: Ints) -> Floats:
     """[rows]: iterations until a sample that waits is admitted; 0 for those that an engine runs at once: `most` of the
     `count` at each place [places]. They are taken to wait from long to short; a slot is free for the next one when the
     work of all before it has been done by all slots, but for the halves of what runs."""
     delay = np.zeros(rows.home.size)
     if (count > most).any():
-        ahead = rows.ahead
-        _, first = runs(ahead.kind)
-        means = ahead.kind_means[ahead.kind[first]]
+        lengths = rows.lengths
+        _, first = runs(lengths.kind)
+        means = lengths.kind_means[lengths.kind[first]]
         longest = np.argsort(-means, kind="stable")
         room = np.zeros(most.size, np.int64), np.zeros(most.size)
-        first = np.append(first, ahead.kind.size)
+        first = np.append(first, lengths.kind.size)
         counting.add_waits(rows.home, rows.begun, most, means, longest, first, *room, delay)
     return delay
 
 
-def alive(rows: Rows, places: int, most: Ints, few: Flags | None = None, grid: Floats | None = None) -> Alive:
+def alive(rows: Unfinished, places: int, most: Ints, few: Flags | None = None, grid: Floats | None = None) -> Alive:
     """What is expected of all places; `most` [places] is how many sequences an engine there runs at once, `few`
     [places] whether each of its samples counts for itself (see `FEW`); on this `grid`, or one that is long enough."""
-    ahead, count = rows.ahead, np.bincount(rows.home, minlength=places)
+    lengths, count = rows.lengths, np.bincount(rows.home, minlength=places)
     delay = queue_iterations(rows, most, count)
     if grid is None:
-        most_iterations = float((ahead.table[:, -1][ahead.kind] + delay).max())
+        most_iterations = float((lengths.table[:, -1][lengths.kind] + delay).max())
         # Waits go on at an even pace: at their end as at their beginning, a point for each half of a mean response.
-        apart = max(float(ahead.means.mean()) / 2, most_iterations / FINEST) if delay.any() else math.inf
+        apart = max(float(lengths.means.mean()) / 2, most_iterations / FINEST) if delay.any() else math.inf
         grid = grid_to(most_iterations, apart)
     columns = np.zeros((3, places, grid.size))
-    counted = Counted(rows.home, ahead.kind, rows.context, delay)
+    counted = Counted(rows.home, lengths.kind, rows.context, delay)
     few = count <= FEW if few is None else few
     waiting = np.zeros((2, places, grid.size))
-    counting.count_alive(counted, ahead.table, ranks_of(ahead), few, grid, np.zeros(grid.size), waiting, columns)
+    counting.count_alive(counted, lengths.table, ranks_of(lengths), few, grid, np.zeros(grid.size), waiting, columns)
     return Alive(grid, columns)
 
 
-def longest_response(rows: Rows, places: int) -> tuple[Floats, Floats]:
+def longest_response(rows: Unfinished, places: int) -> tuple[Floats, Floats]:
     """[T] and [T]: tokens, and -log of the probability that no sample has more than so many still to draw."""
-    everyone = np.bincount(rows.home, minlength=places)
-    found = alive(rows, places, most=everyone)  # with a slot for each, iterations are tokens
-    return found.grid, np.asarray(found.columns[NOBODY].sum(axis=0))
+    count = np.bincount(rows.home, minlength=places)
+    found = alive(rows, places, most=count)  # with a slot for each, iterations are tokens
+    return found.grid, np.asarray(found.columns[ENDED].sum(axis=0))
 
 
-def ends_by(ahead: Ahead, samples: Ints, confidence: float) -> Floats:
+def ends_by(lengths: RemainingLengths, samples: Ints, confidence: float) -> Floats:
     """[rows]: by which length a group is over that ends at a row of a list, so that all groups of the list are with
-    this probability. `samples` [rows] are rows of `ahead`, in the order of the list.
+    this probability. `samples` [rows] are rows of `lengths`, in the order of the list.
 
     Each sample may take longer with the same small probability, so a group's length depends on what is in it, not on
     how many; but none is longer than what all samples of the list together are over by.
     """
-    run, first = runs(ahead.kind[samples])
+    run, first = runs(lengths.kind[samples])
     counts = np.diff(first, append=samples.size)
-    left = ahead.at(RANKS)[ahead.kind[samples[first]]]
+    left = lengths.at(RANKS)[lengths.kind[samples[first]]]
     grid = grid_to(float(left.max()))
     cells = np.searchsorted(grid, left) + (np.arange(len(left)) * grid.size)[:, None]
     weights = (counts[:, None] * WEIGHTS).ravel()
@@ -166,8 +162,8 @@ def ends_by(ahead: Ahead, samples: Ints, confidence: float) -> Floats:
     return np.asarray(np.minimum(np.maximum.accumulate(alone), together))[run]
 
 
-class Engines:
-    """The engines at all places, as the outlook needs them."""
+class EngineTable:
+    """The engines at all places, as the completion model needs them."""
 
     def __init__(self, devices: Sequence[DeviceOption | None]) -> None:
         """By place: its kind, None where nothing is generated."""

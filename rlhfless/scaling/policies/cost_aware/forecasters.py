@@ -1,7 +1,7 @@
-"""Who says how long the responses of a step will be: the predictor, or one of two oracles. Pure.
+"""How long the responses of a step will be, as the run's own predictor says, or one of two oracles. Pure.
 
 A forecast is a table of quantiles of what each unfinished sample has still to draw, so that planning and migration need
-not know who made it. The oracles' knowledge is handed in by whoever runs them; no view holds it.
+not know what made it. The oracles' knowledge is handed in by the simulator; no view holds it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Ahead:
+class RemainingLengths:
     """The unfinished samples of a step, and what each has still to draw."""
 
     samples: Ints  # [rows], ascending
@@ -47,9 +47,9 @@ class Ahead:
         """[rows]: the same."""
         return self.kind_means[self.kind]
 
-    def of(self, rows: Ints) -> Ahead:
+    def of(self, rows: Ints) -> RemainingLengths:
         """Some of the rows."""
-        return Ahead(self.samples[rows], self.levels, self.kind[rows], self.table)
+        return RemainingLengths(self.samples[rows], self.levels, self.kind[rows], self.table)
 
     def between(self, ranks: Floats) -> tuple[Ints, Ints, Floats]:
         """For `ranks` [ranks] the levels on both sides, and how far it is from the one to the other: each [ranks]."""
@@ -73,26 +73,26 @@ class Ahead:
 
 
 class Forecaster(Protocol):
-    """Follows the steps of one run."""
+    """Follows the steps of one run. An oracle has nothing to learn, and overrides `look` alone."""
 
-    def begin(self, view: StepView) -> None:
+    def begin(self, view: StepView) -> None:  # noqa: ARG002
         """A step has begun."""
-        ...
+        return
 
-    def revisits(self, view: StepView) -> bool:
+    def revisits(self, view: StepView) -> bool:  # noqa: ARG002
         """Whether most prompts of the step were seen before, so that forecasts are as good as they get."""
+        return True
+
+    def look(self, view: StepView) -> RemainingLengths:
+        """What the step's unfinished samples have still to draw, by what is known now."""
         ...
 
-    def look(self, view: StepView) -> Ahead:
-        """What its unfinished samples have still to draw, by what is known now."""
-        ...
-
-    def end(self, view: StepView) -> None:
-        """All its samples have ended."""
-        ...
+    def end(self, view: StepView) -> None:  # noqa: ARG002
+        """All samples of the step have ended."""
+        return
 
 
-class PredictedLengths:
+class PredictedLengths(Forecaster):
     """The run's own LengthPredictor: the one of an earlier attempt's trace, or a new one."""
 
     def __init__(self, predictor: LengthPredictor | None = None) -> None:
@@ -108,11 +108,11 @@ class PredictedLengths:
         assert self._predictor is not None  # begin comes first
         return bool(2 * np.count_nonzero(self._predictor.seen(view.step)) > len(view.prompt_ids))
 
-    def look(self, view: StepView) -> Ahead:
+    def look(self, view: StepView) -> RemainingLengths:
         assert self._predictor is not None
         self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
         forecast = self._predictor.forecast(view.step)
-        return Ahead(np.flatnonzero(~view.finished), QUANTILE_LEVELS, forecast.kind, forecast.table)
+        return RemainingLengths(np.flatnonzero(~view.finished), QUANTILE_LEVELS, forecast.kind, forecast.table)
 
     def end(self, view: StepView) -> None:
         assert self._predictor is not None
@@ -120,28 +120,19 @@ class PredictedLengths:
         self._predictor.step_ended(view.step)
 
 
-class Clairvoyant:
+class Clairvoyant(Forecaster):
     """Knows each length. `lengths` takes a step's number, and gives the tokens of its samples [samples]."""
 
     def __init__(self, lengths: Callable[[int], Ints]) -> None:
         self._lengths = lengths
 
-    def begin(self, view: StepView) -> None:
-        """Nothing to learn."""
-
-    def revisits(self, view: StepView) -> bool:  # noqa: ARG002
-        return True
-
-    def look(self, view: StepView) -> Ahead:
+    def look(self, view: StepView) -> RemainingLengths:
         samples = np.flatnonzero(~view.finished)
         left = self._lengths(view.step)[samples] - view.tokens[samples]
-        return Ahead(samples, np.array([0.5]), np.arange(samples.size), np.maximum(left, 1.0)[:, None])
-
-    def end(self, view: StepView) -> None:
-        """Nothing to learn."""
+        return RemainingLengths(samples, np.array([0.5]), np.arange(samples.size), np.maximum(left, 1.0)[:, None])
 
 
-class DistributionOracle:
+class DistributionOracle(Forecaster):
     """Knows the distribution of each prompt's lengths, which siblings are drawn from independently.
 
     `quantiles` takes a step's number, and gives for each prompt K lengths [groups, K], ascending, that are equally
@@ -151,13 +142,7 @@ class DistributionOracle:
     def __init__(self, quantiles: Callable[[int], NDArray[np.float64]]) -> None:
         self._quantiles = quantiles
 
-    def begin(self, view: StepView) -> None:
-        """Nothing to learn."""
-
-    def revisits(self, view: StepView) -> bool:  # noqa: ARG002
-        return True
-
-    def look(self, view: StepView) -> Ahead:
+    def look(self, view: StepView) -> RemainingLengths:
         table = self._quantiles(view.step)
         samples = np.flatnonzero(~view.finished)
         kind, first = runs(view.group[samples], view.tokens[samples])
@@ -170,7 +155,4 @@ class DistributionOracle:
         right = np.minimum(left + 1, count - 1)
         share = np.clip(rank - left, 0.0, 1.0)
         total = table[group[:, None], left] * (1 - share) + table[group[:, None], right] * share
-        return Ahead(samples, QUANTILE_LEVELS, kind, np.maximum(total - tokens[:, None], 1.0))
-
-    def end(self, view: StepView) -> None:
-        """Nothing to learn."""
+        return RemainingLengths(samples, QUANTILE_LEVELS, kind, np.maximum(total - tokens[:, None], 1.0))

@@ -12,9 +12,9 @@ import numpy as np
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.lengths import LengthPredictor
-from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policies.forecasters import PredictedLengths
-from rlhfless.scaling.policies.settings import CostAwareSettings
+from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
+from rlhfless.scaling.policies.cost_aware.policy import CostAware
 from rlhfless.scaling.policy import (
     NOBODY,
     Beat,
@@ -27,7 +27,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.spec import CheapestSpec
+from rlhfless.spec import CheapestSpec, CostAwareSpec
 
 PROMPTS, SIBLINGS, ACTORS = 4, 8, 2
 """Few, but enough for a plan that leaves samples waiting, and for actors of which one is worth dissolving."""
@@ -37,10 +37,8 @@ MAX_TOKENS = 64
 
 def warm_up() -> None:
     """Plays two steps of a made-up run in which everything is decided that can be."""
-    policy = CostAware(
-        CostAwareSettings(contract=CheapestSpec(deadline_s=1.0, per="step"), steps=2),
-        PredictedLengths(LengthPredictor(MAX_TOKENS)),
-    )
+    run = RunContract(CheapestSpec(deadline_s=1.0), steps=2)
+    policy = CostAware(CostAwareSpec(), run, PredictedLengths(LengthPredictor(MAX_TOKENS)))
     fleet = _fleet()
     samples = PROMPTS * SIBLINGS
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""The loops of `migration`, compiled; nothing else calls them. What they compute is said in `outlook` and there."""
+"""How long actors work, and when they end: compiled loops that only `migration` calls. S, C and N as in `counting`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 from rlhfless.scaling.compiled import compiled, part
-from rlhfless.scaling.policies.counting import CONTEXT, NOBODY, SEQUENCES
-from rlhfless.scaling.policies.forecasters import Floats
+from rlhfless.scaling.policies.cost_aware.counting import CONTEXT, ENDED, SEQUENCES
+from rlhfless.scaling.policies.cost_aware.forecasters import Floats
 from rlhfless.scaling.policy import Ints
 
 
@@ -23,7 +23,7 @@ class Speeds(NamedTuple):
     bends_s: Floats  # [curves, knots]: by how much its slope is more
 
 
-class Outlook(NamedTuple):
+class ExpectedWork(NamedTuple):
     """What all actors have still to do."""
 
     speeds: Speeds
@@ -33,7 +33,7 @@ class Outlook(NamedTuple):
 
 
 class Actors(NamedTuple):
-    """The actors of a board. All [places]."""
+    """The actors of a step, with what was judged of them (`migration.MigrationState`). All [places]."""
 
     samples: Ints
     kv_tokens: Ints  # that they have room for
@@ -45,7 +45,8 @@ class Actors(NamedTuple):
 
 @part
 def _iteration_s(speeds: Speeds, place: int, sequences: float, context: float) -> float:
-    """By which everybody in the batch comes one token on, by the models; at least one is alive."""
+    """a(max(S, 1)) + g C / min(S, 1): what an iteration takes by the models, given that at least one sample is
+    alive."""
     batch, curve = min(max(sequences, 1.0), float(speeds.most[place])), speeds.curve[place]
     seconds, knot = speeds.at_zero_s[curve] + speeds.slope_s[curve] * batch, 0
     while knot < speeds.knots.shape[1] and speeds.knots[curve, knot] < batch:
@@ -56,62 +57,66 @@ def _iteration_s(speeds: Speeds, place: int, sequences: float, context: float) -
 
 
 @part
-def _span_s(outlook: Outlook, place: int, point: int, sequences: float, context: float) -> float:
-    """From the point of the grid before to this one, with so many alive in between."""
-    iterations = outlook.grid[point] - outlook.grid[point - 1]
-    return float(_iteration_s(outlook.speeds, place, sequences, context) * outlook.pace[place] * iterations)
+def _span_s(work: ExpectedWork, place: int, point: int, sequences: float, context: float) -> float:
+    """From the point of the grid before to this one, with so many alive in between, at the actor's measured pace."""
+    iterations = work.grid[point] - work.grid[point - 1]
+    return float(_iteration_s(work.speeds, place, sequences, context) * work.pace[place] * iterations)
 
 
 @compiled
-def iterations_s(outlook: Outlook, places: Ints, out: Floats) -> None:
+def iterations_s(work: ExpectedWork, places: Ints, out: Floats) -> None:
     """`out` [rows]: what an iteration takes now at each of the `places` [rows], by the models."""
     for row in range(places.size):
-        place, columns = places[row], outlook.columns
-        out[row] = _iteration_s(outlook.speeds, place, columns[SEQUENCES, place, 0], columns[CONTEXT, place, 0])
+        place, columns = places[row], work.columns
+        out[row] = _iteration_s(work.speeds, place, columns[SEQUENCES, place, 0], columns[CONTEXT, place, 0])
 
 
 @compiled
-def trial(outlook: Outlook, places: Ints, more: Floats, limits: Floats, out: Floats) -> None:
-    """`out` [rows, 1 + limits]: expected seconds of work at each of the `places` [rows], and seconds until -log
-    P(nobody is alive) falls below each of the `limits`; with `more` [3, 1, T] on top of what there is."""
+def trial(work: ExpectedWork, places: Ints, more: Floats, limits: Floats, out: Floats) -> None:
+    """`out` [rows, 1 + limits], for each of the `places` [rows], with `more` [3, 1, T] on top of what there is:
+
+    expected seconds of work       sum of iterations x the chance 1 - exp(-N) that a sample is alive
+    seconds until the actor ends   until N falls below each of the `limits`: after the iterations k with
+                                   exp(-N(k)) = p it has ended with probability p
+    """
     for row in range(places.size):
-        _trial(outlook, places[row], more, 0, limits, out[row])
+        _trial(work, places[row], more, 0, limits, out[row])
 
 
 @part
-def _trial(outlook: Outlook, place: int, more: Floats, extra: int, limits: Floats, out: Floats) -> None:
+def _trial(work: ExpectedWork, place: int, more: Floats, extra: int, limits: Floats, out: Floats) -> None:
     """The same of one place, with row `extra` of `more` [3, rows, T]."""
-    columns = outlook.columns
-    total = sequences = context = nobody = somebody = 0.0
+    columns = work.columns
+    total = sequences = context = unended = alive = 0.0
     for limit in range(1 + limits.size):
         out[limit] = 0.0
-    for point in range(outlook.grid.size):
-        total_before, sequences_before, context_before, nobody_before = total, sequences, context, nobody
+    for point in range(work.grid.size):
+        total_before, sequences_before, context_before, unended_before = total, sequences, context, unended
         sequences = max(columns[SEQUENCES, place, point] + more[SEQUENCES, extra, point], 0.0)
         context = max(columns[CONTEXT, place, point] + more[CONTEXT, extra, point], 0.0)
-        nobody = max(columns[NOBODY, place, point] + more[NOBODY, extra, point], 0.0)
+        unended = max(columns[ENDED, place, point] + more[ENDED, extra, point], 0.0)
         if point > 0:
-            if nobody_before == 0:
+            if unended_before == 0:
                 break
             middle = (sequences + sequences_before) / 2, (context + context_before) / 2
-            seconds = _span_s(outlook, place, point, *middle)
+            seconds = _span_s(work, place, point, *middle)
             total += seconds
-            out[0] += seconds * somebody / 2
-            somebody = -math.expm1(-nobody)
-            out[0] += seconds * somebody / 2
+            out[0] += seconds * alive / 2
+            alive = -math.expm1(-unended)
+            out[0] += seconds * alive / 2
         else:
-            somebody = -math.expm1(-nobody)
+            alive = -math.expm1(-unended)
         for limit in range(limits.size):
-            if nobody > limits[limit]:
+            if unended > limits[limit]:
                 out[1 + limit] = total  # where nothing is behind it
-            elif nobody_before > limits[limit]:
-                share = (nobody_before - limits[limit]) / (nobody_before - nobody)
+            elif unended_before > limits[limit]:
+                share = (unended_before - limits[limit]) / (unended_before - unended)
                 out[1 + limit] = total_before + share * (total - total_before)
 
 
 @compiled
 def best_dissolved(
-    outlook: Outlook,
+    work: ExpectedWork,
     actors: Actors,
     sources: Ints,
     takers: Ints,
@@ -121,10 +126,10 @@ def best_dissolved(
     scratch: Floats,
 ) -> tuple[int, int, float, float]:
     """Of all samples of one of the `sources` to one of the `takers`, what saves most: from where and to where, what it
-    saves, and when the later of the two ends. (-1, -1, ...) if nothing saves enough.
+    saves, and when the later of the two ends. (-1, -1, ...) if nothing saves enough (`migration.dissolve`).
 
-    `limits` [2] are those of the end that counts, and of the one that has to be in time. The `aim`: until when, when
-    all have ended now, what a second is worth, the least share of what is given up that it has to save, and how full KV
+    `limits` [2] of N: for the end that counts, and for the end that has to be in time. The `aim`: until when, when all
+    have ended now, what a second is worth, the least share of what is given up that has to be saved, and how full KV
     may be. `scratch` [3].
     """
     limit_s, last_s, time_usd_per_s, least_gain, kv_share = aim
@@ -132,9 +137,9 @@ def best_dissolved(
     for source in sources:
         given_up = actors.freed[source] * actors.hold_s[source]
         for target in takers:
-            if source == target or not _has_room(outlook, actors, source, target, kv_share):
+            if source == target or not _has_room(work, actors, source, target, kv_share):
                 continue
-            _trial(outlook, target, outlook.columns, source, limits, scratch)
+            _trial(work, target, work.columns, source, limits, scratch)
             before_s = actors.ready_s[target] + recompute_s[source]
             end_s = before_s + scratch[1]
             later_s = 0.0
@@ -150,10 +155,10 @@ def best_dissolved(
 
 
 @part
-def _has_room(outlook: Outlook, actors: Actors, source: int, target: int, kv_share: float) -> bool:
+def _has_room(work: ExpectedWork, actors: Actors, source: int, target: int, kv_share: float) -> bool:
     """Whether the samples of the one have room at the other."""
-    columns = outlook.columns
-    if actors.samples[target] + actors.samples[source] > outlook.speeds.most[target]:
+    columns = work.columns
+    if actors.samples[target] + actors.samples[source] > work.speeds.most[target]:
         return False
     for point in range(columns.shape[2]):
         if columns[CONTEXT, target, point] + columns[CONTEXT, source, point] > kv_share * actors.kv_tokens[target]:
@@ -162,20 +167,20 @@ def _has_room(outlook: Outlook, actors: Actors, source: int, target: int, kv_sha
 
 
 @compiled
-def nobody_within(outlook: Outlook, places: Ints, within_s: Floats, out: Floats) -> None:
-    """`out` [rows]: -log P(nobody is alive) after `within_s` [rows] seconds of work at each of the `places` [rows]."""
-    columns = outlook.columns
+def unended_within(work: ExpectedWork, places: Ints, within_s: Floats, out: Floats) -> None:
+    """`out` [rows]: N after `within_s` [rows] seconds of work at each of the `places` [rows]."""
+    columns = work.columns
     for row in range(places.size):
         place, total = places[row], 0.0
-        out[row] = columns[NOBODY, place, 0]
-        for point in range(1, outlook.grid.size):
+        out[row] = columns[ENDED, place, 0]
+        for point in range(1, work.grid.size):
             sequences = (columns[SEQUENCES, place, point] + columns[SEQUENCES, place, point - 1]) / 2
             context = (columns[CONTEXT, place, point] + columns[CONTEXT, place, point - 1]) / 2
-            seconds = _span_s(outlook, place, point, sequences, context)
+            seconds = _span_s(work, place, point, sequences, context)
             if total + seconds >= within_s[row]:
                 share = min(max((within_s[row] - total) / seconds, 0.0), 1.0)
-                before, after = columns[NOBODY, place, point - 1], columns[NOBODY, place, point]
+                before, after = columns[ENDED, place, point - 1], columns[ENDED, place, point]
                 out[row] = before + share * (after - before)
                 break
             total += seconds
-            out[row] = columns[NOBODY, place, point]
+            out[row] = columns[ENDED, place, point]

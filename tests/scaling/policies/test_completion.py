@@ -10,10 +10,16 @@ import pytest
 from views import MODEL
 
 from rlhfless.scaling.plan import DeviceOption
-from rlhfless.scaling.policies.forecasters import Ahead
-from rlhfless.scaling.policies.migration import Aim, Board, dissolve
-from rlhfless.scaling.policies.outlook import Engines, Rows, alive, grid_to, longest_response, queue_iterations
-from rlhfless.scaling.policies.transfers import part_of
+from rlhfless.scaling.policies.cost_aware.completion import (
+    EngineTable,
+    Unfinished,
+    alive,
+    grid_to,
+    longest_response,
+    queue_iterations,
+)
+from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths
+from rlhfless.scaling.policies.cost_aware.migration import Aim, MigrationState, dissolve, part_of
 
 DEVICE = DeviceOption("h100", MODEL, 10_000, 8, 0.001, ())
 """An iteration takes 10 ms, and 0.5 ms more for each sequence."""
@@ -21,45 +27,45 @@ DEVICE = DeviceOption("h100", MODEL, 10_000, 8, 0.001, ())
 FREED = np.array([0.001, 0.001])
 
 
-def known(left: Sequence[int], home: Sequence[int], begun: bool = True) -> Rows:
+def known(left: Sequence[int], home: Sequence[int], begun: bool = True) -> Unfinished:
     """Samples of which it is known how many tokens they have left, each with 5 tokens of context."""
     count = len(left)
-    ahead = Ahead(np.arange(count), np.array([0.5]), np.arange(count), np.array(left, float)[:, None])
-    return Rows(ahead, np.array(home), np.full(count, 5), np.full(count, begun))
+    lengths = RemainingLengths(np.arange(count), np.array([0.5]), np.arange(count), np.array(left, float)[:, None])
+    return Unfinished(lengths, np.array(home), np.full(count, 5), np.full(count, begun))
 
 
-def board_of(rows: Rows, confidence: float = 0.5) -> Board:
-    engines = Engines([DEVICE, DEVICE])
+def state_of(rows: Unfinished, confidence: float = 0.5) -> MigrationState:
+    engines = EngineTable([DEVICE, DEVICE])
     count = np.bincount(rows.home, minlength=2)
-    board = Board(engines, np.ones(2), alive(rows, 2, engines.most), np.zeros(2), FREED, count)
-    board.judge(np.arange(2), confidence)
-    return board
+    state = MigrationState(engines, np.ones(2), alive(rows, 2, engines.most), np.zeros(2), FREED, count)
+    state.judge(np.arange(2), confidence)
+    return state
 
 
-def test_who_is_alive_after_so_many_iterations() -> None:
-    board = board_of(known([10, 20], [0, 0]))
-    assert board.grid.tolist() == [0, 4, 8, 12, 15, 19, 20]
-    sequences, context, nobody = board.columns[:, 0]
+def test_what_is_alive_after_so_many_iterations() -> None:
+    state = state_of(known([10, 20], [0, 0]))
+    assert state.grid.tolist() == [0, 4, 8, 12, 15, 19, 20]
+    sequences, context, unended = state.columns[:, 0]
     assert sequences.tolist() == [2, 2, 2, 1, 1, 1, 0]  # the end of the first lies between 8 and 12
     assert context.tolist() == [10, 18, 26, 17, 20, 24, 0]
     each = -math.log(0.001)  # a sample is never quite certain to be alive
-    assert nobody == pytest.approx([2 * each, 2 * each, 2 * each, each, each, each, 0])
-    assert not board.columns[:, 1].any()
+    assert unended == pytest.approx([2 * each, 2 * each, 2 * each, each, each, each, 0])
+    assert not state.columns[:, 1].any()
 
 
 def test_how_long_an_actor_works_and_when_it_has_ended() -> None:
-    board = board_of(known([10, 20], [0, 0]))
+    state = state_of(known([10, 20], [0, 0]))
     to_19_s = 8 * 0.011 + 4 * 0.01075 + 7 * 0.0105
-    assert board.hold_s[0] == pytest.approx(to_19_s + 0.0105 / 2, rel=1e-3)
+    assert state.hold_s[0] == pytest.approx(to_19_s + 0.0105 / 2, rel=1e-3)
     each = -math.log(0.001)
-    assert board.end_s[0] == pytest.approx(to_19_s + 0.0105 * (each - math.log(2)) / each, rel=1e-9)
-    assert board.end_s[1] == 0.0
-    assert board.chance(board.end_s[0]) == pytest.approx(0.5)
-    assert board.chance(10.0) == 1.0
-    assert board.iteration_s(np.array([0])) == pytest.approx([0.011])
+    assert state.end_s[0] == pytest.approx(to_19_s + 0.0105 * (each - math.log(2)) / each, rel=1e-9)
+    assert state.end_s[1] == 0.0
+    assert state.chance(state.end_s[0]) == pytest.approx(0.5)
+    assert state.chance(10.0) == 1.0
+    assert state.iteration_s(np.array([0])) == pytest.approx([0.011])
 
 
-def test_who_waits_comes_in_from_long_to_short() -> None:
+def test_samples_that_wait_come_in_from_long_to_short() -> None:
     """With one slot: the second when the first is half of its own length ahead, the third behind both."""
     rows = known([10, 20, 30], [0, 0, 0], begun=False)
     assert queue_iterations(rows, np.array([1]), np.array([3])).tolist() == [50 - 5, 30 - 10, 0]
@@ -74,7 +80,7 @@ def test_a_sample_holds_context_from_when_it_has_a_slot() -> None:
     rows = known([10, 20, 30], [0, 0, 0], begun=False)
     grid = np.array([0.0, 4, 8, 12, 15, 19, 24, 30, 38, 48, 55])
     found = alive(rows, 1, np.array([1]), grid=grid)
-    sequences, context, nobody = found.columns[:, 0]
+    sequences, context, unended = found.columns[:, 0]
     assert sequences.tolist() == [3, 3, 3, 3, 3, 3, 3, 2, 2, 1, 0]
     first = 5 + np.array([0, 4, 8, 12, 15, 19, 24, 0, 0, 0, 0])  # it begins with 5 tokens, and has ended at 30
     first[7:] = 0
@@ -82,7 +88,7 @@ def test_a_sample_holds_context_from_when_it_has_a_slot() -> None:
     third = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 5 + 48 - 45, 0])
     assert context.tolist() == (first + second + third).tolist()
     each = -math.log(0.001)
-    assert nobody == pytest.approx(each * sequences)
+    assert unended == pytest.approx(each * sequences)
 
 
 def test_where_samples_wait_the_grid_is_as_fine_at_the_end_as_in_the_middle() -> None:
@@ -99,10 +105,10 @@ def test_how_long_the_longest_response_is_does_not_depend_on_waits() -> None:
     """Three samples on one slot or on three: none has more than 12 tokens to draw but those of 20 and of 30, and the
     grid ends at 30 tokens, though the last of them ends after 55 iterations."""
     rows = known([10, 20, 30], [0, 0, 0], begun=False)
-    tokens, nobody = longest_response(rows, 1)
+    tokens, unended = longest_response(rows, 1)
     assert tokens.tolist() == [0, 4, 8, 12, 15, 19, 24, 30]
     each = -math.log(0.001)
-    assert nobody == pytest.approx([3 * each, 3 * each, 3 * each, 2 * each, 2 * each, 2 * each, each, 0])
+    assert unended == pytest.approx([3 * each, 3 * each, 3 * each, 2 * each, 2 * each, 2 * each, each, 0])
     assert alive(rows, 1, np.array([1])).grid[-1] == 55
 
 
@@ -110,27 +116,27 @@ def test_samples_that_leave_a_queue_let_the_others_come_in_sooner() -> None:
     """16 samples of 20 tokens for 8 slots end after 40 iterations; without half of them, after 20, which the grid knows
     as 19 to 24. An iteration of 8 takes 14 ms."""
     rows = known([20] * 16, [0] * 16, begun=False)
-    board = board_of(rows)
-    assert board.end_s[0] > 34 * 0.014
-    part = part_of(rows, np.arange(8), board)
-    left = board.trial(np.array([0]), -part.freed, 0.0, 0.5)[1, 0]
-    alone = board.trial(np.array([1]), part.columns, 0.0, 0.5)[1, 0]
+    state = state_of(rows)
+    assert state.end_s[0] > 34 * 0.014
+    part = part_of(rows, np.arange(8), state)
+    left = state.trial(np.array([0]), -part.freed, 0.0, 0.5)[1, 0]
+    alone = state.trial(np.array([1]), part.columns, 0.0, 0.5)[1, 0]
     assert left == pytest.approx(alone)
     assert 19 * 0.014 < left < 24 * 0.014
-    board.take(0, 1, part)
-    board.judge(np.arange(2), 0.5)
-    assert board.end_s.tolist() == pytest.approx([left, alone])
-    assert board.count.tolist() == [8, 8]
+    state.take(0, 1, part)
+    state.judge(np.arange(2), 0.5)
+    assert state.end_s.tolist() == pytest.approx([left, alone])
+    assert state.count.tolist() == [8, 8]
 
 
 def test_the_actor_with_less_is_dissolved_if_the_other_ends_in_time() -> None:
-    board, recompute_s = board_of(known([20, 20], [0, 1])), np.full(2, 0.001)
-    places, worth = np.arange(2), board.hold_s[0] * FREED[0]
-    move = dissolve(board, Aim(1.0, 0.0, 0.5, 0.5), places, places, recompute_s)
+    state, recompute_s = state_of(known([20, 20], [0, 1])), np.full(2, 0.001)
+    places, worth = np.arange(2), state.hold_s[0] * FREED[0]
+    move = dissolve(state, Aim(1.0, 0.0, 0.5, 0.5), places, places, recompute_s)
     assert move is not None
     assert (move.source, move.target) == (0, 1)
     # The other one takes half a millisecond more for each iteration, and what computing the KV again takes.
     assert move.saves_usd == pytest.approx(worth - 0.001 * (0.001 + 20 * 0.0005), rel=0.01)
-    assert dissolve(board, Aim(board.last_s, 0.0, 0.5, 0.5), places, places, recompute_s) is None
-    assert dissolve(board, Aim(1.0, 1.0, 0.5, 0.5), places, places, recompute_s) is None  # time is worth more
-    assert dissolve(board, Aim(1.0, 0.0, 0.5, 0.5), places, places, np.full(2, 1.0)) is None
+    assert dissolve(state, Aim(state.last_s, 0.0, 0.5, 0.5), places, places, recompute_s) is None
+    assert dissolve(state, Aim(1.0, 1.0, 0.5, 0.5), places, places, recompute_s) is None  # time is worth more
+    assert dissolve(state, Aim(1.0, 0.0, 0.5, 0.5), places, places, np.full(2, 1.0)) is None

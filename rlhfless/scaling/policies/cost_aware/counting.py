@@ -1,4 +1,4 @@
-"""Counts what is alive at each point of a grid, compiled; `outlook` says what that is, and alone calls it."""
+"""What is expected to be alive at each point of a grid of iterations: compiled loops that only `completion` calls."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from typing import NamedTuple
 
 from rlhfless.scaling.compiled import compiled, part
-from rlhfless.scaling.policies.forecasters import Floats
+from rlhfless.scaling.policies.cost_aware.forecasters import Floats
 from rlhfless.scaling.policy import Flags, Ints
 
-SEQUENCES, CONTEXT, NOBODY = 0, 1, 2
-"""Columns of an outlook: sequences expected to be alive, context of those in the batch, and -log P(nobody is alive)."""
+SEQUENCES, CONTEXT, ENDED = 0, 1, 2
+"""Columns: S, sequences expected to be alive; C, tokens of context of those in the batch; N, -log P(all have ended)."""
 
 SURE = 0.999
-"""More certain than that of being alive is nobody, so that sums stay finite."""
+"""No sample is more certain than that to be alive, so that sums stay finite."""
 
 
 class Ranks(NamedTuple):
@@ -45,9 +45,17 @@ def count_alive(
     waiting: Floats,
     columns: Floats,
 ) -> None:
-    """Adds up what is alive at each point of the `grid` [T], in iterations. `table` [kinds, Q] has the quantiles, in
-    tokens; `few` [places] says where each sample counts for itself. `scratch` [T], `waiting` [2, places, T] and
-    `columns` [3, places, T] are 0."""
+    """Adds up what is alive at each point k of the `grid` [T], in iterations. With a chance of s(k) that a sample has
+    not ended by then, and its context c, at a place
+
+        S(k) = sum of s(k)
+        C(k) = sum of s(k) (c + k - delay), of samples in the batch: k >= delay
+        N(k) = sum of -log(1 - s(k)) where `few` [places] says that each sample counts for itself; else S(k), which it
+        is
+               where it matters, late
+
+    `table` [kinds, Q] has the quantiles, in tokens. `scratch` [T], `waiting` [2, places, T] and `columns` [3, places,
+    T] are 0."""
     row = 0
     while row < rows.home.size:
         count = 1
@@ -65,7 +73,7 @@ def count_alive(
             in_batch = context + sequences * grid[point] - (queued_context + queued * grid[point])
             columns[CONTEXT, place, point] = max(in_batch, 0.0)
             if not few[place]:
-                columns[NOBODY, place, point] = sequences
+                columns[ENDED, place, point] = sequences
             sequences += ends
             context += took
             queued += waiting[SEQUENCES, place, point]
@@ -84,8 +92,9 @@ def add_waits(
     work: Floats,
     delay: Floats,
 ) -> None:
-    """`delay` [rows]: iterations until each is admitted. `means` [kinds] are their lengths, `longest` [kinds] has the
-    longest first, and `first` [kinds + 1] says at which row each begins; `seen` and `work` [places] are 0."""
+    """`delay` [rows]: iterations until each is admitted (`completion.queue_iterations`): work / slots - own length / 2.
+    `means` [kinds] are the lengths, `longest` [kinds] has the longest first, and `first` [kinds + 1] says at which row
+    each begins; `seen` and `work` [places] are 0."""
     for waiting in (False, True):
         for kind in longest:
             for row in range(first[kind], first[kind + 1]):
@@ -131,7 +140,7 @@ def _add_samples(
     if alone:
         chance = 0.0
         for point in range(cell, -1, -1):
-            columns[NOBODY, place, point] -= math.log1p(-min(chance, SURE)) * count
+            columns[ENDED, place, point] -= math.log1p(-min(chance, SURE)) * count
             chance += scratch[point]
             scratch[point] = 0.0
 

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from typing import Protocol
 
-from rlhfless.scaling.policies.settings import KedaSettings, KnativeSettings, RayServeSettings
+from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
 
 
 class Window:
@@ -38,21 +38,21 @@ class Window:
         return total / (at_s - since_s) if at_s > since_s else self._pieces[-1][1]
 
 
-class Scaler(Protocol):
+class Autoscaler(Protocol):
     """A decision rule for the number of replicas."""
 
     interval_s: float
     """Between two decisions."""
 
     def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
-        """How many replicas to have; `replicas` are those asked for so far, and `ongoing` all requests."""
+        """How many replicas to have; `replicas` were asked for so far, and `ongoing` counts all requests."""
         ...
 
 
 class RayServe:
     """`replica_queue_length_autoscaling_policy` with `_apply_delay_logic` (ray/serve/autoscaling_policy.py)."""
 
-    def __init__(self, settings: RayServeSettings) -> None:
+    def __init__(self, settings: RayServeSpec) -> None:
         self.interval_s = settings.interval_s
         self._settings = settings
         self._window = Window(settings.look_back_period_s)
@@ -76,7 +76,7 @@ class RayServe:
 class Knative:
     """The pod autoscaler's stable and panic mode (knative.dev, "Additional autoscaling configuration")."""
 
-    def __init__(self, settings: KnativeSettings) -> None:
+    def __init__(self, settings: KnativeSpec) -> None:
         self.interval_s = settings.interval_s
         self._settings = settings
         self._window = Window(settings.stable_window_s)
@@ -113,7 +113,7 @@ class Knative:
 class Keda:
     """KEDA between zero and one replica, the horizontal pod autoscaler above (keda.sh, kubernetes.io)."""
 
-    def __init__(self, settings: KedaSettings) -> None:
+    def __init__(self, settings: KedaSpec) -> None:
         self.interval_s = settings.sync_s
         self._settings = settings
         self._recommended: deque[tuple[float, int]] = deque()

@@ -1,0 +1,193 @@
+"""What a run has learned about its own time: medians, starts, spending and the engines' pace. Pure.
+
+Each estimator begins with what the fleet says of itself, and forgets what is long past.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import NormalDist, median
+
+import numpy as np
+
+from rlhfless.records import ReplicaState
+from rlhfless.scaling.policies.cost_aware.forecasters import Floats
+from rlhfless.scaling.policies.fleet_layout import PolicyContext
+from rlhfless.scaling.policies.fleet_options import COLD, STARTING, WARM
+from rlhfless.scaling.policy import Action, Ints, Release, Room, Start, StepView
+
+OBSERVATIONS = 8
+"""So many are remembered: enough for a median that shrugs off a few, few enough to follow a drift."""
+
+TO_DEVIATION = 1.4826
+"""A normal distribution's standard deviation by the median distance from its median."""
+
+KEPT = 0.7
+"""Weight of what came before in an engine's pace, at each new measurement."""
+
+LEAST_TOKENS = 32
+"""Fewer tokens between two looks say little about a pace: beats and iterations do not begin together."""
+
+
+class Recent:
+    """The median of the last observations, and how far they scatter around it. An observation that stands out, such as
+    a first step with its cold starts, moves neither much."""
+
+    def __init__(self, value: float = 0.0, scatter: float = 0.0, weight: int = 0) -> None:
+        """`value` and `scatter` hold before anything was seen; later this scatter counts as that of `weight`
+        observations."""
+        self.value = value
+        self.count = 0
+        self.scatter = scatter
+        self._before = scatter
+        self._weight = weight
+        self._seen: deque[float] = deque(maxlen=OBSERVATIONS)
+
+    def add(self, value: float) -> None:
+        self._seen.append(value)
+        self.count += 1
+        self.value = median(self._seen)
+        scatter = TO_DEVIATION * median(abs(seen - self.value) for seen in self._seen)
+        total = self._weight * self._before**2 + len(self._seen) * scatter**2
+        self.scatter = math.sqrt(total / (self._weight + len(self._seen)))
+
+    def at(self, confidence: float) -> float:
+        """What the next observation stays below with this probability: value + t scatter, with the quantile t of
+        Student's distribution, because the scatter is known from few. With z the normal quantile and f degrees of
+        freedom, t = z (1 + (z^2 + 1) / (4 f)) (the first two terms of Cornish and Fisher's series)."""
+        normal = NormalDist().inv_cdf(confidence)
+        freedom = max(len(self._seen) + self._weight - 1, 1)
+        return self.value + normal * (1 + (normal**2 + 1) / (4 * freedom)) * self.scatter
+
+
+class StartTimes:
+    """How long replicas take to come up, by kind of room and tier; what the room says until it was seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str, str | None], Recent] = {}
+        self._asked: dict[int, tuple[float, str | None]] = {}
+
+    def see(self, now: PolicyContext, actions: Sequence[Action]) -> None:
+        """What the policy has just decided: starts and wakes are timed from when they take effect."""
+        tiers: dict[int, str | None] = {}
+        for action in actions:
+            if isinstance(action, Release):
+                tiers[action.place] = action.tier
+                self._asked.pop(action.place, None)
+            elif isinstance(action, Start):
+                tier = tiers.get(action.place, now.view.places[action.place].tier)
+                self._asked[action.place] = max(action.at_s or now.at_s, now.at_s), tier
+
+    def up(self, now: PolicyContext, place: int) -> None:
+        """A replica serves, having loaded its weights."""
+        if place in self._asked:
+            since_s, tier = self._asked.pop(place)
+            room = now.layout.rooms[place]
+            seen = self._seen.setdefault((str(room.function), room.kind, tier), Recent())
+            seen.add(max(now.at_s - since_s - now.view.fleet.load_s, 0.0))
+
+    def forget(self, place: int) -> None:
+        """The replica at a place was lost."""
+        self._asked.pop(place, None)
+
+    def standby(self, now: PolicyContext, place: int) -> tuple[str, float]:
+        """The tier that a place stands by in, and seconds until a replica there is up, without its load of weights."""
+        room, there = now.layout.rooms[place], now.view.places[place]
+        if there.state is ReplicaState.STARTING:
+            since_s, tier = self._asked.get(place, (now.at_s, None))
+            return STARTING, max(since_s + self.wake_s(room, tier) - now.at_s, 0.0)
+        if now.awake(place):
+            return WARM, 0.0
+        return there.tier or COLD, self.wake_s(room, there.tier)
+
+    def until_serving_s(self, now: PolicyContext, place: int) -> float:
+        """Seconds until an actor at a place can take samples."""
+        if now.view.places[place].state is ReplicaState.SERVING:
+            return 0.0
+        return self.standby(now, place)[1] + now.view.fleet.load_s
+
+    def wake_s(self, room: Room, tier: str | None) -> float:
+        """From a tier (None: from nothing) until a replica is up, without its load of weights."""
+        seen = self._seen.get((str(room.function), room.kind, tier))
+        if seen is not None:
+            return seen.value
+        return room.start_s if tier is None else room.wake_s[tier]
+
+
+class Spending:
+    """What the run has spent, by the rooms' prices: for contracts with a budget."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        self.usd = 0.0
+        self.others_usd = Recent()
+        """Of a step, without generation."""
+        self._wanted = wanted
+        self._at_s: float | None = None
+        self._rates = (0.0, 0.0)
+        self._others_usd = 0.0
+
+    def begin(self) -> None:
+        """Another step begins."""
+        if self._others_usd > 0:
+            self.others_usd.add(self._others_usd)
+        self._others_usd = 0.0
+
+    def see(self, now: PolicyContext) -> None:
+        """At every event."""
+        if not self._wanted:
+            return
+        passed_s = 0.0 if self._at_s is None else max(now.at_s - self._at_s, 0.0)
+        self.usd += passed_s * sum(self._rates)
+        self._others_usd += passed_s * self._rates[1]
+        self._at_s = now.at_s
+        self._rates = (
+            sum(_usd_per_s(now, place) for place in now.layout.generation),
+            sum(_usd_per_s(now, place) for place in now.layout.others),
+        )
+
+
+def _usd_per_s(now: PolicyContext, place: int) -> float:
+    """Of one replica now. A replica that sleeps at the price of its devices pays only while no other is awake there."""
+    room, tier = now.layout.rooms[place], now.view.places[place].tier
+    if tier is None:
+        return room.usd_per_s if now.awake(place) else 0.0
+    asleep = room.resident_usd_per_s[tier]
+    taken = asleep >= room.usd_per_s and any(now.awake(other) for other in now.layout.neighbours[place])
+    return 0.0 if taken else asleep
+
+
+class Pace:
+    """How much slower than its model each engine decodes: 1 as long as it was not measured."""
+
+    def __init__(self, places: int) -> None:
+        self.factor: Floats = np.ones(places)
+        self._at_s = -math.inf
+        self._tokens: Ints = np.empty(0, np.int64)
+        self._home: Ints = np.empty(0, np.int64)
+        self._iteration_s: Floats = np.zeros(places)
+
+    def begin(self) -> None:
+        """Another step begins, of which nothing was seen yet."""
+        self._at_s = -math.inf
+
+    def look(self, at_s: float, view: StepView, samples: Ints, iteration_s: Floats) -> None:
+        """Measures the pace of each place from what its unfinished `samples` drew since the last look: seconds passed a
+        token drawn, over what an iteration should take by the model. `iteration_s` [places] is the latter now, and not
+        positive where nothing can be said; only samples count that were at the same place at the last look."""
+        passed_s, places, home = at_s - self._at_s, self.factor.size, view.home[samples]
+        if 0 < passed_s < math.inf:
+            before = self._tokens[samples]
+            same = (home >= 0) & (home == self._home[samples]) & (before > 0)
+            drawn = np.bincount(home[same], (view.tokens[samples] - before)[same], minlength=places)
+            count = np.bincount(home[same], minlength=places)
+            expected_s = (self._iteration_s + iteration_s) / 2
+            told = (drawn >= LEAST_TOKENS * count) & (count > 0) & (self._iteration_s > 0) & (iteration_s > 0)
+            measured = passed_s * count[told] / drawn[told] / expected_s[told]
+            self.factor[told] *= (measured / self.factor[told]) ** (1 - KEPT)
+        self._at_s, self._tokens, self._home = at_s, view.tokens.copy(), view.home.copy()
+
+    def go_on(self, iteration_s: Floats) -> None:
+        """What an iteration should take [places] from this look on, with the samples that were moved since."""
+        self._iteration_s = iteration_s

@@ -1,0 +1,204 @@
+"""What idle replicas do until they are wanted again, and when they are started ahead of their next use. Pure.
+
+Generation is wanted when the next step begins, the learner when generation has ended, a service by its first complete
+group (or when generation has ended, if it shares devices with it). How long each of these takes is what the run has
+seen so far; how long generation still takes in this step is what was forecast last (`StepForecast`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.scaling.policies.cost_aware.estimators import Recent, StartTimes
+from rlhfless.scaling.policies.fleet_actions import Inputs, note
+from rlhfless.scaling.policies.fleet_layout import Layout, PolicyContext
+from rlhfless.scaling.policy import Action, Release, Room, Start
+
+
+@dataclass(frozen=True, slots=True)
+class StepForecast:
+    """What is expected of a step's generation, as it was forecast last."""
+
+    tokens: float = 0.0
+    """Of the step, a prompt with each response: expected, and known when generation has ended."""
+    generated_s: float = 0.0
+    """When its generation is expected to end, or ended."""
+    left: int = 0
+    """Samples that had not ended then."""
+    replan_s: float = 0.0
+    """When everything is to be forecast anew, at the latest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Idle time that is foreseen."""
+
+    seconds: float
+    taken_s: float = 0.0
+    """For so much of it another replica is awake on its devices."""
+    shared: bool = False
+    """Another function will want its devices: it cannot stay, and not start ahead of time."""
+    waiting_usd_per_s: float = 0.0
+    """What waits for it while it comes up."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleState:
+    """What an idle replica does: it stays, sleeps in a tier, or gives its devices back (no tier)."""
+
+    stays: bool
+    tier: str | None
+    usd: float
+    """Keep-alive cost: until the end of the gap, with what wakes or starts it again."""
+    freed_usd_per_s: float
+    """What each second of it saves against staying, its beginning and its end aside."""
+
+
+def cheapest_idle_state(room: Room, gap: Gap, starts: StartTimes) -> IdleState:
+    """What costs least over a gap of g seconds; between equals, what is up sooner. A replica whose devices cost d a
+    second, and which is up again after u seconds (by tier), pays
+
+        stay    d g
+        sleep   r (g - u) + d u + w x      r: residency of the tier
+        leave   d u + w x
+
+    where x is how much of u is waited for by what costs w a second: all of it, or, if it can be started ahead of time,
+    only what does not fit into the gap. That is the ski-rental problem (Karlin et al., Algorithmica 3, 1988) with a
+    tier as one more way between renting and buying. Sleep on a device that others take turns on, where residency has no
+    price of its own, is paid for only while no other replica is awake there.
+    """
+    price = room.usd_per_s
+    states = [] if gap.shared else [IdleState(True, None, price * gap.seconds, 0.0)]
+    for tier in (*sorted(room.wake_s, key=lambda tier: room.wake_s[tier]), None):
+        up_s = starts.wake_s(room, tier)
+        rate = 0.0 if tier is None else room.resident_usd_per_s[tier]
+        unpaid_s = gap.taken_s if rate >= price else 0.0
+        late_s = up_s if gap.shared else max(up_s - gap.seconds, 0.0)
+        asleep_s = max(gap.seconds - unpaid_s - (up_s - late_s), 0.0)
+        usd = rate * asleep_s + price * up_s + gap.waiting_usd_per_s * late_s
+        states.append(IdleState(False, tier, usd, price - rate))
+    return min(states, key=lambda state: state.usd)
+
+
+def release(now: PolicyContext, place: int, state: IdleState) -> list[Action]:
+    """Brings an idle replica to a state."""
+    if state.stays:
+        return []
+    starting = now.view.places[place].state is ReplicaState.STARTING
+    tier = None if starting else state.tier
+    choice = f"place {place} gives its devices back" if tier is None else f"place {place} sleeps in {tier}"
+    inputs: Inputs = {"function": str(now.layout.rooms[place].function), "usd": state.usd}
+    return [Release(place, tier), note(now, "release", choice, inputs)]
+
+
+def waiting_usd_per_s(now: PolicyContext) -> float:
+    """What functions beside generation cost that are awake now: a longer step keeps them waiting."""
+    return math.fsum(now.layout.rooms[place].usd_per_s for place in now.layout.others if now.awake(place))
+
+
+class IdleScheduler:
+    """State of one run: how long replicas have been idle so far."""
+
+    def __init__(self, starts: StartTimes) -> None:
+        self._starts = starts
+        self._after = Recent()
+        """From the end of generation until the next step begins, per token of the step."""
+        self._generation_s = Recent()
+        self._wanted_s: dict[int, Recent] = {}
+        """By place of a service: from the step's begin until its first complete group."""
+        self._began_s: dict[int, float] = {}
+        self._generated: dict[int, tuple[float, float]] = {}
+        """By step: when its generation ended, and its tokens."""
+        self._first_group = False
+
+    def after_s(self, tokens: float) -> float:
+        """From the end of the generation of a step of so many tokens until the next one begins."""
+        return self._after.value * tokens
+
+    def after_at_s(self, confidence: float, tokens: float) -> float:
+        """What `after_s` stays below with this probability."""
+        return max(self._after.at(confidence) * tokens, 0.0)
+
+    def began(self, now: PolicyContext) -> list[Action]:
+        """Starts services ahead of their first group."""
+        self._began_s[now.view.step] = now.at_s
+        self._first_group = False
+        actions: list[Action] = []
+        for place in now.layout.others:
+            if place in self._wanted_s and not now.layout.shared(place) and now.absent(place):
+                up_s = self._starts.wake_s(now.layout.rooms[place], now.view.places[place].tier)
+                actions.append(Start(place, now.at_s + self._wanted_s[place].value - up_s))
+        return actions
+
+    def look(self, now: PolicyContext, generated_s: float) -> list[Action]:
+        """At a beat: notes the first complete group, and starts the learner ahead of the end of generation."""
+        if not self._first_group and now.view.finished.any():
+            groups = np.bincount(now.view.group)
+            if (np.bincount(now.view.group[now.view.finished], minlength=groups.size) == groups).any():
+                self._first_group = True
+                for place in _services(now.layout):
+                    self._wanted_s.setdefault(place, Recent()).add(now.at_s - self._began_s[now.view.step])
+        actions: list[Action] = []
+        for place in now.layout.others:
+            room = now.layout.rooms[place]
+            waking = room.function is FunctionName.LEARNER and not now.layout.shared(place) and now.absent(place)
+            if waking and now.at_s + self._starts.wake_s(room, now.view.places[place].tier) >= generated_s:
+                actions.append(Start(place))
+        return actions
+
+    def generated(self, now: PolicyContext, actors: Iterable[int], forecast: StepForecast) -> list[Action]:
+        """Generation has ended: all actors are idle, and `actors` are to be up again when the next step begins."""
+        self._generated[now.view.step] = now.at_s, forecast.tokens
+        self._generation_s.add(now.at_s - self._began_s[now.view.step])
+        actions: list[Action] = []
+        tiers = {place: now.view.places[place].tier for place in now.layout.generation}
+        for place in now.layout.generation:
+            if now.awake(place):
+                state = self.state(now, place, forecast)
+                actions += release(now, place, state)
+                tiers[place] = state.tier
+                if state.stays:
+                    del tiers[place]
+        if self._after.count:
+            for place in actors:
+                if place in tiers and not now.layout.shared(place):
+                    up_s = self._starts.wake_s(now.layout.rooms[place], tiers[place])
+                    actions.append(Start(place, now.at_s + self.after_s(forecast.tokens) - up_s))
+        return actions
+
+    def idle(self, now: PolicyContext, place: int, forecast: StepForecast) -> list[Action]:
+        """A function beside generation has done its work of the step."""
+        if not now.awake(place):
+            return []
+        wanted_s = self._generation_s.value
+        if now.layout.rooms[place].function is not FunctionName.LEARNER and not now.layout.shared(place):
+            wanted_s = self._wanted_s[place].value if place in self._wanted_s else 0.0
+        ended_s, _ = self._generated.get(now.view.step, (now.at_s, 0.0))
+        gap_s = max(ended_s + self.after_s(forecast.tokens) - now.at_s, 0.0) + wanted_s
+        gap = Gap(gap_s, gap_s, now.layout.shared(place), waiting_usd_per_s(now))
+        return release(now, place, cheapest_idle_state(now.layout.rooms[place], gap, self._starts))
+
+    def step_ended(self, step: int, end_s: float) -> None:
+        """Learns how long the step took from the end of generation."""
+        self._began_s.pop(step, None)
+        if step in self._generated:
+            generated_s, tokens = self._generated.pop(step)
+            self._after.add((end_s - generated_s) / tokens)
+
+    def state(self, now: PolicyContext, place: int, forecast: StepForecast) -> IdleState:
+        """What a generation actor that has nothing left to do does until the next step."""
+        room, after_s = now.layout.rooms[place], self.after_s(forecast.tokens)
+        gap_s = max(forecast.generated_s - now.at_s, 0.0) + after_s
+        if not self._after.count:
+            gap_s = room.start_s  # unknown: the break-even of the ski-rental problem
+        gap = Gap(gap_s, after_s, now.layout.shared(place), waiting_usd_per_s(now))
+        return cheapest_idle_state(room, gap, self._starts)
+
+
+def _services(layout: Layout) -> list[int]:
+    return [place for place in layout.others if layout.rooms[place].function is not FunctionName.LEARNER]

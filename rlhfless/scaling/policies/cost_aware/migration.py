@@ -1,0 +1,236 @@
+"""Migration by value: actors are dissolved into others, or relieved, where that is worth more than it costs. Pure.
+
+    dissolve   all samples of an actor go to another one. It saves what the actor would still have cost, and costs
+               what the other one takes longer: more sequences in a batch, and the KV of those that came, computed
+               again or moved.
+    relieve    of the actor that ends last, the half that is expected to end first goes to another one, that has
+               little left or is started for it. It is done while the actor would end too late, or where the time it
+               saves is worth more than it costs.
+
+All is judged by the completion model: rows of expected sequences and contexts, which add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlhfless.scaling.policies.cost_aware import kernel
+from rlhfless.scaling.policies.cost_aware.completion import FEW, Alive, EngineTable, Unfinished, alive
+from rlhfless.scaling.policies.cost_aware.counting import SEQUENCES
+from rlhfless.scaling.policies.cost_aware.forecasters import Floats
+from rlhfless.scaling.policies.cost_aware.kernel import Actors, ExpectedWork
+from rlhfless.scaling.policy import Ints
+
+LEAST_GAIN = 0.1
+"""Hysteresis: less than a tenth of what is given up is not worth a move, which may turn out wrong."""
+
+SOURCES = 4
+"""So many actors, those with the fewest samples, are tried as ones to dissolve; fuller ones hardly ever pay."""
+
+KV_SHARE = 0.95
+"""Of an actor's KV memory, how much may be filled by expectation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What counts from now on."""
+
+    limit_s: float
+    """Everything should end by then, from now."""
+    time_usd_per_s: float
+    """What a second less of the step is worth."""
+    confidence: float
+    """With which the end of an actor is foreseen."""
+    caution: float
+    """With which an actor that takes the samples of another must end in time: no less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some samples of an actor, as the completion model counts them."""
+
+    columns: Floats  # [3, 1, T]: where they come to, with a slot for each
+    freed: Floats
+    """[3, 1, T]: what the actor that they leave has less to do. Not the same where samples wait: others get their slots
+    sooner."""
+    count: int
+
+
+class MigrationState:
+    """The actors of a step and what they have still to do. Columns [3, places, T] change as samples are moved in it."""
+
+    def __init__(
+        self, engines: EngineTable, pace: Floats, expected: Alive, ready_s: Floats, freed_usd_per_s: Floats, count: Ints
+    ) -> None:
+        """It takes over the columns of `expected`. `pace`: how much slower than its model an engine was measured;
+        `ready_s`: until an actor works; `freed_usd_per_s`: what each second less of it saves; `count`: its samples.
+        All [places]."""
+        self.engines = engines
+        self.grid = expected.grid
+        self.columns = expected.columns
+        self.ready_s = ready_s.copy()
+        self.freed_usd_per_s = freed_usd_per_s
+        self.count = count.copy()
+        self.hold_s = np.zeros(ready_s.size)
+        """Until it has nothing left to do, as expected."""
+        self.end_s = np.zeros(ready_s.size)
+        """Until it has, with the confidence of the aim."""
+        self.work = ExpectedWork(engines.speeds, pace, expected.grid, self.columns)
+        self._nothing = np.zeros((3, 1, expected.grid.size))
+
+    @property
+    def actors(self) -> Actors:
+        """The state's own arrays."""
+        return Actors(self.count, self.engines.kv_tokens, self.freed_usd_per_s, self.ready_s, self.hold_s, self.end_s)
+
+    @property
+    def last_s(self) -> float:
+        """When all have ended."""
+        return float(self.end_s.max())
+
+    def each(self, confidence: float) -> float:
+        """The confidence to ask of each of n actors, so that all end in time with the one that is given: its n-th
+        root."""
+        return float(confidence ** (1 / max(int(np.count_nonzero(self.count)), 1)))
+
+    def judge(self, places: Ints, confidence: float) -> None:
+        """Brings `hold_s` and `end_s` of places up to date."""
+        self.hold_s[places], self.end_s[places] = self.trial(places, self._nothing, 0.0, confidence)
+
+    def trial(self, places: Ints, more: Floats, delay_s: float | Floats, *confidences: float) -> Floats:
+        """`hold_s`, and `end_s` with each confidence, [1 + confidences, rows] of actors with so much `more` (or less)
+        to do [3, 1, T], after a delay."""
+        out = np.empty((places.size, 1 + len(confidences)))
+        kernel.trial(self.work, places, more, -np.log(confidences), out)
+        return np.asarray(out.T + (self.ready_s[places] + delay_s))
+
+    def chance(self, limit_s: float) -> float:
+        """The probability that all have ended by then."""
+        places = np.flatnonzero(self.count)
+        within_s, unended = limit_s - self.ready_s[places], np.empty(places.size)
+        kernel.unended_within(self.work, places, within_s, unended)
+        return float(np.exp(-unended.sum())) if (within_s >= 0).all() else 0.0
+
+    def iteration_s(self, places: Ints) -> Floats:
+        """[rows]: what an iteration takes now at `places` [rows], by the models."""
+        out = np.empty(places.size)
+        kernel.iterations_s(self.work, places, out)
+        return out
+
+    def carry_out(self, move: Transfer, recompute_s: float, confidence: float) -> None:
+        """Moves samples, and judges both actors anew."""
+        source, target = move.source, move.target
+        self.take(source, target, move.part)
+        self.ready_s[target] += recompute_s
+        self.hold_s[source] = self.end_s[source] = 0.0
+        self.judge(np.array([target] if move.part is None else [source, target]), confidence)
+
+    def take(self, source: int, target: int, part: Part | None) -> None:
+        """Gives samples of one actor, all of them if None, to another, without judging either."""
+        moved = self.columns[:, source].copy() if part is None else part.columns[:, 0]
+        freed = moved if part is None else part.freed[:, 0]
+        count = self.count[source] if part is None else part.count
+        self.columns[:, target] += moved
+        self.columns[:, source] = np.maximum(self.columns[:, source] - freed, 0.0)
+        self.count[target] += count
+        self.count[source] -= count
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Samples of one actor to another."""
+
+    source: int
+    target: int
+    saves_usd: float
+    """Time counted as money."""
+    end_s: float
+    """Of the later one of the two, then."""
+    part: Part | None = None
+    """What is moved; all of it if None."""
+
+
+def dissolve(state: MigrationState, aim: Aim, sources: Ints, able: Ints, recompute_s: Floats) -> Transfer | None:
+    """The one of `sources` whose samples are best moved to another actor, or None. The state is left as it is. With f
+    what a second less of an actor saves, and h until it has nothing left to do, now and then, it saves
+
+        given_up - f_target (h_target then - h_target now) - time_usd_per_s (last end then - last end now)
+
+    where given_up = f_source h_source. That must be more than `LEAST_GAIN` of given_up, and the target must end in
+    time. `able`: places that serve. `recompute_s` [places]: to compute the KV of a place's samples again elsewhere, or
+    to move it.
+    """
+    working, takers = sources[state.count[sources] > 0], able[state.count[able] > 0]
+    fewest = working[np.argsort(state.columns[SEQUENCES, working, 0], kind="stable")][:SOURCES]
+    # Two actors that each end in time with probability p both do with p^2: so much is asked of one for both.
+    limits = -2 * np.log((aim.confidence, aim.caution))
+    asked = aim.limit_s, state.last_s, aim.time_usd_per_s, LEAST_GAIN, KV_SHARE
+    found = kernel.best_dissolved(state.work, state.actors, fewest, takers, recompute_s, limits, asked, np.empty(3))
+    source, target, usd, end_s = found
+    return None if source < 0 else Transfer(source, target, usd, end_s)
+
+
+def part_of(rows: Unfinished, chosen: Ints, state: MigrationState) -> Part:
+    """Some of an actor's rows as the completion model counts them, on the state's grid; where they come to, none of
+    them waits."""
+    home = rows.home[chosen[:1]]
+    few, most = state.count[home] <= FEW, state.engines.most[home]  # as they were counted in the state
+
+    def counted(some: Ints, slots: Ints) -> Floats:
+        here = replace(rows.of(some), home=np.zeros(some.size, np.int64))
+        return alive(here, 1, slots, few, state.grid).columns
+
+    columns = counted(np.sort(chosen), np.array([chosen.size]))
+    if (state.count[home] <= most).all():
+        return Part(columns, columns, chosen.size)
+    left = np.setdiff1d(np.flatnonzero(rows.home == home), chosen)
+    return Part(columns, state.columns[:, home] - counted(left, most), chosen.size)
+
+
+def may_relieve(state: MigrationState, aim: Aim) -> bool:
+    """Whether it can help at all to move samples off the actor that ends last. In time already, it would have to save
+    time, and of that no more than there is between the last end and the one before."""
+    if state.last_s > aim.limit_s:
+        return True
+    before_s = float(np.partition(state.end_s, -2)[-2]) if state.end_s.size > 1 else 0.0
+    return aim.time_usd_per_s > 0 and state.last_s - before_s > LEAST_GAIN * state.last_s
+
+
+def relieve(state: MigrationState, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -> Transfer | None:
+    """Where `part` of the actor that ends last is best moved, or None if that does not help. The state stays as it is.
+    It saves time_usd_per_s x the seconds by which the last end comes earlier, less f x the change of h of both actors
+    (f and h as in `dissolve`). `wait_s` [targets]: until the samples can go on there, on top of what the state knows.
+    """
+    source = int(np.argmax(state.end_s))
+    targets, wait_s = targets[targets != source], wait_s[targets != source]
+    if not targets.size:
+        return None
+    one = np.array([source])
+    left_hold_s, left_end = state.trial(one, -part.freed, 0.0, aim.confidence)
+    hold_s, end = state.trial(targets, part.columns, wait_s, aim.confidence)
+    ends = np.maximum(end, left_end)
+    costs = state.freed_usd_per_s[targets] * (hold_s - state.hold_s[targets])
+    costs += state.freed_usd_per_s[source] * (left_hold_s - state.hold_s[source])
+    late = state.last_s > aim.limit_s
+    # Too late, every actor counts: where several end last, relieving one of them does not help the step yet.
+    others = 0.0 if late else _last_without(state, one, targets)
+    gained_s = state.last_s - np.maximum(ends, others)
+    saves = aim.time_usd_per_s * gained_s - costs
+    fits = state.count[targets] + part.count <= state.engines.most[targets]
+    allowed = fits & (gained_s > LEAST_GAIN * state.last_s) & (late | (saves > LEAST_GAIN * np.abs(costs)))
+    if not allowed.any():
+        return None
+    # In time if that can be, and then for the least; else as early as can be.
+    short_s = np.maximum(ends - aim.limit_s, 0.0) if late else np.zeros(ends.size)
+    at = int(np.lexsort((-saves, short_s, ~allowed))[0])
+    return Transfer(source, int(targets[at]), float(saves[at]), float(ends[at]), part)
+
+
+def _last_without(state: MigrationState, source: Ints, target: Ints) -> Floats:
+    """[pairs]: when all have ended but a source and its target."""
+    last = np.zeros(target.size)
+    for place in np.argsort(state.end_s)[-3:]:  # one of the last three is neither
+        last = np.where((place != source) & (place != target), state.end_s[place], last)
+    return last

@@ -1,0 +1,198 @@
+"""The plan of a step under uncertain lengths: which actors work, and which samples each one gets. Pure.
+
+The planner takes one length per sample. A sample's mean would leave out the long ones, which decide when an actor ends;
+a high quantile of each would count all as long. So each sample is given a length at a rank of its own, and the ranks of
+any stretch of the list are spread evenly over 0 to 1 (van der Corput's sequence): a group of n samples looks like a
+typical draw of n, with its long ones, and the planner's closed form is right for it. The list is sorted by prompts'
+means, and siblings are not told apart.
+
+Of a deadline the planner is given less than there is, by the step's margin (`deadline.StepMargin`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlhfless.scaling.plan import CheapestUnderDeadline, Contract, FleetOptions, Plan, Responses, plan, responses
+from rlhfless.scaling.policies.cost_aware.completion import ends_by
+from rlhfless.scaling.policies.cost_aware.deadline import StepMargin
+from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
+from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
+from rlhfless.scaling.policies.cost_aware.prewarm import asleep_instead, gain_usd, is_due
+from rlhfless.scaling.policies.fleet_layout import PolicyContext
+from rlhfless.scaling.policies.fleet_options import COLD, FleetOffers
+from rlhfless.scaling.policy import Ints, StepView
+
+CAUTION_STEP = 0.2
+"""How closely the most cautious plan that is feasible is looked for: by three more plans."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a step is planned for."""
+
+    contract: Contract
+    margin: StepMargin
+    waiting_usd_per_s: float
+    """What a second of the step costs beside its actors."""
+    after_s: float
+    """What the contract was told that the step takes after generation."""
+    steps_done: int
+    """Of the run, before this one."""
+    steps_left: int
+    """With this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The samples of each actor of a plan, on places."""
+
+    places: tuple[int, ...]  # [actors]
+    ready_s: tuple[float, ...]  # [actors]: from now until each can work
+    samples: tuple[Ints, ...]  # [actors]: in the order in which they go to the engine
+    home: Ints  # [samples]
+
+    def wait_for(self, places: Sequence[int], ready_s: float) -> Assignment:
+        """Gives each of these places one sample of the largest group, to be up before the step ends."""
+        largest = max(range(len(self.places)), key=lambda index: self.samples[index].size)
+        places = places[: self.samples[largest].size - 1]
+        kept, taken = np.split(self.samples[largest], [self.samples[largest].size - len(places)])
+        home = self.home.copy()
+        home[taken] = places
+        samples = (*self.samples[:largest], kept, *self.samples[largest + 1 :], *taken[:, None])
+        return Assignment((*self.places, *places), (*self.ready_s, *(ready_s for _ in places)), samples, home)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step's plan, on places."""
+
+    plan: Plan
+    assignment: Assignment
+    prewarm: tuple[int, ...]
+    """Places to start for later steps."""
+    confidence: float
+    """That was asked of the forecasts."""
+    limit_s: float
+    """From now until generation is to have ended."""
+    waits: bool
+    """The step is made longer, until actors for later steps are up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A plan, and what the planner was given."""
+
+    plan: Plan
+    step: Responses
+    contract: Contract
+    confidence: float
+    reserve: float
+
+
+def plan_step(
+    now: PolicyContext, lengths: RemainingLengths, request: PlanRequest, offers: FleetOffers, starts: StartTimes
+) -> StepPlan:
+    """Options -> the most cautious plan that can be made -> samples to places -> places to prewarm."""
+    standby = {place: starts.standby(now, place) for place in now.layout.generation}
+    options, behind = offers.options(now, standby)
+    found = _safest(now.view, lengths, request, options)
+    assignment = assign(found.plan, behind, found.step)
+    cold = [place for place, (tier, _) in standby.items() if tier == COLD and place not in assignment.places]
+    prewarm: tuple[int, ...] = ()
+    if cold and request.steps_left > 1 and is_due(request.steps_done, found.plan):
+        prewarm = _prewarm(now, found, request, offers, starts, standby, cold)
+    late = [place for place in prewarm if now.layout.shared(place) and standby[place][1] > found.plan.step_s]
+    if late:
+        up_s = max(standby[place][1] for place in late)
+        assignment = assignment.wait_for(late, up_s + now.view.fleet.load_s)
+    contract = request.contract
+    limit_s = contract.deadline_s / found.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
+    return StepPlan(found.plan, assignment, prewarm, found.confidence, limit_s, bool(late))
+
+
+def _safest(view: StepView, lengths: RemainingLengths, request: PlanRequest, options: FleetOptions) -> Tried:
+    """The plan with the caution that the contract asks for; a deadline that cannot be kept with that is kept with the
+    most there is, which is looked for by bisection."""
+
+    def tried(caution: float) -> Tried:
+        confidence, reserve = request.margin.at(caution)
+        step, contract = typical(lengths, view, confidence), request.margin.sooner(request.contract, reserve)
+        found = plan(step, options, contract, waiting_usd_per_s=request.waiting_usd_per_s)
+        return Tried(found, step, contract, confidence, reserve)
+
+    if not isinstance(request.contract, CheapestUnderDeadline):
+        return tried(0.0)
+    best = tried(1.0)
+    if best.plan.feasible:
+        return best
+    best, low, high = tried(0.0), 0.0, 1.0
+    while best.plan.feasible and high - low > CAUTION_STEP:
+        middle = (low + high) / 2
+        other = tried(middle)
+        if other.plan.feasible:
+            best, low = other, middle
+        else:
+            high = middle
+    return best
+
+
+def _prewarm(
+    now: PolicyContext,
+    found: Tried,
+    request: PlanRequest,
+    offers: FleetOffers,
+    starts: StartTimes,
+    standby: Mapping[int, tuple[str, float]],
+    cold: Sequence[int],
+) -> tuple[int, ...]:
+    """The `cold` places that a plan would use if they slept, if that is worth their starts (`prewarm`)."""
+    richer, behind = offers.options(now, asleep_instead(now.layout, standby, starts))
+    other = plan(found.step, richer, found.contract, waiting_usd_per_s=request.waiting_usd_per_s)
+    chosen = tuple(place for place in assign(other, behind, found.step).places if place in cold)
+    price = sum(now.layout.rooms[place].usd_per_s * standby[place][1] for place in chosen)
+    return chosen if gain_usd(found.plan, other) * (request.steps_left - 1) > price else ()
+
+
+def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Responses:
+    """The step as the planner is shown it. All samples of the step must be in `lengths`. All groups together end by the
+    lengths that they are given with this probability."""
+    if lengths.known:  # and so is which sibling is long
+        return responses(lengths.means, view.group, view.prompt_tokens)
+    by_mean = np.argsort(np.bincount(view.group, lengths.means) / np.bincount(view.group), kind="stable")
+    rank = np.empty(by_mean.size, np.int64)
+    rank[by_mean] = np.arange(by_mean.size)
+    order = np.argsort(rank[view.group], kind="stable")
+    ranks = np.empty(order.size)
+    ranks[order] = even_ranks(order.size)
+    step = responses(lengths.one_each(ranks), view.group, view.prompt_tokens)
+    return replace(step, order=order, longest=ends_by(lengths, order, confidence))
+
+
+def even_ranks(count: int) -> Floats:
+    """[count]: the first terms of van der Corput's sequence, each in the middle of its share of 0 to 1."""
+    bits = max(int(count - 1).bit_length(), 1)
+    index, ranks = np.arange(count), np.zeros(count)
+    for bit in range(bits):
+        ranks += (index >> bit & 1) * 0.5 ** (bit + 1)
+    return ranks + 0.5 ** (bits + 1)
+
+
+def assign(found: Plan, behind: Mapping[tuple[str, str], Sequence[int]], step: Responses) -> Assignment:
+    """Puts a plan's actors on the places behind each (kind, tier), in their order."""
+    free = {key: iter(places) for key, places in behind.items()}
+    places = tuple(next(free[actor.kind, actor.tier]) for actor in found.actors)
+    home = np.empty(step.tokens.size, np.int64)
+    position = np.arange(step.tokens.size)
+    if step.order is not None:
+        position[step.order] = np.arange(step.tokens.size)
+    samples = []
+    for place, actor in zip(places, found.actors, strict=True):
+        home[actor.samples] = place
+        # The longest first; of samples that cannot be told apart, siblings side by side.
+        samples.append(actor.samples if step.order is None else step.order[np.sort(position[actor.samples])[::-1]])
+    return Assignment(places, tuple(actor.ready_s for actor in found.actors), tuple(samples), home)

@@ -1,0 +1,201 @@
+"""The run's own scaler, from event to actions. The package's docstring has its pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from rlhfless.scaling.plan import (
+    CheapestUnderDeadline,
+    Contract,
+    FastestUnderBudget,
+    RunContract,
+    contract_for_step,
+)
+from rlhfless.scaling.policies.cost_aware.completion import longest_response, unfinished_of
+from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin, StepAim
+from rlhfless.scaling.policies.cost_aware.estimators import Spending, StartTimes
+from rlhfless.scaling.policies.cost_aware.forecasters import Forecaster, RemainingLengths
+from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast, release, waiting_usd_per_s
+from rlhfless.scaling.policies.cost_aware.migration import MigrationState
+from rlhfless.scaling.policies.cost_aware.planner import PlanRequest, StepPlan, plan_step
+from rlhfless.scaling.policies.cost_aware.replan import Replanner, is_due
+from rlhfless.scaling.policies.fleet_actions import assign_to_least, awake_beside, make_way, start
+from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
+from rlhfless.scaling.policies.fleet_options import FleetOffers
+from rlhfless.scaling.policy import (
+    Action,
+    Assign,
+    Beat,
+    Event,
+    Generated,
+    Idle,
+    Ints,
+    Lost,
+    Note,
+    Serving,
+    Start,
+    StepBegan,
+    StepEnded,
+    StepView,
+)
+from rlhfless.spec import FastestSpec, WeightedSpec
+from rlhfless.spec.policies import CostAwareSpec
+
+UNSEEN_SHARE = 0.5
+"""Of the first step's contract, for generation: what comes after it was not seen yet, and takes about as much."""
+
+
+class CostAware:
+    """State of one run."""
+
+    def __init__(self, settings: CostAwareSpec, run: RunContract, forecaster: Forecaster) -> None:
+        self._run = run
+        self._forecaster = forecaster
+        self._contexts = Contexts()
+        self._offers = FleetOffers()
+        self._starts = StartTimes()
+        self._idle = IdleScheduler(self._starts)
+        self._deadline = DeadlineMargin(settings.confidence)
+        self._replanner = Replanner(self._offers, self._idle, self._starts)
+        contracts = (run.contract, *run.step_contracts)
+        self._spending = Spending(wanted=any(isinstance(contract, FastestSpec) for contract in contracts))
+        self._began_s: float | None = None
+        self._steps = 0
+        # Of the step:
+        self._actors: tuple[int, ...] = ()
+        self._prewarmed: set[int] = set()
+        """Places that start for later steps."""
+        self._aim = StepAim(self._deadline.of_step(1, revisits=False))
+        self._forecast = StepForecast()
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        now = self._contexts.of(at_s, view)
+        self._spending.see(now)
+        actions = self._decide(now, event)
+        self._starts.see(now, actions)
+        return actions
+
+    def _decide(self, now: PolicyContext, event: Event) -> list[Action]:
+        match event:
+            case StepBegan():
+                return self._begin(now)
+            case Serving(place):
+                self._prewarmed.discard(place)
+                self._starts.up(now, place)
+            case Beat():
+                return self._beat(now)
+            case Lost(place, samples):
+                return self._lost(now, place, samples)
+            case Generated():
+                self._forecaster.end(now.view)
+                self._deadline.learn(now.at_s, now.view, self._aim)
+                self._forecast = StepForecast(now.tokens, now.at_s)
+                return self._idle.generated(now, self._actors, self._forecast)
+            case Idle(place):
+                return self._idle.idle(now, place, self._forecast)
+            case StepEnded(_, end_s):
+                self._idle.step_ended(now.view.step, end_s)
+        return []
+
+    def _begin(self, now: PolicyContext) -> list[Action]:
+        """Forecast -> what to plan for -> plan -> when it ends -> what counts in the step -> actions."""
+        self._spending.begin()
+        actions = self._idle.began(now)
+        self._forecaster.begin(now.view)
+        lengths = self._forecaster.look(now.view)
+        before = dataclasses.replace(self._forecast, tokens=float(lengths.means.sum()) + _prompt_tokens(now.view))
+        request = self._request(now, before.tokens)
+        made = plan_step(now, lengths, request, self._offers, self._starts)
+        state, self._forecast = self._replanner.begin(now, lengths, made, before)
+        if not made.waits:
+            self._deadline.planned(made.plan.step_s, state.last_s)
+        self._aim = self._aim_of(now, lengths, request, made, state)
+        self._steps += 1
+        self._actors, self._prewarmed = made.assignment.places, set(made.prewarm)
+        return [*actions, Note(made.plan.record(now.view.step, now.at_s)), *self._carried_out(now, made)]
+
+    def _request(self, now: PolicyContext, tokens: float) -> PlanRequest:
+        """The step's share of what is left of the contract."""
+        self._began_s = now.at_s if self._began_s is None else self._began_s
+        steps_left = max(self._run.steps - self._steps, 1)
+        spec = self._run.of_step(self._steps)
+        shared_by = 1 if isinstance(spec, WeightedSpec) or spec.per == "step" else steps_left
+        margin = self._deadline.of_step(shared_by, revisits=self._forecaster.revisits(now.view))
+        after_s = self._idle.after_at_s(margin.confidence, tokens)
+        contract = contract_for_step(
+            spec,
+            steps_left=steps_left,
+            spent_s=now.at_s - self._began_s,
+            spent_usd=self._spending.usd,
+            other_s=after_s,
+            other_usd=self._spending.others_usd.value,
+        )
+        if self._steps == 0:
+            contract = _unseen(contract)
+        return PlanRequest(contract, margin, waiting_usd_per_s(now), after_s, self._steps, steps_left)
+
+    def _aim_of(
+        self, now: PolicyContext, lengths: RemainingLengths, request: PlanRequest, made: StepPlan, state: MigrationState
+    ) -> StepAim:
+        longest = None
+        if not lengths.known:
+            longest = longest_response(unfinished_of(lengths, now.view, made.assignment.home), now.places)
+        return StepAim(
+            margin=request.margin,
+            began_s=now.at_s,
+            limit_s=now.at_s + made.limit_s,
+            foreseen_s=now.at_s + max(made.limit_s, state.last_s),
+            after_s=request.after_s,
+            time_usd_per_s=made.plan.time_usd_per_s,
+            longest=longest,
+            tested=self._deadline.steps > 0 or lengths.known,
+        )
+
+    def _carried_out(self, now: PolicyContext, made: StepPlan) -> list[Action]:
+        """Releases actors that are not needed, starts those that are, and assigns samples."""
+        actions: list[Action] = []
+        for place in now.layout.generation:
+            if place not in self._actors and now.awake(place):
+                actions += release(now, place, self._idle.state(now, place, self._forecast))
+        actions += make_way(now, self._actors)
+        actions += start(now, dict.fromkeys((*self._actors, *made.prewarm)))
+        return [*actions, *(Assign(*given) for given in zip(self._actors, made.assignment.samples, strict=True))]
+
+    def _beat(self, now: PolicyContext) -> list[Action]:
+        actions, loads = self._idle.look(now, self._forecast.generated_s), now.loads
+        if is_due(now, self._forecast):
+            lengths = self._forecaster.look(now.view)
+            found = self._replanner.replan(now, lengths, self._aim, self._forecast, self._prewarmed)
+            actions, loads, self._forecast = [*actions, *found.actions], found.loads, found.forecast
+        for place in now.layout.generation:
+            if loads[place] == 0 and now.awake(place) and place not in self._prewarmed:
+                actions += release(now, place, self._idle.state(now, place, self._forecast))
+        return actions
+
+    def _lost(self, now: PolicyContext, place: int, samples: Ints) -> list[Action]:
+        """Actors that are awake take them, until the next beat replans; if none is, the place starts anew."""
+        self._starts.forget(place)
+        self._prewarmed.discard(place)
+        self._forecast = dataclasses.replace(self._forecast, replan_s=-math.inf)
+        awake = awake_beside(now, place)
+        again: list[Action] = []
+        if samples.size and not awake:
+            again = [*make_way(now, [place]), Start(place)]
+        return [*again, *assign_to_least(samples, awake or [place], now.loads)]
+
+
+def _prompt_tokens(view: StepView) -> float:
+    """Of the step, a prompt for each sample."""
+    return float(view.prompt_tokens[view.group].sum())
+
+
+def _unseen(contract: Contract) -> Contract:
+    """Of the first step, for its generation."""
+    match contract:
+        case CheapestUnderDeadline(deadline_s):
+            return CheapestUnderDeadline(UNSEEN_SHARE * deadline_s)
+        case FastestUnderBudget(budget_usd):
+            return FastestUnderBudget(UNSEEN_SHARE * budget_usd)
+    return contract

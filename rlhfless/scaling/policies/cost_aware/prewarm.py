@@ -1,0 +1,56 @@
+"""Actors that are started for later steps, although this one would not pay for their cold start. Pure.
+
+A cold start takes as long as a step, so no step by itself would ever pay for one more actor. What it is worth is what
+a plan would gain if the places that have no replica had one that sleeps, in this step and each one that is left:
+
+    gain per step x steps left > price of the cold starts
+
+It is looked at in the steps 1, 2, 4, 8 ... of a run, and whenever a deadline cannot be kept (`is_due`).
+
+Where generation shares its devices, an actor that still starts when generation ends would be in the way of the other
+functions. So if the step is shorter than a cold start, each of the new actors gets one sample
+(`Assignment.wait_for`): the step lasts until they are up, once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rlhfless.scaling.plan import Plan
+from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
+from rlhfless.scaling.policies.fleet_actions import quickest_tier
+from rlhfless.scaling.policies.fleet_layout import Layout
+from rlhfless.scaling.policies.fleet_options import COLD
+
+FASTER = 0.98
+"""A plan that ends two percent earlier is a faster one."""
+
+
+def asleep_instead(
+    layout: Layout, standby: Mapping[int, tuple[str, float]], starts: StartTimes
+) -> dict[int, tuple[str, float]]:
+    """The standby of all places if those without a replica had one asleep, in a tier named `COLD`, then the tier's own
+    name."""
+    found = {}
+    for place, (tier, wait_s) in standby.items():
+        asleep = quickest_tier(layout.rooms[place])
+        if tier == COLD and asleep is not None:
+            found[place] = f"{COLD}, then {asleep}", starts.wake_s(layout.rooms[place], asleep)
+        else:
+            found[place] = tier, wait_s
+    return found
+
+
+def is_due(steps: int, found: Plan) -> bool:
+    """Whether to look at it in this step, with so many steps behind."""
+    return not found.feasible or (steps + 1) & steps == 0
+
+
+def gain_usd(found: Plan, other: Plan) -> float:
+    """What the other plan is worth more, in one step: money under a deadline, money and time by the contract's weights,
+    and beyond price where only more actors keep the deadline, or where nothing but time counts."""
+    faster = other.step_s < found.step_s * FASTER
+    if math.isinf(found.time_usd_per_s) or not found.feasible:
+        return math.inf if faster else 0.0
+    return found.usd - other.usd + found.time_usd_per_s * (found.step_s - other.step_s)

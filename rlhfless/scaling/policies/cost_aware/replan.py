@@ -1,0 +1,251 @@
+"""Looks at a step again while it runs: forecasts what is left, dissolves actors and relieves the last one. Pure.
+
+A look is due when a share of the samples that were left at the last one has ended, or when much of the time that was
+foreseen then has passed without that; so a step has a dozen of them, however many samples and beats it has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfless.records import ReplicaState
+from rlhfless.scaling.plan import DeviceOption
+from rlhfless.scaling.policies.cost_aware.completion import EngineTable, Unfinished, alive, unfinished_of
+from rlhfless.scaling.policies.cost_aware.deadline import StepAim
+from rlhfless.scaling.policies.cost_aware.estimators import Pace, StartTimes
+from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
+from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast
+from rlhfless.scaling.policies.cost_aware.migration import (
+    Aim,
+    MigrationState,
+    Transfer,
+    dissolve,
+    may_relieve,
+    part_of,
+    relieve,
+)
+from rlhfless.scaling.policies.cost_aware.planner import StepPlan
+from rlhfless.scaling.policies.fleet_actions import Inputs, make_way, note, start
+from rlhfless.scaling.policies.fleet_layout import Layout, PolicyContext
+from rlhfless.scaling.policies.fleet_options import FleetOffers
+from rlhfless.scaling.policy import Action, Flags, Ints, Move
+
+LEFT_SHARE = 0.75
+"""A look is due when only this share of the samples that were left at the last one is still left."""
+
+PASSED_SHARE = 0.25
+"""Or when so much of the time that the last one foresaw has passed."""
+
+UNTESTED_SHARE = 0.1
+"""No actor is dissolved in a run's first step while more than this share of its samples is left: the samples that have
+ended by then are the shortest ones, and nothing says yet how good a forecast made of those is."""
+
+SURE = 0.99
+"""Confidence that a move does not delay the step, where nothing may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """What came of a look."""
+
+    actions: list[Action]
+    loads: Ints
+    """[places]: samples, once the actions are carried out."""
+    forecast: StepForecast
+
+
+def is_due(now: PolicyContext, last: StepForecast) -> bool:
+    """Whether it is time for another look."""
+    return now.left <= LEFT_SHARE * last.left or now.at_s >= last.replan_s
+
+
+class Replanner:
+    """State of one run: its engines, and their pace."""
+
+    def __init__(self, offers: FleetOffers, idle: IdleScheduler, starts: StartTimes) -> None:
+        self._offers = offers
+        self._idle = idle
+        self._starts = starts
+        self._pace = Pace(0)
+        self._layout: Layout | None = None
+        self._engines: EngineTable | None = None
+
+    def begin(
+        self, now: PolicyContext, lengths: RemainingLengths, made: StepPlan, before: StepForecast
+    ) -> tuple[MigrationState, StepForecast]:
+        """A step has been planned: the completion model with all samples where the plan has them, and what it
+        forecasts. `before` is what was forecast before the plan."""
+        ready_s, assignment = np.zeros(now.places), made.assignment
+        ready_s[list(assignment.places)] = assignment.ready_s
+        count = np.bincount(assignment.home, minlength=now.places)
+        rows = unfinished_of(lengths, now.view, assignment.home)
+        state = self._state(now, rows, ready_s, count, before)
+        state.judge(np.flatnonzero(count), state.each(made.confidence))
+        self._pace.begin()
+        return state, _forecast(now, state, before.tokens)
+
+    def replan(
+        self, now: PolicyContext, lengths: RemainingLengths, aim: StepAim, last: StepForecast, prewarmed: set[int]
+    ) -> Replan:
+        """Moves samples where that pays. `prewarmed` are places that start for later steps, and keep what they have."""
+        rows = unfinished_of(lengths, now.view, now.view.home[lengths.samples])
+        state = self._state(now, rows, self._ready_s(now), now.loads, last)
+        steady = _steady(now)
+        self._pace.look(now.at_s, now.view, lengths.samples, _iteration_s(state, steady))
+        tokens = now.tokens + float(lengths.means.sum())
+        target, transfer = self._aim(now, state, aim, tokens), Transfers(now, rows)
+        sources = [place for place in now.layout.generation if place not in prewarmed]
+        may_dissolve = aim.tested or now.left <= UNTESTED_SHARE * now.view.finished.size
+        notes = _dissolve(now, state, target, rows, transfer, sources) if may_dissolve else []
+        notes += self._relieve(now, state, target, rows, transfer)
+        self._pace.go_on(_iteration_s(state, steady))
+        return Replan([*transfer.moves(now, rows), *notes], state.count, _forecast(now, state, tokens))
+
+    def _state(
+        self, now: PolicyContext, rows: Unfinished, ready_s: Floats, count: Ints, last: StepForecast
+    ) -> MigrationState:
+        """The actors of the step, `ready_s` and `count` [places]."""
+        if self._pace.factor.size != now.places:
+            self._pace = Pace(now.places)
+        if self._engines is None or self._layout is not now.layout:
+            # Of the rooms as they are: a fleet that learns anything new of an engine shows new rooms.
+            devices: list[DeviceOption | None] = [None] * now.places
+            for place in now.layout.generation:
+                devices[place] = self._offers.device(now.layout.rooms[place])
+            self._layout, self._engines = now.layout, EngineTable(devices)
+        freed = np.zeros(now.places)
+        for places in now.layout.alike:
+            freed[places] = self._idle.state(now, int(places[0]), last).freed_usd_per_s
+        expected = alive(rows, now.places, self._engines.most)
+        return MigrationState(self._engines, self._pace.factor, expected, ready_s, freed, count)
+
+    def _ready_s(self, now: PolicyContext) -> Floats:
+        """[places]: until each actor that is there can work."""
+        ready_s = np.zeros(now.places)
+        for place in now.layout.generation:
+            if not now.absent(place):
+                ready_s[place] = self._starts.until_serving_s(now, place)
+        return ready_s
+
+    def _aim(self, now: PolicyContext, state: MigrationState, aim: StepAim, tokens: float) -> Aim:
+        """What counts now; the state is judged by it."""
+        margin = aim.margin
+        # The longer the responses turn out, the longer takes what follows them.
+        later_s = self._idle.after_at_s(margin.confidence, tokens) - aim.after_s
+        limit_s, confidence = aim.limit_s - later_s - now.at_s, margin.even
+        if math.isfinite(limit_s):
+            # What is not certain any more need not be kept certain; but a deadline is not given up.
+            confidence = min(max(state.chance(limit_s), confidence), margin.level)
+        state.judge(np.flatnonzero(state.count), state.each(confidence))
+        if math.isinf(aim.time_usd_per_s):
+            return Aim(state.last_s, 0.0, SURE, SURE)
+        return Aim(limit_s, aim.time_usd_per_s, state.each(confidence), state.each(margin.level))
+
+    def _relieve(
+        self, now: PolicyContext, state: MigrationState, aim: Aim, rows: Unfinished, transfer: Transfers
+    ) -> list[Action]:
+        """Relieves the actor that ends last, as long as that helps."""
+        notes: list[Action] = []
+        if not may_relieve(state, aim):
+            return notes
+        means, places, wait_s = rows.lengths.means, np.array(now.layout.generation), np.zeros(now.places)
+        for place in now.layout.generation:
+            if not state.count[place]:  # how long actors are waited for that have work, the state knows
+                wait_s[place] = self._starts.until_serving_s(now, place)
+        for _ in now.layout.generation:
+            source = int(np.argmax(state.end_s))
+            mine = np.flatnonzero(rows.home == source)
+            half = mine[np.argsort(means[mine], kind="stable")][: mine.size // 2]
+            if not half.size:
+                break
+            delay_s = float(transfer.seconds[source]) * half.size / mine.size
+            sooner = places[state.end_s[places] < state.end_s[source]]
+            move = relieve(state, aim, part_of(rows, half, state), sooner, delay_s + wait_s[sooner])
+            if move is None:
+                break
+            state.carry_out(move, delay_s + float(wait_s[move.target]), aim.confidence)
+            wait_s[move.target] = 0.0
+            rows.home[half] = move.target
+            notes.append(_note(now, move, "relieve", aim))
+            if not may_relieve(state, aim):
+                break
+        return notes
+
+
+def _dissolve(
+    now: PolicyContext, state: MigrationState, aim: Aim, rows: Unfinished, transfer: Transfers, sources: list[int]
+) -> list[Action]:
+    """Dissolves actors, as long as that pays."""
+    able = [place for place in now.layout.generation if now.view.places[place].state is ReplicaState.SERVING]
+    of, to = np.array(sources, np.int64), np.array(able, np.int64)
+    notes: list[Action] = []
+    while (move := dissolve(state, aim, of, to, transfer.seconds)) is not None:
+        state.carry_out(move, float(transfer.seconds[move.source]), aim.confidence)
+        rows.home[rows.home == move.source] = move.target
+        notes.append(_note(now, move, "dissolve", aim))
+    return notes
+
+
+class Transfers:
+    """What it takes to have the KV of a place's samples elsewhere: computed again, or moved, whichever is sooner."""
+
+    def __init__(self, now: PolicyContext, rows: Unfinished) -> None:
+        home, context = rows.home[rows.begun], rows.context[rows.begun]
+        count = np.bincount(home, minlength=now.places)
+        mean = np.bincount(home, context, minlength=now.places) / np.maximum(count, 1)
+        again_s, moved_s = np.zeros(now.places), np.full(now.places, math.inf)
+        for place in np.flatnonzero(count).tolist():
+            engine = now.layout.rooms[place].engine
+            assert engine is not None  # samples are at places for generation
+            again_s[place] = engine.model.prefill_s(int(mean[place])) * count[place]
+        if math.isfinite(now.view.fleet.kv_token_s):
+            moved_s = mean * now.view.fleet.kv_token_s
+        self.seconds: Floats = now.view.fleet.move_s + np.minimum(again_s, moved_s)
+        """[places]: all samples of a place one after the other, or their KV side by side."""
+        self._with_kv: Flags = moved_s < again_s
+        """[places]: whether it is moved."""
+
+    def moves(self, now: PolicyContext, rows: Unfinished) -> list[Action]:
+        """From where samples are to where `rows` have them now; an actor that takes some and is not there is
+        started."""
+        before = now.view.home[rows.lengths.samples]
+        moved = np.flatnonzero(before != rows.home)
+        sources, targets = before[moved], rows.home[moved]
+        absent = [place for place in np.unique(targets).tolist() if now.absent(place)]
+        actions = [*make_way(now, absent), *start(now, absent)]
+        pair = sources * now.places + targets
+        for source, target in (divmod(code, now.places) for code in np.unique(pair).tolist()):
+            samples = rows.lengths.samples[moved[pair == source * now.places + target]]
+            actions.append(Move(source, target, samples, bool(self._with_kv[source])))
+        return actions
+
+
+def _forecast(now: PolicyContext, state: MigrationState, tokens: float) -> StepForecast:
+    """When generation is expected to end, and when the next look is due."""
+    seconds = float(state.hold_s.max())
+    next_s = now.at_s + max(PASSED_SHARE * seconds, now.view.fleet.beat_s)
+    return StepForecast(tokens, now.at_s + seconds, int(state.count.sum()), next_s)
+
+
+def _note(now: PolicyContext, move: Transfer, why: str, aim: Aim) -> Action:
+    """The decision, and what it was made from."""
+    inputs: Inputs = {"why": why, "saves_usd": move.saves_usd, "end_s": move.end_s, "confidence": aim.confidence}
+    if math.isfinite(aim.limit_s):
+        inputs["limit_s"] = aim.limit_s
+    return note(now, "migrate", f"place {move.source} to {move.target}", inputs)
+
+
+def _steady(now: PolicyContext) -> Flags:
+    """[places]: whether an engine there does nothing but decode."""
+    return np.array([there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.places])
+
+
+def _iteration_s(state: MigrationState, steady: Flags) -> Floats:
+    """[places]: what an iteration takes now by the models; 0 where an engine does not decode alone."""
+    places = np.flatnonzero(steady & (state.count > 0))
+    iteration_s = np.zeros(steady.size)
+    iteration_s[places] = state.iteration_s(places)
+    return iteration_s

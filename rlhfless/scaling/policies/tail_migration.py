@@ -1,0 +1,103 @@
+"""RLHFuse's fusion of generation with the stages behind it (arXiv 2409.13221, section 4). Pure.
+
+Generation begins as on a static fleet. Once only a tail of the samples is left, they are all moved, once a step, to the
+fewest actors that can take them, and the devices of the other actors are free for scoring and reference, which begin on
+what is complete. The actors that have most of the tail already are the ones that take it.
+
+How few: none of them may get more sequences than it decodes about as fast as one, nor more than its KV memory holds if
+all of them grow to the longest response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhfless.scaling.policies.fleet_actions import (
+    Inputs,
+    assign_groups,
+    make_way,
+    note,
+    put_to_sleep,
+    shares_to_least,
+    start,
+    take_turns,
+)
+from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
+from rlhfless.scaling.policy import Action, Beat, EngineRoom, Event, Move, StepBegan, StepView
+from rlhfless.spec.policies import TailSpec
+
+KNEE = 2.0
+"""A batch of this many times the seconds of a single sequence is full: from there on an iteration spends more on its
+sequences than on the weights that they share, and the tail would become longer by being moved together."""
+
+
+class TailMigration:
+    """State of one run."""
+
+    def __init__(self, settings: TailSpec) -> None:
+        self._tail_share = settings.tail_share
+        self._contexts = Contexts()
+        self._gathered = False
+        """The step's tail was moved already."""
+
+    def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        now = self._contexts.of(at_s, view)
+        actors = now.layout.generation
+        match event:
+            case StepBegan():
+                self._gathered = False
+                return [*make_way(now, actors), *start(now, actors), *assign_groups(now, actors)]
+            case Beat() if not self._gathered and now.left <= self._tail_share * view.finished.size:
+                self._gathered = True
+                return self._gather(now)
+        return take_turns(now, event, actors)
+
+    def _gather(self, now: PolicyContext) -> list[Action]:
+        """Moves the tail together, and releases actors that are empty then."""
+        loads = now.loads
+        working = [place for place in now.layout.generation if loads[place] > 0]
+        takers = _takers(now, working)
+        givers = [place for place in working if place not in takers]
+        tail = [now.view.samples_at(place) for place in givers]
+        moved = sum(samples.size for samples in tail)
+        actions: list[Action] = []
+        if moved:
+            target = np.repeat(takers, shares_to_least(moved, loads[takers]))
+            begins = np.cumsum([0, *(samples.size for samples in tail)])
+            with_kv = math.isfinite(now.view.fleet.kv_token_s)
+            for giver, samples, begin in zip(givers, tail, begins, strict=False):
+                goes = target[begin : begin + samples.size]
+                actions += [Move(giver, int(to), samples[goes == to], with_kv) for to in np.unique(goes)]
+        idle = [place for place in now.layout.generation if place not in takers and now.awake(place)]
+        actions += [put_to_sleep(now, place) for place in idle if now.layout.shared(place)]
+        inputs: Inputs = {"left": int(loads.sum()), "moved": moved, "tail_share": self._tail_share}
+        return [*actions, note(now, "migrate", f"{len(takers)} actors keep the tail", inputs)]
+
+
+def _takers(now: PolicyContext, working: list[int]) -> list[int]:
+    """The fewest actors that can take the tail, the actors with most of it first."""
+    view, loads = now.view, now.loads
+    order = sorted(working, key=lambda place: (-loads[place], place))
+    left = ~view.finished
+    most_tokens = float(view.prompt_tokens[view.group[left]].sum() + left.sum() * view.fleet.max_tokens)
+    sequences, tokens = int(left.sum()), most_tokens
+    for count, place in enumerate(order, 1):
+        engine = now.layout.rooms[place].engine
+        assert engine is not None  # of a room for generation
+        sequences -= _full_batch(engine)
+        tokens -= engine.kv_capacity_tokens
+        if sequences <= 0 and tokens <= 0:
+            return order[:count]
+    return order
+
+
+def _full_batch(engine: EngineRoom) -> int:
+    """The largest batch whose iteration takes at most `KNEE` times that of one sequence."""
+    limit_s, low, high = KNEE * engine.model.iteration_s(1), 1, engine.max_sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if engine.model.iteration_s(middle) <= limit_s else (low, middle - 1)
+    return low

@@ -1,0 +1,94 @@
+"""What is kept in reserve of a deadline is learned from how steps turned out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from rlhfless.scaling.policies.cost_aware.deadline import (
+    FIRST_SCATTER,
+    FIRST_STEPS,
+    LEAST_CERTAIN,
+    MOST_CERTAIN,
+    DeadlineMargin,
+    StepAim,
+)
+from rlhfless.scaling.policy import Flags, Ints
+
+
+@dataclass
+class Ended:
+    """A step whose samples have ended."""
+
+    truncated: Flags
+    tokens: Ints
+
+
+def step(margins: DeadlineMargin, took_s: float, *, revisits: bool) -> float:
+    """Lets a step that was given 100 s take so long; returns the reserve that it began with."""
+    margin = margins.of_step(1, revisits=revisits)
+    aim = StepAim(margin, began_s=0.0, limit_s=100.0, foreseen_s=100.0)
+    margins.learn(took_s, Ended(np.zeros(2, np.bool_), np.array([3, 5])), aim)
+    return margin.reserve
+
+
+Z = 2.326
+"""Of a normal distribution, below which 99 % lie."""
+
+
+def reserve(value: float, scatter: float, seen: int) -> float:
+    """With so many steps seen, and FIRST_STEPS that count as seen."""
+    freedom = max(seen + FIRST_STEPS - 1, 1)
+    return value + Z * (1 + (Z**2 + 1) / (4 * freedom)) * scatter
+
+
+def test_steps_with_prompts_seen_before_are_judged_by_steps_of_their_kind() -> None:
+    margins = DeadlineMargin(0.99)
+    first = pytest.approx(reserve(1.0, FIRST_SCATTER, 0), rel=1e-3)
+    assert step(margins, 300.0, revisits=False) == first  # it knows nothing, and is no measure
+    assert step(margins, 150.0, revisits=False) == first
+    once = FIRST_SCATTER * math.sqrt(2 / 3)  # one step, and two that scatter as was assumed
+    assert step(margins, 150.0, revisits=False) == pytest.approx(reserve(1.5, once, 1), rel=1e-3)
+    # With known prompts it is 1 again; what the two others scattered (not at all, and two as was assumed) is as much.
+    seen = FIRST_SCATTER * math.sqrt(2 / 4)
+    assert step(margins, 100.0, revisits=True) == pytest.approx(reserve(1.0, seen, 2), rel=1e-3)
+    assert step(margins, 80.0, revisits=True) == pytest.approx(reserve(1.0, seen * math.sqrt(4 / 5), 3), rel=1e-3)
+    # 1.0 and 0.8: 0.1 from their median each.
+    twice = math.sqrt((4 * seen**2 + 2 * (1.4826 * 0.1) ** 2) / 6)
+    assert step(margins, 80.0, revisits=True) == pytest.approx(reserve(0.9, twice, 4), rel=1e-3)
+
+
+def test_caution_goes_from_none_to_that_of_a_deadline() -> None:
+    margin = DeadlineMargin(0.99).of_step(1, revisits=False)
+    assert margin.at(0.0) == (margin.even, 1.0)
+    assert margin.at(1.0) == (pytest.approx(margin.level), pytest.approx(margin.reserve))
+    assert margin.at(0.5) == (
+        pytest.approx((margin.even + margin.level) / 2),
+        pytest.approx(math.sqrt(margin.reserve)),
+    )
+
+
+def test_a_step_teaches_how_likely_its_longest_response_was() -> None:
+    """Forecast: -log of the chance that none is longer than 0, 4 and 8 tokens is 2, 1 and 0. The longest has 5: 0.75,
+    a chance of 0.472. It and the four even ones that count as seen before: 0.578 of all lie below that."""
+    margins = DeadlineMargin(0.99)
+    longest = np.array([0.0, 4.0, 8.0]), np.array([2.0, 1.0, 0.0])
+    aim = StepAim(margins.of_step(1, revisits=False), longest=longest)
+    margins.learn(1.0, Ended(np.zeros(2, np.bool_), np.array([3, 5])), aim)
+    chance = math.exp(-0.75)
+    assert margins.of_step(1, revisits=False).even == pytest.approx(0.5 / ((4 * chance + 1) / 5) * chance)
+
+
+def test_forecasts_that_are_wrong_by_far_leave_a_confidence_that_can_be_asked_for() -> None:
+    """A thousand samples were sure to be longer than what the longest was: exp(-1000) is 0 as a number."""
+    margins = DeadlineMargin(0.99)
+    for _ in range(8):
+        longest = np.array([0.0, 8.0]), np.array([1000.0, 1000.0])
+        aim = StepAim(margins.of_step(1, revisits=False), longest=longest)
+        margins.learn(1.0, Ended(np.zeros(2, np.bool_), np.array([3, 5])), aim)
+    margin = margins.of_step(1, revisits=False)
+    assert margin.even == LEAST_CERTAIN
+    assert LEAST_CERTAIN < margin.level <= MOST_CERTAIN
