@@ -1,0 +1,29 @@
+"""A scaling policy of one's own: so many actors that each one draws at most `samples_per_actor` samples."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rlhfless.scaling.policies.fleet_actions import assign_groups, make_way, start, take_turns
+from rlhfless.scaling.policies.fleet_layout import Contexts
+from rlhfless.scaling.policy import StepBegan
+from rlhfless.spec import OwnSpec
+
+
+class BySamples:
+    class Settings(OwnSpec):
+        samples_per_actor: Annotated[int, Field(ge=1)] = 64
+        """Most samples that one actor draws in a step, as long as there is another actor."""
+
+    def __init__(self, settings, run):
+        self.settings = settings
+        self.run = run
+        self._contexts = Contexts()
+
+    def decide(self, at_s, event, view):
+        now = self._contexts.of(at_s, view)
+        if isinstance(event, StepBegan):
+            wanted = -(-view.group.size // self.settings.samples_per_actor)
+            actors = now.layout.generation[:wanted]
+            return [*make_way(now, actors), *start(now, actors), *assign_groups(now, actors)]
+        return take_turns(now, event, now.layout.generation)
