@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rlhfless.loop.scaler import policy_of
 from typer.testing import CliRunner
 
 from rlhfless.cli import main
-from rlhfless.loop.scaler import policy_of
 from rlhfless.scaling.policies import make_policy
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.scenarios import load_scenario
