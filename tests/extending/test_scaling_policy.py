@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rlhfless.loop.scaler import policy_of
 from typer.testing import CliRunner
 
+from rlhfless.autoscaling.scaler import policy_of
 from rlhfless.cli import main
 from rlhfless.scaling.policies import make_policy
 from rlhfless.sim.experiment.compare import compare

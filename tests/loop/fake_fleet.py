@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -69,6 +69,10 @@ class FakeActor:
     running: dict[SampleKey, SampleItem] = field(default_factory=dict)
     queues: list[asyncio.Queue[Any]] = field(default_factory=list)
     queue_of: dict[SampleKey, asyncio.Queue[Any]] = field(default_factory=dict)
+
+    open_device_s: ClassVar[dict[str, float]] = {}
+
+    def cut(self) -> None: ...
 
     async def stream(self, work: Any, method: str, call: Any, request: Any, timeout_s: float) -> AsyncIterator[Any]:
         assert method == "generate"
@@ -152,6 +156,10 @@ class FakePool:
 
     def replicas(self) -> tuple[FakeActor, ...]:
         return tuple(self.actors.values())
+
+    up = serving = replicas
+
+    def watch(self, listener: Any) -> None: ...
 
     def state(self, place: int) -> ReplicaState | None:
         actor = self.at(place)
