@@ -34,7 +34,7 @@ from where import machine
 from rlhfless.sim.experiment.compare import Comparison, compare, quoted_part
 from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.report.columns import COLUMNS
-from rlhfless.sim.report.pictures import PARTS
+from rlhfless.sim.report.words import PARTS
 from rlhfless.sim.scenarios import Scenario, load_scenario
 
 FOLDER = Path(__file__).parents[1] / "examples" / "scenarios"

@@ -11,8 +11,7 @@ from rich.text import Text
 from rlhfless.sim.experiment.compare import Comparison, quoted_part
 from rlhfless.sim.experiment.rows import Row
 from rlhfless.sim.report.columns import COLUMNS, Column
-from rlhfless.sim.report.pictures import PARTS
-from rlhfless.sim.report.words import contract_text, infeasible
+from rlhfless.sim.report.words import PARTS, contract_text, infeasible
 
 HALVES = (COLUMNS[:5], COLUMNS[5:])
 """What it comes to, and why: side by side they would not fit a terminal of 80 columns."""

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from rlhfless.sim.experiment.compare import Comparison
+from rlhfless.sim.report.charts import write_png
 from rlhfless.sim.report.page import write_page
 from rlhfless.sim.report.perfetto import write_perfetto
 from rlhfless.sim.report.pictures import pictures
-from rlhfless.sim.report.png import write_png
 from rlhfless.sim.report.summary import write_summary
 from rlhfless.sim.scenarios.load import resolved_yaml
 
@@ -23,8 +23,8 @@ def write_report(comparison: Comparison, folder: str | os.PathLike[str], step: i
     (folder / "scenario.yaml").write_text(resolved_yaml(comparison.scenario), "utf-8")
     write_summary(comparison, folder / "summary.json")
     write_page(comparison, drawn, folder / "report.html")
-    for name, drawing in drawn.by_name.items():
-        write_png(drawing, folder / f"{name}.png")
+    for name, figure in drawn.by_name.items():
+        write_png(figure, folder / f"{name}.png")
     for label, runs in comparison.results.items():
         if runs[0].trace is not None:
             write_perfetto(runs[0].trace, folder / f"perfetto-{label}.json")

@@ -1,20 +1,45 @@
-"""The pictures of a report, as drawings."""
+"""The pictures of a report, drawn by matplotlib. A text that a page shows over a shape is the `gid` of the shape."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.scaling.intervals import clip, union
 from rlhfless.sim.experiment.statistics import Interval
-from rlhfless.sim.report.axes import INK, LEFT, PALE, TOP, Axis, Frame, spanning
-from rlhfless.sim.report.drawing import Dot, Drawing, Label, Line, Rectangle
 
-WIDTH, HEIGHT = 760, 440
+WIDTH, HEIGHT = 7.6, 4.4
+"""Inches of a picture."""
+
+DPI = 200
+
+TIP = re.compile(r"""<g id=(["'])tip: (.*?)\1>""")
+"""Where matplotlib has written the `gid` of a shape with a `tip`."""
+
+INK, PALE, GRID = "#333333", "#777777", "#e6e6e6"
+
+STYLE: dict[Any, Any] = {
+    "font.size": 8.5, "text.color": INK, "text.parse_math": False,
+    "axes.titlesize": 10, "axes.titlelocation": "left", "axes.labelcolor": INK, "axes.edgecolor": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": GRID, "xtick.color": PALE, "ytick.color": PALE, "xtick.major.size": 0, "ytick.major.size": 0,
+    "legend.frameon": False, "lines.linewidth": 1.5,
+    "svg.fonttype": "none", "svg.hashsalt": "rlhfless",  # text stays text; the same picture gets the same names
+}  # fmt: skip
 
 COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17becf", "#bcbd22",
@@ -41,10 +66,8 @@ WORK_COLOURS: Mapping[Work, str] = {
     Work.PUBLISH: "#8c564b",
 }
 
-
-def colour(index: int) -> str:
-    """The colour of a policy, by its place in the scenario."""
-    return COLOURS[index % len(COLOURS)]
+CPU_ONLY = frozenset({FunctionName.SCORING})
+"""Functions without an accelerator: they have no row in a Gantt chart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,37 +79,27 @@ class ParetoPoint:
     seconds: Interval
 
 
-def pareto(points: Sequence[ParetoPoint], title: str) -> Drawing:
+@rc_context(STYLE)
+def pareto(points: Sequence[ParetoPoint], title: str) -> Figure:
     """Cost against time of a step, with confidence intervals. Lower left is better; the line joins the best."""
-    drawing = Drawing(WIDTH, HEIGHT + 16 * ((len(points) + 2) // 3), title)
-    plot = Drawing(WIDTH, HEIGHT, title)
-    ends = [(point.usd.low, point.usd.high) for point in points], [(p.seconds.low, p.seconds.high) for p in points]
-    across, up = ([value for pair in pairs for value in pair] for pairs in ends)
-    frame = Frame(plot, spanning("US dollars per step", across), spanning("seconds per step", up))
-    frame.draw()
+    legend = 0.2 + 0.16 * ((len(points) + 2) // 3)
+    figure, axes = _frame(title, "US dollars per step", "seconds per step", HEIGHT + legend, bottom=0.52 + legend)
     best = _front([(point.usd.mean, point.seconds.mean) for point in points])
-    plot.add(Line(tuple(frame.at(x, y) for x, y in best), "#bbbbbb", 1.5))
+    axes.plot([usd for usd, _ in best], [seconds for _, seconds in best], color="#bbbbbb")
+    dots = []
     for index, point in enumerate(points):
-        _cross(frame, point, colour(index))
-    drawing.add(*plot.shapes)
-    for index, point in enumerate(points):
-        x, y = LEFT + (index % 3) * 225, HEIGHT + 8 + 16 * (index // 3)
-        drawing.add(Dot(x, y - 4, 5, colour(index)), Label(x + 10, y, point.label, 12, INK))
-    return drawing
-
-
-def _cross(frame: Frame, point: ParetoPoint, ink: str) -> None:
-    tip = f"{point.label}: {point.seconds.mean:.4g} s and ${point.usd.mean:.4g} per step"
-    x, y = frame.at(point.usd.mean, point.seconds.mean)
-    frame.drawing.add(
-        Line(((frame.x(point.usd.low), y), (frame.x(point.usd.high), y)), ink, 1.5),
-        Line(((x, frame.y(point.seconds.low)), (x, frame.y(point.seconds.high))), ink, 1.5),
-        Dot(x, y, 5, ink, tip),
-    )
+        x, y = point.usd, point.seconds
+        wide, high = ([[each.mean - each.low], [each.high - each.mean]] for each in (x, y))
+        dot, *_ = axes.errorbar(x.mean, y.mean, high, wide, fmt="o", color=_colour(index))
+        dots.append(dot)
+        dot.set_gid(tip(f"{point.label}: {y.mean:.4g} s and ${x.mean:.4g} per step"))
+    labels = [point.label for point in points]
+    figure.legend(dots, labels, loc="lower left", ncols=3, bbox_to_anchor=(0.08, 0.0), handlelength=0.6)
+    return figure
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other beats in both."""
+    """The points that no other one beats in both."""
     best: list[tuple[float, float]] = []
     for usd, seconds in sorted(points):
         if not best or seconds < best[-1][1]:
@@ -94,63 +107,48 @@ def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return best
 
 
-ROW = 18
-"""Height of a Gantt row, in pixels."""
-
-GANTT_LEFT = 110
-
-CPU_ONLY = frozenset({FunctionName.SCORING})
-"""Has no accelerator, and no row."""
-
-
+@rc_context(STYLE)
 def gantt(
     holdings: Sequence[Holding], invocations: Sequence[Invocation], start_s: float, end_s: float, title: str
-) -> Drawing:
-    """Who held each device between two times, in which state, and when it worked."""
+) -> Figure:
+    """Which replica held each device between two times, in which state, and when it worked."""
     devices = sorted({holding.device for holding in holdings if holding.function not in CPU_ONLY}, key=_natural)
-    drawing = Drawing(WIDTH, TOP + ROW * len(devices) + 78, title)
-    axis = Axis("seconds since the step began", 0.0, end_s - start_s)
-    scale = (WIDTH - GANTT_LEFT - 16) / (end_s - start_s)
-    work: dict[str, dict[Work, list[tuple[float, float]]]] = {}
+    height = 1.12 + 0.18 * len(devices)
+    figure, axes = _frame(title, "seconds since the step began", "", height, left=1.1, bottom=0.78)
+    axes.grid(False)
+    axes.set(xlim=(0.0, end_s - start_s), ylim=(len(devices) - 0.5, -0.5))
+    axes.set_yticks(range(len(devices)), devices)
+    row = {device: number for number, device in enumerate(devices)}
+    calls: dict[str, list[Invocation]] = {}
     for call in invocations:
-        work.setdefault(call.incarnation, {}).setdefault(call.work, []).append((call.start_s, call.end_s))
-    drawing.add(Label(8, 20, title, 14, INK))
-    for row, device in enumerate(devices):
-        top = TOP + ROW * row
-        drawing.add(Label(GANTT_LEFT - 8, top + 13, device, 11, PALE, "end"))
-        for holding in sorted((each for each in holdings if each.device == device), key=_awake):
-            low, high = max(holding.start_s, start_s), min(holding.end_s, end_s)
-            if low >= high:
-                continue
-            x = GANTT_LEFT + (low - start_s) * scale
-            tip = f"{holding.replica} {holding.state}: {low - start_s:.1f} to {high - start_s:.1f} s"
-            drawing.add(Rectangle(x, top + 2, (high - low) * scale, ROW - 4, STATE_COLOURS[holding.state], tip))
-            for kind, spans in work.get(holding.incarnation, {}).items():
-                for begin, end in clip(union(spans), low, high):
-                    tip = f"{holding.replica} {kind}: {begin - start_s:.1f} to {end - start_s:.1f} s"
-                    x, width = GANTT_LEFT + (begin - start_s) * scale, (end - begin) * scale
-                    drawing.add(Rectangle(x, top + 4, width, ROW - 8, WORK_COLOURS[kind], tip))
-    bottom = TOP + ROW * len(devices)
-    for tick in axis.ticks:
-        x = GANTT_LEFT + tick * scale
-        drawing.add(Line(((x, bottom), (x, bottom + 5)), INK), Label(x, bottom + 18, f"{tick:g}", 11, PALE, "middle"))
-    drawing.add(Label((GANTT_LEFT + WIDTH) / 2, bottom + 36, axis.title, 12, INK, "middle"))
-    _gantt_legend(drawing, bottom + 60)
-    return drawing
+        calls.setdefault(call.incarnation, []).append(call)
+    for holding in sorted(holdings, key=_is_awake):
+        low, high = max(holding.start_s, start_s), min(holding.end_s, end_s)
+        if low < high and holding.device in row:
+            states = [(holding.state, STATE_COLOURS[holding.state], low, high, 0.4)]
+            for what, ink, begin, end, half in (*states, *_worked(calls.get(holding.incarnation, []), low, high)):
+                corner = begin - start_s, row[holding.device] - half
+                bar = Rectangle(corner, end - begin, 2 * half, color=ink, linewidth=0, snap=False)
+                bar.set_gid(tip(f"{holding.replica} {what}: {begin - start_s:.1f} to {end - start_s:.1f} s"))
+                axes.add_patch(bar)
+    named = {"starting": STATE_COLOURS[ReplicaState.STARTING], "held, idle": STATE_COLOURS[ReplicaState.SERVING]}
+    named |= {str(work).replace("_", " "): ink for work, ink in WORK_COLOURS.items()}
+    keys = [Patch(color=ink, label=name) for name, ink in named.items()]
+    figure.legend(handles=keys, loc="lower left", ncols=len(keys), fontsize=7.5, handlelength=1.0, columnspacing=1.2)
+    return figure
 
 
-def _awake(holding: Holding) -> bool:
-    """Whoever is awake is drawn over those that sleep on the same device."""
+def _worked(calls: Sequence[Invocation], low: float, high: float) -> Iterator[tuple[Work, str, float, float, float]]:
+    """Work of one replica within a holding: kind, colour, begin, end, and half of the height of its bar."""
+    for work in dict.fromkeys(call.work for call in calls):
+        spans = union((call.start_s, call.end_s) for call in calls if call.work is work)
+        for begin, end in clip(spans, low, high):
+            yield work, WORK_COLOURS[work], begin, end, 0.28
+
+
+def _is_awake(holding: Holding) -> bool:
+    """A replica that is awake is drawn over those that sleep on the same device."""
     return holding.state is not ReplicaState.SLEEPING
-
-
-def _gantt_legend(drawing: Drawing, y: float) -> None:
-    entries = [("starting", STATE_COLOURS[ReplicaState.STARTING]), ("held, idle", STATE_COLOURS[ReplicaState.SERVING])]
-    entries += [(str(work).replace("_", " "), ink) for work, ink in WORK_COLOURS.items()]
-    x = 8.0
-    for text, ink in entries:
-        drawing.add(Rectangle(x, y - 9, 11, 11, ink), Label(x + 15, y, text, 11, INK))
-        x += 26 + 6.4 * len(text)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -158,34 +156,77 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdigit() else -1, part) for part in name.replace("-", " ").split()]
 
 
-def length_distribution(by_name: Mapping[str, npt.NDArray[np.int64]], title: str) -> Drawing:
+@rc_context(STYLE)
+def length_distribution(by_name: Mapping[str, npt.NDArray[np.int64]], title: str) -> Figure:
     """Share of the responses that are longer than so many tokens."""
-    drawing = Drawing(WIDTH, HEIGHT, title)
-    longest = max(int(lengths.max()) for lengths in by_name.values())
+    figure, axes = _frame(title, "response tokens", "share of responses that are longer")
     shortest = max(min(int(lengths.min()) for lengths in by_name.values()), 1)
-    across = Axis("response tokens", float(shortest), float(max(longest, shortest + 1)), log=True)
-    frame = Frame(drawing, across, Axis("share of responses that are longer", 0.0, 1.0))
-    frame.draw()
+    longest = max(*(int(lengths.max()) for lengths in by_name.values()), shortest + 1)
+    levels = np.linspace(0, 1, 201)
     for index, (name, lengths) in enumerate(by_name.items()):
-        levels = np.linspace(0, 1, 201)
-        tokens = np.quantile(lengths, levels)
-        points = tuple(frame.at(max(float(x), across.low), float(1 - y)) for x, y in zip(tokens, levels, strict=True))
-        drawing.add(Line(points, colour(index), 2))
-        x, y = WIDTH - 230, TOP + 18 + 16 * index
-        drawing.add(Dot(x, y - 4, 5, colour(index)), Label(x + 10, y, name, 12, INK))
-    return drawing
+        axes.plot(np.maximum(np.quantile(lengths, levels), shortest), 1 - levels, color=_colour(index), label=name)
+    _logarithmic(axes, "x", shortest, longest)
+    axes.set_ylim(0.0, 1.0)
+    axes.legend(loc="upper right")
+    return figure
 
 
-def scatter(
-    expected: npt.NDArray[np.float64], real: npt.NDArray[np.float64], unit: str, title: str, log: bool = True
-) -> Drawing:
+@rc_context(STYLE)
+def scatter(expected: npt.NDArray[np.float64], real: npt.NDArray[np.float64], unit: str, title: str) -> Figure:
     """What was forecast against what came; on the line both are equal."""
-    drawing = Drawing(WIDTH, HEIGHT, title)
-    both = [float(value) for value in np.concatenate([expected, real])]
-    frame = Frame(drawing, spanning(f"forecast {unit}", both, log=log), spanning(f"real {unit}", both, log=log))
-    frame.draw()
-    ends = max(frame.across.low, frame.up.low), min(frame.across.high, frame.up.high)
-    drawing.add(Line((frame.at(ends[0], ends[0]), frame.at(ends[1], ends[1])), "#999999", 1.5))
-    for x, y in zip(expected.tolist(), real.tolist(), strict=True):
-        drawing.add(Dot(*frame.at(x, y), 1.6, colour(0)))
-    return drawing
+    figure, axes = _frame(title, f"forecast {unit}", f"real {unit}")
+    both = np.concatenate([expected, real])
+    ends = max(float(both.min()), float(both.max()) / 1e6) / 1.1, float(both.max()) * 1.1
+    for direction in ("x", "y"):
+        _logarithmic(axes, direction, *ends)
+    axes.plot(ends, ends, color="#999999")
+    axes.scatter(expected, real, s=5, linewidths=0, color=_colour(0))
+    return figure
+
+
+def _frame(
+    title: str, across: str, up: str, height: float = HEIGHT, left: float = 0.78, bottom: float = 0.52
+) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes; sizes are inches."""
+    figure = Figure((WIDTH, height))
+    axes = figure.add_axes((left / WIDTH, bottom / height, 1 - (left + 0.16) / WIDTH, 1 - (bottom + 0.34) / height))
+    axes.set(title=title, xlabel=across, ylabel=up)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    return figure, axes
+
+
+def _logarithmic(axes: Axes, direction: str, low: float, high: float) -> None:
+    """Ticks at the powers of ten, and at twice and five times those where there is room."""
+    axes.set(**{f"{direction}scale": "log", f"{direction}lim": (low, high)})
+    axis = axes.xaxis if direction == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 1e3 else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    axis.set_minor_locator(LogLocator(subs=()))
+
+
+def _colour(index: int) -> str:
+    """The colour of a policy, by its number in the scenario."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def tip(text: str) -> str:
+    """The `gid` of a shape that shows a text when the mouse is over it."""
+    return f"tip: {text}"
+
+
+@rc_context(STYLE)
+def svg(figure: Figure) -> str:
+    """One `<svg>` element that scales to its place. It refers to nothing outside itself."""
+    text = StringIO()
+    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    drawn = text.getvalue()
+    head, body = drawn[drawn.index("<svg ") :].split(">", 1)
+    title = escape(figure.axes[0].get_title("left"))
+    return f'{head} role="img"><title>{title}</title>' + re.sub(TIP, r"<g><title>\2</title>", body)
+
+
+@rc_context(STYLE)
+def write_png(figure: Figure, path: Path) -> None:
+    """Raises OSError if the file cannot be written."""
+    figure.savefig(path, format="png", dpi=DPI)

@@ -10,10 +10,10 @@ from rlhfless.scaling.lengths import QUANTILE_LEVELS
 from rlhfless.sim.experiment.compare import Comparison, quoted_part
 from rlhfless.sim.experiment.rows import Part, Row
 from rlhfless.sim.experiment.statistics import CONFIDENCE
+from rlhfless.sim.report.charts import svg
 from rlhfless.sim.report.columns import COLUMNS
-from rlhfless.sim.report.pictures import PARTS, Pictures
-from rlhfless.sim.report.svg import svg
-from rlhfless.sim.report.words import best_fleets, contract_text, infeasible
+from rlhfless.sim.report.pictures import Pictures
+from rlhfless.sim.report.words import PARTS, best_fleets, contract_text, infeasible
 from rlhfless.sim.scenarios.load import resolved_yaml
 
 STYLE = """
@@ -43,10 +43,10 @@ def page(comparison: Comparison, pictures: Pictures) -> str:
     for each in parts:
         body += [f"<h2>{PARTS[each].capitalize()}</h2>", _table(comparison.rows(each))]
     body += ["<h2>Cost and time</h2>", _figure(svg(pictures.pareto), "Lower left is better. Bars are intervals.")]
-    body += [f"<h2>Who held what in step {pictures.step}</h2>"]
-    for index, (label, drawing) in enumerate(pictures.gantts.items()):
+    body += [f"<h2>Devices in step {pictures.step}</h2>"]
+    for index, (label, figure) in enumerate(pictures.gantts.items()):
         opened = " open" if index == 0 else ""
-        body.append(f"<details{opened}><summary>{escape(label)}</summary>{_figure(svg(drawing), '')}</details>")
+        body.append(f"<details{opened}><summary>{escape(label)}</summary>{_figure(svg(figure), '')}</details>")
     body += ["<h2>Response lengths</h2>", _figure(svg(pictures.lengths), escape(_source(comparison)))]
     body += ["<h2>Forecasts</h2>", _figure(svg(pictures.forecasts), _forecast_caption(pictures))]
     body.append(f"<h2>Scenario</h2><details><summary>every key</summary><pre>{escape(resolved_yaml(scenario))}</pre>")

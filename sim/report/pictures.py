@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from rlhfless.records.traces import Trace
 from rlhfless.sim.experiment.compare import Comparison, quoted_part
 from rlhfless.sim.experiment.forecasts import LengthForecasts, length_forecasts
-from rlhfless.sim.experiment.rows import Part
 from rlhfless.sim.report.charts import ParetoPoint, gantt, length_distribution, pareto, scatter
-from rlhfless.sim.report.drawing import Drawing
-
-PARTS: dict[Part, str] = {"all": "all steps", "first": "first epoch", "later": "later epochs"}
+from rlhfless.sim.report.words import PARTS
 
 MOST_DOTS = 2000
 """Responses in the picture of forecasts: more would only make it heavy."""
@@ -21,20 +19,21 @@ MOST_DOTS = 2000
 
 @dataclass(frozen=True)
 class Pictures:
-    """Drawings by file name, and what their captions say."""
+    """The figures, and what their captions say."""
 
-    pareto: Drawing
-    lengths: Drawing
-    forecasts: Drawing
+    pareto: Figure
+    lengths: Figure
+    forecasts: Figure
     forecast_figures: LengthForecasts
-    gantts: dict[str, Drawing]
+    gantts: dict[str, Figure]
     """By policy."""
     step: int
     """The step that the Gantt charts show."""
 
     @property
-    def by_name(self) -> dict[str, Drawing]:
-        gantts = {f"gantt-{label}": drawing for label, drawing in self.gantts.items()}
+    def by_name(self) -> dict[str, Figure]:
+        """By the name of the file."""
+        gantts = {f"gantt-{label}": figure for label, figure in self.gantts.items()}
         return {"pareto": self.pareto, "lengths": self.lengths, "forecasts": self.forecasts, **gantts}
 
 
@@ -67,7 +66,7 @@ def pictures(comparison: Comparison, step: int | None = None) -> Pictures:
     )
 
 
-def _gantt(label: str, trace: Trace, step: int) -> Drawing:
+def _gantt(label: str, trace: Trace, step: int) -> Figure:
     record = next(record for record in trace.steps if record.step == step)
     calls = [call for call in trace.invocations if call.end_s > record.start_s and call.start_s < record.end_s]
     return gantt(trace.holdings, calls, record.start_s, record.end_s, f"{label}: step {step}")

@@ -1,8 +1,9 @@
-"""What a contract and a fleet are called in a report."""
+"""What contracts, fleets and parts of a run are called in a report."""
 
 from __future__ import annotations
 
 from rlhfless.sim.experiment.compare import Comparison
+from rlhfless.sim.experiment.rows import Part
 from rlhfless.sim.scenarios.scenario import (
     BEST_STATIC,
     CheapestContract,
@@ -10,6 +11,8 @@ from rlhfless.sim.scenarios.scenario import (
     MultipleOf,
     ScenarioContract,
 )
+
+PARTS: dict[Part, str] = {"all": "all steps", "first": "first epoch", "later": "later epochs"}
 
 
 def contract_text(contract: ScenarioContract) -> str:
