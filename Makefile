@@ -25,7 +25,8 @@ lint: setup
 	@$(BIN)/lint-imports
 
 test: lint
-	@$(BIN)/pytest
+	@$(BIN)/pytest -m "not engine" -n logical --dist loadfile
+	@$(BIN)/pytest -m engine
 
 clean:
 	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
