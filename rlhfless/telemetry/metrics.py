@@ -68,7 +68,8 @@ class UndeclaredMetric(ValueError):
     def __init__(self, name: str) -> None:
         near = difflib.get_close_matches(name, METRICS, n=1)
         hint = f"did you mean {near[0]!r}? If not, " if near else ""
-        super().__init__(f"metric {name!r} is not declared; {hint}declare it in rlhfless/telemetry/metrics.py")
+        mend = "declare it in rlhfless/telemetry/metrics.py, or call an algorithm's own `algorithm/<name>`"
+        super().__init__(f"metric {name!r} is not declared; {hint}{mend}")
 
 
 def _table(metrics: Iterable[Metric]) -> Mapping[str, Metric]:
@@ -119,6 +120,7 @@ METRICS = _table(
         Metric("gradient_norm", Unit.NONE, "Norm of the gradient before it is clipped, mean over the optimiser steps"),
         Metric("gradient_norm_max", Unit.NONE, "Largest norm of the gradient of an optimiser step"),
         Metric("skipped_updates", Unit.NONE, "Optimiser steps left out because the gradient was not finite"),
+        Metric("algorithm", Unit.NONE, "What an algorithm of one's own reports of its loss", label="name"),
         Metric("entropy", _NATS, "Mean entropy of the policy over response tokens"),
         Metric("ratio", Unit.NONE, "Mean probability ratio, current to old policy"),
         Metric("clipped_low", _RATIO, "Tokens whose gradient the lower clip takes away"),

@@ -1,0 +1,54 @@
+"""`rlhfless run` with parts of one's own: two steps, two learner ranks in processes of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from rlhfless.bundled.model import SMALLEST, build_random
+from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
+from rlhfless.records.traces import read_trace
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+COMMAND = str(Path(sys.executable).with_name("rlhfless"))
+
+
+def test_a_run_of_one_s_own_parts(own: Path) -> None:
+    build_random(own / "model", seed=0, size=dataclasses.replace(SMALLEST, max_positions=512))
+    write_jsonl(own / "train.jsonl", draw_problems(TaskRecipe(), np.random.default_rng(0), 16, held_out=False))
+    done = subprocess.run(
+        [COMMAND, "run", "run.yaml", "--set", "logging.console=lines"],
+        cwd=own,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (own / "runs").iterdir()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "step_s" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+
+    # The algorithm, in the driver and in the ranks.
+    for line in steps:
+        assert line["algorithm/logprob"] < 0
+        assert "clipped_high" not in line
+        assert "reference_kl" not in line
+    assert yaml.safe_load((folder / "spec.yaml").read_text())["algorithm"] == {
+        "type": "leave_one_out:LeaveOneOut",
+        "max_advantage": 2.0,
+    }
+
+    # The reward.
+    rows = read_trace(folder / "trace").rollouts
+    assert len(rows) == 2 * 4 * 3
+    assert all(0 <= row.reward_parts["sevens"] <= 0.5 for row in rows)
