@@ -122,7 +122,7 @@ class LearnerFunction(Function):
         """Write the weights to the store as the version of `call`'s step, with a probe.
 
         It may be asked for together with the step's `learn`, and follows it then; raises what `learn` raised, or
-        TimeoutError if nobody asks for that. `perturbed`: a version in which every tensor is slightly off, for the
+        TimeoutError if no call asks for that. `perturbed`: a version in which every tensor is slightly off, for the
         proof that loads reach every tensor.
         """
         self.admit(call)
@@ -145,7 +145,7 @@ class LearnerFunction(Function):
             try:
                 await asyncio.wait_for(self._asked.wait(), limit_s)
             except TimeoutError:
-                raise TimeoutError(f"publish: nobody asked to learn step {step} within {limit_s:.0f} s") from None
+                raise TimeoutError(f"publish: no call asked to learn step {step} within {limit_s:.0f} s") from None
 
     async def checkpoint(self, call: Call, folder: str, notes: Mapping[str, Any]) -> Reply[str]:
         """Save model, optimiser and the run's `notes`, beside and renamed. Returns the folder."""
@@ -163,7 +163,7 @@ class LearnerFunction(Function):
         return self.reply(None, start_s)
 
     def clean_up(self) -> None:
-        """The store's files outlive processes; nobody will read them any more."""
+        """The store's files outlive processes, and no function of the run reads them any more."""
         shutil.rmtree(self._settings.store.folder, ignore_errors=True)
 
 

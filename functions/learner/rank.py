@@ -1,4 +1,4 @@
-"""One data-parallel rank of the learner. A plain class: who starts it, and where, is the actor's business.
+"""One data-parallel rank of the learner. A plain class: the actor decides when it is started, and where.
 
 Every rank holds the whole model: float32 master weights and AdamW's state. It works on its share of the
 sequences, and gradients are added up over the ranks. Losses are divided by the step's global denominators, so
@@ -132,9 +132,9 @@ class LearnerRank:
         """One training step: an optimiser step on each of `count` mini-batches. *Collective.*
 
         A batch without old logprobs is evaluated here, but for its first mini-batch: there the old policy is the
-        current one. Returns `skipped_updates`, those whose gradient was not finite, and of the others: means over their
-        response tokens (`*_max` are maxima), of `gradient_norm` before clipping and of `learning_rate`, too. Raises
-        ValueError if the batch lacks advantages.
+        current one. Returns `skipped_updates`, the updates whose gradient was not finite, and of all others: means over
+        their response tokens (`*_max` are maxima), of `gradient_norm` before clipping and of `learning_rate`, too.
+        Raises ValueError if the batch lacks advantages.
         """
         if batch.advantages is None:
             raise ValueError("the batch has no advantages; compute them before `learn`")

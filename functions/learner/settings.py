@@ -19,7 +19,7 @@ class StoreHome:
 
     folder: str
     token: str = field(default="", repr=False)
-    """If given, the folder is served by HTTP to those who know the token."""
+    """If given, the folder is served by HTTP to requests that carry the token."""
 
     def open(self, host: str) -> WeightStore:
         """The store; if there is a token it is served at `host`, this node's address, from threads of this process as

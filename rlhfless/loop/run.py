@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +77,11 @@ class Run:
     clock: StepClock = field(default_factory=StepClock)
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps that are being drawn or learned from, by number."""
+    algorithm: Algorithm = field(init=False)
+    """Of the spec."""
+
+    def __post_init__(self) -> None:
+        self.algorithm = algorithm_of(self.spec.algorithm)
 
     @property
     def helpers(self) -> tuple[Pool, ...]:
@@ -88,11 +92,6 @@ class Run:
     def pools(self) -> tuple[Pool, ...]:
         """The pools of all functions of this run."""
         return (self.generation, *self.helpers, self.learner)
-
-    @cached_property
-    def algorithm(self) -> Algorithm:
-        """The algorithm of the spec."""
-        return algorithm_of(self.spec.algorithm)
 
     def call(self, step: int) -> Call:
         """The identity that all calls of a step carry."""

@@ -39,7 +39,7 @@ def step_metrics(
     drawn: Mapping[str, float],
     learned: Mapping[str, float],
 ) -> dict[str, float]:
-    """All metrics of a step that ends now; `drawn` are those of `drawn_metrics`."""
+    """All metrics of a step that ends now; `drawn` are the result of `drawn_metrics`."""
     begun, stage = context.begun, context.stage
     times = run.ledger.step_times(begun, time.time())
     seconds = times.phases_s
@@ -81,9 +81,9 @@ def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def mean_parts(scores: Sequence[Score]) -> dict[str, float]:
-    """Mean of each part of the reward, over the samples that have it; a part that none has is left out."""
+    """Mean of each part of the reward, over the samples that have it; a part that no sample has is left out."""
     values: dict[str, list[float]] = {}
     for score in scores:
         for part, value in score.parts.items():
             values.setdefault(part, []).append(value)
-    return {part: float(np.mean(those)) for part, those in values.items()}
+    return {part: float(np.mean(numbers)) for part, numbers in values.items()}

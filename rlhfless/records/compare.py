@@ -21,13 +21,13 @@ class Comparison:
     identical: int
     """With the same tokens."""
     first_difference: Key | None
-    """The first of those that differ."""
+    """The first of the samples that differ."""
     only_in_first: int
     only_in_second: int
 
     @property
     def fraction(self) -> float:
-        """Of the compared samples, those that are token-identical; 1 where there are none."""
+        """Share of the compared samples that are token-identical; 1 where none are compared."""
         return self.identical / self.compared if self.compared else 1.0
 
 

@@ -41,7 +41,7 @@ Segment = GivenSegment | Rollout
 class Sample:
     """One answer to a prompt. The first segment is the prompt, and at least one is a Rollout.
 
-    The fields after `segments` are None until their stage has set them. Values per token are those of the tokens that
+    The fields after `segments` are None until their stage has set them. Values per token belong to the tokens that
     the model drew, over all its segments: `[model tokens]`.
     """
 

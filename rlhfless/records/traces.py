@@ -47,7 +47,7 @@ META_FILE = "meta.json"
 
 @dataclass(frozen=True, slots=True)
 class TraceMeta:
-    """What the records of a run mean: who wrote them, at which prices, for which spec, on what machine."""
+    """What the records of a run mean: which attempt wrote them, at which prices, for which spec, on what machine."""
 
     run_id: str
     attempt: int

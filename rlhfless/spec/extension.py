@@ -47,7 +47,7 @@ class Seam:
     noun: str
     """What it names, in messages: `algorithm`."""
     built_in: tuple[type[SpecModel], ...]
-    """Settings of those that are built in, each with its short name as the literal `type`; the first is the default."""
+    """Settings of the built-in ones, each with its short name as the literal `type`; the first is the default."""
     methods: tuple[str, ...]
     """What a class of the user's own must have to be one."""
     settings: type[OwnSpec] = OwnSpec
