@@ -14,6 +14,7 @@ import yaml
 
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
+from rlhfless.records import Work
 from rlhfless.records.traces import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -48,7 +49,21 @@ def test_a_run_of_one_s_own_parts(own: Path) -> None:
         "max_advantage": 2.0,
     }
 
+    # The schedule: each step draws with weights that are one step older, and the second while the first is learned.
+    trace = read_trace(folder / "trace")
+    drawn_with = {row.step: row.version_spans[0].version for row in trace.rollouts}
+    assert len(set(drawn_with.values())) == 1
+    second, learned = (
+        next(call for call in trace.invocations if call.step == step and call.work is work)
+        for step, work in ((2, Work.GENERATE), (1, Work.LEARN))
+    )
+    assert second.start_s < learned.end_s
+
+    # The scaling policy: 12 samples a step are few enough for one actor, and its answers were no faults.
+    assert all(line["policy_faults"] == 0 for line in steps)
+    assert {call.replica for call in trace.invocations if call.work is Work.GENERATE} == {second.replica}
+
     # The reward.
-    rows = read_trace(folder / "trace").rollouts
+    rows = trace.rollouts
     assert len(rows) == 2 * 4 * 3
     assert all(0 <= row.reward_parts["sevens"] <= 0.5 for row in rows)

@@ -11,15 +11,16 @@ from rlhfless.spec.errors import SpecError
 from rlhfless.spec.load import load_spec, resolved_yaml
 
 HERE = Path(__file__).parent
+OWN_FOLDER = HERE / "own"
 MINIMAL = "model: {path: m}\nprompts: {path: p}\nrewards: [{type: exact_match}]\n"
-OWN = "my_schedules:Ahead"
+OWN = "ahead:Ahead"
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(monkeypatch):
     """The folder that a user starts in."""
-    monkeypatch.chdir(HERE)
-    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.chdir(OWN_FOLDER)
+    monkeypatch.syspath_prepend(OWN_FOLDER)
 
 
 @pytest.fixture
@@ -87,8 +88,8 @@ async def test_a_step_that_fails_ends_what_was_drawn_ahead(load):
         ("synk", ["schedule (line 4)", "'synk' is no schedule", "did you mean `sync`?"]),
         (f"{{type: '{OWN}', steps_ahead: -1}}", ["schedule.steps_ahead", "-1", "greater than or equal to 0"]),
         (f"{{type: '{OWN}', ahead: 1}}", ["schedule.ahead", "unknown key", "steps_ahead"]),
-        ("my_schedules:Behind", ["there is no `Behind`"]),
-        ("my_schedules:OwnSpec", ["is no schedule: it has no `drive`"]),
+        ("ahead:Behind", ["there is no `Behind`"]),
+        ("ahead:OwnSpec", ["is no schedule: it has no `drive`"]),
     ],
 )
 def test_what_is_wrong_is_named_with_field_value_and_mend(load, schedule, parts):

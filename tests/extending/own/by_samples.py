@@ -1,4 +1,4 @@
-"""A scaling policy of one's own: so many actors that each one draws at most `samples_per_actor` samples."""
+"""A scaling policy of one's own."""
 
 from typing import Annotated
 
@@ -11,6 +11,8 @@ from rlhfless.spec import OwnSpec
 
 
 class BySamples:
+    """So many actors that each one draws at most `samples_per_actor` samples."""
+
     class Settings(OwnSpec):
         samples_per_actor: Annotated[int, Field(ge=1)] = 64
         """Most samples that one actor draws in a step, as long as there is another actor."""

@@ -17,16 +17,17 @@ from rlhfless.spec.errors import InputError, SpecError
 from rlhfless.spec.load import load_spec, resolved_yaml
 
 HERE = Path(__file__).parent
+OWN_FOLDER = HERE / "own"
 SCENARIO = HERE.parents[1] / "examples" / "scenarios" / "gsm8k-3b-h100.yaml"
 MINIMAL = "model: {path: m}\nprompts: {path: p}\nrewards: [{type: exact_match}]\nsteps: 7\n"
-OWN = "my_policies:BySamples"
+OWN = "by_samples:BySamples"
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(monkeypatch):
     """The folder that a user starts in."""
-    monkeypatch.chdir(HERE)
-    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.chdir(OWN_FOLDER)
+    monkeypatch.syspath_prepend(OWN_FOLDER)
     monkeypatch.syspath_prepend(HERE.parent / "simulate")
 
 
@@ -82,8 +83,8 @@ def test_one_of_your_own_gets_its_keys_and_what_the_run_asks_for(load, tmp_path)
             ["scaling.policy.samples_per_actor", "0", "greater than"],
         ),
         (f"{{type: '{OWN}', samples: 3}}", ["scaling.policy.samples", "unknown key", "samples_per_actor"]),
-        ("my_policies:BySample", ["there is no `BySample`", "did you mean `BySamples`?"]),
-        ("my_policies:OwnSpec", ["is no scaling policy: it has no `decide`"]),
+        ("by_samples:BySample", ["there is no `BySample`", "did you mean `BySamples`?"]),
+        ("by_samples:OwnSpec", ["is no scaling policy: it has no `decide`"]),
     ],
 )
 def test_what_is_wrong_is_named_with_field_value_and_mend(load, policy, parts):
@@ -116,8 +117,8 @@ def test_the_simulator_runs_it_in_any_process(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "parts"),
     [
-        ({"name": OWN, "settings": {"samples": 3}}, ["settings of policy my_policies:BySamples", "samples", "unknown"]),
-        ({"name": "my_policies:Nothing"}, ["policies", "there is no `Nothing`"]),
+        ({"name": OWN, "settings": {"samples": 3}}, ["settings of policy by_samples:BySamples", "samples", "unknown"]),
+        ({"name": "by_samples:Nothing"}, ["policies", "there is no `Nothing`"]),
         ({"name": "no_such_module:Policy"}, ["policies", "there is no module 'no_such_module'"]),
     ],
 )
