@@ -7,8 +7,8 @@ Device-seconds of a function are split three ways:
     idle   the rest: waiting, draining, suspect, and asleep where the book has no price for sleep of its own
 
 so that busy + idle + cold = provisioned, and the cost is the sum of holdings x price whatever was done in
-them. Who sleeps in host memory that has its price is billed for that, and holds no device. Invocations that
-overlap are counted once: a device is busy or not. Work during a cold start is part of the start.
+them. A replica that sleeps in host memory with a price of its own is billed for that, and holds no device. Invocations
+that overlap are counted once: a device is busy or not. Work during a cold start is part of the start.
 
 Where the time of a step went is in rlhfless.scaling.step_times.
 """
@@ -60,11 +60,6 @@ class Usage:
     @property
     def provisioned_device_s(self) -> float:
         return self.busy_device_s + self.idle_device_s + self.cold_device_s
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        """Tokens drawn per second of working time; 0 for a function that draws none."""
-        return self.output_tokens / self.working_s if self.working_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +197,8 @@ def _unheld_s(work: Mapping[str, list[Interval]], holdings: Iterable[Holding]) -
     for holding in holdings:
         held[holding.incarnation].append((holding.start_s, holding.end_s))
     return math.fsum(
-        length(worked) - length(piece for start, end in union(held[who]) for piece in clip(worked, start, end))
-        for who, worked in work.items()
+        length(worked) - length(piece for start, end in union(held[replica]) for piece in clip(worked, start, end))
+        for replica, worked in work.items()
     )
 
 
@@ -220,7 +215,7 @@ def _reward_by_step(rollouts: Iterable[TracedRollout]) -> dict[int, float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Of any finite numbers: those of an older trace may be so large that their sum is no float."""
+    """Of any finite numbers: numbers of an older trace may be so large that their sum is no float."""
     try:
         return math.fsum(values) / len(values)
     except OverflowError:
@@ -228,5 +223,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _label(holding: Holding) -> str:
-    who = f"{holding.replica} (incarnation {holding.incarnation}) on {holding.device}"
-    return f"the {holding.state} holding of {who} from {holding.start_s:.3f} to {holding.end_s:.3f}"
+    replica = f"{holding.replica} (incarnation {holding.incarnation}) on {holding.device}"
+    return f"the {holding.state} holding of {replica} from {holding.start_s:.3f} to {holding.end_s:.3f}"

@@ -1,8 +1,8 @@
 """What machines cost when time is rounded up, and when released ones are still paid for. Pure.
 
-A *lease* is the time from which a slot is held until nobody holds it, whoever held it. The seller bills a lease in
-whole multiples of the granularity and no less than a minimum. Whoever comes back before that time is over finds it
-paid: the lease goes on. So rounding is a property of the sequence of holdings, not of any one of them.
+A *lease* is the time from which a slot is held, by whichever replicas, until no replica holds it. The seller bills a
+lease in whole multiples of the granularity and no less than a minimum. A replica that takes the slot before that time
+is over finds it paid: the lease goes on. So rounding is a property of the sequence of holdings, not of any one of them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Lease:
     end_s: float
     paid_until_s: float
     held_s: float
-    """Time in which somebody held it."""
+    """Time in which a replica held it."""
 
     @property
     def unused_s(self) -> float:
-        """Time that is paid for, and in which nobody held it."""
+        """Time that is paid for, and in which no replica held it."""
         return self.paid_until_s - self.start_s - self.held_s
 
 
@@ -62,7 +62,7 @@ def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[Lease]:
 
 
 def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
-    """What the holdings cost with what sellers round up: `cost_usd`, and paid time in which nobody held the slot.
+    """What the holdings cost with what sellers round up: `cost_usd`, and paid time in which no replica held the slot.
 
     Equal to `cost_usd` where no kind has `billing`. Raises PriceError for a kind without a price.
     """
@@ -72,14 +72,6 @@ def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
         for lease in leases(known, prices)
     )
     return prices.cost_usd(known) + math.fsum(unused)
-
-
-def released_usd(kind: str, device_s: float, prices: PriceBook) -> float:
-    """What `device_s` of slots cost that the run does not hold: nothing if they are rented, see `Owned` for others.
-
-    Raises PriceError for a kind without a price.
-    """
-    return prices.device(kind).released_usd_per_hour * device_s / SECONDS_PER_HOUR
 
 
 def _of_slot(device: str, kind: str, disjoint: list[Interval], billing: Billing | None) -> list[Lease]:

@@ -1,8 +1,8 @@
 """Which device slots each function may hold, and how much of them. Pure.
 
 A slot is one device of one node: a GPU, or a CPU core. Co-located functions take turns on a slot, so each holds an
-equal share of it: its memory is occupied and nobody else can have that share. Shares of a slot add up to at most 1,
-which Ray enforces (a custom resource per slot) and which makes the bill of a run at most slots x price x time.
+equal share of it: its memory is occupied and no other function can have that share. Shares of a slot add up to at most
+1, which Ray enforces (a custom resource per slot) and which makes the bill of a run at most slots x price x time.
 """
 
 from __future__ import annotations

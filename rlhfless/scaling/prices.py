@@ -100,7 +100,7 @@ class Owned(SpecModel):
     """Hardware that is paid for whether it is used or not; the device's `usd_per_hour` is what owning it costs."""
 
     released_value: Annotated[float, Field(ge=0, le=1)]
-    """Share of the price that a released device is worth, because somebody else uses it; 0 if nobody does."""
+    """Share of the price that a released device is worth, because another job uses it; 0 if none does."""
 
 
 class DevicePrice(SpecModel):
@@ -113,7 +113,7 @@ class DevicePrice(SpecModel):
     """US dollars per hour of one whole slot, on demand; for owned hardware, of owning it."""
 
     source: Source
-    """Who sells it at this price, and where the figure was read."""
+    """The seller at this price, and where the figure was read."""
 
     as_of: date
     """When it was read."""

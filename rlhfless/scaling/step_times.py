@@ -90,7 +90,7 @@ def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes
 
 
 def recovery_until_s(step: int, tried_s: float, invocations: Iterable[Invocation]) -> float:
-    """When the recovery of a step ended whose last try began at `tried_s`: when the first function worked in it.
+    """When the recovery of a step ended, with the last try begun at `tried_s`: when the first function worked in it.
 
     Until then new replicas start and load weights. `tried_s` if no function worked.
     """

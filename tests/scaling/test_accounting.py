@@ -107,7 +107,6 @@ def test_a_run_worked_by_hand() -> None:
     assert generating.unheld_s == 0
     assert (generating.invocations, generating.cold_starts) == (3, 1)
     assert (generating.input_tokens, generating.output_tokens) == (200, 900)
-    assert generating.output_tokens_per_s == 50
 
     assert (learning.cold_device_s, learning.busy_device_s, learning.idle_device_s) == (5, 4, 26)
     assert learning.cost_usd == pytest.approx(35 * 3.6 / 3600)
@@ -130,7 +129,6 @@ def test_an_empty_trace_costs_nothing() -> None:
     assert summary.functions == ()
     assert summary.cost_usd == 0
     assert summary.response_tokens == {}
-    assert summary.total.output_tokens_per_s == 0
 
 
 def test_phases_may_overlap_and_outside_counts_instants_once() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName, Holding, ReplicaState
-from rlhfless.scaling.leases import billed_s, leased_usd, leases, released_usd
-from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook, PriceError, Residency, load_price_book
+from rlhfless.scaling.leases import billed_s, leased_usd, leases
+from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook, Residency, load_price_book
 from rlhfless.spec.errors import InputError
 
 READ = date(2026, 11, 21)
@@ -89,12 +89,8 @@ def test_a_sleeping_replica_costs_its_residency() -> None:
 def test_releasing_owned_hardware_saves_what_others_make_of_it() -> None:
     owned = book(owned=Owned(released_value=0.25))
     assert owned.device("h100").saved_usd_per_hour == pytest.approx(0.9)
-    assert released_usd("h100", 1000, owned) == pytest.approx(0.75)
     assert owned.cost_usd([hold(0, 1000)]) == pytest.approx(1.0)
     assert book().device("h100").saved_usd_per_hour == pytest.approx(3.6)
-    assert released_usd("h100", 1000, book()) == 0.0
-    with pytest.raises(PriceError, match="no price for device kind 'h10'"):
-        released_usd("h10", 1, book())
 
 
 def test_the_bundled_spot_prices_are_below_the_others() -> None:

@@ -4,7 +4,7 @@ A fit to the run's own ledger (`fitted`) takes over after its first step, so a p
 the run's batches cannot tell apart. On a CPU core the engine's scheduler and sampler share the core with the model, and
 with a small model they are nearly all there is; `OVERHEAD_S` and `SEQUENCE_S` are what they take. A prior without them
 would take a step for so short that one actor suffices. An accelerator that the table does not have is taken for the
-slowest that it has, for the same reason turned round: a prior that is a thousand times too slow starts everybody.
+slowest that it has, for the same reason turned round: a prior that is a thousand times too slow starts every actor.
 """
 
 from __future__ import annotations

@@ -41,13 +41,8 @@ class HazardTable:
         self._cut_off = self._cut_off * keep + self._count(cut_off)
         self._learn()
 
-    def cumulative_hazard(self, x: Array) -> Array:
-        """H at x, any shape: -log P(X > x)."""
-        result: Array = np.interp(x, self._x, self._hazard)
-        return result
-
     def at_hazard(self, hazard: Array) -> Array:
-        """The inverse: where H reaches `hazard`, any shape."""
+        """Where H reaches `hazard`, any shape."""
         result: Array = np.interp(hazard, self._hazard, self._x)
         return result
 

@@ -11,7 +11,7 @@ from rlhfless.scaling.plan.contract import (
 from rlhfless.scaling.plan.cost import CapacityError
 from rlhfless.scaling.plan.options import DeviceOption, FleetOptions, Speculation, Standby
 from rlhfless.scaling.plan.planner import ActorPlan, Plan, plan
-from rlhfless.scaling.plan.responses import Responses, responses, responses_at_quantile
+from rlhfless.scaling.plan.responses import Responses, responses
 
 __all__ = [
     "ActorPlan",
@@ -30,5 +30,4 @@ __all__ = [
     "contract_for_step",
     "plan",
     "responses",
-    "responses_at_quantile",
 ]

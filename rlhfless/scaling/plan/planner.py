@@ -1,4 +1,4 @@
-"""The plan of one step's generation: how many actors, of which kind, from which tier, and who gets which samples.
+"""The plan of one step's generation: how many actors, of which kind, from which tier, and which samples each one gets.
 
 Pure and deterministic: the same responses, options and contract give the same plan. What is decided from what is in
 docs/plan.md.
@@ -173,7 +173,7 @@ def _drained(step: Responses, cut: Partition, order: Ints) -> tuple[Ints, list[f
 
 
 def _tiers(actors: tuple[ActorPlan, ...], options: FleetOptions) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
-    """Whom to wake, and which warm ones are not needed."""
+    """How many actors to wake, and how many warm ones are not needed."""
     used = Counter((actor.kind, actor.tier) for actor in actors)
     wake: dict[tuple[str, str], int] = {}
     release: dict[str, int] = {}

@@ -13,7 +13,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """What a step has to generate. Make it with `responses` or `responses_at_quantile`."""
+    """What a step has to generate. Make it with `responses`."""
 
     tokens: Floats
     """[samples]: predicted response tokens, the prompt not counted."""
@@ -47,26 +47,6 @@ def responses(tokens: ArrayLike, prompt: ArrayLike, prompt_tokens: ArrayLike) ->
     if not (np.isfinite(prompts).all() and (prompts >= 0).all()):
         raise ValueError("prompt_tokens has a value that is negative or not finite")
     return Responses(lengths, index, prompts)
-
-
-def responses_at_quantile(
-    quantile_tokens: ArrayLike, quantiles: ArrayLike, at: float, prompt: ArrayLike, prompt_tokens: ArrayLike
-) -> Responses:
-    """Plans on the quantile `at` of each length, between two given ones by a straight line.
-
-    `quantile_tokens` [samples, Q] are the predicted quantiles, and `quantiles` [Q] their ranks, ascending.
-
-    Raises ValueError if `at` lies outside the given ranks, or the shapes do not agree.
-    """
-    table, ranks = np.asarray(quantile_tokens, float), np.asarray(quantiles, float)
-    if table.ndim != 2 or ranks.shape != table.shape[1:] or (np.diff(ranks) <= 0).any():
-        raise ValueError(f"quantile_tokens {table.shape} needs one ascending rank per column; got {ranks.shape}")
-    if not ranks[0] <= at <= ranks[-1]:
-        raise ValueError(f"at is {at}, outside the predicted quantiles {ranks[0]} to {ranks[-1]}")
-    right = min(int(np.searchsorted(ranks, at, side="left")), ranks.size - 1)
-    left = max(right - 1, 0)
-    share = 1.0 if left == right else (at - ranks[left]) / (ranks[right] - ranks[left])
-    return responses((1 - share) * table[:, left] + share * table[:, right], prompt, prompt_tokens)
 
 
 def lists(step: Responses) -> list[Ints]:

@@ -14,7 +14,7 @@ from rlhfless.scaling.plan import CapacityError, Speculation, kernel, responses
 from rlhfless.scaling.plan.cost import GroupTimes
 from rlhfless.scaling.plan.curve import MOST_PIECES, fit_curve
 from rlhfless.scaling.plan.kernel import Taken
-from rlhfless.scaling.plan.responses import lists, responses_at_quantile
+from rlhfless.scaling.plan.responses import lists
 
 
 def times_of(engine, tokens, prompt, prompt_tokens, **changes) -> GroupTimes:
@@ -128,17 +128,6 @@ def test_a_roofline_needs_two_pieces():
 
 def test_an_engine_that_slows_down_with_the_batch_is_known():
     assert not fit_curve([1.0, 1.5, 4.0, 9.0]).merging_pays
-
-
-def test_a_quantile_between_two_is_read_off_the_line():
-    step = responses_at_quantile([[10, 20, 40]], [0.5, 0.8, 0.9], 0.85, [0], [3])
-    assert step.tokens.tolist() == pytest.approx([30])
-
-
-@pytest.mark.parametrize("at", [0.4, 0.95])
-def test_a_quantile_that_was_not_predicted_is_refused(at):
-    with pytest.raises(ValueError, match=f"at is {at}, outside"):
-        responses_at_quantile([[10, 20, 40]], [0.5, 0.8, 0.9], at, [0], [3])
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def grid_to(most: float, apart: float = math.inf) -> Floats:
 
 
 FEW = 16
-"""Of an actor with so many samples or fewer each one counts for itself in whether anybody is alive."""
+"""Of an actor with so many samples or fewer, each sample counts for itself in whether any is alive."""
 
 AROUND = 64
 """So many neighbours in a sorted list are alike."""

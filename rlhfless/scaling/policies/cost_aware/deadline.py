@@ -32,8 +32,8 @@ STEPS_SEEN = 64
 
 MOST_CERTAIN, LEAST_CERTAIN = 0.999, 0.001
 """No forecast is asked for more, or for less. A forecast that is wrong by far gives what happened a probability that is
-0 as a number (in a first step, of whose prompts nothing is known); after some of those, 0 would be asked for, which no
-length has, and whose logarithm is not finite."""
+0 as a number (in a first step, when nothing is known of its prompts); after some of those, 0 would be asked for, which
+no length has, and whose logarithm is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class DeadlineMargin:
         seen before apart from the others, because their forecasts are better."""
         self._later = Recent(1.0)
         self.steps = 0
-        """Whose generation has ended."""
+        """So many have ended their generation."""
 
     def of_step(self, steps: int, *, revisits: bool) -> StepMargin:
         """The margin of a step that begins; `revisits`: with prompts most of which were seen before.
