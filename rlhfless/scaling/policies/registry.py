@@ -39,7 +39,6 @@ class PolicyKind:
 
     settings: type[SpecModel]
     make: Callable[[Any, RunContract], Policy]
-    summary: str
     placement: Literal["colocated", "disaggregated"] | None = None
     """The placement that it is about; None: any."""
     prefill: bool = False
@@ -57,32 +56,22 @@ def _following(autoscaler: Callable[[Any], Autoscaler]) -> Callable[[Any, RunCon
     return _contractless(lambda settings: QueueReactive(autoscaler(settings)))
 
 
-def _static(summary: str, placement: Literal["colocated", "disaggregated"] | None = None) -> PolicyKind:
+def _static(placement: Literal["colocated", "disaggregated"] | None = None) -> PolicyKind:
     reserved = placement is not None
-    return PolicyKind(StaticSpec, _contractless(Static), summary, placement, prefill=True, reserved=reserved)
+    return PolicyKind(StaticSpec, _contractless(Static), placement, prefill=True, reserved=reserved)
 
 
 POLICIES: Mapping[str, PolicyKind] = MappingProxyType(
     {
-        "static_colocated": _static("all functions on all devices in turn (verl)", "colocated"),
-        "static_disaggregated": _static("own devices for generation and learner (OpenRLHF)", "disaggregated"),
-        "static": _static("so many actors in every step"),
-        "queue_reactive_ray_serve": PolicyKind(
-            RayServeSpec, _following(RayServe), "replicas by Ray Serve's queue rule"
-        ),
-        "queue_reactive_knative": PolicyKind(
-            KnativeSpec, _following(Knative), "replicas by Knative's concurrency rule"
-        ),
-        "queue_reactive_keda": PolicyKind(KedaSpec, _following(Keda), "replicas by KEDA's queue rule"),
-        "rlhfuse_tail": PolicyKind(
-            TailSpec, _contractless(TailMigration), "the tail moved together (RLHFuse)", reserved=True
-        ),
-        "rlhfless_published": PolicyKind(
-            RLHFlessPaperSpec, _contractless(RLHFlessPaper), "RLHFless (arXiv 2602.22718)"
-        ),
-        "cost_aware": PolicyKind(
-            CostAwareSpec, lambda settings, run: CostAware(settings, run, PredictedLengths()), "the run's own scaler"
-        ),
+        "static_colocated": _static("colocated"),
+        "static_disaggregated": _static("disaggregated"),
+        "static": _static(),
+        "queue_reactive_ray_serve": PolicyKind(RayServeSpec, _following(RayServe)),
+        "queue_reactive_knative": PolicyKind(KnativeSpec, _following(Knative)),
+        "queue_reactive_keda": PolicyKind(KedaSpec, _following(Keda)),
+        "rlhfuse_tail": PolicyKind(TailSpec, _contractless(TailMigration), reserved=True),
+        "rlhfless_published": PolicyKind(RLHFlessPaperSpec, _contractless(RLHFlessPaper)),
+        "cost_aware": PolicyKind(CostAwareSpec, lambda settings, run: CostAware(settings, run, PredictedLengths())),
     }
 )
 """By name; docs/policies.md describes each."""
@@ -104,7 +93,7 @@ def policy_kind(name: str) -> PolicyKind:
             return POLICIES[name]
         raise PolicyError(f"no policy {name!r}", f"{nearest(name, POLICIES)}There are {', '.join(POLICIES)}")
     try:
-        return PolicyKind(POLICY_SEAM.model_of(name), load_target(name), "one of your own")
+        return PolicyKind(POLICY_SEAM.model_of(name), load_target(name))
     except PydanticCustomError as error:
         found = error.context or {}
         raise PolicyError(str(found["what"]), str(found["mend"])) from error

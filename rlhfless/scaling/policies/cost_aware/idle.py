@@ -16,8 +16,8 @@ import numpy as np
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.policies.cost_aware.estimators import Recent, StartTimes
 from rlhfless.scaling.policies.fleet_actions import Inputs, note
-from rlhfless.scaling.policies.fleet_layout import Layout, PolicyContext
-from rlhfless.scaling.policy import Action, Release, Room, Start
+from rlhfless.scaling.policies.fleet_layout import PolicyContext
+from rlhfless.scaling.policy import Action, Release, Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +35,6 @@ class StepForecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
-    """Idle time that is foreseen."""
-
-    seconds: float
-    taken_s: float = 0.0
-    """For so much of it another replica is awake on its devices."""
-    shared: bool = False
-    """Another function will want its devices: it cannot stay, and not start ahead of time."""
-    waiting_usd_per_s: float = 0.0
-    """What waits for it while it comes up."""
-
-
-@dataclass(frozen=True, slots=True)
 class IdleState:
     """What an idle replica does: it stays, sleeps in a tier, or gives its devices back (no tier)."""
 
@@ -59,9 +46,9 @@ class IdleState:
     """What each second of it saves against staying, its beginning and its end aside."""
 
 
-def cheapest_idle_state(room: Room, gap: Gap, starts: StartTimes) -> IdleState:
-    """What costs least over a gap of g seconds; between equals, what is up sooner. A replica whose devices cost d a
-    second, and which is up again after u seconds (by tier), pays
+def cheapest_idle_state(now: PolicyContext, place: int, starts: StartTimes, gap_s: float, taken_s: float) -> IdleState:
+    """What costs a replica least over a gap of g seconds; between equals, what is up sooner. A replica whose devices
+    cost d a second, and which is up again after u seconds (by tier), pays
 
         stay    d g
         sleep   r (g - u) + d u + w x      r: residency of the tier
@@ -70,17 +57,19 @@ def cheapest_idle_state(room: Room, gap: Gap, starts: StartTimes) -> IdleState:
     where x is how much of u is waited for by what costs w a second: all of it, or, if it can be started ahead of time,
     only what does not fit into the gap. That is the ski-rental problem (Karlin et al., Algorithmica 3, 1988) with a
     tier as one more way between renting and buying. Sleep on a device that others take turns on, where residency has no
-    price of its own, is paid for only while no other replica is awake there.
+    price of its own, is paid for only while no other replica is awake there: not for `taken_s` of the gap. And a
+    replica on devices that another function will want cannot stay, nor start ahead of time.
     """
+    room, shared, waiting = now.layout.rooms[place], now.layout.shared(place), waiting_usd_per_s(now)
     price = room.usd_per_s
-    states = [] if gap.shared else [IdleState(True, None, price * gap.seconds, 0.0)]
+    states = [] if shared else [IdleState(True, None, price * gap_s, 0.0)]
     for tier in (*sorted(room.wake_s, key=lambda tier: room.wake_s[tier]), None):
         up_s = starts.wake_s(room, tier)
         rate = 0.0 if tier is None else room.resident_usd_per_s[tier]
-        unpaid_s = gap.taken_s if rate >= price else 0.0
-        late_s = up_s if gap.shared else max(up_s - gap.seconds, 0.0)
-        asleep_s = max(gap.seconds - unpaid_s - (up_s - late_s), 0.0)
-        usd = rate * asleep_s + price * up_s + gap.waiting_usd_per_s * late_s
+        unpaid_s = taken_s if rate >= price else 0.0
+        late_s = up_s if shared else max(up_s - gap_s, 0.0)
+        asleep_s = max(gap_s - unpaid_s - (up_s - late_s), 0.0)
+        usd = rate * asleep_s + price * up_s + waiting * late_s
         states.append(IdleState(False, tier, usd, price - rate))
     return min(states, key=lambda state: state.usd)
 
@@ -141,8 +130,9 @@ class IdleScheduler:
             groups = np.bincount(now.view.group)
             if (np.bincount(now.view.group[now.view.finished], minlength=groups.size) == groups).any():
                 self._first_group = True
-                for place in _services(now.layout):
-                    self._wanted_s.setdefault(place, Recent()).add(now.at_s - self._began_s[now.view.step])
+                for place in now.layout.others:
+                    if now.layout.rooms[place].function is not FunctionName.LEARNER:
+                        self._wanted_s.setdefault(place, Recent()).add(now.at_s - self._began_s[now.view.step])
         actions: list[Action] = []
         for place in now.layout.others:
             room = now.layout.rooms[place]
@@ -180,8 +170,7 @@ class IdleScheduler:
             wanted_s = self._wanted_s[place].value if place in self._wanted_s else 0.0
         ended_s, _ = self._generated.get(now.view.step, (now.at_s, 0.0))
         gap_s = max(ended_s + self.after_s(forecast.tokens) - now.at_s, 0.0) + wanted_s
-        gap = Gap(gap_s, gap_s, now.layout.shared(place), waiting_usd_per_s(now))
-        return release(now, place, cheapest_idle_state(now.layout.rooms[place], gap, self._starts))
+        return release(now, place, cheapest_idle_state(now, place, self._starts, gap_s, taken_s=gap_s))
 
     def step_ended(self, step: int, end_s: float) -> None:
         """Learns how long the step took from the end of generation."""
@@ -192,13 +181,8 @@ class IdleScheduler:
 
     def state(self, now: PolicyContext, place: int, forecast: StepForecast) -> IdleState:
         """What a generation actor that has nothing left to do does until the next step."""
-        room, after_s = now.layout.rooms[place], self.after_s(forecast.tokens)
+        after_s = self.after_s(forecast.tokens)
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + after_s
         if not self._after.count:
-            gap_s = room.start_s  # unknown: the break-even of the ski-rental problem
-        gap = Gap(gap_s, after_s, now.layout.shared(place), waiting_usd_per_s(now))
-        return cheapest_idle_state(room, gap, self._starts)
-
-
-def _services(layout: Layout) -> list[int]:
-    return [place for place in layout.others if layout.rooms[place].function is not FunctionName.LEARNER]
+            gap_s = now.layout.rooms[place].start_s  # unknown: the break-even of the ski-rental problem
+        return cheapest_idle_state(now, place, self._starts, gap_s, taken_s=after_s)

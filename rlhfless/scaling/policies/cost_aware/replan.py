@@ -93,15 +93,14 @@ class Replanner:
         """Moves samples where that pays. `prewarmed` are places that start for later steps, and keep what they have."""
         rows = unfinished_of(lengths, now.view, now.view.home[lengths.samples])
         state = self._state(now, rows, self._ready_s(now), now.loads, last)
-        steady = _steady(now)
-        self._pace.look(now.at_s, now.view, lengths.samples, _iteration_s(state, steady))
+        self._pace.look(now.at_s, now.view, lengths.samples, _iteration_s(now, state))
         tokens = now.tokens + float(lengths.means.sum())
         target, transfer = self._aim(now, state, aim, tokens), Transfers(now, rows)
         sources = [place for place in now.layout.generation if place not in prewarmed]
         may_dissolve = aim.tested or now.left <= UNTESTED_SHARE * now.view.finished.size
         notes = _dissolve(now, state, target, rows, transfer, sources) if may_dissolve else []
         notes += self._relieve(now, state, target, rows, transfer)
-        self._pace.go_on(_iteration_s(state, steady))
+        self._pace.go_on(_iteration_s(now, state))
         return Replan([*transfer.moves(now, rows), *notes], state.count, _forecast(now, state, tokens))
 
     def _state(
@@ -238,14 +237,10 @@ def _note(now: PolicyContext, move: Transfer, why: str, aim: Aim) -> Action:
     return note(now, "migrate", f"place {move.source} to {move.target}", inputs)
 
 
-def _steady(now: PolicyContext) -> Flags:
-    """[places]: whether an engine there does nothing but decode."""
-    return np.array([there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.places])
-
-
-def _iteration_s(state: MigrationState, steady: Flags) -> Floats:
-    """[places]: what an iteration takes now by the models; 0 where an engine does not decode alone."""
-    places = np.flatnonzero(steady & (state.count > 0))
-    iteration_s = np.zeros(steady.size)
+def _iteration_s(now: PolicyContext, state: MigrationState) -> Floats:
+    """[places]: what an iteration takes now by the models; 0 where an engine does anything but decode."""
+    decodes = [there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.places]
+    places = np.flatnonzero(np.array(decodes) & (state.count > 0))
+    iteration_s = np.zeros(now.places)
     iteration_s[places] = state.iteration_s(places)
     return iteration_s
