@@ -47,13 +47,13 @@ def hold(
     start_s: float,
     end_s: float,
     *,
-    who: str = "a",
+    replica: str = "a",
     device: str = "cpu-0",
     kind: str = "cpu-core",
     share: float = 1.0,
     function: FunctionName = FunctionName.GENERATION,
 ) -> Holding:
-    return Holding(function, f"r-{who}", who, device, kind, share, state, start_s, end_s)
+    return Holding(function, f"r-{replica}", replica, device, kind, share, state, start_s, end_s)
 
 
 def call(
@@ -61,13 +61,13 @@ def call(
     start_s: float,
     end_s: float,
     *,
-    who: str = "a",
+    replica: str = "a",
     step: int = 1,
     function: FunctionName = FunctionName.GENERATION,
     input_tokens: int = 0,
     output_tokens: int = 0,
 ) -> Invocation:
-    return Invocation(function, f"r-{who}", who, work, step, start_s, end_s, input_tokens, output_tokens)
+    return Invocation(function, f"r-{replica}", replica, work, step, start_s, end_s, input_tokens, output_tokens)
 
 
 def rollout(step: int, tokens: int, reward: float) -> TracedRollout:
@@ -84,14 +84,14 @@ def test_a_run_worked_by_hand() -> None:
         hold(S.SLEEPING, 60, 70),
     ]
     learner = [
-        hold(S.STARTING, 0, 10, who="l", share=0.5, kind="h100", function=FunctionName.LEARNER),
-        hold(S.SERVING, 10, 70, who="l", share=0.5, kind="h100", function=FunctionName.LEARNER),
+        hold(S.STARTING, 0, 10, replica="l", share=0.5, kind="h100", function=FunctionName.LEARNER),
+        hold(S.SERVING, 10, 70, replica="l", share=0.5, kind="h100", function=FunctionName.LEARNER),
     ]
     calls = [
         call(Work.LOAD_WEIGHTS, 29, 32),  # its first second belongs to the cold start
         call(Work.GENERATE, 35, 45, input_tokens=100, output_tokens=400),
         call(Work.GENERATE, 40, 50, input_tokens=100, output_tokens=500),  # overlaps: busy 35 to 50
-        call(Work.LEARN, 50, 58, who="l", function=FunctionName.LEARNER, input_tokens=1100),
+        call(Work.LEARN, 50, 58, replica="l", function=FunctionName.LEARNER, input_tokens=1100),
     ]
     steps = (StepRecord(1, 30.0, 60.0, {}),)
     rows = (rollout(1, 400, 1.0), rollout(1, 500, 0.0))
@@ -135,7 +135,7 @@ def test_phases_may_overlap_and_outside_counts_instants_once() -> None:
     step = StepRecord(1, 0.0, 10.0, {})
     calls = [
         call(Work.GENERATE, -5, 6),
-        call(Work.SCORE, 3, 7, who="s", function=FunctionName.SCORING),
+        call(Work.SCORE, 3, 7, replica="s", function=FunctionName.SCORING),
         call(Work.LOGPROBS, 20, 30),
     ]
     times = step_times(step, calls)
@@ -147,11 +147,11 @@ def test_phases_may_overlap_and_outside_counts_instants_once() -> None:
 def test_the_recovery_of_a_step_is_in_none_of_its_phases_and_all_adds_up() -> None:
     calls = [
         call(Work.GENERATE, 1, 4, step=7),  # the try that failed
-        call(Work.RESTORE, 6, 9, who="l", step=4, function=FunctionName.LEARNER),
-        call(Work.LEARN, 10, 14, who="l", function=FunctionName.LEARNER, step=6),  # again, by the new learner
+        call(Work.RESTORE, 6, 9, replica="l", step=4, function=FunctionName.LEARNER),
+        call(Work.LEARN, 10, 14, replica="l", function=FunctionName.LEARNER, step=6),  # again, by the new learner
         call(Work.LOAD_WEIGHTS, 30, 31, step=7),
         call(Work.GENERATE, 32, 33, step=7),
-        call(Work.LEARN, 35, 38, who="l", step=7, function=FunctionName.LEARNER),
+        call(Work.LEARN, 35, 38, replica="l", step=7, function=FunctionName.LEARNER),
     ]
     assert recovery_until_s(7, 16.0, calls) == 32
     times = step_times(StepRecord(7, 0.0, 40.0, {"recovery_s": 32.0}), calls)
@@ -187,7 +187,7 @@ def test_a_tensor_parallel_actor_is_busy_on_all_its_devices() -> None:
 def test_work_outside_any_holding_is_shown() -> None:
     row = usage("generation", [hold(S.SERVING, 0, 10)], [call(Work.GENERATE, 8, 13)], PRICES)
     assert (row.busy_device_s, row.unheld_s) == (2, 3)
-    row = usage("generation", [hold(S.SERVING, 0, 10)], [call(Work.GENERATE, 1, 2, who="ghost")], PRICES)
+    row = usage("generation", [hold(S.SERVING, 0, 10)], [call(Work.GENERATE, 1, 2, replica="ghost")], PRICES)
     assert (row.busy_device_s, row.unheld_s) == (0, 1)
 
 
@@ -196,7 +196,7 @@ def test_overlapping_holdings_are_refused() -> None:
         check_holdings([hold(S.SERVING, 9, 20), hold(S.STALE, 0, 10)])
     check_holdings([hold(S.STALE, 0, 10), hold(S.SERVING, 10, 20)])
     check_holdings([hold(S.SERVING, 0, 10), hold(S.SERVING, 5, 15, device="cpu-1")])
-    check_holdings([hold(S.SERVING, 0, 10, share=0.5), hold(S.SERVING, 5, 15, who="b", share=0.5)])
+    check_holdings([hold(S.SERVING, 0, 10, share=0.5), hold(S.SERVING, 5, 15, replica="b", share=0.5)])
 
 
 def test_an_overlap_with_an_earlier_longer_holding_is_refused() -> None:
@@ -245,7 +245,7 @@ def ledgers(draw: st.DrawFn) -> tuple[list[Holding], list[Invocation]]:
                         state,
                         now,
                         end,
-                        who=str(number),
+                        replica=str(number),
                         device=f"d{device}",
                         kind=kind,
                         share=share,
@@ -254,8 +254,8 @@ def ledgers(draw: st.DrawFn) -> tuple[list[Holding], list[Invocation]]:
                 )
             now = end
     calls = [
-        call(work, start, start + duration, who=str(who), function=function)
-        for who, start, duration, work, function in draw(
+        call(work, start, start + duration, replica=str(replica), function=function)
+        for replica, start, duration, work, function in draw(
             st.lists(
                 st.tuples(
                     st.integers(0, 3),

@@ -53,7 +53,7 @@ def test_coming_back_within_the_paid_time_goes_on_with_the_lease() -> None:
     assert (first.start_s, first.end_s, first.paid_until_s, first.held_s) == (0, 130, 180, 120)
     assert first.unused_s == 60
     assert (second.start_s, second.paid_until_s) == (200, 320)
-    # 120 + 10 s held, 60 + 110 s paid for and held by nobody.
+    # 120 + 10 s held, 60 + 110 s paid for and not held.
     assert leased_usd(held, book(billing=MINUTES)) == pytest.approx(0.300)
     assert leased_usd(held, book()) == pytest.approx(0.130)
 
@@ -62,7 +62,7 @@ def test_slots_have_leases_of_their_own_and_shares_have_one() -> None:
     prices = book(billing=MINUTES)
     assert len(leases([hold(0, 100), hold(0, 100, device="gpu-1")], prices)) == 2
     halves = [hold(0, 100, share=0.5), hold(0, 100, share=0.5)]
-    assert leased_usd(halves, prices) == pytest.approx(0.120)  # 100 s held by both, 20 s by nobody
+    assert leased_usd(halves, prices) == pytest.approx(0.120)  # 100 s held by both, 20 s by neither
 
 
 def test_a_state_without_a_device_is_no_lease() -> None:

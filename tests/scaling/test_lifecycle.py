@@ -19,13 +19,13 @@ from rlhfless.scaling.placement import Seat, Slot
 
 S = ReplicaState
 CORES = (Slot("cpu-0", "cpu-core", 0), Slot("cpu-1", "cpu-core", 1))
-WHO = ReplicaIdentity(FunctionName.GENERATION, "generation-0", "a1", Seat(CORES, 0.5))
+IDENTITY = ReplicaIdentity(FunctionName.GENERATION, "generation-0", "a1", Seat(CORES, 0.5))
 V1 = WeightVersion("run", 1, 1, "aa")
 V2 = WeightVersion("run", 1, 2, "bb")
 
 
 def serving(at_s: float = 0.0) -> Lifecycle:
-    life = Lifecycle(WHO, at_s)
+    life = Lifecycle(IDENTITY, at_s)
     life.started(at_s)
     life.ask(V1, at_s)
     life.loaded(V1, at_s)
@@ -34,7 +34,7 @@ def serving(at_s: float = 0.0) -> Lifecycle:
 
 
 def test_a_whole_life_is_covered_by_holdings() -> None:
-    life = Lifecycle(WHO, 100.0)
+    life = Lifecycle(IDENTITY, 100.0)
     closed: list[Holding] = []
     closed += life.started(131.0)
     closed += life.ask(V1, 131.5)
@@ -65,7 +65,7 @@ def test_a_whole_life_is_covered_by_holdings() -> None:
 
 
 def test_a_load_overtaken_by_a_newer_ask_opens_nothing() -> None:
-    life = Lifecycle(WHO, 0.0)
+    life = Lifecycle(IDENTITY, 0.0)
     life.started(1.0)
     life.ask(V1, 2.0)
     life.ask(V2, 3.0)
@@ -82,7 +82,7 @@ def test_asking_for_what_is_loaded_changes_nothing() -> None:
 
 
 def test_nothing_can_be_loaded_before_it_is_asked_for() -> None:
-    life = Lifecycle(WHO, 0.0)
+    life = Lifecycle(IDENTITY, 0.0)
     life.started(1.0)
     assert life.loaded(V1, 2.0) == ()
     assert life.state is S.STALE
@@ -101,7 +101,7 @@ def test_a_suspect_comes_back_through_stale_only() -> None:
 
 
 def test_a_start_ends_by_starting_and_a_suspicion_by_a_probe() -> None:
-    life = Lifecycle(WHO, 0.0)
+    life = Lifecycle(IDENTITY, 0.0)
     with pytest.raises(IllegalTransition, match="from starting to stale"):
         life.recovered(1.0)
     life.suspect(1.0)
@@ -150,7 +150,7 @@ def test_a_cut_closes_the_span_and_goes_on() -> None:
 
 
 def test_a_clock_that_steps_back_gives_no_negative_span() -> None:
-    life = Lifecycle(WHO, 100.0)
+    life = Lifecycle(IDENTITY, 100.0)
     assert life.started(90.0) == ()
     assert life.since_s == 100.0
 
@@ -158,7 +158,7 @@ def test_a_clock_that_steps_back_gives_no_negative_span() -> None:
 @pytest.mark.parametrize("state", [S.SERVING, S.SLEEPING, S.DEAD])
 def test_a_life_begins_starting_or_stale(state: ReplicaState) -> None:
     with pytest.raises(ValueError, match=f"cannot begin as {state}"):
-        Lifecycle(WHO, 0.0, state)
+        Lifecycle(IDENTITY, 0.0, state)
 
 
 def test_the_table_has_one_door_to_traffic_and_one_way_to_die() -> None:
@@ -176,7 +176,7 @@ class AnyLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 50.0
-        self.life = Lifecycle(WHO, self.now)
+        self.life = Lifecycle(IDENTITY, self.now)
         self.closed: list[Holding] = []
         self.in_memory: WeightVersion | None = None
 

@@ -1,4 +1,4 @@
-"""Seats: who sits where, and that no slot is sold twice."""
+"""Seats: which replica sits where, and that no slot is sold twice."""
 
 from __future__ import annotations
 

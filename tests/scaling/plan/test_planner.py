@@ -188,7 +188,7 @@ def test_a_budget_buys_the_time_that_the_exact_programme_says(shape, extra):
     made = plan(step, fleet(option), FastestUnderBudget(budget_usd))
     assert made.feasible
     assert made.usd <= budget_usd
-    # For one percent less money nobody is more than one percent faster.
+    # For one percent less money no plan is more than one percent faster.
     assert least_usd(table, ready_s, 1.0, made.step_s / WITHIN) > budget_usd / WITHIN
 
 

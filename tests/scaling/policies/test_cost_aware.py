@@ -169,9 +169,9 @@ def test_lost_samples_go_to_actors_that_are_awake_or_wait_for_the_same_place() -
     lost = Lost(0, np.array([4, 5]))
     there = policy.decide(1.0, lost, view({1: [0, 1]}, tokens=5, places=(ABSENT, UP, UP, UP)))
     assert dealt(there) == {2: [4, 5]}
-    nobody = policy.decide(1.0, lost, view({}, tokens=5, places=(ABSENT, ABSENT, ABSENT, UP)))
-    assert [a for a in nobody if isinstance(a, Start)] == [Start(0)]
-    assert dealt(nobody) == {0: [4, 5]}
+    alone = policy.decide(1.0, lost, view({}, tokens=5, places=(ABSENT, ABSENT, ABSENT, UP)))
+    assert [a for a in alone if isinstance(a, Start)] == [Start(0)]
+    assert dealt(alone) == {0: [4, 5]}
 
 
 def test_all_sleep_after_generation_and_wake_ahead_of_the_next_step() -> None:

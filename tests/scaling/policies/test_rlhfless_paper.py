@@ -76,7 +76,7 @@ def test_a_tail_is_cut_and_goes_to_an_actor_that_is_through() -> None:
     policy = make_policy("rlhfless_published", RLHFlessPaperSpec(time_weight=1.0, cut_share=0.5))
     fresh = view_of(FLEET, [ABSENT, ABSENT, ABSENT, UP], prompts=6, siblings=1)
     assert dealt(policy.decide(0.0, StepBegan(), fresh)) == {2: [4, 5], 0: [2, 3], 1: [0, 1]}
-    # Half of place 1 is done, but nobody is through who could take the rest.
+    # Half of place 1 is done, but no actor is through that could take the rest.
     assert list(policy.decide(1.0, Beat(), view({2: [4, 5], 0: [2, 3], 1: [1]}))) == []
     # Place 1 is through; it stays, for what may still be cut.
     assert list(policy.decide(2.0, Beat(), view({2: [4, 5], 0: [2, 3]}))) == []
@@ -101,7 +101,7 @@ def test_actors_start_ahead_of_the_next_step() -> None:
     assert policy.decide(160.0, Idle(3), view({})) == [Release(3, "host")]
 
 
-def test_where_steps_overlap_who_is_up_already_is_not_started_again() -> None:
+def test_where_steps_overlap_an_actor_that_is_up_is_not_started_again() -> None:
     """Places 0 and 1 take turns with the learner. When it is through with a step, 0 draws for the next one."""
     fleet = fleet_of(room(0), room(1), learner(0, 1))
     policy = make_policy("rlhfless_published", RLHFlessPaperSpec(time_weight=1.0))

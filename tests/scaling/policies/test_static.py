@@ -50,11 +50,11 @@ def test_a_static_fleet_of_so_many_actors() -> None:
     assert dealt(actions) == {0: [0, 1, 2, 3, 4, 5]}
 
 
-def test_whoever_shares_devices_sleeps_when_it_is_done() -> None:
+def test_a_replica_that_shares_devices_sleeps_when_it_is_done() -> None:
     policy = make_policy("static_colocated")
     view = view_of(COLOCATED, [UP, UP, ASLEEP], prompts=2, siblings=1)
     assert policy.decide(9.0, Generated(), view) == [Release(0, "host"), Release(1, "host")]
-    assert policy.decide(9.0, Idle(2), view) == []  # somebody wanted its devices, and sent it to sleep
+    assert policy.decide(9.0, Idle(2), view) == []  # it made way for another replica already
     assert policy.decide(9.0, Idle(2), view_of(COLOCATED, [ASLEEP, ASLEEP, UP], prompts=2, siblings=1)) == [
         Release(2, "host")
     ]
@@ -65,7 +65,7 @@ def test_whoever_shares_devices_sleeps_when_it_is_done() -> None:
     assert list(policy.decide(9.0, Idle(2), apart)) == []
 
 
-def test_lost_samples_go_to_those_with_the_least() -> None:
+def test_lost_samples_go_to_the_actors_with_the_least() -> None:
     fleet = fleet_of(*(room(i) for i in range(4)), learner(5))
     home = [0] * 3 + [2] * 1 + [-1] * 4
     view = view_of(fleet, [UP, ABSENT, UP, ASLEEP, UP], prompts=8, siblings=1, home=home)
@@ -137,7 +137,7 @@ def test_the_factory_names_what_is_wrong() -> None:
         assert make_policy(name, kind.settings()) is not None
 
 
-def test_prompts_begin_with_those_that_prefill_only() -> None:
+def test_prompts_begin_with_actors_that_prefill_only() -> None:
     first = dataclasses.replace(ENGINE, prefill_only=True)
     split = fleet_of(room(0, engine=first), room(1), room(2), learner(3))
     view = view_of(split, [ABSENT] * 4, prompts=2, siblings=2)

@@ -45,7 +45,7 @@ def begun(fleet: object = ALONE) -> Policy:
     return policy
 
 
-def test_the_tail_goes_to_whoever_has_most_of_it_once() -> None:
+def test_the_tail_goes_once_to_the_actor_that_has_most_of_it() -> None:
     policy = begun()
     assert list(policy.decide(1.0, Beat(), view({0: [1], 1: [3], 2: [9]}))) == []  # 3 of 10: no tail yet
     actions = list(policy.decide(2.0, Beat(), view({0: [1], 2: [9]})))
@@ -82,7 +82,7 @@ def test_only_devices_that_others_want_are_given_up() -> None:
     assert list(begun(SHARED).decide(4.0, Idle(3), view({}, fleet=SHARED))) == [Release(3, "host")]
 
 
-def test_what_was_lost_goes_to_those_with_least_while_its_place_starts_again() -> None:
+def test_lost_samples_go_to_the_actors_with_least_while_their_place_starts_again() -> None:
     policy = begun()
     states = (ABSENT, UP, UP, UP)
     lost = view({1: [3, 4, 5], 2: [9]}, states)

@@ -74,7 +74,7 @@ def view_of(
 
 
 def homes(left: dict[int, list[int]], samples: int) -> list[int]:
-    """`[samples]`: the place of each one in `left` (place: samples), and nobody's for those that have ended."""
+    """`[samples]`: the place of each one in `left` (place: samples), and NOBODY for samples that have ended."""
     home = [NOBODY] * samples
     for place, mine in left.items():
         for sample in mine:
