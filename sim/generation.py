@@ -32,8 +32,6 @@ class Generation:
         self.progress = Progress(batch)
         table, links, actors = self.progress.table, fleet.setup.links, fleet.setup.actors
         self.assignment = Assignment(table.home, table.finished, len(actors), math.isfinite(links.kv_token_s))
-        self.actor_of = self.progress.table.actor
-        """`[samples]`: the place that drew the end of each."""
         self.preemptions = 0
         """Of engines that have been billed."""
         self._fleet = fleet

@@ -110,20 +110,8 @@ class Table(NamedTuple):
         return cast(Ints, self.sample["group"])
 
     @property
-    def admitted(self) -> Ints:
-        return cast(Ints, self.sample["admitted"])
-
-    @property
-    def cached(self) -> Ints:
-        return cast(Ints, self.sample["cached"])
-
-    @property
     def arrival_s(self) -> Floats:
         return cast(Floats, self.sample["arrival_s"])
-
-    @property
-    def start_s(self) -> Floats:
-        return cast(Floats, self.sample["start_s"])
 
     @property
     def finish_s(self) -> Floats:

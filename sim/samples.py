@@ -54,12 +54,6 @@ class RolloutBatch:
     def groups(self) -> int:
         return len(self.prompt_ids)
 
-    @property
-    def sample_index(self) -> Ints:
-        """`[samples]`: 0, 1, ... within each group."""
-        first = np.searchsorted(self.group, np.arange(self.groups))
-        return np.arange(self.samples) - first[self.group]
-
 
 @dataclass
 class Progress:

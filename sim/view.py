@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rlhfless.scaling.placement import Seat
-from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Room, StepView
+from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Room, StepView, read_only
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.sim.fleet import Fleet
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.setup import ActorShape, Setup
-
-N = TypeVar("N", bound=np.generic)
 
 place_view = lru_cache(maxsize=1 << 16)(PlaceView)
 """Places look alike; it is quicker to find a view than to make one."""
@@ -61,12 +55,12 @@ class Window:
             fleet=fleet_view,
             step=batch.step,
             prompt_ids=batch.prompt_ids,
-            prompt_tokens=_read_only(batch.prompt_tokens),
-            group=_read_only(table.group),
-            tokens=_read_only(table.tokens),
-            finished=_read_only(table.finished),
-            truncated=_read_only(table.truncated),
-            home=_read_only(generation.assignment.home),
+            prompt_tokens=read_only(batch.prompt_tokens),
+            group=read_only(table.group),
+            tokens=read_only(table.tokens),
+            finished=read_only(table.finished),
+            truncated=read_only(table.truncated),
+            home=read_only(generation.assignment.home),
         )
 
     def look(self) -> StepView:
@@ -75,13 +69,6 @@ class Window:
 
     def _places(self) -> tuple[PlaceView, ...]:
         return tuple(map(place_view, *self._fleet.standing(), *self._generation.counts()))
-
-
-def _read_only(column: NDArray[N]) -> NDArray[N]:
-    """The same memory, protected."""
-    seen = column.view()
-    seen.flags.writeable = False
-    return seen
 
 
 def _usd_per_s(seat: Seat, prices: PriceBook, *, asleep: bool) -> float:

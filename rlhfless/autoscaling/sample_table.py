@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.scaling.assignment import Assignment
-from rlhfless.scaling.policy import NOBODY, FleetView, Ints, PlaceView, StepView
-
-N = TypeVar("N", bound=np.generic)
+from rlhfless.scaling.policy import NOBODY, FleetView, Ints, PlaceView, StepView, read_only
 
 
 class SampleTable:
@@ -68,12 +64,12 @@ class SampleTable:
             tuple(places),
             self.step,
             self._prompt_ids,
-            _read_only(self._prompt_tokens),
-            _read_only(self._group),
-            _read_only(self._tokens),
-            _read_only(self._finished),
-            _read_only(self._truncated),
-            _read_only(self.home),
+            read_only(self._prompt_tokens),
+            read_only(self._group),
+            read_only(self._tokens),
+            read_only(self._finished),
+            read_only(self._truncated),
+            read_only(self.home),
         )
 
     def counts(self, place: int) -> tuple[int, int]:
@@ -146,10 +142,3 @@ class SampleTable:
         self._tokens[number] = 0 if prior is None else len(prior.token_ids)
         if self.home[number] != NOBODY:
             self.waiting[number] = None
-
-
-def _read_only(column: NDArray[N]) -> NDArray[N]:
-    """The same memory, protected."""
-    seen = column.view()
-    seen.flags.writeable = False
-    return seen

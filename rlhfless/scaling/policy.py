@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from rlhfless.scaling.engine_model import EngineModel
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+N = TypeVar("N", bound=np.generic)
 
 NOBODY = -1
 """The place of a sample that has ended, was lost, or was not given to a place yet."""
@@ -129,6 +130,13 @@ class StepView:
     def samples_at(self, place: int) -> Ints:
         """Unfinished samples that belong to a place, ascending."""
         return np.flatnonzero(self.home == place)
+
+
+def read_only(column: NDArray[N]) -> NDArray[N]:
+    """The same memory, protected from writing: a column of a StepView."""
+    seen = column.view()
+    seen.flags.writeable = False
+    return seen
 
 
 # -- what happens

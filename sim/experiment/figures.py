@@ -47,10 +47,6 @@ class StepFigures:
     kept: bool | None = None
     """Whether the limit was kept."""
 
-    @property
-    def held_device_s(self) -> float:
-        return self.busy_device_s + self.idle_device_s + self.cold_device_s
-
 
 @dataclass(frozen=True, slots=True)
 class Devices:

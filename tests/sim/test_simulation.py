@@ -165,7 +165,7 @@ def test_prefill_and_decode_apart() -> None:
     _, generation = one_step(setup_of(prefill, actor(1)), Evenly(), batch_of([(10, [4])]))
     handed_s = SERVING_S + MODEL.prefill_s(10) + 0.01 + 11 * 0.001
     assert generation.progress.table.finish_s == pytest.approx([handed_s + decode_s(MODEL, 1, 11, 3)], rel=1e-9)
-    assert generation.actor_of.tolist() == [1]
+    assert generation.progress.table.actor.tolist() == [1]
     with pytest.raises(ValueError, match="kv_token_s is infinite"):
         setup_of(prefill, actor(1), links=dataclasses.replace(LINKS, kv_token_s=float("inf")))
 

@@ -92,7 +92,7 @@ def check_books(run: Run, policy: Policy) -> None:
         assert table.tokens.tolist() == batch.response_tokens.tolist()
         assert table.finished.all()
         assert np.isfinite(table.finish_s).all()
-        assert (generation.actor_of >= 0).all()
+        assert (table.actor >= 0).all()
     trace = simulation.close()
     assert [step.step for step in trace.steps] == [batch.step for batch in run.batches]
     total = summarise(trace, PRICES).total  # raises if holdings overlap

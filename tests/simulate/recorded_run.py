@@ -47,15 +47,15 @@ def record(folder: Path, actors: int, prompts: int = 16, median_tokens: float = 
                 length = int(batch.response_tokens[sample])
                 rollout = Rollout(
                     batch.prompt_ids[batch.group[sample]],
-                    int(batch.sample_index[sample]),
+                    sample - int(np.searchsorted(batch.group, batch.group[sample])),
                     0,
                     np.zeros(length, np.int32),
                     np.zeros(length, np.float32),
                     "",
                     FinishReason.LENGTH if length == 112 else FinishReason.STOP,
                     (),
-                    f"generation-{generation.actor_of[sample]}",
-                    EPOCH_S + float(table.start_s[sample]),
+                    f"generation-{generation.progress.table.actor[sample]}",
+                    EPOCH_S + float(table.sample["start_s"][sample]),
                     EPOCH_S + float(table.finish_s[sample]),
                 )
                 writer.add_rollout(batch.step, rollout, Score(0.0, {}), int(table.prompt[sample]))
