@@ -38,7 +38,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
     "grid.color": GRID, "xtick.color": PALE, "ytick.color": PALE, "xtick.major.size": 0, "ytick.major.size": 0,
     "legend.frameon": False, "lines.linewidth": 1.5,
-    "svg.fonttype": "none", "svg.hashsalt": "rlhfless",  # text stays text; the same picture gets the same names
+    "svg.fonttype": "none",  # text stays text
 }  # fmt: skip
 
 COLOURS = (
@@ -218,12 +218,12 @@ def tip(text: str) -> str:
 @rc_context(STYLE)
 def svg(figure: Figure) -> str:
     """One `<svg>` element that scales to its place. It refers to nothing outside itself."""
-    text = StringIO()
-    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text, title = StringIO(), figure.axes[0].get_title("left")
+    with rc_context({"svg.hashsalt": title}):  # the same names every time, and other names in every picture of a page
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     drawn = text.getvalue()
     head, body = drawn[drawn.index("<svg ") :].split(">", 1)
-    title = escape(figure.axes[0].get_title("left"))
-    return f'{head} role="img"><title>{title}</title>' + re.sub(TIP, r"<g><title>\2</title>", body)
+    return f'{head} role="img"><title>{escape(title)}</title>' + re.sub(TIP, r"<g><title>\2</title>", body)
 
 
 @rc_context(STYLE)

@@ -1,4 +1,4 @@
-"""The door between simulator and policy: what a policy sees, and which answers are faults."""
+"""What a policy sees of the simulator, and which answers are faults."""
 
 from __future__ import annotations
 
