@@ -1,4 +1,4 @@
-"""One incarnation of a replica: its life cycle, with everything it did written down."""
+"""One incarnation of a replica: its life cycle, its calls and its holdings for the ledger."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Replica:
         self.asleep: str | None = None
         """The tier it sleeps in."""
         self.busy_s = at_s
-        """When it is done with all it has been given; of an engine, see there."""
+        """When it will have done all the work that it was given; an engine knows its own time."""
         self.engine: Engine | None = None
-        """Of a generation actor, while it has samples of a step."""
+        """The engine of a generation actor, while it has samples of a step."""
 
     @property
     def state(self) -> ReplicaState:
@@ -39,7 +39,7 @@ class Replica:
         self._ledger.called(self.life.identity, work, step, start_s, end_s, **figures)
 
     def serve(self, version: WeightVersion, at_s: float) -> None:
-        """From STARTING to SERVING, for functions whose loading is part of their start."""
+        """From STARTING to SERVING, for functions that load their weights as part of the start."""
         self.note(self.life.started(at_s))
         self.note(self.life.ask(version, at_s))
         self.note(self.life.loaded(version, at_s))

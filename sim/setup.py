@@ -1,4 +1,4 @@
-"""What a simulated run is made of: rooms for replicas, what is done in each, and what lies between them.
+"""What a simulated run is made of: rooms for replicas, the work of each function, links and transport.
 
 Places are numbered: generation first, then the services, then the learner.
 """
@@ -51,12 +51,12 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What moves between actors, and what it costs."""
+    """What moves between actors, and how long it takes."""
 
     beat_s: float
-    """Between two beats of a step."""
+    """Seconds between two beats of a step."""
     move_s: float
-    """A sample from one actor to another, by its tokens."""
+    """Seconds until a sample is at another actor, by its tokens."""
     kv_token_s: float = math.inf
     """Seconds per token more if its KV travels too; infinite where no connector does that."""
 
@@ -90,7 +90,7 @@ class ActorShape:
     slowdown: float = 1.0
     """Above 1: a straggler."""
     spot_mean_s: float = math.inf
-    """Mean time until it is interrupted."""
+    """Mean time until an actor is interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class ServiceShape:
     function: FunctionName
     work: Work
     group_s: float
-    """Per group, whatever its size."""
+    """Seconds per group, whatever its size."""
     token_s: float
-    """Per token of prompt and response."""
+    """Seconds per token of prompt and response."""
 
 
 @dataclass(frozen=True, slots=True)

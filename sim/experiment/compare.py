@@ -26,7 +26,7 @@ from rlhfless.sim.experiment.contracts import (
 from rlhfless.sim.experiment.rows import Part, Row, Totals, objective, row_of, steps_of
 from rlhfless.sim.experiment.run import RunResult, Task, fleet_of, settings_of
 from rlhfless.sim.experiment.static import best, fleets
-from rlhfless.sim.experiment.workers import Progress, Workers
+from rlhfless.sim.experiment.workers import OnProgress, Workers
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
 from rlhfless.spec import ContractSpec, WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def compare(
-    scenario: Scenario, policies: Sequence[str] | None = None, jobs: int = 1, on_progress: Progress | None = None
+    scenario: Scenario, policies: Sequence[str] | None = None, jobs: int = 1, on_progress: OnProgress | None = None
 ) -> Comparison:
     """Runs the scenario's policies, or only these labels; and the policies that their contracts are measured by.
 

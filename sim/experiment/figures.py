@@ -32,7 +32,7 @@ class StepFigures:
 
     step: int
     time_s: float
-    """Its window."""
+    """Length of its window."""
     step_s: float
     """From its own start to its end."""
     generation_s: float

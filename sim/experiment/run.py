@@ -35,7 +35,7 @@ class Fleet:
 
     placement: PlacementSpec
     devices: int | None = None
-    """Of the first kind; all of them if None."""
+    """Devices of the first kind; all of them if None."""
 
     def __str__(self) -> str:
         size = "all devices" if self.devices is None else f"{self.devices} devices"
@@ -48,7 +48,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One run, with all it depends on: it can be done in any process."""
+    """One run, with all that it depends on, so that any process can do it."""
 
     scenario: Scenario
     entry: PolicyEntry
@@ -61,7 +61,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What came of it."""
+    """What came of a run."""
 
     label: str
     fleet: Fleet
@@ -130,7 +130,7 @@ def settings_of(scenario: Scenario, entry: PolicyEntry) -> SpecModel:
 
 
 def run(task: Task) -> RunResult:
-    """Simulates it. Raises InputError for what does not fit, SimulationError for a policy that cannot work."""
+    """Simulates it. Raises InputError for a scenario that does not fit, SimulationError for a fault of the policy."""
     scenario, entry = task.scenario, task.entry
     kind = kind_of(scenario, entry)
     layout = Layout(scenario, task.fleet.placement, task.fleet.devices)

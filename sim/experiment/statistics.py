@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
-"""Of every interval."""
+"""Level of every interval."""
 
 
 @dataclass(frozen=True, slots=True)

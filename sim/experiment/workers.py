@@ -10,7 +10,7 @@ from types import TracebackType
 
 from rlhfless.sim.experiment.run import RunResult, Task, run
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Told how many runs are done, and how many are needed as far as is known."""
 
 
@@ -22,7 +22,7 @@ def leave_ctrl_c_to_parent() -> None:
 class Workers:
     """One or more processes. With one, everything is done in this process."""
 
-    def __init__(self, jobs: int, on_progress: Progress | None) -> None:
+    def __init__(self, jobs: int, on_progress: OnProgress | None) -> None:
         # A new interpreter each: a fork would copy this process with half of its threads.
         self._pool = ProcessPoolExecutor(jobs, get_context("spawn"), leave_ctrl_c_to_parent) if jobs > 1 else None
         self._on_progress = on_progress

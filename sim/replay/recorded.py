@@ -23,7 +23,7 @@ from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Se
 
 BLOCK_TOKENS = 16
 MOVE_S = 0.01
-"""A sample from one actor to another: a request."""
+"""Seconds until a sample is at another actor: one request."""
 
 
 def actors_of(trace: Trace) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
 
 
 class AsRecorded:
-    """The policy that the run had, as far as its trace shows it: every sample on the actor that finished it."""
+    """The policy of the run, as far as the trace shows it: every sample on the actor that finished it."""
 
     def __init__(self, trace: Trace) -> None:
         self._place = {name: place for place, name in enumerate(actors_of(trace))}
@@ -90,12 +90,12 @@ class AsRecorded:
 
 
 def _samples(begun: list[tuple[float, int]]) -> Ints:
-    """In the order in which they began."""
+    """The samples, in the order in which they began."""
     return np.array([sample for _, sample in sorted(begun)], dtype=np.int64)
 
 
 def _seats(trace: Trace) -> Mapping[tuple[FunctionName, str], Seat]:
-    """Seat of every replica, by its first life."""
+    """The seat of each replica in its first life."""
     by_replica: dict[tuple[FunctionName, str], dict[str, Holding]] = {}
     for holding in trace.holdings:
         by_replica.setdefault((holding.function, holding.replica), {}).setdefault(holding.device, holding)

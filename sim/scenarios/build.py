@@ -42,14 +42,14 @@ def price_book(scenario: Scenario) -> PriceBook:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class DevicesByNode:
     """Part of the cluster's devices, by node, in the order in which they are taken."""
 
     slots: tuple[tuple[str, tuple[Slot, ...]], ...]
     """Node, and its slots."""
 
     @classmethod
-    def of(cls, machines: MachinesSpec, devices: int) -> Fleet:
+    def of(cls, machines: MachinesSpec, devices: int) -> DevicesByNode:
         """The first `devices` devices of these machines."""
         nodes = []
         for node in range(machines.nodes):
@@ -64,10 +64,12 @@ class Fleet:
     def all(self) -> list[Slot]:
         return [slot for _, slots in self.slots for slot in slots]
 
-    def without(self, taken: list[Slot]) -> Fleet:
-        """The rest of it."""
+    def without(self, taken: list[Slot]) -> DevicesByNode:
+        """All devices but these."""
         names = {slot.name for slot in taken}
-        return Fleet(tuple((node, tuple(s for s in slots if s.name not in names)) for node, slots in self.slots))
+        return DevicesByNode(
+            tuple((node, tuple(s for s in slots if s.name not in names)) for node, slots in self.slots)
+        )
 
     def actors(self, devices_each: int) -> Iterator[tuple[str, tuple[Slot, ...]]]:
         """Node and slots of each actor; none spans two nodes."""
@@ -87,7 +89,7 @@ class Layout:
         self._placement = placement
         first = scenario.cluster.machines[0]
         self.devices = first.devices if devices is None else devices
-        self._first = Fleet.of(first, self.devices)
+        self._first = DevicesByNode.of(first, self.devices)
         slots = self._first.all
         apart = placement.mode == "disaggregated"
         self.learner_slots = slots[-(placement.learner_devices or -(-len(slots) // 2)) :] if apart else slots
@@ -101,10 +103,10 @@ class Layout:
         """Rooms for generation; rooms on the first kind of device come first."""
         found: list[ActorShape] = []
         for index, machines in enumerate(self._scenario.cluster.machines):
-            fleet = self._first if index == 0 else Fleet.of(machines, machines.devices)
+            devices = self._first if index == 0 else DevicesByNode.of(machines, machines.devices)
             if index == 0 and self._placement.mode == "disaggregated":
-                fleet = fleet.without(self.learner_slots)
-            found += self._of_kind(machines, fleet)
+                devices = devices.without(self.learner_slots)
+            found += self._of_kind(machines, devices)
         alone = self._placement.prefill_devices // self._scenario.engine.tensor_parallel
         if 0 < len(found) <= alone:
             what = f"{self._placement.prefill_devices} devices prefill, and no actor is left that decodes"
@@ -118,7 +120,7 @@ class Layout:
             raise timing.DoesNotFit(self._scenario.name, [Problem("engine.tensor_parallel", what, mend)])
         return tuple(found)
 
-    def _of_kind(self, machines: MachinesSpec, fleet: Fleet) -> list[ActorShape]:
+    def _of_kind(self, machines: MachinesSpec, devices: DevicesByNode) -> list[ActorShape]:
         engine = self._scenario.engine
         blocks = timing.kv_tokens(self._scenario, machines.kind) // engine.block_tokens
         shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens)
@@ -134,7 +136,7 @@ class Layout:
                 machines.straggler_slowdown if _number(slots[-1]) >= slow_from else 1.0,
                 _spot_mean_s(self._scenario, machines),
             )
-            for node, slots in fleet.actors(engine.tensor_parallel)
+            for node, slots in devices.actors(engine.tensor_parallel)
         ]
 
     def learner(self) -> LearnerShape:

@@ -19,7 +19,7 @@ from rlhfless.spec.errors import InputError, Problem
 GB = 1e9
 
 LEARNER_MEMORY_SHARE = 0.8
-"""Of the devices' memory, what weights, gradients and the optimiser's state may take; the rest is for activations."""
+"""Share of the devices' memory for weights, gradients and the optimiser's state; the rest is for activations."""
 
 
 class DoesNotFit(InputError):

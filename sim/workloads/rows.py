@@ -20,7 +20,7 @@ class WorkloadError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One row: how long its prompt was, and its answer."""
+    """One row: the lengths of a prompt and its answer."""
 
     name: str
     prompt_tokens: int
@@ -44,7 +44,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def whole_number(path: Path, row: int, column: str, value: object, least: int) -> int:
-    """A count from a row. Raises WorkloadError for what is none, or less than `least`."""
+    """A count from a row. Raises WorkloadError for a value that is no whole number, or less than `least`."""
     try:
         number = int(value) if isinstance(value, str) else value
     except ValueError:
