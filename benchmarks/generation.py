@@ -24,7 +24,7 @@ from where import machine
 
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.generation.messages import GenerateRequest, SampleItem, StreamEnd
-from rlhfless.loop.draw import sampling_of
+from rlhfless.loop.rollout_request import sampling_of
 from rlhfless.loop.run import Run
 from rlhfless.records import Work, sample_seed
 
@@ -33,7 +33,7 @@ MAX_MODEL_LEN = 128
 
 def items_of(run: Run, number: int) -> tuple[SampleItem, ...]:
     """All samples of a step."""
-    draw = run.plan(number)
+    draw = run.begin(number).request
     return tuple(item for prompt in draw.prompts for item in draw.items(prompt))
 
 

@@ -35,7 +35,7 @@ from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.loop.launch import binding
 from rlhfless.records import FinishReason, FunctionName, Group, Holding, Invocation, Prompt, Rollout
-from rlhfless.scaling.placement import Seat
+from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import CodeSpec, MathSpec, PlacementSpec, ScoringSpec, TimeoutsSpec
 
 SAMPLES = 8
@@ -140,15 +140,15 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
     loop = plain_code_loop if code else plain_loop
     samples = prompts * SAMPLES
     cluster = await Cluster.start(PlacementSpec())
-    seat = Seat((cluster.slots[0],), 1.0)
+    allocation = Allocation((cluster.devices[0],), 1.0)
 
-    def settings(seat: Seat) -> ScoringSettings:
+    def settings(allocation: Allocation) -> ScoringSettings:
         rewards = (CodeSpec(type="code") if code else MathSpec(type="math"),)
         return ScoringSettings(
-            "bench", LeaseTerms(600, 600), rewards, ScoringSpec(workers=workers), binding(seat, exclusive=False)
+            "bench", LeaseTerms(600, 600), rewards, ScoringSpec(workers=workers), binding(allocation, exclusive=False)
         )
 
-    blueprint = Blueprint(FunctionName.SCORING, ScoringFunction, settings, (seat,))
+    blueprint = Blueprint(FunctionName.SCORING, ScoringFunction, settings, (allocation,))
     pool = Pool(cluster, blueprint, CALL, TimeoutsSpec(), NoLedger())
     figures: dict[str, list[float]] = {"ours": [], "plain loop": []}
     try:

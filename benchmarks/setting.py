@@ -15,8 +15,8 @@ import torch
 
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
-from rlhfless.loop.opening import Opening, opened
 from rlhfless.loop.run import Run
+from rlhfless.loop.session import Session, open_session
 from rlhfless.prepare.preflight import preflight
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
@@ -67,8 +67,8 @@ async def live_run(spec: RunSpec, folder: Path) -> AsyncIterator[Run]:
     """A run with its fleet up."""
     console = Console("off", "bench", spec.steps, stream=io.StringIO())
     (folder / "run").mkdir(exist_ok=True)
-    opening = Opening(spec, preflight(spec), "bench", folder / "run", console, MetricSinks([]))
-    async with opened(opening) as (run, _):
+    session = Session(spec, preflight(spec), "bench", folder / "run", console, MetricSinks([]))
+    async with open_session(session) as (run, _):
         yield run
 
 

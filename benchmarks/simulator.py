@@ -3,7 +3,7 @@
     python benchmarks/simulator.py [--steps 5] [--prompts 4096] [--samples 8] [--actors 16] [--policies static,...]
         [--smoke]
 
-A fleet on spot machines, each with 256 places and KV for about as many sequences of mean length, so that engines
+A fleet on spot machines, each with 256 slots and KV for about as many sequences of mean length, so that engines
 preempt; one actor in eight is a straggler; interrupted actors start again. The policy moves samples from the fullest
 to the emptiest actor at every beat. Lengths are lognormal with a drift. The figure counts whole steps (generation,
 scoring, learning, the bill), after one step that compiles and warms up.
@@ -27,13 +27,13 @@ from where import machine
 
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.accounting import summarise
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import Action, Assign, Beat, Event, Lost, Move, Policy, Start, StepBegan, StepView
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 
@@ -63,19 +63,19 @@ class Level:
     moved = 0
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
-        places = view.fleet.generation()
+        slots = view.fleet.generation()
         if isinstance(event, StepBegan):
-            starts = [Start(place) for place in places if view.places[place].state is None]
-            shares = [np.flatnonzero(view.group % len(places) == i) for i in range(len(places))]
-            return [*starts, *(Assign(place, share) for place, share in zip(places, shares, strict=True))]
+            starts = [Start(slot) for slot in slots if view.slots[slot].state is None]
+            shares = [np.flatnonzero(view.group % len(slots) == i) for i in range(len(slots))]
+            return [*starts, *(Assign(slot, share) for slot, share in zip(slots, shares, strict=True))]
         load = {
-            place: view.places[place].running + view.places[place].waiting
-            for place in places
-            if view.places[place].state is ReplicaState.SERVING
+            slot: view.slots[slot].running + view.slots[slot].waiting
+            for slot in slots
+            if view.slots[slot].state is ReplicaState.SERVING
         }
         full, empty = max(load, key=load.__getitem__, default=0), min(load, key=load.__getitem__, default=0)
         if isinstance(event, Lost):
-            return (Start(event.place), Assign(empty, event.samples))
+            return (Start(event.slot), Assign(empty, event.samples))
         count = (load[full] - load[empty]) // 10 if load else 0
         if count == 0:
             return ()
@@ -84,14 +84,14 @@ class Level:
 
 
 def fleet(actors: int) -> Setup:
-    def site(name: str, kind: str, node: int, start_s: float) -> Site:
-        return Site(Seat((Slot(name, kind, 0),), 1.0), f"node-{node}", start_s, {})
+    def slot_setup(name: str, kind: str, node: int, start_s: float) -> SlotSetup:
+        return SlotSetup(Allocation((Device(name, kind, 0),), 1.0), f"node-{node}", start_s, {})
 
     shape = EngineShape(max_sequences=256, kv_blocks=20_000, block_tokens=16, chunk_tokens=2048)
     prices = PricedModel(Model(), shape.max_sequences)
     generation = tuple(
         ActorShape(
-            site(f"h100-{i}", "h100", i // 8, start_s=45.0),
+            slot_setup(f"h100-{i}", "h100", i // 8, start_s=45.0),
             shape,
             prices,
             slowdown=1.3 if i % 8 == 7 else 1.0,
@@ -99,8 +99,8 @@ def fleet(actors: int) -> Setup:
         )
         for i in range(actors)
     )
-    scoring = ServiceShape(site("cpu-0", "cpu-core", 0, 1.0), FunctionName.SCORING, Work.SCORE, 1e-3, 0.0)
-    learner = LearnerShape(site("learner", "h100", 0, 60.0), 1.0, 1e-6, 4e-6, 2.0)
+    scoring = ServiceShape(slot_setup("cpu-0", "cpu-core", 0, 1.0), FunctionName.SCORING, Work.SCORE, 1e-3, 0.0)
+    learner = LearnerShape(slot_setup("learner", "h100", 0, 60.0), 1.0, 1e-6, 4e-6, 2.0)
     transport = Transport(TransportKind.NCCL, 50e9, 0.2, 14_000_000_000)
     links = Links(BEAT_S, 0.01, 57_344 / 50e9)
     return Setup(generation, (scoring,), learner, transport, links, "sync", node_s=120.0, max_tokens=MAX_TOKENS, seed=0)

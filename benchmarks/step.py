@@ -31,12 +31,11 @@ from smoke import parsed
 from transformers import AutoModelForCausalLM
 from where import machine
 
-from rlhfless.loop.draw import Draw
-from rlhfless.loop.run import Run
+from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.step import rollout, train
 from rlhfless.records import Rollout
 from rlhfless.records.journal import Journal
-from rlhfless.records.traces import TracedRollout, read_trace
+from rlhfless.records.traces import read_trace
 
 MAX_MODEL_LEN = 128
 LEARNING_RATE = 1e-4
@@ -88,19 +87,20 @@ class PlainTorch:
         return time.perf_counter() - began
 
 
-def batches_of(draw: Draw, parts: int) -> list[Batch]:
-    """The step's requests, siblings together, dealt out to `parts` engines."""
-    prompts = [[(item.prompt_token_ids, item.seed) for item in draw.items(prompt)] for prompt in draw.prompts]
+def batches_of(wanted: RolloutRequest, parts: int) -> list[Batch]:
+    """The step's requests, siblings together, split between `parts` engines."""
+    prompts = [[(item.prompt_token_ids, item.seed) for item in wanted.items(prompt)] for prompt in wanted.prompts]
     return [
-        Batch(tuple(request for prompt in prompts[i::parts] for request in prompt), draw.sampling.max_tokens)
+        Batch(tuple(request for prompt in prompts[i::parts] for request in prompt), wanted.sampling.max_tokens)
         for i in range(parts)
     ]
 
 
-def drawn_in(run: Run, folder: Path, step: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def drawn_in(folder: Path, wanted: RolloutRequest) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(prompt, response) of all rollouts of a step, from its trace."""
-    prompts = {prompt.prompt_id: prompt.token_ids for prompt in run.plan(step).prompts}
-    rows: list[TracedRollout] = [row for row in read_trace(folder / "run" / "trace").rollouts if row.step == step]
+    prompts = {prompt.prompt_id: prompt.token_ids for prompt in wanted.prompts}
+    trace = read_trace(folder / "run" / "trace")
+    rows = [row for row in trace.rollouts if row.step == wanted.call.step]
     return [(prompts[row.prompt_id], row.token_ids or ()) for row in rows]
 
 
@@ -122,9 +122,9 @@ async def measured(folder: Path, rounds: int, engines: list[BareEngine], default
             outside_s = record.metrics["outside_s"] + time.time() - record.end_s
             run.ledger.write(run.pools)  # a run does so while it draws the next step
             wall_s = time.time() - record.start_s
-            learned_s = plain.step(drawn_in(run, folder, step))
-            two_s, _ = together(engines, batches_of(context.draw, 2))
-            one_s, _ = together([default], batches_of(context.draw, 1))
+            learned_s = plain.step(drawn_in(folder, context.request))
+            two_s, _ = together(engines, batches_of(context.request, 2))
+            one_s, _ = together([default], batches_of(context.request, 1))
             row = {
                 "our step": wall_s,
                 "bare": two_s + learned_s,

@@ -171,7 +171,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBinding:
-    """The device slots that a replica was given, and how to bind to them."""
+    """The devices that a replica was given, and how to bind to them."""
 
     kind: str
     """`cpu` or `cuda`."""

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfless.sim.setup import Site
+from rlhfless.sim.setup import SlotSetup
 
 
 class Devices:
-    """The slots of all sites."""
+    """The devices of all slots."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._slots = [() if site.beside else tuple(slot.name for slot in site.seat.slots) for site in sites]
-        """By place: the slots that its replica takes in turn with others."""
+    def __init__(self, slot_setups: Sequence[SlotSetup]) -> None:
+        self._devices = [
+            () if slot_setup.beside else tuple(device.name for device in slot_setup.allocation.devices)
+            for slot_setup in slot_setups
+        ]
+        """By slot: the devices that its replica takes in turn with others."""
         self._holder: dict[str, int] = {}
         self._free_s: dict[str, float] = {}
 
-    def held(self, place: int) -> tuple[str, int] | None:
-        """A slot that a place needs and another place holds, and that other place."""
-        for slot in self._slots[place]:
-            if slot in self._holder:
-                return slot, self._holder[slot]
+    def held(self, slot: int) -> tuple[str, int] | None:
+        """A device that a slot needs and another slot holds, and that other slot."""
+        for device in self._devices[slot]:
+            if device in self._holder:
+                return device, self._holder[device]
         return None
 
-    def free_s(self, place: int) -> float:
-        """From when on the slots of a place are free; they may have been given back as of a time to come."""
-        return max((self._free_s.get(slot, 0.0) for slot in self._slots[place]), default=0.0)
+    def free_s(self, slot: int) -> float:
+        """From when on the devices of a slot are free; they may have been given back as of a time to come."""
+        return max((self._free_s.get(device, 0.0) for device in self._devices[slot]), default=0.0)
 
-    def take(self, place: int) -> None:
-        for slot in self._slots[place]:
-            self._holder[slot] = place
+    def take(self, slot: int) -> None:
+        for device in self._devices[slot]:
+            self._holder[device] = slot
 
-    def give(self, place: int, at_s: float) -> None:
-        """Frees the slots of a place as of `at_s`."""
-        for slot in self._slots[place]:
-            del self._holder[slot]
-            self._free_s[slot] = at_s
+    def give(self, slot: int, at_s: float) -> None:
+        """Frees the devices of a slot as of `at_s`."""
+        for device in self._devices[slot]:
+            del self._holder[device]
+            self._free_s[device] = at_s

@@ -76,29 +76,29 @@ class PricedModel:
         if self._known >= PRICES // 2:
             keys.fill(-1)
             self._known = 0
-        place = kernel.find_price(keys, tokens, context)
-        if keys[place] >= 0:
+        cell = kernel.find_price(keys, tokens, context)
+        if keys[cell] >= 0:
             return  # another engine has asked for it
-        keys[place] = kernel.price_key_of(tokens, context)
-        self.costs.price_s[place] = self.model.prefill_s(tokens, context)
+        keys[cell] = kernel.price_key_of(tokens, context)
+        self.costs.price_s[cell] = self.model.prefill_s(tokens, context)
         self._known += 1
 
 
 class EnginePool:
     """The engines of one shape and latency model that draw a step, brought from one instant to the next together."""
 
-    def __init__(self, shape: EngineShape, prices: PricedModel, progress: Progress, places: Sequence[int]) -> None:
-        """Room for one engine at each place."""
+    def __init__(self, shape: EngineShape, prices: PricedModel, progress: Progress, slots: Sequence[int]) -> None:
+        """Slot for one engine at each slot."""
         self.shape = shape
         self.progress = progress
-        self.places = np.array(places, dtype=np.int64)
+        self.slots = np.array(slots, dtype=np.int64)
         self.limits = shape.limits
-        self.memory = pool_of(len(places), self.limits, progress.batch.samples, progress.batch.groups)
+        self.memory = pool_of(len(slots), self.limits, progress.batch.samples, progress.batch.groups)
         sample = progress.table.sample
         longest = int((sample["prompt"] + sample["target"]).max(initial=1)) - 1
         self.fits_all = shape.blocks(longest) <= shape.kv_blocks
         """Whether every sample of the batch fits, alone."""
-        self._row = {place: row for row, place in enumerate(places)}
+        self._row = {slot: row for row, slot in enumerate(slots)}
         self._prices = prices
         self._spans: dict[int, list[Interval]] = {}
         """By row, what was fetched of `Pool.span`."""
@@ -113,15 +113,15 @@ class EnginePool:
         """`[engines]`: sequences that prefill, or are in the queue."""
         return cast(Ints, self.memory.engine["filling"] + self.memory.engine["queued"])
 
-    def open(self, place: int, at_s: float, slowdown: float = 1.0) -> Engine:
-        """A new engine at a place; the one before it there has nothing left. `slowdown` stretches every iteration: 1
+    def open(self, slot: int, at_s: float, slowdown: float = 1.0) -> Engine:
+        """A new engine at a slot; the one before it there has nothing left. `slowdown` stretches every iteration: 1
         for a sound device, more for a straggler."""
-        row = self._row[place]
+        row = self._row[slot]
         self.spans(row)
         self._spans.pop(row, None)
         n = self.memory.engine[row]
         self.memory.engine[row] = 0
-        n["row"], n["place"], n["now_s"], n["slowdown"] = row, place, at_s, slowdown
+        n["row"], n["slot"], n["now_s"], n["slowdown"] = row, slot, at_s, slowdown
         n["free"], n["rested_s"] = self.shape.kv_blocks, -math.inf
         return Engine(self, row)
 
@@ -129,7 +129,7 @@ class EnginePool:
         """Runs all iterations that end at or before `until_s`, of all engines or of one; with `one`, its next one,
         whenever it ends. Returns the samples that ended, by engine and in order."""
         memory, costs, table = self.memory, self._prices.costs, self.progress.table
-        first, last = (0, len(self.places)) if row is None else (row, row + 1)
+        first, last = (0, len(self.slots)) if row is None else (row, row + 1)
         memory.totals[kernel.ENDED] = 0
         while (first := kernel.advance(memory, table, costs, self.limits, first, last, until_s, one)) < last:
             if memory.totals[kernel.OVER] == len(memory.span):
@@ -221,8 +221,8 @@ class Engine:
         if not self._pool.fits_all:
             self._check_fit(samples)
         queue = self._pool.memory.queue[self._row]
-        places = (self._n["head"] + self._n["queued"] + np.arange(len(samples))) % len(queue)
-        queue[places] = samples
+        cells = (self._n["head"] + self._n["queued"] + np.arange(len(samples))) % len(queue)
+        queue[cells] = samples
         self._n["queued"] += len(samples)
         table.arrival_s[samples] = at_s
         self.progress.safe_tokens[samples] = table.tokens[samples]
@@ -274,9 +274,9 @@ class Engine:
     def resident(self) -> Ints:
         """The samples that decode, prefill or wait in it, sorted."""
         memory, row = self._pool.memory, self._row
-        places = (self._n["head"] + np.arange(self._n["queued"])) % memory.queue.shape[1]
+        cells = (self._n["head"] + np.arange(self._n["queued"])) % memory.queue.shape[1]
         filling = memory.filling[row, : self._n["filling"]]
-        return np.sort(np.concatenate([self._decoding(), filling, memory.queue[row, places]]))
+        return np.sort(np.concatenate([self._decoding(), filling, memory.queue[row, cells]]))
 
     @property
     def _busy(self) -> bool:

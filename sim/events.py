@@ -1,4 +1,4 @@
-"""What is due on the agenda of a simulation. Events name a place, and the turn there that they belong to."""
+"""What is due on the agenda of a simulation. Events name a slot, and the turn there that they belong to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Due:
     """A start that was asked for ahead of time."""
 
-    place: int
+    slot: int
     turn: int
 
 
@@ -17,7 +17,7 @@ class Due:
 class Up:
     """A start or wake-up is through."""
 
-    place: int
+    slot: int
     turn: int
 
 
@@ -25,7 +25,7 @@ class Up:
 class Loaded:
     """A load of the weights after `step` training steps is through."""
 
-    place: int
+    slot: int
     turn: int
     step: int
     begun_s: float
@@ -35,7 +35,7 @@ class Loaded:
 class Interrupted:
     """The machine under a replica is taken away."""
 
-    place: int
+    slot: int
     life: int
 
 
@@ -43,7 +43,7 @@ class Interrupted:
 class Worked:
     """A service or the learner has done its work of a step."""
 
-    place: int
+    slot: int
     step: int
 
 

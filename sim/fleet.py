@@ -28,90 +28,90 @@ class SimulationError(RuntimeError):
 
 
 class Fleet:
-    """All places, and the replica at each."""
+    """All slots, and the replica at each."""
 
     def __init__(self, setup: Setup, ledger: Ledger) -> None:
         self.setup = setup
-        self.sites = setup.sites
+        self.slot_setups = setup.slot_setups
         self.replicas: dict[int, Replica] = {}
-        """By place. A replica that waits for its devices is not among them, unless it sleeps."""
+        """By slot. A replica that waits for its devices is not among them, unless it sleeps."""
         self.agenda: Agenda[Happening] = Agenda()
         self.drawing = False
         """Whether actors load weights as soon as they are up."""
-        self._states: list[ReplicaState | None] = [None] * len(self.sites)
-        self._tiers: list[str | None] = [None] * len(self.sites)
+        self._states: list[ReplicaState | None] = [None] * len(self.slot_setups)
+        self._tiers: list[str | None] = [None] * len(self.slot_setups)
         self._touched: set[int] = set()
-        """Places that may stand otherwise than `_states` and `_tiers` say."""
+        """Slots that may stand otherwise than `_states` and `_tiers` say."""
         self._functions = setup.functions
         self._ledger = ledger
-        self._devices = Devices(self.sites)
+        self._devices = Devices(self.slot_setups)
         self._waiting: dict[int, float] = {}
         self._nodes: dict[str, float] = {}
-        self._gone_s = [0.0] * len(self.sites)
-        self._turns = [0] * len(self.sites)
-        self._lives = [0] * len(self.sites)
+        self._gone_s = [0.0] * len(self.slot_setups)
+        self._turns = [0] * len(self.slot_setups)
+        self._lives = [0] * len(self.slot_setups)
         seeds = np.random.SeedSequence(setup.seed).spawn(len(setup.actors))
         self._random = [np.random.default_rng(seed) for seed in seeds]
         self._step = 0
 
-    def name(self, place: int) -> str:
-        """What a message calls a place."""
-        return f"place {place} ({self._functions[place]})"
+    def name(self, slot: int) -> str:
+        """What a message calls a slot."""
+        return f"slot {slot} ({self._functions[slot]})"
 
     def beside(self) -> list[str]:
         """Names of the replicas that hold a share of their own."""
-        return [self._label(place) for place, site in enumerate(self.sites) if site.beside]
+        return [self._label(slot) for slot, slot_setup in enumerate(self.slot_setups) if slot_setup.beside]
 
-    def state(self, place: int) -> ReplicaState | None:
-        """Of the replica at a place; STARTING from when it was asked for."""
-        if place in self._waiting:
+    def state(self, slot: int) -> ReplicaState | None:
+        """Of the replica at a slot; STARTING from when it was asked for."""
+        if slot in self._waiting:
             return ReplicaState.STARTING
-        replica = self.replicas.get(place)
+        replica = self.replicas.get(slot)
         return None if replica is None else replica.life.state
 
     def standing(self) -> tuple[list[ReplicaState | None], list[str | None]]:
-        """`[places]`: the state of each, and the tier of each that sleeps. The fleet's own lists: read only."""
-        for place in self._touched:
-            state = self._states[place] = self.state(place)
-            self._tiers[place] = self.replicas[place].asleep if state is ReplicaState.SLEEPING else None
+        """`[slots]`: the state of each, and the tier of each that sleeps. The fleet's own lists: read only."""
+        for slot in self._touched:
+            state = self._states[slot] = self.state(slot)
+            self._tiers[slot] = self.replicas[slot].asleep if state is ReplicaState.SLEEPING else None
         self._touched.clear()
         return self._states, self._tiers
 
-    def there(self, place: int) -> bool:
+    def there(self, slot: int) -> bool:
         """Whether a replica is awake there, or asked for."""
-        return self.state(place) not in (None, ReplicaState.SLEEPING)
+        return self.state(slot) not in (None, ReplicaState.SLEEPING)
 
-    def start(self, place: int, at_s: float) -> None:
+    def start(self, slot: int, at_s: float) -> None:
         """Asks for a replica: starts it, or wakes the one that sleeps there. Raises SimulationError if one is there."""
-        self._check(place)
-        if self.there(place):
-            raise SimulationError(f"{self.name(place)} is {self.state(place)} already; Release it before a Start")
-        self._touched.add(place)
-        self._turns[place] += 1
-        self._waiting[place] = at_s
-        self._seat()
+        self._check(slot)
+        if self.there(slot):
+            raise SimulationError(f"{self.name(slot)} is {self.state(slot)} already; Release it before a Start")
+        self._touched.add(slot)
+        self._turns[slot] += 1
+        self._waiting[slot] = at_s
+        self._allocation()
 
-    def start_later(self, place: int, at_s: float) -> None:
+    def start_later(self, slot: int, at_s: float) -> None:
         """Asks for a replica at a time to come; void if one is asked for before."""
-        self._check(place)
-        self.agenda.add(at_s, Due(place, self._turns[place]))
+        self._check(slot)
+        self.agenda.add(at_s, Due(slot, self._turns[slot]))
 
-    def release(self, place: int, at_s: float, tier: str | None) -> None:
+    def release(self, slot: int, at_s: float, tier: str | None) -> None:
         """Drains a replica that has nothing to do, to sleep in a tier or to give its devices back.
 
-        Raises SimulationError for a place without replica, a tier that it does not have, or one that cannot sleep now.
+        Raises SimulationError for a slot without replica, a tier that it does not have, or one that cannot sleep now.
         """
-        self._check(place)
-        self._touched.add(place)
-        replica = self.replicas.get(place)
-        waited = self._waiting.pop(place, None) is not None
+        self._check(slot)
+        self._touched.add(slot)
+        replica = self.replicas.get(slot)
+        waited = self._waiting.pop(slot, None) is not None
         if replica is None and not waited:
-            raise SimulationError(f"{self.name(place)} has no replica to Release")
+            raise SimulationError(f"{self.name(slot)} has no replica to Release")
         if tier is not None:
-            self._sleep(place, at_s, tier)
+            self._sleep(slot, at_s, tier)
         elif replica is not None:
-            self._end(place, max(at_s, replica.busy_s))
-        self._seat()
+            self._end(slot, max(at_s, replica.busy_s))
+        self._allocation()
 
     def ask(self, step: int, at_s: float) -> None:
         """From now on, actors need the weights after `step` training steps: actors with others are STALE."""
@@ -123,38 +123,38 @@ class Fleet:
 
     def sync(self, at_s: float) -> None:
         """All STALE actors begin to load the weights together."""
-        stale = [place for place, replica in self.replicas.items() if replica.state is ReplicaState.STALE]
-        for place in stale:
-            self._load(place, at_s, readers=len(stale))
+        stale = [slot for slot, replica in self.replicas.items() if replica.state is ReplicaState.STALE]
+        for slot in stale:
+            self._load(slot, at_s, readers=len(stale))
 
     def happen(self, at_s: float, event: Due | Up | Loaded | Interrupted) -> bool:
         """Carries out what is due. Returns whether it still meant anything: events of an old turn or life do not."""
-        self._touched.add(event.place)
+        self._touched.add(event.slot)
         if isinstance(event, Due):
-            void = event.turn != self._turns[event.place] or self.there(event.place)
+            void = event.turn != self._turns[event.slot] or self.there(event.slot)
             if not void:
-                self.start(event.place, at_s)
+                self.start(event.slot, at_s)
             return not void
-        replica = self.replicas.get(event.place)
+        replica = self.replicas.get(event.slot)
         if replica is None:
             return False
         if isinstance(event, Interrupted):
             if event.life != replica.number:
                 return False
-            self._interrupt(event.place, at_s)
+            self._interrupt(event.slot, at_s)
             return True
-        if event.turn != self._turns[event.place]:
+        if event.turn != self._turns[event.slot]:
             return False
-        return self._up(event.place, at_s) if isinstance(event, Up) else self._loaded(replica, at_s, event)
+        return self._up(event.slot, at_s) if isinstance(event, Up) else self._loaded(replica, at_s, event)
 
     def stuck(self) -> str:
         """Which replica waits for a device, and which one holds it; empty if none waits."""
-        for place in self._waiting:
-            held = self._devices.held(place)
+        for slot in self._waiting:
+            held = self._devices.held(slot)
             if held is not None:
                 device, holder = held
                 return (
-                    f"{self.name(place)} waits for device {device!r}, which {self.name(holder)} holds; Release that one"
+                    f"{self.name(slot)} waits for device {device!r}, which {self.name(holder)} holds; Release that one"
                 )
         return ""
 
@@ -165,87 +165,87 @@ class Fleet:
         self.replicas.clear()
         self._waiting.clear()
 
-    def _check(self, place: int) -> None:
-        if not 0 <= place < len(self.sites):
-            raise SimulationError(f"there is no place {place}; the fleet has the places 0 to {len(self.sites) - 1}")
+    def _check(self, slot: int) -> None:
+        if not 0 <= slot < len(self.slot_setups):
+            raise SimulationError(f"there is no slot {slot}; the fleet has the slots 0 to {len(self.slot_setups) - 1}")
 
     def _actors(self) -> list[Replica]:
         generation = len(self.setup.actors)
-        return [replica for place, replica in self.replicas.items() if place < generation]
+        return [replica for slot, replica in self.replicas.items() if slot < generation]
 
-    def _label(self, place: int) -> str:
-        return f"{self._functions[place]}-{place}"
+    def _label(self, slot: int) -> str:
+        return f"{self._functions[slot]}-{slot}"
 
-    def _seat(self) -> None:
+    def _allocation(self) -> None:
         """Replicas that wait, and whose devices are free, begin; in the order in which they were asked for."""
-        for place, asked_s in list(self._waiting.items()):
-            if self._devices.held(place) is None:
-                del self._waiting[place]
-                self._begin(place, max(asked_s, self._devices.free_s(place), self._gone_s[place]))
+        for slot, asked_s in list(self._waiting.items()):
+            if self._devices.held(slot) is None:
+                del self._waiting[slot]
+                self._begin(slot, max(asked_s, self._devices.free_s(slot), self._gone_s[slot]))
 
-    def _begin(self, place: int, at_s: float) -> None:
-        replica, site = self.replicas.get(place), self.sites[place]
-        self._touched.add(place)
-        self._devices.take(place)
+    def _begin(self, slot: int, at_s: float) -> None:
+        replica, slot_setup = self.replicas.get(slot), self.slot_setups[slot]
+        self._touched.add(slot)
+        self._devices.take(slot)
         if replica is not None and replica.asleep is not None:
             replica.note(replica.life.wake(at_s))
-            self.agenda.add(at_s + site.wake_s[replica.asleep], Up(place, self._turns[place]))
+            self.agenda.add(at_s + slot_setup.wake_s[replica.asleep], Up(slot, self._turns[slot]))
             replica.asleep, replica.busy_s = None, at_s
             return
-        begin_s = max(at_s, self._nodes.setdefault(site.node, at_s + self.setup.node_s))
-        self._lives[place] += 1
-        life = self._lives[place]
-        self.replicas[place] = Replica(
-            self._ledger, self._functions[place], self._label(place), site.seat, begin_s, life
+        begin_s = max(at_s, self._nodes.setdefault(slot_setup.node, at_s + self.setup.node_s))
+        self._lives[slot] += 1
+        life = self._lives[slot]
+        self.replicas[slot] = Replica(
+            self._ledger, self._functions[slot], self._label(slot), slot_setup.allocation, begin_s, life
         )
-        self.agenda.add(begin_s + site.start_s, Up(place, self._turns[place]))
-        mean_s = self.setup.actors[place].spot_mean_s if place < len(self.setup.actors) else math.inf
+        self.agenda.add(begin_s + slot_setup.start_s, Up(slot, self._turns[slot]))
+        mean_s = self.setup.actors[slot].spot_mean_s if slot < len(self.setup.actors) else math.inf
         if math.isfinite(mean_s):
-            self.agenda.add(begin_s + float(self._random[place].exponential(mean_s)), Interrupted(place, life))
+            self.agenda.add(begin_s + float(self._random[slot].exponential(mean_s)), Interrupted(slot, life))
 
-    def _sleep(self, place: int, at_s: float, tier: str) -> None:
-        replica = self.replicas.get(place)
-        if tier not in self.sites[place].wake_s:
-            tiers = sorted(self.sites[place].wake_s)
-            raise SimulationError(f"{self.name(place)} has no sleep tier {tier!r}; it has {tiers}")
+    def _sleep(self, slot: int, at_s: float, tier: str) -> None:
+        replica = self.replicas.get(slot)
+        if tier not in self.slot_setups[slot].wake_s:
+            tiers = sorted(self.slot_setups[slot].wake_s)
+            raise SimulationError(f"{self.name(slot)} has no sleep tier {tier!r}; it has {tiers}")
         if replica is None or replica.state not in (ReplicaState.STALE, ReplicaState.SERVING):
             state = "waits for its devices" if replica is None else f"is {replica.state}"
-            raise SimulationError(f"{self.name(place)} {state} and cannot go to sleep in {tier!r}")
-        self._gone_s[place] = max(at_s, replica.busy_s)
-        replica.sleep(tier, self._gone_s[place])
-        self._devices.give(place, self._gone_s[place])
+            raise SimulationError(f"{self.name(slot)} {state} and cannot go to sleep in {tier!r}")
+        self._gone_s[slot] = max(at_s, replica.busy_s)
+        replica.sleep(tier, self._gone_s[slot])
+        self._devices.give(slot, self._gone_s[slot])
 
-    def _end(self, place: int, at_s: float, free_s: float | None = None) -> None:
+    def _end(self, slot: int, at_s: float, free_s: float | None = None) -> None:
         """Its life ends; its devices can be taken from `free_s` on."""
-        replica = self.replicas.pop(place)
+        replica = self.replicas.pop(slot)
         replica.end(at_s)
-        self._gone_s[place] = at_s if free_s is None else free_s
+        self._gone_s[slot] = at_s if free_s is None else free_s
         if replica.asleep is None:
-            self._devices.give(place, self._gone_s[place])
+            self._devices.give(slot, self._gone_s[slot])
 
-    def _interrupt(self, place: int, at_s: float) -> None:
-        replica = self.replicas[place]
+    def _interrupt(self, slot: int, at_s: float) -> None:
+        replica = self.replicas[slot]
         at_s = max(at_s, replica.busy_s)  # a Move may have waited for the end of an iteration
         replica.note(replica.life.died(at_s))
-        self._waiting.pop(place, None)
-        self._end(place, at_s, free_s=at_s + self.setup.node_s)
-        self._seat()
+        self._waiting.pop(slot, None)
+        self._end(slot, at_s, free_s=at_s + self.setup.node_s)
+        self._allocation()
 
-    def _up(self, place: int, at_s: float) -> bool:
-        replica = self.replicas[place]
-        if self._functions[place] is not FunctionName.GENERATION:
+    def _up(self, slot: int, at_s: float) -> bool:
+        replica = self.replicas[slot]
+        if self._functions[slot] is not FunctionName.GENERATION:
             replica.serve(version_of(self._step), at_s)
             return True
         replica.note(replica.life.started(at_s))
         if self.drawing:
-            self._load(place, at_s, readers=1)
+            self._load(slot, at_s, readers=1)
         return True
 
-    def _load(self, place: int, at_s: float, readers: int) -> None:
-        replica, end_s = self.replicas[place], at_s + self.setup.transport.load_s(readers)
-        self._touched.add(place)
+    def _load(self, slot: int, at_s: float, readers: int) -> None:
+        replica, end_s = self.replicas[slot], at_s + self.setup.transport.load_s(readers)
+        self._touched.add(slot)
         replica.note(replica.life.ask(version_of(self._step), at_s))
-        self.agenda.add(end_s, Loaded(place, self._turns[place], self._step, at_s))
+        self.agenda.add(end_s, Loaded(slot, self._turns[slot], self._step, at_s))
 
     def _loaded(self, replica: Replica, at_s: float, event: Loaded) -> bool:
         if event.step != self._step or replica.state is not ReplicaState.STALE:

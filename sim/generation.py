@@ -1,10 +1,10 @@
 """Drawing the samples of one step: which sample is where, and how they get there.
 
-Between two events every engine runs for itself, in closed form. Which place has which sample, and which answers of the
+Between two events every engine runs for itself, in closed form. Which slot has which sample, and which answers of the
 policy are refused, is `rlhfless.scaling.assignment`.
 
 Prefill actors (`EngineShape.prefill_only`) run before the others in each interval: samples whose prefill has ended go,
-with their KV, to the decoding places in turn.
+with their KV, to the decoding slots in turn.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Generation:
         self._handed = 0
         """Samples that prefill actors have handed over."""
         self._waiting: dict[int, list[tuple[Ints, float | Floats]]] = {}
-        """By place that does not serve yet: samples, and when they arrive."""
+        """By slot that does not serve yet: samples, and when they arrive."""
         self._pools = _pools(actors, self.progress)
-        self._pool_of = {place: pool for pool in self._pools for place in pool.places.tolist()}
+        self._pool_of = {slot: pool for pool in self._pools for slot in pool.slots.tolist()}
 
     @property
     def unfinished(self) -> int:
@@ -59,13 +59,13 @@ class Generation:
         return any(pool.running.any() or pool.waiting.any() for pool in self._pools)
 
     def counts(self) -> tuple[list[int], list[int]]:
-        """`[places]`: how many samples run there, and how many wait."""
-        running, waiting = np.zeros((2, len(self._fleet.sites)), dtype=np.int64)
+        """`[slots]`: how many samples run there, and how many wait."""
+        running, waiting = np.zeros((2, len(self._fleet.slot_setups)), dtype=np.int64)
         for pool in self._pools:
-            running[pool.places], waiting[pool.places] = pool.running, pool.waiting
-        for place, held in self._waiting.items():
+            running[pool.slots], waiting[pool.slots] = pool.running, pool.waiting
+        for slot, held in self._waiting.items():
             for samples, _ in held:
-                waiting[place] += len(samples)
+                waiting[slot] += len(samples)
         return running.tolist(), waiting.tolist()
 
     def advance(self, now_s: float) -> None:
@@ -79,7 +79,7 @@ class Generation:
 
     def assign(self, assign: Assign, at_s: float) -> None:
         """Raises PolicyFault for what rlhfless.scaling.assignment refuses."""
-        self._give(assign.place, self.assignment.checked_assign(assign), at_s)
+        self._give(assign.slot, self.assignment.checked_assign(assign), at_s)
 
     def move(self, move: Move, now_s: float) -> None:
         """Raises PolicyFault for what rlhfless.scaling.assignment refuses."""
@@ -97,81 +97,81 @@ class Generation:
         order = np.argsort(arrival_s, kind="stable")
         self._give(move.target, moved[order], arrival_s[order])
 
-    def serving(self, place: int, at_s: float) -> None:
-        """The actor at a place can work: the samples that waited there begin."""
-        for samples, there_s in self._waiting.pop(place, []):
-            self._engine(place, at_s).submit(samples, np.maximum(there_s, at_s))
+    def serving(self, slot: int, at_s: float) -> None:
+        """The actor at a slot can work: the samples that waited there begin."""
+        for samples, there_s in self._waiting.pop(slot, []):
+            self._engine(slot, at_s).submit(samples, np.maximum(there_s, at_s))
 
-    def lost(self, place: int, at_s: float) -> tuple[float, Ints]:
-        """The actor at a place crashes, and its samples are unassigned. Returns when that took effect (a Move may have
+    def lost(self, slot: int, at_s: float) -> tuple[float, Ints]:
+        """The actor at a slot crashes, and its samples are unassigned. Returns when that took effect (a Move may have
         waited for the end of an iteration), and the samples."""
-        engine = self._engine_of(place)
+        engine = self._engine_of(slot)
         if engine is not None:
             at_s = max(at_s, engine.now_s)
             self._hand_over(self._over(engine.crash(at_s)[0]))
-            self._bill(self._fleet.replicas[place], engine)
-        self._waiting.pop(place, None)
-        lost = self.assignment.lose(place)
+            self._bill(self._fleet.replicas[slot], engine)
+        self._waiting.pop(slot, None)
+        lost = self.assignment.lose(slot)
         self.progress.table.has_kv[lost] = False
         return at_s, lost
 
-    def leave(self, place: int) -> None:
+    def leave(self, slot: int) -> None:
         """An actor is to be released: its engine's work is billed. Raises PolicyFault if it has samples left."""
-        self.assignment.check_release(place)
-        engine = self._engine_of(place)
+        self.assignment.check_release(slot)
+        engine = self._engine_of(slot)
         if engine is not None:
-            self._bill(self._fleet.replicas[place], engine)
+            self._bill(self._fleet.replicas[slot], engine)
 
     def close(self) -> None:
         """Bills all engines; none has samples left."""
-        for place, replica in self._fleet.replicas.items():
-            engine = self._engine_of(place)
+        for slot, replica in self._fleet.replicas.items():
+            engine = self._engine_of(slot)
             if engine is not None:
                 self._bill(replica, engine)
 
-    def _hands_on(self, place: int) -> bool:
-        """Whether the actor at a place prefills only. False for a place that does not exist."""
+    def _hands_on(self, slot: int) -> bool:
+        """Whether the actor at a slot prefills only. False for a slot that does not exist."""
         actors = self._fleet.setup.actors
-        return 0 <= place < len(actors) and actors[place].engine.prefill_only
+        return 0 <= slot < len(actors) and actors[slot].engine.prefill_only
 
-    def _engine(self, place: int, at_s: float) -> Engine:
+    def _engine(self, slot: int, at_s: float) -> Engine:
         """The engine of an actor that serves; a new one if it had none for this step."""
-        engine = self._engine_of(place)
+        engine = self._engine_of(slot)
         if engine is None:
-            engine = self._pool_of[place].open(place, at_s, self._fleet.setup.actors[place].slowdown)
-            self._fleet.replicas[place].engine = engine
+            engine = self._pool_of[slot].open(slot, at_s, self._fleet.setup.actors[slot].slowdown)
+            self._fleet.replicas[slot].engine = engine
         return engine
 
-    def _engine_of(self, place: int) -> Engine | None:
-        """The engine of a place, if it has one for this step."""
-        replica = self._fleet.replicas.get(place)
+    def _engine_of(self, slot: int) -> Engine | None:
+        """The engine of a slot, if it has one for this step."""
+        replica = self._fleet.replicas.get(slot)
         engine = replica.engine if replica is not None else None
         return engine if engine is not None and engine.progress is self.progress else None
 
-    def _serves(self, place: int) -> bool:
-        return self._fleet.state(place) is ReplicaState.SERVING
+    def _serves(self, slot: int) -> bool:
+        return self._fleet.state(slot) is ReplicaState.SERVING
 
-    def _give(self, place: int, samples: Ints, at_s: float | Floats) -> None:
+    def _give(self, slot: int, samples: Ints, at_s: float | Floats) -> None:
         if not len(samples):
             return
-        self.assignment.give(samples, place)
-        if self._serves(place):
+        self.assignment.give(samples, slot)
+        if self._serves(slot):
             now_s = float(np.min(at_s))
-            self._engine(place, now_s).submit(samples, at_s)
+            self._engine(slot, now_s).submit(samples, at_s)
         else:
-            self._waiting.setdefault(place, []).append((samples, at_s))
+            self._waiting.setdefault(slot, []).append((samples, at_s))
 
-    def _take_back(self, place: int, samples: Ints) -> None:
-        """Takes samples from the queue of a place that does not serve yet."""
-        held = self._waiting.pop(place, [])
+    def _take_back(self, slot: int, samples: Ints) -> None:
+        """Takes samples from the queue of a slot that does not serve yet."""
+        held = self._waiting.pop(slot, [])
         if held:
             kept = [(waiting, ~np.isin(waiting, samples), there_s) for waiting, there_s in held]
-            self._waiting[place] = [
+            self._waiting[slot] = [
                 (waiting[stays], np.broadcast_to(there_s, len(waiting))[stays]) for waiting, stays, there_s in kept
             ]
 
     def _arrival_s(self, samples: Ints, leave_s: float) -> Floats:
-        """`[samples]`: when each is at another place, with its KV if that travels."""
+        """`[samples]`: when each is at another slot, with its KV if that travels."""
         table = self.progress.table
         context = np.where(table.has_kv[samples], table.prompt[samples] + table.tokens[samples], 0)
         token_s = self._links.kv_token_s if context.any() else 0.0
@@ -184,27 +184,27 @@ class Generation:
         return over
 
     def _hand_over(self, samples: Ints) -> None:
-        """Sends prefilled samples, with their KV, to the decoding places in turn."""
+        """Sends prefilled samples, with their KV, to the decoding slots in turn."""
         if not len(samples):
             return
-        table, places = self.progress.table, self._decoders()
+        table, slots = self.progress.table, self._decoders()
         samples = samples[np.argsort(table.finish_s[samples], kind="stable")]
         table.has_kv[samples] = True
         arrival_s = table.finish_s[samples] + self._arrival_s(samples, 0.0)
         table.finish_s[samples] = np.nan
-        turn = (self._handed + np.arange(len(samples))) % len(places)
+        turn = (self._handed + np.arange(len(samples))) % len(slots)
         self._handed += len(samples)
-        for i, place in enumerate(places):
+        for i, slot in enumerate(slots):
             chosen = turn == i
             if chosen.any():
-                self._give(place, samples[chosen], arrival_s[chosen])
+                self._give(slot, samples[chosen], arrival_s[chosen])
 
     def _decoders(self) -> list[int]:
-        """Decoding places that serve; if none does, those with a replica on its way; if there is none, all."""
+        """Decoding slots that serve; if none does, those with a replica on its way; if there is none, all."""
         actors = self._fleet.setup.actors
-        places = [place for place, shape in enumerate(actors) if not shape.engine.prefill_only]
-        there = [place for place in places if self._fleet.there(place)]
-        return [place for place in there if self._serves(place)] or there or places
+        slots = [slot for slot, shape in enumerate(actors) if not shape.engine.prefill_only]
+        there = [slot for slot in slots if self._fleet.there(slot)]
+        return [slot for slot in there if self._serves(slot)] or there or slots
 
     def _bill(self, replica: Replica, engine: Engine) -> None:
         """One call per time of work; the last one carries the tokens."""
@@ -225,7 +225,7 @@ class Generation:
 
 def _pools(actors: Sequence[ActorShape], progress: Progress) -> list[EnginePool]:
     """A pool for all actors of one shape and latency model."""
-    places: dict[tuple[EngineShape, PricedModel], list[int]] = {}
-    for place, actor in enumerate(actors):
-        places.setdefault((actor.engine, actor.prices), []).append(place)
-    return [EnginePool(shape, prices, progress, members) for (shape, prices), members in places.items()]
+    slots: dict[tuple[EngineShape, PricedModel], list[int]] = {}
+    for slot, actor in enumerate(actors):
+        slots.setdefault((actor.engine, actor.prices), []).append(slot)
+    return [EnginePool(shape, prices, progress, members) for (shape, prices), members in slots.items()]

@@ -5,9 +5,9 @@ A *boundary* is the instant between two iterations. At each one, in this order:
 1. What reached its length has left.
 2. If the decoding sequences need more blocks than are free, the one admitted last is preempted: its blocks are freed,
    it keeps its tokens and returns to the head of the queue, to be recomputed later. Until they fit.
-3. Sequences are admitted from the head of the queue, while there is a place and there are blocks for all they must
-   prefill, beside the blocks that the decoding ones need next. A sequence that was preempted just now never fits again
-   at once, and looking again at the same boundary changes nothing, so a run may be interrupted anywhere.
+3. Sequences are admitted from the head of the queue, while fewer than max_sequences run and there are blocks for all
+   they must prefill, beside the blocks that the decoding ones need next. A sequence that was preempted just now never
+   fits again at once, and looking again at the same boundary changes nothing, so a run may be interrupted anywhere.
 4. If a sequence prefills, one iteration is run. Else B sequences decode, and as many iterations are run at once as pass
    before the next finish, the last free block, the next arrival or the end of the time asked for.
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 
 from rlhfless.scaling.compiled import compiled, inlined, part
-from rlhfless.scaling.policy import NOBODY
+from rlhfless.scaling.policy import UNASSIGNED
 from rlhfless.sim.memory import Costs, Flags, Ints, Limits, Pool, State, Table
 
 JOIN_S = 0.030
@@ -417,7 +417,7 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
     n = state.n
     _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample] - 1)
     table.sample[sample].finish_s = n.now_s
-    table.home[sample], table.actor[sample] = NOBODY, n.place
+    table.home[sample], table.actor[sample] = UNASSIGNED, n.slot
     state.ended[state.totals[ENDED]] = sample
     state.totals[ENDED] += 1
     if table.tokens[sample] < table.sample[sample].target:

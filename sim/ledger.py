@@ -43,7 +43,7 @@ class Ledger:
 
 
 def slept(holdings: Iterable[Holding], prices: PriceBook, beside: frozenset[str]) -> list[Holding]:
-    """The holdings as they are paid for: a slot once, however many replicas sleep there.
+    """The holdings as they are paid for: a device once, however many replicas sleep there.
 
     Where the book has a price for residency, that is what sleep costs. Elsewhere a sleeping replica keeps the device
     rented, but pays for it only while no other one does: neither one that is awake, nor one that fell asleep before it.

@@ -42,7 +42,7 @@ ENGINE = np.dtype(
         ("since_s", np.float64),  # begin of its last span of work
         ("rested_s", np.float64),  # end of that span, unless it is at work; -inf before the first
         ("row", np.int64),  # of the pool
-        ("place", np.int64),
+        ("slot", np.int64),
         ("iteration", np.int64),
         ("context", np.int64),  # tokens of the sequences that decode
         ("running", np.int64),  # sequences that decode
@@ -91,8 +91,8 @@ class Table(NamedTuple):
     """`[samples]`: drawn so far; of a sequence that decodes, as of when its engine was last asked to go on."""
     finished: Flags  # [samples]
     truncated: Flags  # [samples]: finished by length
-    home: Ints  # [samples]: the place that each belongs to
-    actor: Ints  # [samples]: the place that drew the end of each
+    home: Ints  # [samples]: the slot that each belongs to
+    actor: Ints  # [samples]: the slot that drew the end of each
     left: Ints  # [groups]: samples that have not finished
     complete_s: Floats  # [groups]: when the last of its finished samples ended
     totals: Ints  # [2]: groups without any left, samples that have finished
@@ -155,18 +155,18 @@ class State(NamedTuple):
 
 
 def pool_of(engines: int, limits: Limits, samples: int, groups: int) -> Pool:
-    """Room for so many engines, all of them without anything to do."""
+    """Slot for so many engines, all of them without anything to do."""
 
     def columns(width: int) -> Ints:
         return np.empty((engines, width), dtype=np.int64)
 
-    places = limits.max_sequences
+    sequences = limits.max_sequences
     return Pool(
         engine=np.zeros(engines, dtype=ENGINE),
-        heap=columns(places),
-        filling=columns(places),
-        left=columns(places),
-        done=columns(places),
+        heap=columns(sequences),
+        filling=columns(sequences),
+        left=columns(sequences),
+        done=columns(sequences),
         queue=columns(max(samples, 1)),
         phase=np.zeros((engines, limits.block_tokens), dtype=np.int64),
         residents=np.zeros((engines, groups), dtype=np.int64),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhfless.records import FunctionName, Holding, ReplicaState, WeightVersion, Work
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
-from rlhfless.scaling.placement import Seat
+from rlhfless.scaling.placement import Allocation
 from rlhfless.sim.engine import Engine
 from rlhfless.sim.ledger import Ledger
 
@@ -12,13 +12,15 @@ DRAINABLE = frozenset({ReplicaState.STALE, ReplicaState.SERVING})
 
 
 class Replica:
-    """One incarnation at a place."""
+    """One incarnation at a slot."""
 
-    def __init__(self, ledger: Ledger, function: FunctionName, name: str, seat: Seat, at_s: float, number: int) -> None:
+    def __init__(
+        self, ledger: Ledger, function: FunctionName, name: str, allocation: Allocation, at_s: float, number: int
+    ) -> None:
         self._ledger = ledger
         self.number = number
-        """Which life of the place this is."""
-        self.life = Lifecycle(ReplicaIdentity(function, name, f"{name}-life{number}", seat), at_s)
+        """Which life of the slot this is."""
+        self.life = Lifecycle(ReplicaIdentity(function, name, f"{name}-life{number}", allocation), at_s)
         self.asleep: str | None = None
         """The tier it sleeps in."""
         self.busy_s = at_s

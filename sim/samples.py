@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfless.scaling.policy import NOBODY
+from rlhfless.scaling.policy import UNASSIGNED
 from rlhfless.sim.kernel import FINISHED, GROUPS, STRIDE
 from rlhfless.sim.memory import SAMPLE, Flags, Ints, Table
 
@@ -25,7 +25,7 @@ class RolloutBatch:
     step: int
     prompt_ids: tuple[str, ...]  # [groups]
     prompt_tokens: Ints  # [groups]
-    group: Ints  # [samples]: place of its prompt, ascending
+    group: Ints  # [samples]: number of its prompt, ascending
     response_tokens: Ints  # [samples]
     truncated: Flags | None = None  # [samples]: it ends by max_tokens, not by itself; None: no response does
 
@@ -77,8 +77,8 @@ class Progress:
             tokens=np.zeros(count, dtype=np.int64),
             finished=np.zeros(count, dtype=np.bool_),
             truncated=np.zeros(count, dtype=np.bool_),
-            home=np.full(count, NOBODY, dtype=np.int64),
-            actor=np.full(count, NOBODY, dtype=np.int64),
+            home=np.full(count, UNASSIGNED, dtype=np.int64),
+            actor=np.full(count, UNASSIGNED, dtype=np.int64),
             left=np.bincount(batch.group, minlength=batch.groups),
             complete_s=np.zeros(batch.groups),
             totals=np.zeros(2, dtype=np.int64),

@@ -1,6 +1,6 @@
-"""What a simulated run is made of: rooms for replicas, the work of each function, links and transport.
+"""What a simulated run is made of: slots for replicas, the work of each function, links and transport.
 
-Places are numbered: generation first, then the services, then the learner.
+Slots are numbered: generation first, then the services, then the learner.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Literal
 
 from rlhfless.records import FunctionName, Work
-from rlhfless.scaling.placement import Seat
+from rlhfless.scaling.placement import Allocation
 from rlhfless.sim.engine import EngineShape, PricedModel
 
 _ROUNDING = 1e-9
@@ -66,10 +66,10 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """Room for one replica, and how one comes up there."""
+class SlotSetup:
+    """Slot for one replica, and how one comes up there."""
 
-    seat: Seat
+    allocation: Allocation
     node: str
     start_s: float
     """A cold start, from the process's begin until it is up; for generation without the weights."""
@@ -82,9 +82,9 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class ActorShape:
-    """Room for a generation actor, and how it draws."""
+    """Slot for a generation actor, and how it draws."""
 
-    site: Site
+    slot_setup: SlotSetup
     engine: EngineShape
     prices: PricedModel
     slowdown: float = 1.0
@@ -95,9 +95,9 @@ class ActorShape:
 
 @dataclass(frozen=True, slots=True)
 class ServiceShape:
-    """Room for scoring, a reward model or the reference, which take complete groups, first come, first served."""
+    """Slot for scoring, a reward model or the reference, which take complete groups, first come, first served."""
 
-    site: Site
+    slot_setup: SlotSetup
     function: FunctionName
     work: Work
     group_s: float
@@ -108,9 +108,9 @@ class ServiceShape:
 
 @dataclass(frozen=True, slots=True)
 class LearnerShape:
-    """Room for the learner: seconds of a fixed part and per token of prompt and response."""
+    """Slot for the learner: seconds of a fixed part and per token of prompt and response."""
 
-    site: Site
+    slot_setup: SlotSetup
     fixed_s: float
     evaluate_token_s: float
     """Over all tokens; 0 with one update per batch, which needs no pass before it."""
@@ -122,7 +122,7 @@ class LearnerShape:
 class Setup:
     """A fleet and how it is used.
 
-    Raises ValueError for one_step_off on shared devices, for shares of a slot that add up to more than 1, and for
+    Raises ValueError for one_step_off on shared devices, for shares of a device that add up to more than 1, and for
     actors that prefill only and cannot hand their KV over.
     """
 
@@ -135,7 +135,7 @@ class Setup:
     """`sync`: the next step begins when the weights of this one are published. `one_step_off`: when its generation
     has ended, with the weights of the step before, so that generation and learning overlap."""
     node_s: float
-    """Until a node is there that has not been used yet, or a machine in place of one that was taken away."""
+    """Until a node is there that has not been used yet, or a machine in slot of one that was taken away."""
     max_tokens: int
     """The longest response."""
     seed: int
@@ -147,22 +147,31 @@ class Setup:
         self._check_hand_over()
 
     @property
-    def sites(self) -> tuple[Site, ...]:
-        """By place."""
-        rooms: tuple[ActorShape | ServiceShape | LearnerShape, ...] = (*self.actors, *self.services, self.learner)
-        return tuple(room.site for room in rooms)
+    def slot_setups(self) -> tuple[SlotSetup, ...]:
+        """By slot."""
+        replica_slots: tuple[ActorShape | ServiceShape | LearnerShape, ...] = (
+            *self.actors,
+            *self.services,
+            self.learner,
+        )
+        return tuple(replica_slot.slot_setup for replica_slot in replica_slots)
 
     @property
     def functions(self) -> tuple[FunctionName, ...]:
-        """By place."""
+        """By slot."""
         services = (service.function for service in self.services)
         return (*[FunctionName.GENERATION] * len(self.actors), *services, FunctionName.LEARNER)
 
     def _takes_turns(self) -> bool:
-        """Whether the learner shares a slot with an actor that it may not be awake beside."""
-        alone = {slot.name for actor in self.actors if not actor.site.beside for slot in actor.site.seat.slots}
-        learner = self.learner.site
-        return not learner.beside and any(slot.name in alone for slot in learner.seat.slots)
+        """Whether the learner shares a device with an actor that it may not be awake beside."""
+        alone = {
+            device.name
+            for actor in self.actors
+            if not actor.slot_setup.beside
+            for device in actor.slot_setup.allocation.devices
+        }
+        learner = self.learner.slot_setup
+        return not learner.beside and any(device.name in alone for device in learner.allocation.devices)
 
     def _check_hand_over(self) -> None:
         prefill_only = [actor.engine.prefill_only for actor in self.actors]
@@ -175,12 +184,12 @@ class Setup:
         """Replicas side by side hold their shares at once; of replicas that take turns, the largest share counts."""
         beside: dict[str, float] = defaultdict(float)
         in_turn: dict[str, float] = defaultdict(float)
-        for site in self.sites:
-            for slot in site.seat.slots:
-                if site.beside:
-                    beside[slot.name] += site.seat.share
+        for slot_setup in self.slot_setups:
+            for device in slot_setup.allocation.devices:
+                if slot_setup.beside:
+                    beside[device.name] += slot_setup.allocation.share
                 else:
-                    in_turn[slot.name] = max(in_turn[slot.name], site.seat.share)
+                    in_turn[device.name] = max(in_turn[device.name], slot_setup.allocation.share)
         for name in beside.keys() | in_turn.keys():
             if beside[name] + in_turn[name] > 1 + _ROUNDING:
                 raise ValueError(

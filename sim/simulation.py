@@ -101,7 +101,7 @@ class Simulation:
     def _begin(self, batch: RolloutBatch) -> StepUnderWay:
         generation = Generation(self.fleet, batch)
         window = Window(self._fleet_view, self.fleet, generation)
-        taken = {place: np.zeros(batch.groups, dtype=np.bool_) for place in self._services}
+        taken = {slot: np.zeros(batch.groups, dtype=np.bool_) for slot in self._services}
         under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken)
         self._steps.append(under_way)
         self._ask([StepBegan()], under_way)
@@ -139,8 +139,8 @@ class Simulation:
         self.now_s = current.generated_s = max(self.now_s, generation.end_s)
         self.fleet.drawing = False
         generation.close()
-        for place in self._services:
-            self._take(place)
+        for slot in self._services:
+            self._take(slot)
         if not self._services:
             current.ready_s = self.now_s
         self._ask([Generated()], current)
@@ -155,46 +155,46 @@ class Simulation:
             self._interrupted(at_s, event, current)
         elif isinstance(event, Loaded):
             self._loaded(at_s, event, current)
-        elif self.fleet.happen(at_s, event) and isinstance(event, Up) and event.place in self._services:
-            self._take(event.place)
+        elif self.fleet.happen(at_s, event) and isinstance(event, Up) and event.slot in self._services:
+            self._take(event.slot)
 
     def _loaded(self, at_s: float, event: Loaded, current: StepUnderWay) -> None:
         """All actors that have loaded the weights at one instant serve before the policy is told of the first."""
         loaded = [event, *self.fleet.agenda.pop_like(at_s, Loaded)]
-        up = [event.place for event in loaded if self.fleet.happen(at_s, event)]
-        for place in up:
-            current.generation.serving(place, at_s)
-        self._ask([Serving(place) for place in up], current)
+        up = [event.slot for event in loaded if self.fleet.happen(at_s, event)]
+        for slot in up:
+            current.generation.serving(slot, at_s)
+        self._ask([Serving(slot) for slot in up], current)
 
     def _worked(self, event: Worked) -> None:
         self._vain = 0
         under_way = next(step for step in self._steps if step.number == event.step)
-        if event.place != self._learner:
-            under_way.served.add(event.place)
+        if event.slot != self._learner:
+            under_way.served.add(event.slot)
             if len(under_way.served) == len(self._services):
                 under_way.ready_s = self.now_s
-            self._ask([Idle(event.place)], under_way)
+            self._ask([Idle(event.slot)], under_way)
             return
         self.ledger.steps.append(under_way.record(self.now_s))
-        self._ask([Idle(event.place)], under_way)
+        self._ask([Idle(event.slot)], under_way)
         self._ask([StepEnded(under_way.begun_s, self.now_s)], under_way)
         self._steps.remove(under_way)
 
     def _interrupted(self, at_s: float, event: Interrupted, current: StepUnderWay) -> None:
-        replica = self.fleet.replicas.get(event.place)
+        replica = self.fleet.replicas.get(event.slot)
         if replica is None or replica.number != event.life:
             return
-        at_s, samples = current.generation.lost(event.place, at_s)
+        at_s, samples = current.generation.lost(event.slot, at_s)
         self.fleet.happen(at_s, event)
-        self._ask([Lost(event.place, samples)], current)
+        self._ask([Lost(event.slot, samples)], current)
 
     def _want(self) -> None:
         """Starts services that have work and no replica; and the learner, which begins if it is up."""
-        for place in self._services:
-            if not self.fleet.there(place):
-                since_s = [step.first_s(place) for step in self._steps if step.wants(place)]
+        for slot in self._services:
+            if not self.fleet.there(slot):
+                since_s = [step.first_s(slot) for step in self._steps if step.wants(slot)]
                 if since_s:
-                    self.fleet.start(place, max(min(since_s), self.now_s))
+                    self.fleet.start(slot, max(min(since_s), self.now_s))
         first = self._steps[0] if self._steps else None
         if first is None or first.ready_s is None or first.learning:
             return
@@ -206,21 +206,21 @@ class Simulation:
             first.learning = True
             self.fleet.agenda.add(replica.busy_s, Worked(self._learner, first.number))
 
-    def _take(self, place: int) -> None:
+    def _take(self, slot: int) -> None:
         """A service that is up takes all complete groups; with the last group of a step, its end is foreseen."""
-        serves = self.fleet.state(place) is ReplicaState.SERVING
+        serves = self.fleet.state(slot) is ReplicaState.SERVING
         for step in self._steps:
             if serves:
-                take(self._services[place], place, self.fleet.replicas[place], step)
-            if step.generated_s is not None and step.foresee(place):
-                end_s = max(step.done_s[place], self.now_s)
-                self.fleet.agenda.add(end_s, Worked(place, step.number))
+                take(self._services[slot], slot, self.fleet.replicas[slot], step)
+            if step.generated_s is not None and step.foresee(slot):
+                end_s = max(step.done_s[slot], self.now_s)
+                self.fleet.agenda.add(end_s, Worked(slot, step.number))
 
     def _ask(self, events: Sequence[Event], under_way: StepUnderWay) -> None:
         """Tells the policy what happened at one instant, and carries out its answer to each event."""
         view = under_way.window.look()
         for event in events:
-            if isinstance(event, Serving) and view.places[event.place].state is not ReplicaState.SERVING:
+            if isinstance(event, Serving) and view.slots[event.slot].state is not ReplicaState.SERVING:
                 continue  # the answer to an event before this one released it
             self._wait(under_way)
             answer = self._policy.decide(self.now_s, event, view)
@@ -262,13 +262,13 @@ class Simulation:
         elif isinstance(action, Release):
             self._release(action)
         elif action.at_s is None or action.at_s <= self.now_s:
-            self.fleet.start(action.place, self.now_s)
+            self.fleet.start(action.slot, self.now_s)
         else:
-            self.fleet.start_later(action.place, action.at_s)
+            self.fleet.start_later(action.slot, action.at_s)
 
     def _release(self, release: Release) -> None:
-        if release.place in self._services:
-            self._take(release.place)
-        elif release.place != self._learner:
-            self._steps[-1].generation.leave(release.place)
-        self.fleet.release(release.place, self.now_s, release.tier)
+        if release.slot in self._services:
+            self._take(release.slot)
+        elif release.slot != self._learner:
+            self._steps[-1].generation.leave(release.slot)
+        self.fleet.release(release.slot, self.now_s, release.tier)

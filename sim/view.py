@@ -1,50 +1,50 @@
-"""What a policy sees of a simulation: the rooms of a setup at the prices of a book, and a step by its own arrays."""
+"""What a policy sees of a simulation: the slots of a setup at the prices of a book, and a step by its own arrays."""
 
 from __future__ import annotations
 
 from functools import lru_cache, partial
 
-from rlhfless.scaling.placement import Seat
-from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Room, StepView, read_only
+from rlhfless.scaling.placement import Allocation
+from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView, StepView, read_only
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.sim.fleet import Fleet
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.setup import ActorShape, Setup
 
-place_view = lru_cache(maxsize=1 << 16)(PlaceView)
-"""Places look alike; it is quicker to find a view than to make one."""
+slot_view = lru_cache(maxsize=1 << 16)(SlotView)
+"""Slots look alike; it is quicker to find a view than to make one."""
 
 
 def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
-    """The rooms of a setup, by place. Raises PriceError for a device kind without a price.
+    """The slots of a setup, by slot. Raises PriceError for a device kind without a price.
 
     A device costs what releasing it would save: of owned hardware only what other users pay for it. Asleep it
     costs the book's residency, and where there is none, the device, unless another replica is awake on it. Stragglers
     look like all others, and all actors are taken to load their weights at once.
     """
     actors = setup.actors
-    rooms = tuple(
-        Room(
+    replica_slots = tuple(
+        ReplicaSlot(
             function=function,
-            kind=site.seat.slots[0].kind,
-            devices=tuple(slot.name for slot in site.seat.slots),
-            node=site.node,
-            usd_per_s=_usd_per_s(site.seat, prices, asleep=False),
-            start_s=site.start_s,
-            wake_s=site.wake_s,
-            resident_usd_per_s=dict.fromkeys(site.wake_s, _usd_per_s(site.seat, prices, asleep=True)),
-            engine=_engine_room(actors[place]) if place < len(actors) else None,
-            beside=site.beside,
+            kind=slot_setup.allocation.devices[0].kind,
+            devices=tuple(device.name for device in slot_setup.allocation.devices),
+            node=slot_setup.node,
+            usd_per_s=_usd_per_s(slot_setup.allocation, prices, asleep=False),
+            start_s=slot_setup.start_s,
+            wake_s=slot_setup.wake_s,
+            resident_usd_per_s=dict.fromkeys(slot_setup.wake_s, _usd_per_s(slot_setup.allocation, prices, asleep=True)),
+            engine=_engine_limits(actors[slot]) if slot < len(actors) else None,
+            beside=slot_setup.beside,
         )
-        for place, (function, site) in enumerate(zip(setup.functions, setup.sites, strict=True))
+        for slot, (function, slot_setup) in enumerate(zip(setup.functions, setup.slot_setups, strict=True))
     )
     links = setup.links
     load_s = setup.transport.load_s(len(actors))
-    return FleetView(rooms, load_s, links.move_s, links.kv_token_s, links.beat_s, setup.max_tokens)
+    return FleetView(replica_slots, load_s, links.move_s, links.kv_token_s, links.beat_s, setup.max_tokens)
 
 
 class Window:
-    """A step as a policy sees it. Its arrays are the simulation's own; only the places are made anew."""
+    """A step as a policy sees it. Its arrays are the simulation's own; only the slots are made anew."""
 
     def __init__(self, fleet_view: FleetView, fleet: Fleet, generation: Generation) -> None:
         batch, table = generation.progress.batch, generation.progress.table
@@ -65,24 +65,24 @@ class Window:
 
     def look(self) -> StepView:
         """The step and the fleet now."""
-        return self._view(places=self._places())
+        return self._view(slots=self._slots())
 
-    def _places(self) -> tuple[PlaceView, ...]:
-        return tuple(map(place_view, *self._fleet.standing(), *self._generation.counts()))
+    def _slots(self) -> tuple[SlotView, ...]:
+        return tuple(map(slot_view, *self._fleet.standing(), *self._generation.counts()))
 
 
-def _usd_per_s(seat: Seat, prices: PriceBook, *, asleep: bool) -> float:
+def _usd_per_s(allocation: Allocation, prices: PriceBook, *, asleep: bool) -> float:
     total = 0.0
-    for slot in seat.slots:
-        device = prices.device(slot.kind)
+    for held in allocation.devices:
+        device = prices.device(held.kind)
         if asleep and device.residency is not None:
             total += device.residency.usd_per_hour
         else:
             total += device.saved_usd_per_hour
-    return total * seat.share / SECONDS_PER_HOUR
+    return total * allocation.share / SECONDS_PER_HOUR
 
 
-def _engine_room(actor: ActorShape) -> EngineRoom:
+def _engine_limits(actor: ActorShape) -> EngineLimits:
     shape = actor.engine
     tokens = shape.kv_blocks * shape.block_tokens
-    return EngineRoom(actor.prices.model, tokens, shape.max_sequences, shape.prefill_only)
+    return EngineLimits(actor.prices.model, tokens, shape.max_sequences, shape.prefill_only)

@@ -29,7 +29,7 @@ class StepUnderWay:
     window: Window
     begun_s: float
     taken: dict[int, Flags]
-    """`[groups]`, by the place of a service: the groups that it has taken."""
+    """`[groups]`, by the slot of a service: the groups that it has taken."""
     generated_s: float | None = None
     ready_s: float | None = None
     """When all services had done it."""
@@ -37,25 +37,25 @@ class StepUnderWay:
     done_s: dict[int, float] = field(default_factory=dict)
     """When a service has done, or will have done, all that it has taken."""
     foreseen: set[int] = field(default_factory=set)
-    """Places of services that have taken all groups."""
+    """Slots of services that have taken all groups."""
     served: set[int] = field(default_factory=set)
-    """Places of services that have done it."""
+    """Slots of services that have done it."""
 
-    def wants(self, place: int) -> bool:
-        """Whether groups are complete that the service at a place has not taken."""
-        return self.generation.progress.complete_groups > int(np.count_nonzero(self.taken[place]))
+    def wants(self, slot: int) -> bool:
+        """Whether groups are complete that the service at a slot has not taken."""
+        return self.generation.progress.complete_groups > int(np.count_nonzero(self.taken[slot]))
 
-    def first_s(self, place: int) -> float:
+    def first_s(self, slot: int) -> float:
         """Since when the first of these groups has been waiting."""
         progress = self.generation.progress
         complete = progress.complete
-        return float(progress.table.complete_s[complete[~self.taken[place][complete]]].min())
+        return float(progress.table.complete_s[complete[~self.taken[slot][complete]]].min())
 
-    def foresee(self, place: int) -> bool:
+    def foresee(self, slot: int) -> bool:
         """Whether a service has taken the last group now; only once."""
-        if place in self.foreseen or not self.taken[place].all():
+        if slot in self.foreseen or not self.taken[slot].all():
             return False
-        self.foreseen.add(place)
+        self.foreseen.add(slot)
         return True
 
     def record(self, end_s: float) -> StepRecord:
@@ -69,9 +69,9 @@ class StepUnderWay:
         return StepRecord(batch.step, self.begun_s, end_s, metrics)
 
 
-def take(shape: ServiceShape, place: int, replica: Replica, under_way: StepUnderWay) -> None:
+def take(shape: ServiceShape, slot: int, replica: Replica, under_way: StepUnderWay) -> None:
     """A service that is up works on all complete groups of a step that it has not taken yet."""
-    progress, taken = under_way.generation.progress, under_way.taken[place]
+    progress, taken = under_way.generation.progress, under_way.taken[slot]
     groups = progress.complete[~taken[progress.complete]]
     if not len(groups):
         return
@@ -84,7 +84,7 @@ def take(shape: ServiceShape, place: int, replica: Replica, under_way: StepUnder
         replica.called(shape.work, batch.step, start_s, end_s)
         replica.busy_s = end_s
     taken[groups] = True
-    under_way.done_s[place] = replica.busy_s
+    under_way.done_s[slot] = replica.busy_s
 
 
 def learn(shape: LearnerShape, replica: Replica, under_way: StepUnderWay, at_s: float) -> None:

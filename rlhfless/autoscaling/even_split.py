@@ -27,8 +27,8 @@ class EvenSplit:
                 return split_evenly(view, np.flatnonzero(~view.finished))
             case Lost(samples=samples):
                 return split_evenly(view, samples)
-            case Serving(place):
-                return _share(view, place)
+            case Serving(slot):
+                return _share(view, slot)
         return ()
 
 
@@ -37,25 +37,25 @@ def split_evenly(view: StepView, samples: Ints) -> list[Assign]:
 
     If no actor is up, to the first that is starting; if none is starting either, the answer is empty.
     """
-    places = _places(view, *UP) or _places(view, ReplicaState.STARTING)[:1]
-    load = {place: view.samples_at(place).size for place in places}
-    given: dict[int, list[Ints]] = {place: [] for place in places}
-    if not places or not samples.size:
+    slots = _slots(view, *UP) or _slots(view, ReplicaState.STARTING)[:1]
+    load = {slot: view.samples_at(slot).size for slot in slots}
+    given: dict[int, list[Ints]] = {slot: [] for slot in slots}
+    if not slots or not samples.size:
         return []
     for siblings in np.split(samples, np.flatnonzero(np.diff(view.group[samples])) + 1):
-        place = min(places, key=lambda place: (load[place], place))
-        load[place] += siblings.size
-        given[place].append(siblings)
-    return [Assign(place, np.concatenate(blocks)) for place, blocks in given.items() if blocks]
+        slot = min(slots, key=lambda slot: (load[slot], slot))
+        load[slot] += siblings.size
+        given[slot].append(siblings)
+    return [Assign(slot, np.concatenate(blocks)) for slot, blocks in given.items() if blocks]
 
 
 def _share(view: StepView, joined: int) -> list[Action]:
-    load = {place: view.samples_at(place).size for place in _places(view, *UP)}
-    busiest = max(load, key=lambda place: (load[place], -place), default=joined)
+    load = {slot: view.samples_at(slot).size for slot in _slots(view, *UP)}
+    busiest = max(load, key=lambda slot: (load[slot], -slot), default=joined)
     lead = (load.get(busiest, 0) - load.get(joined, 0)) // 2
     # The last samples: whole groups, since siblings lie one after the other.
     return [Move(busiest, joined, view.samples_at(busiest)[-lead:])] if lead > 0 else []
 
 
-def _places(view: StepView, *states: ReplicaState) -> list[int]:
-    return [place for place in view.fleet.generation() if view.places[place].state in states]
+def _slots(view: StepView, *states: ReplicaState) -> list[int]:
+    return [slot for slot in view.fleet.generation() if view.slots[slot].state in states]

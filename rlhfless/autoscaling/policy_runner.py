@@ -19,16 +19,16 @@ from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.records import Decision
 from rlhfless.scaling.policy import (
-    NOBODY,
+    UNASSIGNED,
     Action,
     Assign,
     Event,
     FleetView,
     Move,
     Note,
-    PlaceView,
     Policy,
     Release,
+    SlotView,
     Start,
     StepBegan,
     StepEnded,
@@ -42,18 +42,18 @@ class Fleet(Protocol):
     """What a policy sees of a fleet, and may do to it."""
 
     def view(self) -> FleetView:
-        """The rooms, with the best figures that are known by now."""
+        """The slots, with the best figures that are known by now."""
 
-    def places(self, table: SampleTable) -> tuple[PlaceView, ...]:
-        """The state of each place, and how many samples it has."""
+    def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
+        """The state of each slot, and how many samples it has."""
 
-    def expects(self, place: int) -> bool:
-        """Whether a generation actor is up at a place, or has been asked to come up."""
+    def expects(self, slot: int) -> bool:
+        """Whether a generation actor is up at a slot, or has been asked to come up."""
 
-    def start(self, place: int, at_s: float | None, step: int) -> None:
+    def start(self, slot: int, at_s: float | None, step: int) -> None:
         """See rlhfless.scaling.policy.Start. Raises PolicyFault."""
 
-    def release(self, place: int, tier: str | None, step: int) -> None:
+    def release(self, slot: int, tier: str | None, step: int) -> None:
         """See rlhfless.scaling.policy.Release. Raises PolicyFault."""
 
 
@@ -118,7 +118,7 @@ class PolicyRunner:
             answer = self._policy.decide(self._clock(), event, self._seen(step))
             for action in answer:
                 self._carry_out(action, step)
-            if any(map(self._fleet.expects, range(table.assignment.places))):
+            if any(map(self._fleet.expects, range(table.assignment.slots))):
                 table.assignment.check_assigned()
             table.assignment.check_drawn(answer, self._fleet.expects)
         except Exception as fault:
@@ -126,23 +126,23 @@ class PolicyRunner:
         self._split_rest(step)
 
     def _seen(self, step: _Step) -> StepView:
-        return step.table.view(step.view, self._fleet.places(step.table))
+        return step.table.view(step.view, self._fleet.slots(step.table))
 
     def _carry_out(self, action: Action, step: _Step) -> None:
         """Does what an action says. Raises PolicyFault, and does nothing, if that cannot be done."""
         table = step.table
         match action:
-            case Assign(place=place):
-                table.give(table.assignment.checked_assign(action), place)
+            case Assign(slot=slot):
+                table.give(table.assignment.checked_assign(action), slot)
             case Move(target=target):
                 moving = table.assignment.checked_move(action)
                 table.give(moving, target)
                 step.figures["moved_samples"] += moving.size
-            case Start(place, at_s):
-                self._fleet.start(place, at_s, table.step)
-            case Release(place, tier):
-                table.assignment.check_release(place)
-                self._fleet.release(place, tier, table.step)
+            case Start(slot, at_s):
+                self._fleet.start(slot, at_s, table.step)
+            case Release(slot, tier):
+                table.assignment.check_release(slot)
+                self._fleet.release(slot, tier, table.step)
             case Note(decision):
                 self._note(decision)
                 if decision.kind == "plan":
@@ -160,15 +160,15 @@ class PolicyRunner:
         self._feasible = feasible
 
     def _split_rest(self, step: _Step) -> None:
-        """Splits what is unassigned, or waits where no actor will be, evenly: every sample has a place after this."""
+        """Splits what is unassigned, or waits where no actor will be, evenly: every sample has a slot after this."""
         table = step.table
-        for place in sorted(set(table.home[table.left].tolist()) - {NOBODY}):
-            if not self._fleet.expects(place):
-                table.lose(place)
+        for slot in sorted(set(table.home[table.left].tolist()) - {UNASSIGNED}):
+            if not self._fleet.expects(slot):
+                table.lose(slot)
         if not table.unassigned.size:
             return
         for assign in split_evenly(self._seen(step), table.unassigned):
-            table.give(assign.samples, assign.place)
+            table.give(assign.samples, assign.slot)
         if left := table.unassigned.size:
             raise ReplicaLost(f"no generation actor is left for {left} unfinished samples")
 
@@ -176,7 +176,7 @@ class PolicyRunner:
         self._faults += 1
         if self._faults == 1:
             log.error(
-                "the scaling policy failed at %s; samples without a place are split evenly, there and whenever "
+                "the scaling policy failed at %s; samples without a slot are split evenly, there and whenever "
                 "it fails again (metric policy_faults)",
                 type(event).__name__,
                 exc_info=fault,

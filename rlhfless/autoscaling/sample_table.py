@@ -1,8 +1,8 @@
-"""The samples that a generation stage has to draw: how far each one is, which place has it, which actor draws it.
+"""The samples that a generation stage has to draw: how far each one is, which slot has it, which actor draws it.
 
-A sample belongs to the place that the policy gave it (`rlhfless.scaling.assignment`), and is *on* a request to the
-actor that draws it. The stage makes the second follow the first: a sample on no request goes to its place as soon as an
-actor serves there, and a sample on a request to another place is called back from it.
+A sample belongs to the slot that the policy gave it (`rlhfless.scaling.assignment`), and is *on* a request to the
+actor that draws it. The stage makes the second follow the first: a sample on no request goes to its slot as soon as an
+actor serves there, and a sample on a request to another slot is called back from it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.scaling.assignment import Assignment
-from rlhfless.scaling.policy import NOBODY, FleetView, Ints, PlaceView, StepView, read_only
+from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
 
 
 class SampleTable:
     """The samples of one step. A sample is a number, in the order of the draw: siblings one after the other."""
 
-    def __init__(self, step: int, items: Sequence[SampleItem], places: int) -> None:
+    def __init__(self, step: int, items: Sequence[SampleItem], slots: int) -> None:
         prompts = {item.prompt_id: len(item.prompt_token_ids) for item in items}
         rank = {prompt_id: number for number, prompt_id in enumerate(prompts)}
         self.step = step
@@ -30,7 +30,7 @@ class SampleTable:
         self.on: dict[int, int] = {}
         """The request of each sample that is on one."""
         self.waiting: dict[int, None] = {}
-        """Samples with a place and on no request, in the order in which they go to the engine."""
+        """Samples with a slot and on no request, in the order in which they go to the engine."""
         self._numbers = {item.key: number for number, item in enumerate(items)}
         self._prompt_ids = tuple(prompts)
         self._prompt_tokens = np.array(list(prompts.values()), np.int64)
@@ -38,8 +38,8 @@ class SampleTable:
         self._tokens = np.zeros(len(items), np.int64)
         self._finished = np.zeros(len(items), bool)
         self._truncated = np.zeros(len(items), bool)
-        self.home: Ints = np.full(len(items), NOBODY, np.int64)
-        self.assignment = Assignment(self.home, self._finished, places)
+        self.home: Ints = np.full(len(items), UNASSIGNED, np.int64)
+        self.assignment = Assignment(self.home, self._finished, slots)
 
     @property
     def progress(self) -> dict[SampleKey, int]:
@@ -54,14 +54,14 @@ class SampleTable:
 
     @property
     def unassigned(self) -> Ints:
-        """Samples that have not ended and belong to no place."""
+        """Samples that have not ended and belong to no slot."""
         return self.assignment.unassigned
 
-    def view(self, fleet: FleetView, places: Sequence[PlaceView]) -> StepView:
+    def view(self, fleet: FleetView, slots: Sequence[SlotView]) -> StepView:
         """The step at this instant. The columns are shown without a copy, and cannot be written through the view."""
         return StepView(
             fleet,
-            tuple(places),
+            tuple(slots),
             self.step,
             self._prompt_ids,
             read_only(self._prompt_tokens),
@@ -72,9 +72,9 @@ class SampleTable:
             read_only(self.home),
         )
 
-    def counts(self, place: int) -> tuple[int, int]:
-        """How many samples of a place have drawn a token, and how many have not."""
-        mine = (self.home == place) & ~self._finished
+    def counts(self, slot: int) -> tuple[int, int]:
+        """How many samples of a slot have drawn a token, and how many have not."""
+        mine = (self.home == slot) & ~self._finished
         drawing = int(np.count_nonzero(mine & (self._tokens > 0)))
         return drawing, int(np.count_nonzero(mine)) - drawing
 
@@ -116,17 +116,17 @@ class SampleTable:
 
     # -- what the policy says
 
-    def give(self, samples: Ints, place: int) -> None:
-        """Samples that have not ended belong to a place from here on; samples on no request wait there."""
-        self.assignment.give(samples, place)
+    def give(self, samples: Ints, slot: int) -> None:
+        """Samples that have not ended belong to a slot from here on; samples on no request wait there."""
+        self.assignment.give(samples, slot)
         for number in samples.tolist():
             self.waiting.pop(number, None)
             if number not in self.on:
                 self.waiting[number] = None
 
-    def lose(self, place: int) -> Ints:
-        """The samples of a place are unassigned from here on. Returns them."""
-        samples = self.assignment.lose(place)
+    def lose(self, slot: int) -> Ints:
+        """The samples of a slot are unassigned from here on. Returns them."""
+        samples = self.assignment.lose(slot)
         for number in samples.tolist():
             self.waiting.pop(number, None)
         return samples
@@ -134,11 +134,11 @@ class SampleTable:
     def _end(self, number: int, tokens: int, *, truncated: bool) -> None:
         self._tokens[number], self._truncated[number] = tokens, truncated
         self._finished[number] = True
-        self.home[number] = NOBODY
+        self.home[number] = UNASSIGNED
         self.waiting.pop(number, None)
 
     def _restart(self, number: int) -> None:
         prior = self.items[number].prior
         self._tokens[number] = 0 if prior is None else len(prior.token_ids)
-        if self.home[number] != NOBODY:
+        if self.home[number] != UNASSIGNED:
             self.waiting[number] = None

@@ -49,7 +49,7 @@ class Scaler:
 
     def idle(self, function: FunctionName, step: int) -> None:
         """A function has done its work of a step."""
-        self._runner.ask(Idle(self._fleet.place_of(function)), step)
+        self._runner.ask(Idle(self._fleet.slot_of(function)), step)
         self._fleet.idle(function, step)
 
     def drawn(self, step: int) -> None:

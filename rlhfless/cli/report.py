@@ -26,8 +26,8 @@ def final_report(title: str, outcome: Outcome, folder: Path) -> FinalReport:
         title=title,
         steps=outcome.steps,
         wall_s=outcome.wall_s,
-        replicas_lost=outcome.mended.replicas_lost,
-        steps_again=outcome.mended.steps_again,
+        replicas_lost=outcome.recovered.replicas_lost,
+        steps_again=outcome.recovered.steps_again,
         evaluations=tuple(
             EvaluationRow(name.replace("_", " "), outcome.before.get(name), value)
             for name, value in outcome.after.items()

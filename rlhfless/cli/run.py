@@ -73,7 +73,7 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
 
     Raises InputError if there is nothing to resume, or the spec differs where it must not.
     """
-    from rlhfless.loop.opening import CHECKPOINTS_FOLDER
+    from rlhfless.loop.session import CHECKPOINTS_FOLDER
     from rlhfless.records.checkpoints import Checkpoints
     from rlhfless.spec.compare import check_resumable
     from rlhfless.spec.errors import InputError, Problem
@@ -103,10 +103,10 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     from rlhfless.loop.driver import Driver
     from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, told
     from rlhfless.loop.launch import remove_stores
-    from rlhfless.loop.opening import Opening
+    from rlhfless.loop.session import Session
     from rlhfless.telemetry.console import Console
     from rlhfless.telemetry.logs import RunLog
-    from rlhfless.telemetry.opening import open_sinks
+    from rlhfless.telemetry.open_sinks import open_sinks
     from rlhfless.telemetry.report import render_report
 
     run_id = folder.name
@@ -118,7 +118,7 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     try:
         for warning in prepared.warnings:
             console.show(f"warning: {warning}")
-        outcome = stop.run(Driver(Opening(spec, prepared, run_id, folder, console, sinks)).execute())
+        outcome = stop.run(Driver(Session(spec, prepared, run_id, folder, console, sinks)).execute())
     except Interrupted as interrupted:
         console.close()
         typer.echo(hint(INTERRUPTED, True, resume, folder, spec.steps) or NOTHING_DRAWN, err=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfless.records import FunctionName
-from rlhfless.scaling.placement import Seat
+from rlhfless.scaling.placement import Allocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Blueprint:
 
     function: FunctionName
     deployment: type
-    settings: Callable[[Seat], Any]
-    """The deployment's settings for a replica in a seat."""
-    seats: tuple[Seat, ...]
+    settings: Callable[[Allocation], Any]
+    """The deployment's settings for a replica in an allocation."""
+    allocations: tuple[Allocation, ...]
     """Where replica 0, 1, ... sit; as many as there may be at a time."""
     bounds: Bounds = Bounds()
-    takes_seat: bool = True
-    """False: the replica's parts ask Ray for the seat themselves (the learner's ranks)."""
+    takes_allocation: bool = True
+    """False: the replica's parts ask Ray for the allocation themselves (the learner's ranks)."""

@@ -2,7 +2,7 @@
 
 Serve picks its own victim when a deployment shrinks, so an elastic function is not one deployment with n
 replicas but n applications with one replica each (`route_prefix=None`: no HTTP), which the fleet creates and
-deletes by name. Which device a replica sits on is asked for by a custom Ray resource per slot.
+deletes by name. Which device a replica sits on is asked for by a custom Ray resource per device.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ray.serve.schema import ApplicationStatus
 from rlhfless.fleet import ray_session
 from rlhfless.fleet.causes import innermost
 from rlhfless.fleet.ray_session import NoCluster
-from rlhfless.prepare.devices import local_slots
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.prepare.devices import local_devices
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.spec import PlacementSpec
 
-SLOT_PREFIX = "rlhfless-slot:"
-"""Ray resources with this prefix are device slots: `rlhfless-slot:<kind>:<name>`, one unit each."""
+DEVICE_PREFIX = "rlhfless-device:"
+"""Ray resources with this prefix are devices: `rlhfless-device:<kind>:<name>`, one unit each."""
 
 POLL_S = 0.25
 """How often the status of starting applications is read, once for all of them: well under the seconds a start takes.
@@ -61,7 +61,7 @@ class Cluster:
 
     def __init__(self, private: bool = False) -> None:
         self._private = private
-        self.slots = _slots(ray.cluster_resources())
+        self.devices = _devices(ray.cluster_resources())
         self._statuses: Mapping[str, Any] = {}
         self._read_s = -math.inf
         self._reading = asyncio.Lock()
@@ -70,17 +70,17 @@ class Cluster:
     async def start(cls, spec: PlacementSpec) -> Cluster:
         """Start a private Ray on this machine, or join the one at `spec.ray_address`.
 
-        Raises NoCluster if there is no cluster at that address, if it offers no device slots, or if it would be joined
+        Raises NoCluster if there is no cluster at that address, if it offers no devices, or if it would be joined
         over a network without a token.
         """
         if spec.ray_address:
             ray_session.require_token(spec, os.environ)
             await ray_session.reach(spec.ray_address)
         cluster = await ray_session.started(lambda: cls._start(spec), spec.ray_address)
-        if not cluster.slots:
+        if not cluster.devices:
             raise NoCluster(
-                f"the Ray cluster at {spec.ray_address} offers no device slots; start its nodes with, say, "
-                f"""--resources='{{"{SLOT_PREFIX}h100:gpu-0": 1}}'"""
+                f"the Ray cluster at {spec.ray_address} offers no devices; start its nodes with, say, "
+                f"""--resources='{{"{DEVICE_PREFIX}h100:gpu-0": 1}}'"""
             )
         return cluster
 
@@ -89,7 +89,7 @@ class Cluster:
         if spec.ray_address:
             ray_session.join(spec.ray_address)
         else:
-            ray_session.start_private({_resource(slot): 1.0 for slot in local_slots()})
+            ray_session.start_private({_resource(device): 1.0 for device in local_devices()})
         _make_router_configs_one_at_a_time()
         # No replica is reached by HTTP, so no proxy is started.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
@@ -101,9 +101,9 @@ class Cluster:
         return self._private and ray_session.is_lost()
 
     async def deploy(
-        self, name: str, function: type, arguments: Sequence[Any], seat: Seat | None, *, stop_s: float
+        self, name: str, function: type, arguments: Sequence[Any], allocation: Allocation | None, *, stop_s: float
     ) -> DeploymentHandle:
-        """Begin to start one replica; returns at once. `seat` None: the function binds its parts itself."""
+        """Begin to start one replica; returns at once. `allocation` None: the function binds its parts itself."""
         options = {
             "name": name,
             "num_replicas": 1,
@@ -112,7 +112,10 @@ class Cluster:
             "graceful_shutdown_wait_loop_s": 0.1,
             # A constructor that fails will fail again: report the first failure instead of trying 20 times.
             "max_constructor_retry_count": 1,
-            "ray_actor_options": {"num_cpus": 0, "resources": {} if seat is None else seat_resources(seat)},
+            "ray_actor_options": {
+                "num_cpus": 0,
+                "resources": {} if allocation is None else allocation_resources(allocation),
+            },
         }
         await asyncio.to_thread(_deploy, function, arguments, options)
         return self.handle(name)
@@ -166,14 +169,14 @@ class Cluster:
         await asyncio.to_thread(ray_session.end)
 
 
-def seat_resources(seat: Seat) -> dict[str, float]:
-    """What a replica in this seat asks Ray for. Ray counts in units of 1/10,000, so shares are rounded down."""
-    share = int(seat.share * 10_000) / 10_000
-    return {_resource(slot): share for slot in seat.slots}
+def allocation_resources(allocation: Allocation) -> dict[str, float]:
+    """What a replica in this allocation asks Ray for. Ray counts in units of 1/10,000, so shares are rounded down."""
+    share = int(allocation.share * 10_000) / 10_000
+    return {_resource(device): share for device in allocation.devices}
 
 
-def _resource(slot: Slot) -> str:
-    return f"{SLOT_PREFIX}{slot.kind}:{slot.name}"
+def _resource(device: Device) -> str:
+    return f"{DEVICE_PREFIX}{device.kind}:{device.name}"
 
 
 def _deploy(function: type, arguments: Sequence[Any], options: dict[str, Any]) -> None:
@@ -198,10 +201,10 @@ def _make_router_configs_one_at_a_time() -> None:
     RequestRouterConfig._serialize_request_router_cls = locked  # type: ignore[method-assign, assignment]
 
 
-def _slots(resources: Mapping[str, float]) -> list[Slot]:
+def _devices(resources: Mapping[str, float]) -> list[Device]:
     found = []
     for resource in resources:
-        if resource.startswith(SLOT_PREFIX):
-            kind, name = resource.removeprefix(SLOT_PREFIX).split(":", 1)
-            found.append(Slot(name, kind, int(name.rsplit("-", 1)[-1])))
-    return sorted(found, key=lambda slot: (slot.name.rsplit("-", 1)[0], slot.index))
+        if resource.startswith(DEVICE_PREFIX):
+            kind, name = resource.removeprefix(DEVICE_PREFIX).split(":", 1)
+            found.append(Device(name, kind, int(name.rsplit("-", 1)[-1])))
+    return sorted(found, key=lambda device: (device.name.rsplit("-", 1)[0], device.index))

@@ -18,7 +18,7 @@ from rlhfless.fleet.blueprint import Blueprint, Bounds
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
 from rlhfless.fleet.replicas import Replicas
-from rlhfless.fleet.tasks import together
+from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.records import ReplicaState, WeightVersion
 from rlhfless.spec import TimeoutsSpec
@@ -37,18 +37,18 @@ class Listener(Protocol):
     @property
     def over(self) -> bool: ...
 
-    def joined(self, place: int) -> None:
-        """A replica serves at a place."""
+    def joined(self, slot: int) -> None:
+        """A replica serves at a slot."""
 
-    def missed(self, place: int) -> None:
-        """No replica will come to a place."""
+    def missed(self, slot: int) -> None:
+        """No replica will come to a slot."""
 
     async def drain(self, replica: Replica) -> None:
         """A replica hands back what it has; returns when it has."""
 
 
 class Pool(Replicas):
-    """A place is the number of a seat; at most one replica is there at a time."""
+    """A slot is the number of an allocation; at most one replica is there at a time."""
 
     def __init__(
         self, cluster: Cluster, blueprint: Blueprint, call: Call, timeouts: TimeoutsSpec, recorder: Recorder
@@ -65,7 +65,7 @@ class Pool(Replicas):
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._next: dict[int, Call] = {}
-        """Places that get a new replica as soon as the one that leaves has left."""
+        """Slots that get a new replica as soon as the one that leaves has left."""
 
     @property
     def bounds(self) -> Bounds:
@@ -75,21 +75,21 @@ class Pool(Replicas):
         """Tell a listener of replicas that come and go, until it is over."""
         self._listeners = [known for known in self._listeners if not known.over] + [listener]
 
-    def state(self, place: int) -> ReplicaState | None:
-        """Of the replica at a place; None if there is none, or only one that leaves: another can be asked for then."""
-        replica = self.at(place)
+    def state(self, slot: int) -> ReplicaState | None:
+        """Of the replica at a slot; None if there is none, or only one that leaves: another can be asked for then."""
+        replica = self.at(slot)
         if replica is not None and replica.state is not ReplicaState.DRAINING:
             return replica.state
-        return ReplicaState.STARTING if place in self._starts or place in self._next else None
+        return ReplicaState.STARTING if slot in self._starts or slot in self._next else None
 
-    def expects(self, place: int) -> bool:
-        """Whether a replica serves at a place, or will."""
-        return self.state(place) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
+    def expects(self, slot: int) -> bool:
+        """Whether a replica serves at a slot, or will."""
+        return self.state(slot) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
 
     @property
     def expected(self) -> int:
         """Replicas that serve, or will."""
-        return sum(self.expects(place) for place in range(len(self.seats)))
+        return sum(self.expects(slot) for slot in range(len(self.allocations)))
 
     def up(self) -> tuple[Replica, ...]:
         """Those that can be given weights: up, and done with what they had to do first."""
@@ -128,16 +128,16 @@ class Pool(Replicas):
             start.result()
 
     async def fill(self, count: int) -> None:
-        """Start replicas at the first free places until there are `count`, all at once. They are up, and not open."""
+        """Start replicas at the first free slots until there are `count`, all at once. They are up, and not open."""
         missing = count - len(self.replicas())
-        free = [place for place in range(len(self.seats)) if self.at(place) is None]
-        await together(*(self.start_one(place) for place in free[: max(missing, 0)]))
+        free = [slot for slot in range(len(self.allocations)) if self.at(slot) is None]
+        await gather_or_cancel(*(self.start_one(slot) for slot in free[: max(missing, 0)]))
 
-    async def add(self, call: Call, place: int | None = None) -> Replica:
-        """Start one more, at a place or at the first that is free; returns when it serves."""
-        if place is None:
-            place = next((i for i in range(len(self.seats)) if self.at(i) is None), 0)
-        replica = await self.start_one(place)
+    async def add(self, call: Call, slot: int | None = None) -> Replica:
+        """Start one more, at a slot or at the first that is free; returns when it serves."""
+        if slot is None:
+            slot = next((i for i in range(len(self.allocations)) if self.at(i) is None), 0)
+        replica = await self.start_one(slot)
         self._opening.add(replica.name)
         try:
             await self.opens(replica, call)
@@ -152,44 +152,44 @@ class Pool(Replicas):
     def joined(self, replica: Replica) -> None:
         """It serves from here on."""
         for listener in self._listeners:
-            listener.joined(self.place_of(replica))
+            listener.joined(self.slot_of(replica))
 
-    def missed(self, place: int) -> None:
-        """No replica will come to a place."""
+    def missed(self, slot: int) -> None:
+        """No replica will come to a slot."""
         for listener in self._listeners:
-            listener.missed(place)
+            listener.missed(slot)
 
-    def start(self, place: int, call: Call, at_s: float | None = None) -> None:
-        """Start one at a place in the background, not before `at_s` (unix time), nor before one that leaves has left.
+    def start(self, slot: int, call: Call, at_s: float | None = None) -> None:
+        """Start one at a slot in the background, not before `at_s` (unix time), nor before one that leaves has left.
 
         One that waits for its time is begun at once when it is asked for again without one.
         """
-        self._call_off_timer(place)
+        self._call_off_timer(slot)
         wait_s = 0.0 if at_s is None else at_s - time.time()
         if wait_s > 0:
-            self._timers[place] = asyncio.get_running_loop().call_later(wait_s, self.start, place, call)
-        elif place in self._leaving:
-            self._next[place] = call
-        elif self.state(place) is None and not self._closed:
-            task = self._starts[place] = asyncio.create_task(self.add(call, place))
-            task.add_done_callback(lambda done: self._started(place, done))
+            self._timers[slot] = asyncio.get_running_loop().call_later(wait_s, self.start, slot, call)
+        elif slot in self._leaving:
+            self._next[slot] = call
+        elif self.state(slot) is None and not self._closed:
+            task = self._starts[slot] = asyncio.create_task(self.add(call, slot))
+            task.add_done_callback(lambda done: self._started(slot, done))
 
-    def _started(self, place: int, task: asyncio.Task[Replica]) -> None:
-        del self._starts[place]
+    def _started(self, slot: int, task: asyncio.Task[Replica]) -> None:
+        del self._starts[slot]
         failure = None if task.cancelled() else task.exception()
         if isinstance(failure, RECOVERABLE):
-            what = "no %s replica came up at place %d, which stays empty for now: %s"
-            log.warning(what, self.function, place, failure)
+            what = "no %s replica came up at slot %d, which stays empty for now: %s"
+            log.warning(what, self.function, slot, failure)
         elif failure is not None:
             self.fatal = failure
-        if not self.expects(place):
-            self.missed(place)
+        if not self.expects(slot):
+            self.missed(slot)
 
     def replace_missing(self, call: Call) -> None:
         """Start in the background what is missing of the fewest."""
-        free = [place for place in range(len(self.seats)) if self.state(place) is None]
-        for place in free[: max(self.bounds.fewest - self.expected, 0)]:
-            self.start(place, call)
+        free = [slot for slot in range(len(self.allocations)) if self.state(slot) is None]
+        for slot in free[: max(self.bounds.fewest - self.expected, 0)]:
+            self.start(slot, call)
 
     async def any_up(self) -> None:
         """Wait for the first start if no replica is up. Raises why the last start failed if none is left."""
@@ -211,29 +211,29 @@ class Pool(Replicas):
         """Drain one and stop it; during a step its samples go on elsewhere. Raises what kept it from doing so."""
         await self._leave(replica)
 
-    def release(self, place: int) -> bool:
-        """Give a place's devices back, in the background; a start is called off. Returns False, and does nothing, if
+    def release(self, slot: int) -> bool:
+        """Give a slot's devices back, in the background; a start is called off. Returns False, and does nothing, if
         no more than the fewest are there."""
         if self.expected <= self.bounds.fewest:
             return False
-        self._call_off_timer(place)
-        replica = self.at(place)
-        if self._next.pop(place, None) is not None:
+        self._call_off_timer(slot)
+        replica = self.at(slot)
+        if self._next.pop(slot, None) is not None:
             pass
-        elif place in self._starts:
-            self._starts[place].cancel()
+        elif slot in self._starts:
+            self._starts[slot].cancel()
         elif replica is not None:
             self._leave(replica)
         return True
 
     def _leave(self, replica: Replica) -> asyncio.Task[None]:
         """Let one go in the background. It gets no work from here on."""
-        place = self.place_of(replica)
+        slot = self.slot_of(replica)
         replica.drain()
-        if place not in self._leaving:
-            task = self._leaving[place] = asyncio.create_task(self._hand_back_and_stop(replica))
-            task.add_done_callback(lambda done: self._left(place, replica, done))
-        return self._leaving[place]
+        if slot not in self._leaving:
+            task = self._leaving[slot] = asyncio.create_task(self._hand_back_and_stop(replica))
+            task.add_done_callback(lambda done: self._left(slot, replica, done))
+        return self._leaving[slot]
 
     async def _hand_back_and_stop(self, replica: Replica) -> None:
         for listener in self._listeners:
@@ -241,25 +241,25 @@ class Pool(Replicas):
                 await listener.drain(replica)
         await self.stop(replica)
 
-    def _left(self, place: int, replica: Replica, task: asyncio.Task[None]) -> None:
-        del self._leaving[place]
+    def _left(self, slot: int, replica: Replica, task: asyncio.Task[None]) -> None:
+        del self._leaving[slot]
         fault = None if task.cancelled() else task.exception()
         if fault is not None:
             log.warning("%s did not leave in order: %s", replica.name, fault)
-        call = self._next.pop(place, None)
+        call = self._next.pop(slot, None)
         if call is not None:
-            self.start(place, call)
+            self.start(slot, call)
 
-    def _call_off_timer(self, place: int) -> None:
-        if (timer := self._timers.pop(place, None)) is not None:
+    def _call_off_timer(self, slot: int) -> None:
+        if (timer := self._timers.pop(slot, None)) is not None:
             timer.cancel()
 
     async def close(self) -> None:
         """Call off what is starting, and wait for what is leaving."""
         self._closed = True
         self._next.clear()
-        for place in list(self._timers):
-            self._call_off_timer(place)
+        for slot in list(self._timers):
+            self._call_off_timer(slot)
         starts = list(self._starts.values())
         for task in starts:
             task.cancel()

@@ -1,7 +1,7 @@
 """The one Ray of this process: a private one on loopback, or a cluster that is joined; and no other after it.
 
 Ray's API and Serve's start a Ray of their own when they are called without one. A call that is late, such as a
-deletion that comes after the end, would so start a second Ray that nobody ends. Here is the only place where a Ray
+deletion that comes after the end, would so start a second Ray that nobody ends. Here is the only slot where a Ray
 starts; everywhere else `ray.init` is refused.
 
 A private Ray is for this run alone: it listens on loopback, and asks for a token that only the user can read. What
@@ -55,7 +55,7 @@ _init = ray.init
 
 
 class NoCluster(UserError):
-    """There is no cluster to run on: none at that address, one without device slots, or one that is not safe."""
+    """There is no cluster to run on: none at that address, one without devices, or one that is not safe."""
 
 
 class NoRay(RuntimeError):

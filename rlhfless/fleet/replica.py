@@ -22,7 +22,7 @@ from rlhfless.records import (
     Work,
 )
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
-from rlhfless.scaling.placement import Seat
+from rlhfless.scaling.placement import Allocation
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -51,13 +51,13 @@ class Replica:
         self,
         name: str,
         function: FunctionName,
-        seat: Seat,
+        allocation: Allocation,
         recorder: Recorder,
         clock: Clock = time.time,
     ) -> None:
         self.name = name
         self.function = function
-        self.seat = seat
+        self.allocation = allocation
         self.info: ReplicaInfo | None = None
         self.lost = False
         """It was given up, and not while it was to leave anyway."""
@@ -87,8 +87,8 @@ class Replica:
         since_s = self._launched_s if self._life is None else self._life.since_s
         if not self.state.holds_device:
             return {}
-        lasted_s = (self._clock() - since_s) * self.seat.share
-        kinds = [slot.kind for slot in self.seat.slots]
+        lasted_s = (self._clock() - since_s) * self.allocation.share
+        kinds = [device.kind for device in self.allocation.devices]
         return {kind: lasted_s * kinds.count(kind) for kind in set(kinds)}
 
     # -- life cycle: every change of state closes holdings, which go into the ledger
@@ -148,7 +148,7 @@ class Replica:
         return self._life
 
     def _identity(self, incarnation: str) -> ReplicaIdentity:
-        return ReplicaIdentity(self.function, self.name, incarnation, self.seat)
+        return ReplicaIdentity(self.function, self.name, incarnation, self.allocation)
 
     def _record(self, holdings: tuple[Holding, ...]) -> None:
         for holding in holdings:

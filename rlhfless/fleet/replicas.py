@@ -11,10 +11,10 @@ from ray.exceptions import RayTaskError
 from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
-from rlhfless.fleet.tasks import together
+from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call, ReplicaInfo, StaleCall, settings_key
 from rlhfless.records import FunctionName, ReplicaState
-from rlhfless.scaling.placement import Seat
+from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import TimeoutsSpec
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ PROBE_S = 10.0
 
 
 class Replicas:
-    """All replicas of a function, by name and by the number of their seat, which is their place."""
+    """All replicas of a function, by name and by the number of their allocation, which is their slot."""
 
     def __init__(
         self, cluster: Cluster, blueprint: Blueprint, call: Call, timeouts: TimeoutsSpec, recorder: Recorder
@@ -43,21 +43,21 @@ class Replicas:
         return self._blueprint.function
 
     @property
-    def seats(self) -> tuple[Seat, ...]:
+    def allocations(self) -> tuple[Allocation, ...]:
         """Where replicas may sit, one in each."""
-        return self._blueprint.seats
+        return self._blueprint.allocations
 
     def __getitem__(self, name: str) -> Replica:
         return self._replicas[name]
 
-    def at(self, place: int) -> Replica | None:
-        """The replica that holds a seat."""
-        seat = self.seats[place]
-        return next((replica for replica in self.replicas() if replica.seat is seat), None)
+    def at(self, slot: int) -> Replica | None:
+        """The replica that holds an allocation."""
+        allocation = self.allocations[slot]
+        return next((replica for replica in self.replicas() if replica.allocation is allocation), None)
 
-    def place_of(self, replica: Replica) -> int:
-        """The number of a replica's seat."""
-        return next(place for place, seat in enumerate(self.seats) if seat is replica.seat)
+    def slot_of(self, replica: Replica) -> int:
+        """The number of a replica's allocation."""
+        return next(slot for slot, allocation in enumerate(self.allocations) if allocation is replica.allocation)
 
     def replicas(self) -> tuple[Replica, ...]:
         """All that hold a device, in the order in which they were started."""
@@ -74,21 +74,21 @@ class Replicas:
 
     # -- starting
 
-    async def start_one(self, place: int) -> Replica:
-        """Start a replica in a seat; returns when it is up (STALE).
+    async def start_one(self, slot: int) -> Replica:
+        """Start a replica in a slot; returns when it is up (STALE).
 
-        Raises FleetError if the seat is taken or the start fails, or what the replica's constructor raised that the
+        Raises FleetError if the slot is taken or the start fails, or what the replica's constructor raised that the
         user can mend.
         """
         await self.remove_dead()
-        replica = self._launch(place)
-        name, seat = replica.name, replica.seat
+        replica = self._launch(slot)
+        name, allocation = replica.name, replica.allocation
         try:
             handle = await self._cluster.deploy(
                 name,
                 self._blueprint.deployment,
-                [self._blueprint.settings(seat)],
-                seat if self._blueprint.takes_seat else None,
+                [self._blueprint.settings(allocation)],
+                allocation if self._blueprint.takes_allocation else None,
                 stop_s=self._timeouts.drain_s,
             )
             await self._cluster.wait_running(name, self._timeouts.start_s)
@@ -107,16 +107,16 @@ class Replicas:
         replica.gone()
         await asyncio.shield(self._cluster.delete([replica.name]))
 
-    def _launch(self, place: int) -> Replica:
-        if self.at(place) is not None:
+    def _launch(self, slot: int) -> Replica:
+        if self.at(slot) is not None:
             raise FleetError(
                 f"no device is free for another {self.function} replica: {len(self.replicas())} of "
-                f"{len(self.seats)} are running"
+                f"{len(self.allocations)} are running"
             )
         # Names are never used twice, so that a late answer cannot be taken for another replica's.
         name = self._name(self._launches)
         self._launches += 1
-        replica = self._replicas[name] = Replica(name, self.function, self.seats[place], self._recorder)
+        replica = self._replicas[name] = Replica(name, self.function, self.allocations[slot], self._recorder)
         return replica
 
     def _name(self, number: object) -> str:
@@ -129,7 +129,7 @@ class Replicas:
         prefix = self._name("")
         mine = [name for name in names if name.startswith(prefix)]
         self._launches = max([int(name.removeprefix(prefix)) + 1 for name in mine], default=self._launches)
-        await together(*(self._adopt(name, call) for name in mine))
+        await gather_or_cancel(*(self._adopt(name, call) for name in mine))
 
     async def _adopt(self, name: str, call: Call) -> None:
         handle = self._cluster.handle(name)
@@ -140,10 +140,10 @@ class Replicas:
             await self._cluster.delete([name])
             return
         info: ReplicaInfo = reply.value
-        taken = {id(replica.seat) for replica in self.replicas()}
-        for seat in self.seats:
-            if id(seat) not in taken and settings_key(self._blueprint.settings(seat)) == info.settings_key:
-                replica = self._replicas[name] = Replica(name, self.function, seat, self._recorder)
+        taken = {id(replica.allocation) for replica in self.replicas()}
+        for allocation in self.allocations:
+            if id(allocation) not in taken and settings_key(self._blueprint.settings(allocation)) == info.settings_key:
+                replica = self._replicas[name] = Replica(name, self.function, allocation, self._recorder)
                 replica.is_adopted(handle, info)
                 log.info("%s of an earlier attempt was taken over", name)
                 return
@@ -154,7 +154,7 @@ class Replicas:
 
     async def probe_all(self, call: Call) -> None:
         """Ask all replicas for a sign of life, and give up those that have none."""
-        await together(*(self._probe(replica, call) for replica in self.replicas() if replica.info))
+        await gather_or_cancel(*(self._probe(replica, call) for replica in self.replicas() if replica.info))
 
     async def _probe(self, replica: Replica, call: Call) -> None:
         try:
@@ -165,7 +165,7 @@ class Replicas:
             replica.give_up(str(silence))
 
     async def remove_dead(self) -> None:
-        """Remove what is left of lost replicas, so that Serve does not revive them and their seats are free."""
+        """Remove what is left of lost replicas, so that Serve does not revive them and their allocations are free."""
         dead = [name for name, replica in self._replicas.items() if replica.state is ReplicaState.DEAD]
         remains = [name for name in dead if name not in self._removed]
         self._removed.update(remains)
@@ -186,7 +186,7 @@ class Replicas:
             for replica in running:
                 replica.gone()
             return
-        ours = await together(*(self._say_stop(replica) for replica in running))
+        ours = await gather_or_cancel(*(self._say_stop(replica) for replica in running))
         names = [replica.name for replica, is_ours in zip(running, ours, strict=True) if is_ours]
         await self._cluster.delete(names)
         for replica in running:

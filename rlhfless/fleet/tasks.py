@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def together(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
+async def gather_or_cancel(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     """Run coroutines at the same time and return their results, in order.
 
     The first failure cancels the others, which are waited for, and is raised as itself. Not asyncio's TaskGroup: in
@@ -55,6 +55,6 @@ async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def is_stopping() -> bool:
-    """This task was told to stop. A fault that came at the same moment may have taken the place of CancelledError."""
+    """This task was told to stop. A fault that came at the same moment may have taken the slot of CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

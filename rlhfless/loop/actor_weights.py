@@ -9,7 +9,7 @@ import logging
 
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica, ReplicaLost
-from rlhfless.fleet.tasks import together
+from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import LoadProof
 from rlhfless.records import PublishedWeights, ReplicaState, Work
@@ -49,7 +49,7 @@ class ActorWeights:
         up = self._pool.up()
         for actor in up:
             actor.ask(published.version)  # from here on, none gets work before it has loaded them
-        await together(*(self._bring(actor, call) for actor in up))
+        await gather_or_cancel(*(self._bring(actor, call) for actor in up))
 
     async def _bring(self, actor: Replica, call: Call) -> None:
         """Load the weights that are to be served into one actor. If it is lost meanwhile the others go on, and it is
@@ -65,7 +65,7 @@ class ActorWeights:
                 raise
             log.warning("%s was lost while it loaded weights: %s", actor.name, lost)
             self._pool.replace_missing(call)
-            self._pool.missed(self._pool.place_of(actor))
+            self._pool.missed(self._pool.slot_of(actor))
         if actor.state is ReplicaState.SERVING:
             self._pool.joined(actor)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.loop.evaluation import evaluate_held_out
-from rlhfless.loop.opening import Opening, opened
-from rlhfless.loop.recovery import Mended, Recovery
+from rlhfless.loop.recovery import Recovered, Recovery
 from rlhfless.loop.run import Run
 from rlhfless.loop.schedules import schedule_of
+from rlhfless.loop.session import Session, open_session
 from rlhfless.loop.step import rollout, train
 from rlhfless.records import Experience
 
@@ -32,14 +32,14 @@ class Outcome:
     wall_s: float
     """Of this attempt."""
     checkpoint: Path
-    mended: Mended
+    recovered: Recovered
 
 
 @dataclass(frozen=True, slots=True)
 class Driver:
     """Drives one attempt of a run."""
 
-    opening: Opening
+    session: Session
 
     async def execute(self) -> Outcome:
         """The whole run, or what is left of it.
@@ -48,33 +48,35 @@ class Driver:
         the last of too many faults of one step (ReplicaLost, CallTimeout, FleetError).
         """
         began_s = time.time()
-        async with opened(self.opening) as (run, first):
-            mended = await self.drive(run, first)
-        steps = self.opening.spec.steps
+        async with open_session(self.session) as (run, first):
+            recovered = await self.drive(run, first)
+        steps = self.session.spec.steps
         after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
-        return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.path(steps), mended)
+        return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.path(steps), recovered)
 
-    async def drive(self, run: Run, first: int) -> Mended:
-        """All steps from `first` on, in the order of the spec's schedule; returns what was mended on the way. Raises as
-        `execute` does."""
-        recovery, steps, last = Recovery(run), RunSteps(run, self.opening, first), self.opening.spec.steps
+    async def drive(self, run: Run, first: int) -> Recovered:
+        """All steps from `first` on, in the order of the spec's schedule; returns what was recovered on the way.
+
+        Raises as `execute` does.
+        """
+        recovery, steps, last = Recovery(run), RunSteps(run, self.session, first), self.session.spec.steps
         while steps.following <= last:
             try:
                 if steps.following == 0:
                     await steps.close(0)
-                await schedule_of(self.opening.spec.schedule).drive(steps, steps.following, last)
+                await schedule_of(self.session.spec.schedule).drive(steps, steps.following, last)
             except RECOVERABLE as fault:
-                with self.opening.console.waiting(f"recovering: {fault}"):
+                with self.session.console.waiting(f"recovering: {fault}"):
                     steps.again(await recovery.after(steps.following, fault))
-        return recovery.mended
+        return recovery.recovered
 
 
 class RunSteps:
     """The steps of a run, as a schedule orders them (rlhfless.loop.schedules.Steps)."""
 
-    def __init__(self, run: Run, opening: Opening, first: int) -> None:
+    def __init__(self, run: Run, session: Session, first: int) -> None:
         self._run = run
-        self._opening = opening
+        self._session = session
         self.following = first
         """The first step that is not done. Step 0 is only evaluated."""
 
@@ -85,20 +87,20 @@ class RunSteps:
 
     async def rollout(self, step: int) -> Experience:
         """See Steps."""
-        with self._opening.console.stage(f"step {step}"):
+        with self._session.console.stage(f"step {step}"):
             return await rollout(self._run, self._run.begin(step))
 
     async def train(self, step: int, experience: Experience) -> None:
         """See Steps. Steps are trained on in their order: raises ValueError for another one."""
         if step != self.following:
             raise ValueError(f"step {step} is trained on, but step {self.following} is the next; mend the schedule")
-        with self._opening.console.stage(f"step {step}"):
+        with self._session.console.stage(f"step {step}"):
             await train(self._run, self._run.under_way[step], experience)
         await self.close(step)
 
     async def close(self, step: int) -> None:
         """The evaluation and checkpoint that the spec wants after a step."""
-        spec = self._opening.spec
+        spec = self._session.spec
         if step in (0, spec.steps) or _due(step, spec.evaluation.every_steps):
             await self._evaluate(step)
         if step == spec.steps or (step and _due(step, spec.checkpoint.every_steps)):
@@ -109,13 +111,13 @@ class RunSteps:
         run = self._run
         if not run.held_out:
             return
-        with self._opening.console.waiting(f"evaluating on {len(run.held_out)} held-out prompts"):
+        with self._session.console.waiting(f"evaluating on {len(run.held_out)} held-out prompts"):
             figures = await evaluate_held_out(run, step)
         named = {f"eval/{name}": value for name, value in figures.items()}
         run.latest.update(named)
         if step == 0:
             run.before = figures
-        self._opening.sinks.emit(step, named)
+        self._session.sinks.emit(step, named)
 
 
 def _due(step: int, every_steps: int | None) -> bool:

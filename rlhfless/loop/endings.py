@@ -14,7 +14,7 @@ from rlhfless.fleet.ray_session import NoCluster, NoRay
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.base import FunctionBroken, StaleCall
 from rlhfless.functions.generation.vllm.messages import EngineError
-from rlhfless.loop.opening import CHECKPOINTS_FOLDER, JOURNAL_FILE
+from rlhfless.loop.session import CHECKPOINTS_FOLDER, JOURNAL_FILE
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints
 from rlhfless.records.journal import StaleAttempt, has_rollouts
 from rlhfless.rewards import RewardError
@@ -79,7 +79,7 @@ ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
 )
 """The first that fits an error is its ending. An error that is not here is a fault of the program."""
 
-DISK_FULL = Ending(TO_MEND, True, "what was drawn and learned is kept. Make room, and go on with")
+DISK_FULL = Ending(TO_MEND, True, "what was drawn and learned is kept. Make slot, and go on with")
 UNEXPECTED = Ending(
     PROGRAM_FAULT, True, "what was drawn and learned is kept. If the fault is not met again, this goes on"
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhfless.fleet.tasks import together
-from rlhfless.loop.draw import Draw
+from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.loop.failures import log_failures
+from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.loop.run import Run
 from rlhfless.loop.stages import collect
 from rlhfless.loop.summary import mean_parts
@@ -21,14 +21,14 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
     run.clock.interrupted()
     await run.sync(run.published, run.call(step))
     # Both at once: more sequences per iteration of the engine.
-    sampled, greedy = await together(
-        _means(run, run.plan_held_out(step, greedy=False)), _means(run, run.plan_held_out(step, greedy=True))
+    sampled, greedy = await gather_or_cancel(
+        _means(run, run.held_out_request(step, greedy=False)), _means(run, run.held_out_request(step, greedy=True))
     )
     return {**sampled, **{f"{part}_greedy": value for part, value in greedy.items()}}
 
 
-async def _means(run: Run, draw: Draw) -> dict[str, float]:
-    groups = run.generate(draw).groups()
-    experience = await collect(groups, len(draw.prompts), run.scoring_of(draw.call), None)
-    log_failures(experience, draw.call.step)
+async def _means(run: Run, request: RolloutRequest) -> dict[str, float]:
+    groups = run.generate(request).groups()
+    experience = await collect(groups, len(request.prompts), run.scoring_of(request.call), None)
+    log_failures(experience, request.call.step)
     return mean_parts(experience.scores)

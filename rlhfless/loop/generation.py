@@ -28,10 +28,10 @@ from rlhfless.functions.generation.messages import (
     SampleItem,
     SampleKey,
 )
-from rlhfless.loop.draw import Draw
+from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
-from rlhfless.scaling.policy import NOBODY, Beat, Event, Generated, Lost, Serving
+from rlhfless.scaling.policy import UNASSIGNED, Beat, Event, Generated, Lost, Serving
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.host import BusyCores
 
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 
 class GenerationStage:
-    """One stage's generation over the actors of a pool. A place is the number of a seat of the pool."""
+    """One stage's generation over the actors of a pool. A slot is the number of an allocation of the pool."""
 
     def __init__(
         self,
         pool: Pool,
-        draw: Draw,
+        request: RolloutRequest,
         spec: RunSpec,
         runner: PolicyRunner,
         journal: Journal | None = None,
@@ -54,14 +54,14 @@ class GenerationStage:
         """`at_work` is called when the first word of an engine has come: from then on the engines are busy, and the
         driver has time."""
         self._pool = pool
-        self._draw = draw
+        self._request = request
         self._spec = spec
         self._runner = runner
         self._journal = journal
         self._clock = clock
         self._at_work = at_work
-        self._table = self._table_of([item for prompt in draw.prompts for item in draw.items(prompt)])
-        self._prompts = {prompt.prompt_id: prompt for prompt in draw.prompts}
+        self._table = self._table_of([item for prompt in request.prompts for item in request.items(prompt)])
+        self._prompts = {prompt.prompt_id: prompt for prompt in request.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
         self._requests: list[Replica] = []
         """The actor of each request."""
@@ -81,7 +81,7 @@ class GenerationStage:
 
     @property
     def step(self) -> int:
-        return self._draw.call.step
+        return self._request.call.step
 
     @property
     def progress(self) -> dict[SampleKey, int]:
@@ -116,21 +116,21 @@ class GenerationStage:
 
     # -- those who come and go (rlhfless.loop.actors)
 
-    def joined(self, place: int) -> None:
-        """Somebody serves at a place."""
-        self._happened(Serving(place))
+    def joined(self, slot: int) -> None:
+        """Somebody serves at a slot."""
+        self._happened(Serving(slot))
 
-    def missed(self, place: int) -> None:
-        """Nobody will come to a place; what waits there becomes nobody's."""
-        if self._table.lose(place).size:
-            self._happened(Lost(place, self._table.unassigned), f"nobody came up at place {place}")
+    def missed(self, slot: int) -> None:
+        """Nobody will come to a slot; what waits there becomes nobody's."""
+        if self._table.lose(slot).size:
+            self._happened(Lost(slot, self._table.unassigned), f"nobody came up at slot {slot}")
 
     async def drain(self, actor: Replica) -> None:
         """Take an actor out of the stage: its samples go on elsewhere. It gets no new ones from here on."""
         actor.drain()
-        place = self._place_of(actor)
-        if self._table.lose(place).size:
-            self._happened(Lost(place, self._table.unassigned))
+        slot = self._slot_of(actor)
+        if self._table.lose(slot).size:
+            self._happened(Lost(slot, self._table.unassigned))
         limit_s = self._clock() + self._spec.timeouts.drain_s
         while (streams := [task for task, of in self._streams.items() if of is actor]) and self._clock() < limit_s:
             # An abort may come before the request that it means: it is said again until nothing is left.
@@ -160,8 +160,8 @@ class GenerationStage:
         ready: dict[int, list[int]] = {}
         for number in self._table.waiting:
             ready.setdefault(int(self._table.home[number]), []).append(number)
-        for place, numbers in ready.items():
-            actor = self._pool.at(place)
+        for slot, numbers in ready.items():
+            actor = self._pool.at(slot)
             if actor is not None and actor.state is ReplicaState.SERVING:
                 self._submit(actor, numbers)
 
@@ -174,8 +174,8 @@ class GenerationStage:
             self._table.on[sample] = number
         request = GenerateRequest(
             items=tuple(self._table.items[sample] for sample in numbers),
-            sampling=self._draw.sampling,
-            version=self._draw.version,
+            sampling=self._request.sampling,
+            version=self._request.version,
             actor=actor.name,
             progress_interval_s=self._spec.generation.progress_interval_s,
             beat_s=self._spec.recovery.beat_s,
@@ -186,12 +186,12 @@ class GenerationStage:
         task.add_done_callback(self._streams.pop)
 
     def _call_back_strays(self) -> None:
-        """Samples that are on an actor of another place than theirs come back from it."""
+        """Samples that are on an actor of another slot than theirs come back from it."""
         strays: dict[str, list[int]] = {}
-        there = [self._pool.at(place) for place in range(len(self._pool.seats))]
+        there = [self._pool.at(slot) for slot in range(len(self._pool.allocations))]
         for sample, request in self._table.on.items():
             actor, home = self._requests[request], int(self._table.home[sample])
-            if home != NOBODY and there[home] is not actor and sample not in self._called_back:
+            if home != UNASSIGNED and there[home] is not actor and sample not in self._called_back:
                 strays.setdefault(actor.name, []).append(sample)
         for name, samples in strays.items():
             self._called_back.update(samples)
@@ -211,7 +211,7 @@ class GenerationStage:
         keys = [self._table.items[sample].key for sample in samples]
         with contextlib.suppress(ReplicaLost):  # its streams say so too
             await actor.call(
-                "abort", self._draw.call, keys, timeout_s=self._spec.timeouts.sync_s, waiting_for="an abort"
+                "abort", self._request.call, keys, timeout_s=self._spec.timeouts.sync_s, waiting_for="an abort"
             )
 
     # -- what the actors say
@@ -219,7 +219,7 @@ class GenerationStage:
     async def _stream(self, actor: Replica, number: int, request: GenerateRequest) -> None:
         try:
             events = actor.stream(
-                self._draw.work, "generate", self._draw.call, request, timeout_s=self._spec.recovery.beat_s
+                self._request.work, "generate", self._request.call, request, timeout_s=self._spec.recovery.beat_s
             )
             async for event in events:
                 self._events.put_nowait(_Said(number, event))
@@ -263,32 +263,32 @@ class GenerationStage:
         yield from self._completed(rollouts[0].prompt_id)
 
     def _lose(self, request: int, error: ReplicaLost) -> None:
-        """A request's actor is lost. All of the actor's are, and with the first of them its place is."""
+        """A request's actor is lost. All of the actor's are, and with the first of them its slot is."""
         actor = self._requests[request]
-        place = self._place_of(actor)
+        slot = self._slot_of(actor)
         gone = self._table.lost_with(request)
         if first := actor.name not in self._lost:
             self._lost.add(actor.name)
-            self._table.lose(place)
+            self._table.lose(slot)
         log.warning("%s was lost with %d samples, which go to other actors: %s", actor.name, gone.size, error)
         if first:
             self._count_loss(str(error))
         if first or self._table.unassigned.size:
-            self._ask(Lost(place, self._table.unassigned))
+            self._ask(Lost(slot, self._table.unassigned))
         else:
             self._submit_waiting()
 
     def _count_loss(self, why: str) -> None:
         """Raises ReplicaLost if it has been too many in a row."""
         self._lost_in_a_row += 1
-        if self._lost_in_a_row > len(self._pool.seats) * (self._spec.recovery.per_step + 1):
+        if self._lost_in_a_row > len(self._pool.allocations) * (self._spec.recovery.per_step + 1):
             raise ReplicaLost(f"{self._lost_in_a_row} actors were lost before a single sample ended: {why}")
 
     def _table_of(self, items: Sequence[SampleItem]) -> SampleTable:
-        return SampleTable(self.step, items, len(self._pool.seats))
+        return SampleTable(self.step, items, len(self._pool.allocations))
 
-    def _place_of(self, actor: Replica) -> int:
-        return next(place for place, seat in enumerate(self._pool.seats) if seat is actor.seat)
+    def _slot_of(self, actor: Replica) -> int:
+        return next(slot for slot, allocation in enumerate(self._pool.allocations) if allocation is actor.allocation)
 
     # -- groups
 
@@ -303,12 +303,12 @@ class GenerationStage:
                 self._finished[rollout.prompt_id].append(rollout)
                 del missing[rollout.key]
         self._table = self._table_of(list(missing.values()))
-        for prompt in self._draw.prompts:
+        for prompt in self._request.prompts:
             yield from self._completed(prompt.prompt_id)
 
     def _completed(self, prompt_id: str) -> Iterable[Group]:
         """The prompt's group, once, when all of its samples are there."""
-        if len(self._finished.get(prompt_id, ())) == self._draw.samples_per_prompt:
+        if len(self._finished.get(prompt_id, ())) == self._request.samples_per_prompt:
             complete = sorted(self._finished.pop(prompt_id), key=lambda rollout: rollout.sample_index)
             yield Group.of(self._prompts[prompt_id], complete)
 

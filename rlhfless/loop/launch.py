@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlhfless.fleet.blueprint import Blueprint, Bounds
-from rlhfless.fleet.cluster import Cluster, seat_resources
+from rlhfless.fleet.cluster import Cluster, allocation_resources
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Recorder
 from rlhfless.functions.base import Call, DeviceBinding
@@ -28,7 +28,7 @@ from rlhfless.functions.reward_model.deployment import RewardModelFunction, Rewa
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, Prompt
-from rlhfless.scaling.placement import CPU_KIND, Placement, Seat, helpers, place
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Placement, helpers, place
 from rlhfless.spec import Hold, RunSpec
 from rlhfless.spec.imports import import_paths
 from rlhfless.weights.address import StoreAddress
@@ -91,9 +91,9 @@ class Launcher:
         spec = self.spec
         return place(
             spec.placement,
-            self.cluster.slots,
+            self.cluster.devices,
             generation_actors=spec.scaling.generation.max_actors,
-            slots_per_actor=spec.generation.engine.tensor_parallel_size,
+            devices_per_actor=spec.generation.engine.tensor_parallel_size,
             learner_ranks=spec.learner.ranks,
             functions=helpers(spec),
         )
@@ -101,58 +101,64 @@ class Launcher:
     def _generation(self, placement: Placement) -> Blueprint:
         spec = self.spec
 
-        def settings(seat: Seat) -> GenerationSettings:
+        def settings(allocation: Allocation) -> GenerationSettings:
             return GenerationSettings(
                 run_id=self.call.run_id,
                 lease=self._lease,
                 engine=EngineSettings.of(
                     spec,
-                    "cpu" if seat.slots[0].kind == CPU_KIND else "cuda",
+                    "cpu" if allocation.devices[0].kind == CPU_KIND else "cuda",
                     self._store_address(),
                     self.prepared.max_model_len,
                 ),
                 probe_tolerance=spec.weights.probe_tolerance or PROBE_TOLERANCE[spec.model.dtype],
-                binding=binding(seat, exclusive=True),
+                binding=binding(allocation, exclusive=True),
             )
 
         bounds = Bounds(spec.scaling.generation.min_actors, reason="scaling.generation.min_actors are not released")
         return Blueprint(
-            FunctionName.GENERATION, GenerationFunction, settings, placement.seats[FunctionName.GENERATION], bounds
+            FunctionName.GENERATION,
+            GenerationFunction,
+            settings,
+            placement.allocations[FunctionName.GENERATION],
+            bounds,
         )
 
     def _scoring(self, placement: Placement) -> Blueprint:
-        def settings(seat: Seat) -> ScoringSettings:
+        def settings(allocation: Allocation) -> ScoringSettings:
             return ScoringSettings(
                 run_id=self.call.run_id,
                 lease=self._lease,
                 rewards=self.spec.rewards,
                 scoring=self.spec.scoring,
-                binding=binding(seat, exclusive=False),
+                binding=binding(allocation, exclusive=False),
                 import_paths=import_paths(),
             )
 
-        seats, bounds = placement.seats[FunctionName.SCORING], self._hold("hold_scoring")
-        return Blueprint(FunctionName.SCORING, ScoringFunction, settings, seats, bounds)
+        allocations, bounds = placement.allocations[FunctionName.SCORING], self._hold("hold_scoring")
+        return Blueprint(FunctionName.SCORING, ScoringFunction, settings, allocations, bounds)
 
     def _reward_model(self, placement: Placement) -> Blueprint:
         spec = self.spec
 
-        def settings(seat: Seat) -> RewardModelSettings:
+        def settings(allocation: Allocation) -> RewardModelSettings:
             return RewardModelSettings(
                 run_id=self.call.run_id,
                 lease=self._lease,
                 rewards=spec.reward_models,
                 on_failure=spec.scoring.on_failure,
-                binding=binding(seat, exclusive=False),
+                binding=binding(allocation, exclusive=False),
             )
 
-        seats = placement.seats[FunctionName.REWARD_MODEL]
-        return Blueprint(FunctionName.REWARD_MODEL, RewardModelFunction, settings, seats, self._hold("hold_scoring"))
+        allocations = placement.allocations[FunctionName.REWARD_MODEL]
+        return Blueprint(
+            FunctionName.REWARD_MODEL, RewardModelFunction, settings, allocations, self._hold("hold_scoring")
+        )
 
     def _reference(self, placement: Placement) -> Blueprint:
         spec = self.spec
 
-        def settings(seat: Seat) -> ReferenceSettings:
+        def settings(allocation: Allocation) -> ReferenceSettings:
             return ReferenceSettings(
                 run_id=self.call.run_id,
                 lease=self._lease,
@@ -160,18 +166,18 @@ class Launcher:
                 dtype=spec.learner.dtype,
                 micro_batch_tokens=spec.learner.micro_batch_tokens,
                 temperature=spec.generation.temperature,
-                binding=binding(seat, exclusive=False),
+                binding=binding(allocation, exclusive=False),
             )
 
-        seats, bounds = placement.seats[FunctionName.REFERENCE], self._hold("hold_reference")
-        return Blueprint(FunctionName.REFERENCE, ReferenceFunction, settings, seats, bounds)
+        allocations, bounds = placement.allocations[FunctionName.REFERENCE], self._hold("hold_reference")
+        return Blueprint(FunctionName.REFERENCE, ReferenceFunction, settings, allocations, bounds)
 
     def _learner(self, placement: Placement) -> Blueprint:
         spec = self.spec
         probe = probe_text(self.prepared.train, self.prepared.max_model_len - 1)
 
-        def settings(seat: Seat) -> LearnerSettings:
-            ranks = [_rank_seat(seat, rank, spec.learner.ranks) for rank in range(spec.learner.ranks)]
+        def settings(allocation: Allocation) -> LearnerSettings:
+            ranks = [_rank_allocation(allocation, rank, spec.learner.ranks) for rank in range(spec.learner.ranks)]
             return LearnerSettings(
                 run_id=self.call.run_id,
                 lease=self._lease,
@@ -184,7 +190,7 @@ class Launcher:
                 read_back=spec.weights.read_back,
                 store=StoreHome(str(self.store_folder), self.store_token),
                 rank_bindings=tuple(binding(rank, exclusive=False) for rank in ranks),
-                rank_resources=tuple(seat_resources(rank) for rank in ranks),
+                rank_resources=tuple(allocation_resources(rank) for rank in ranks),
                 call_timeout_s=spec.timeouts.call_s,
             )
 
@@ -192,9 +198,9 @@ class Launcher:
             FunctionName.LEARNER,
             LearnerFunction,
             settings,
-            placement.seats[FunctionName.LEARNER],
+            placement.allocations[FunctionName.LEARNER],
             Bounds(1, reason="the learner keeps the run's state"),
-            takes_seat=False,
+            takes_allocation=False,
         )
 
     def _hold(self, key: Literal["hold_scoring", "hold_reference"]) -> Bounds:
@@ -252,14 +258,14 @@ def store_folder(spec: RunSpec, run_id: str) -> Path:
     return base / f"rlhfless-{run_id}"
 
 
-def binding(seat: Seat, *, exclusive: bool) -> DeviceBinding:
-    """How a replica in this seat finds its devices."""
-    kind = "cpu" if seat.slots[0].kind == CPU_KIND else "cuda"
-    return DeviceBinding(kind, tuple(slot.index for slot in seat.slots), exclusive)
+def binding(allocation: Allocation, *, exclusive: bool) -> DeviceBinding:
+    """How a replica in this allocation finds its devices."""
+    kind = "cpu" if allocation.devices[0].kind == CPU_KIND else "cuda"
+    return DeviceBinding(kind, tuple(device.index for device in allocation.devices), exclusive)
 
 
-def _rank_seat(seat: Seat, rank: int, ranks: int) -> Seat:
-    """A rank's part of the learner's seat: its share of the slots; with more ranks than slots they share one."""
-    slots = seat.slots[rank::ranks] or (seat.slots[rank % len(seat.slots)],)
-    crowd = -(-ranks // len(seat.slots))
-    return Seat(slots, seat.share / crowd)
+def _rank_allocation(allocation: Allocation, rank: int, ranks: int) -> Allocation:
+    """A rank's part of the learner's allocation: its share of the devices. More ranks than devices share them."""
+    devices = allocation.devices[rank::ranks] or (allocation.devices[rank % len(allocation.devices)],)
+    crowd = -(-ranks // len(allocation.devices))
+    return Allocation(devices, allocation.share / crowd)

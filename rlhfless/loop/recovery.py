@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from rlhfless.fleet.pool import RECOVERABLE
-from rlhfless.fleet.tasks import is_stopping, together
+from rlhfless.fleet.tasks import gather_or_cancel, is_stopping
 from rlhfless.functions.base import Call
 from rlhfless.loop.run import Run
 from rlhfless.records import Decision
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 async def clear(run: Run, call: Call) -> None:
-    """Find out which replicas are lost, and make room for others."""
-    await together(*(pool.probe_all(call) for pool in run.pools))
-    await together(*(pool.remove_dead() for pool in run.pools))
+    """Find out which replicas are lost, and make slot for others."""
+    await gather_or_cancel(*(pool.probe_all(call) for pool in run.pools))
+    await gather_or_cancel(*(pool.remove_dead() for pool in run.pools))
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
-    """What went wrong in one attempt of a run, and was mended."""
+class Recovered:
+    """What went wrong in one attempt of a run, and what it took to recover."""
 
     replicas_lost: int
     """Replicas of any function that died, hung or were restarted while they were needed. What they did went on
@@ -50,9 +50,10 @@ class Recovery:
         self._steps_again = 0
 
     @property
-    def mended(self) -> Mended:
-        """So far. A fault counts when it is mended: not the last of too many, and one during the mending once."""
-        return Mended(sum(pool.lost for pool in self._run.pools), self._steps_again)
+    def recovered(self) -> Recovered:
+        """So far. A fault counts when the run has recovered from it: not the last of too many, and one during the
+        recovery once."""
+        return Recovered(sum(pool.lost for pool in self._run.pools), self._steps_again)
 
     async def after(self, step: int, fault: Exception) -> int:
         """Replace what was lost; returns the step to go on with.
@@ -71,7 +72,7 @@ class Recovery:
         log.warning("step %d failed and is done again (%d of %d): %s", step, self._count, limit, fault)
         began_s = time.time()
         try:
-            following = await self._mend(step)
+            following = await self._recover(step)
         except RECOVERABLE as another:
             return await self.after(step, another)
         inputs: dict[str, float | int | str | bool] = {
@@ -83,7 +84,7 @@ class Recovery:
         self._run.ledger.add_decision(Decision(step, began_s, "recover", "redo the step", inputs))
         return following
 
-    async def _mend(self, step: int) -> int:
+    async def _recover(self, step: int) -> int:
         run = self._run
         call = run.call(step)
         await clear(run, call)

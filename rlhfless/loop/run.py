@@ -14,13 +14,13 @@ from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
 from rlhfless.autoscaling.scaler import Scaler
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica, ReplicaLost
-from rlhfless.fleet.tasks import together
+from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
-from rlhfless.loop.draw import Draw, sampling_of
 from rlhfless.loop.failures import added_up
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.ledger import Ledger
+from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
 from rlhfless.loop.stages import ReferenceLogprobs, ScoredGroups, ScoreGroups
 from rlhfless.loop.step_context import StepClock, StepContext
 from rlhfless.prepare.prompts import PromptOrder
@@ -113,12 +113,12 @@ class Run:
     def begin(self, step: int) -> StepContext:
         """Begin a step, or do it again: which samples it draws, with which seeds and which weights."""
         begun = self.clock.begins(step, fleet_is_up=bool(self.generation.up()))
-        context = self.under_way[step] = StepContext(begun, self._draw(step), self.published)
+        context = self.under_way[step] = StepContext(begun, self._request_of(step), self.published)
         return context
 
-    def _draw(self, step: int) -> Draw:
+    def _request_of(self, step: int) -> RolloutRequest:
         spec = self.spec
-        return Draw(
+        return RolloutRequest(
             call=self.call(step),
             prompts=tuple(self.order.batch(step - 1, spec.prompts_per_step)),
             samples_per_prompt=spec.samples_per_prompt,
@@ -129,10 +129,10 @@ class Run:
             seed_step=step,
         )
 
-    def plan_held_out(self, step: int, *, greedy: bool) -> Draw:
+    def held_out_request(self, step: int, *, greedy: bool) -> RolloutRequest:
         """The samples of an evaluation."""
         spec = self.spec
-        return Draw(
+        return RolloutRequest(
             call=self.call(step),
             prompts=tuple(self.held_out),
             samples_per_prompt=1 if greedy else spec.evaluation.samples_per_prompt,
@@ -143,15 +143,15 @@ class Run:
             seed_step=HELD_OUT_SEED_STEP,
         )
 
-    def generate(self, draw: Draw) -> GenerationStage:
+    def generate(self, request: RolloutRequest) -> GenerationStage:
         """The generation of a step or of an evaluation. An evaluation draws anew each time. The trace is written while
         the engines are at work."""
         stage = GenerationStage(
             self.generation,
-            draw,
+            request,
             self.spec,
-            self.scaler.runner_of(draw.call.step, draw.work),
-            self.journal if draw.work is Work.GENERATE else None,
+            self.scaler.runner_of(request.call.step, request.work),
+            self.journal if request.work is Work.GENERATE else None,
             at_work=lambda: self.ledger.keep_up(self.pools, 0.0),
         )
         self.generation.watch(stage)
@@ -175,7 +175,7 @@ class Run:
 
         async def score(groups: Sequence[Group]) -> ScoredGroups:
             pools = [pool for pool in (self.scoring, self.reward_model) if pool]
-            scored = await together(*(parts(pool, groups) for pool in pools))
+            scored = await gather_or_cancel(*(parts(pool, groups) for pool in pools))
             return added_up(groups, scored, self.spec.scoring)
 
         return score

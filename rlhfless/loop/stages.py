@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from rlhfless.fleet.tasks import together
+from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.records import Experience, FloatArray, Group, Score
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ async def collect(
         if len(finished) < count:
             raise RuntimeError(f"the stream of groups ended after {len(finished)} of {count} groups")
 
-    await together(feed(), *(stage.run() for stage in stages.values()))
+    await gather_or_cancel(feed(), *(stage.run() for stage in stages.values()))
 
     return Experience(
         tuple(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from rlhfless.algorithms.batch import pack
-from rlhfless.fleet.tasks import together
+from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.loop.failures import without_failures
 from rlhfless.loop.run import Run
 from rlhfless.loop.stages import collect
@@ -22,12 +22,12 @@ async def rollout(run: Run, context: StepContext) -> Experience:
     Generation may begin during the sync: each actor draws as soon as it has loaded the weights. Raises what a stage
     raised: WeightCheckFailed, RewardError, ReplicaLost, CallTimeout.
     """
-    call, draw = context.call, context.draw
-    context.stage = run.generate(draw)
+    call, request = context.call, context.request
+    context.stage = run.generate(request)
     groups = context.stage.groups()
-    _, experience = await together(
+    _, experience = await gather_or_cancel(
         run.sync(context.published, call),
-        collect(groups, len(draw.prompts), run.scoring_of(call), run.reference_of(call)),
+        collect(groups, len(request.prompts), run.scoring_of(call), run.reference_of(call)),
     )
     run.release_idle(context.step)
     return experience
@@ -43,7 +43,7 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
         batch = batch.with_columns(old_logprobs=await run.evaluate(call, batch))
     batch = batch.with_columns(advantages=run.algorithm.advantages(batch))
     learning, publishing = asyncio.Event(), asyncio.Event()
-    learned, run.published, drawn = await together(
+    learned, run.published, drawn = await gather_or_cancel(
         run.learn(call, batch, learning),
         run.publish(call, sent=publishing),
         taken(run, context, experience, kept, after=[learning, publishing]),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhfless.functions.base import Call
-from rlhfless.loop.draw import Draw
+from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import PublishedWeights
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class StepContext:
     """One try of a step, from the begin of its rollout to the end of its training."""
 
     begun: StepBegun
-    draw: Draw
+    request: RolloutRequest
     published: PublishedWeights
     """The weights that its samples are drawn with."""
     stage: GenerationStage | None = None
@@ -46,7 +46,7 @@ class StepContext:
     @property
     def call(self) -> Call:
         """The identity that all calls of the step carry."""
-        return self.draw.call
+        return self.request.call
 
 
 class StepClock:

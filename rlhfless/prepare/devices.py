@@ -6,14 +6,16 @@ import os
 
 import torch
 
-from rlhfless.scaling.placement import CPU_KIND, Slot
+from rlhfless.scaling.placement import CPU_KIND, Device
 
 
-def local_slots() -> list[Slot]:
-    """The device slots of this machine: its GPUs, or the CPU cores this process may use where it has none."""
+def local_devices() -> list[Device]:
+    """The devices of this machine: its GPUs, or the CPU cores this process may use where it has none."""
     if torch.cuda.is_available():
-        return [Slot(f"gpu-{i}", gpu_kind(torch.cuda.get_device_name(i)), i) for i in range(torch.cuda.device_count())]
-    return [Slot(f"cpu-{i}", CPU_KIND, i) for i in sorted(os.sched_getaffinity(0))]
+        return [
+            Device(f"gpu-{i}", gpu_kind(torch.cuda.get_device_name(i)), i) for i in range(torch.cuda.device_count())
+        ]
+    return [Device(f"cpu-{i}", CPU_KIND, i) for i in sorted(os.sched_getaffinity(0))]
 
 
 def gpu_kind(device_name: str) -> str:

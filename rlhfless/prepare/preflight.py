@@ -135,15 +135,15 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     if spec.placement.ray_address:
         return []
     # Lazily: it imports torch, and a fault found earlier should not wait for it.
-    from rlhfless.prepare.devices import local_slots
+    from rlhfless.prepare.devices import local_devices
     from rlhfless.scaling.placement import PlacementError, helpers, place
 
     try:
         place(
             spec.placement,
-            local_slots(),
+            local_devices(),
             generation_actors=spec.scaling.generation.max_actors,
-            slots_per_actor=spec.generation.engine.tensor_parallel_size,
+            devices_per_actor=spec.generation.engine.tensor_parallel_size,
             learner_ranks=spec.learner.ranks,
             functions=helpers(spec),
         )

@@ -38,17 +38,17 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One incarnation of a replica on one device slot, in one state, from when to when."""
+    """One incarnation of a replica on one device, in one state, from when to when."""
 
     function: FunctionName
     replica: str
     incarnation: str
     device: str
-    """Name of the device slot, such as `cpu-0`."""
+    """Name of the device, such as `cpu-0`."""
     device_kind: str
     """Key of the price book."""
     share: float
-    """Part of the slot that the replica holds; the shares of co-located functions add up to at most 1."""
+    """Part of the device that the replica holds; the shares of co-located functions add up to at most 1."""
     state: ReplicaState
     start_s: float  # unix time
     end_s: float

@@ -172,7 +172,7 @@ def check_holdings(holdings: Iterable[Holding]) -> None:
 def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
     """Start and end of every start and wake-up.
 
-    One that the ledger holds in pieces, cut by flushes, is one; so is one that holds several slots.
+    One that the ledger holds in pieces, cut by flushes, is one; so is one that holds several devices.
     """
     spans = {
         (holding.replica, holding.incarnation, holding.start_s, holding.end_s)

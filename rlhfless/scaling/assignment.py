@@ -1,7 +1,7 @@
-"""Which place has which sample: what Assign, Move and Lost do, and which answers of a policy are refused. Pure.
+"""Which slot has which sample: what Assign, Move and Lost do, and which answers of a policy are refused. Pure.
 
 The live loop and the simulator keep the same two columns, `home` and `finished`, and both check and change them by
-this module alone. A sample that has ended belongs to no place. Every other sample belongs to one place, or is
+this module alone. A sample that has ended belongs to no slot. Every other sample belongs to one slot, or is
 unassigned: when a step begins, and when its actor was lost.
 
 An answer is carried out action by action. A refused action raises PolicyFault and changes nothing; the actions before
@@ -9,23 +9,23 @@ it stand.
 
 | action | is refused if | else |
 |---|---|---|
-| any | it names a place without room for a generation actor, a sample that the step does not have, or a sample twice | |
-| Assign | a sample has ended, or belongs to a place | the samples belong to the place |
-| Move | a sample belongs to another place than the source, or to none; or its KV is to travel and no connector moves it | the samples that have not ended belong to the target |
-| Release | samples belong to the place | the fleet drains the replica |
+| any | it names a slot without slot for a generation actor, a sample that the step does not have, or a sample twice | |
+| Assign | a sample has ended, or belongs to a slot | the samples belong to the slot |
+| Move | a sample belongs to another slot than the source, or to none; or its KV is to travel and no connector moves it | the samples that have not ended belong to the target |
+| Release | samples belong to the slot | the fleet drains the replica |
 
 Ended samples in a Move are left out silently, because a sample may end after the policy saw it: while the policy decides,
 or while an earlier action of the same answer waits for the end of an iteration. So are the samples that a source which
 prefills only has handed on by itself. An Assign has no such excuse: unassigned samples are not drawn by any actor.
 
-Lost is an event, not an action: all samples of the place are unassigned, and the policy is told which.
+Lost is an event, not an action: all samples of the slot are unassigned, and the policy is told which.
 
-After an answer to StepBegan or Lost every unfinished sample belongs to a place (no other event leaves one unassigned);
-and after any answer no place to which it gave samples is without a replica that is up, or has been asked to come up. A
+After an answer to StepBegan or Lost every unfinished sample belongs to a slot (no other event leaves one unassigned);
+and after any answer no slot to which it gave samples is without a replica that is up, or has been asked to come up. A
 Start for a time to come does not count: it is meant for a later step.
 
 What follows a fault is each fleet's own. The simulator stops. The live loop logs and counts the fault, and splits what
-it leaves unassigned, or at a place without a replica, evenly among the actors that there are. If there is none and none
+it leaves unassigned, or at a slot without a replica, evenly among the actors that there are. If there is none and none
 will come, the samples are the fleet's loss and not the policy's fault.
 """  # noqa: E501 (a table)
 
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.scaling.policy import NOBODY, Action, Assign, Flags, Ints, Move
+from rlhfless.scaling.policy import UNASSIGNED, Action, Assign, Flags, Ints, Move
 
 
 class PolicyFault(Exception):
@@ -45,74 +45,74 @@ class PolicyFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The samples of one step by place. The columns are the owner's own, and are changed in place."""
+    """The samples of one step by slot. The columns are the owner's own, and are changed in slot."""
 
     home: Ints
-    """`[samples]`: the place that each belongs to, or NOBODY."""
+    """`[samples]`: the slot that each belongs to, or UNASSIGNED."""
     finished: Flags
-    """`[samples]`: it has ended. The owner sets this, and the `home` to NOBODY with it."""
-    places: int
-    """Generation has the places 0 to `places` - 1."""
+    """`[samples]`: it has ended. The owner sets this, and the `home` to UNASSIGNED with it."""
+    slots: int
+    """Generation has the slots 0 to `slots` - 1."""
     moves_kv: bool = False
     """Whether a connector moves KV from one actor to another."""
 
     @property
     def unassigned(self) -> Ints:
-        """Samples that have not ended and belong to no place, ascending."""
-        return np.flatnonzero((self.home == NOBODY) & ~self.finished)
+        """Samples that have not ended and belong to no slot, ascending."""
+        return np.flatnonzero((self.home == UNASSIGNED) & ~self.finished)
 
-    def of(self, place: int) -> Ints:
-        """Samples that belong to a place, ascending."""
-        return np.flatnonzero(self.home == place)
+    def of(self, slot: int) -> Ints:
+        """Samples that belong to a slot, ascending."""
+        return np.flatnonzero(self.home == slot)
 
     # -- actions: the samples that each one is about, once it is certain that it can be carried out
 
     def checked_assign(self, assign: Assign) -> Ints:
         """The samples of an Assign, in its order. Raises PolicyFault."""
-        self._check_place(assign.place)
+        self._check_slot(assign.slot)
         samples = self._named(assign.samples)
-        taken = (self.home[samples] != NOBODY) | self.finished[samples]
+        taken = (self.home[samples] != UNASSIGNED) | self.finished[samples]
         if taken.any():
             raise PolicyFault(
-                f"sample {samples[taken][0]}, given to place {assign.place}, has ended or has a place; Move it"
+                f"sample {samples[taken][0]}, given to slot {assign.slot}, has ended or has a slot; Move it"
             )
         return samples
 
     def checked_move(self, move: Move, *, hands_on: bool = False) -> Ints:
         """The samples of a Move that are at its source, in its order. `hands_on`: the source prefills only, and hands
         its samples on by itself. Raises PolicyFault."""
-        self._check_place(move.source)
-        self._check_place(move.target)
+        self._check_slot(move.source)
+        self._check_slot(move.target)
         if move.with_kv and not self.moves_kv:
-            raise PolicyFault(f"no connector moves KV from place {move.source}; Move without it")
+            raise PolicyFault(f"no connector moves KV from slot {move.source}; Move without it")
         samples = self._named(move.samples)
         away = self.home[samples] != move.source
         if not hands_on and away.any():
             elsewhere = samples[away & ~self.finished[samples]]
             if elsewhere.size:
                 raise PolicyFault(
-                    f"sample {elsewhere[0]} is to move from place {move.source}, and does not belong there; Move what "
+                    f"sample {elsewhere[0]} is to move from slot {move.source}, and does not belong there; Move what "
                     "belongs to the source"
                 )
         there: Ints = samples[~away]
         return there
 
-    def check_release(self, place: int) -> None:
-        """Raises PolicyFault if samples belong to the place."""
-        left = np.count_nonzero(self.home == place)
+    def check_release(self, slot: int) -> None:
+        """Raises PolicyFault if samples belong to the slot."""
+        left = np.count_nonzero(self.home == slot)
         if left:
-            raise PolicyFault(f"place {place} is released with {left} samples; Move them first")
+            raise PolicyFault(f"slot {slot} is released with {left} samples; Move them first")
 
     # -- changes
 
-    def give(self, samples: Ints, place: int) -> None:
-        """Samples that have not ended belong to a place from here on."""
-        self.home[samples] = place
+    def give(self, samples: Ints, slot: int) -> None:
+        """Samples that have not ended belong to a slot from here on."""
+        self.home[samples] = slot
 
-    def lose(self, place: int) -> Ints:
-        """All samples of a place are unassigned from here on. Returns them, ascending."""
-        lost = self.of(place)
-        self.home[lost] = NOBODY
+    def lose(self, slot: int) -> Ints:
+        """All samples of a slot are unassigned from here on. Returns them, ascending."""
+        lost = self.of(slot)
+        self.home[lost] = UNASSIGNED
         return lost
 
     # -- what an answer leaves
@@ -121,26 +121,26 @@ class Assignment:
         """Raises PolicyFault if a sample is unassigned."""
         left = self.unassigned
         if left.size:
-            raise PolicyFault(f"the policy leaves {left.size} samples without a place, such as {left[0]}")
+            raise PolicyFault(f"the policy leaves {left.size} samples without a slot, such as {left[0]}")
 
     def check_drawn(self, answer: Sequence[Action], expected: Callable[[int], bool]) -> None:
-        """Raises PolicyFault if the answer gave samples to a place where no replica is `expected`: none is up, and none
+        """Raises PolicyFault if the answer gave samples to a slot where no replica is `expected`: none is up, and none
         was asked to come up."""
         given: set[int] = set()
         for action in answer:
             match action:
-                case Assign(place=place) | Move(target=place):
-                    given.add(place)
-        for place in sorted(given):
-            if not expected(place) and (waiting := np.count_nonzero(self.home == place)):
+                case Assign(slot=slot) | Move(target=slot):
+                    given.add(slot)
+        for slot in sorted(given):
+            if not expected(slot) and (waiting := np.count_nonzero(self.home == slot)):
                 raise PolicyFault(
-                    f"{waiting} samples are left, and no actor serves or will serve at place {place}; Start one there, "
-                    "or give them to another place"
+                    f"{waiting} samples are left, and no actor serves or will serve at slot {slot}; Start one there, "
+                    "or give them to another slot"
                 )
 
-    def _check_place(self, place: int) -> None:
-        if not 0 <= place < self.places:
-            raise PolicyFault(f"place {place} draws no samples; generation has the places 0 to {self.places - 1}")
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.slots:
+            raise PolicyFault(f"slot {slot} draws no samples; generation has the slots 0 to {self.slots - 1}")
 
     def _named(self, samples: Ints) -> Ints:
         """The samples that an action names. Raises PolicyFault for one that is not there, or named twice."""

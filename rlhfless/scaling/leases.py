@@ -1,7 +1,7 @@
 """What machines cost when time is rounded up, and when released ones are still paid for. Pure.
 
-A *lease* is the time from which a slot is held, by whichever replicas, until no replica holds it. The seller bills a
-lease in whole multiples of the granularity and no less than a minimum. A replica that takes the slot before that time
+A *lease* is the time from which a device is held, by whichever replicas, until no replica holds it. The seller bills a
+lease in whole multiples of the granularity and no less than a minimum. A replica that takes the device before that time
 is over finds it paid: the lease goes on. So rounding is a property of the sequence of holdings, not of any one of them.
 """
 
@@ -22,7 +22,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A slot, from when it was taken until it was given back, and until when it is paid for."""
+    """A device, from when it was taken until it was given back, and until when it is paid for."""
 
     device: str
     device_kind: str
@@ -49,7 +49,7 @@ def billed_s(held_s: float, billing: Billing | None) -> float:
 
 
 def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[Lease]:
-    """The leases under the holdings, by slot and time. Raises PriceError for a kind without a price."""
+    """The leases under the holdings, by device and time. Raises PriceError for a kind without a price."""
     held: dict[tuple[str, str], list[Interval]] = defaultdict(list)
     for holding in holdings:
         if prices.occupies(holding):
@@ -57,12 +57,12 @@ def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[Lease]:
     return [
         lease
         for (kind, device), intervals in sorted(held.items())
-        for lease in _of_slot(device, kind, union(intervals), prices.device(kind).billing)
+        for lease in _of_device(device, kind, union(intervals), prices.device(kind).billing)
     ]
 
 
 def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
-    """What the holdings cost with what sellers round up: `cost_usd`, and paid time in which no replica held the slot.
+    """What the holdings cost with what sellers round up: `cost_usd`, and paid time in which no replica held the device.
 
     Equal to `cost_usd` where no kind has `billing`. Raises PriceError for a kind without a price.
     """
@@ -74,7 +74,7 @@ def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
     return prices.cost_usd(known) + math.fsum(unused)
 
 
-def _of_slot(device: str, kind: str, disjoint: list[Interval], billing: Billing | None) -> list[Lease]:
+def _of_device(device: str, kind: str, disjoint: list[Interval], billing: Billing | None) -> list[Lease]:
     found: list[Lease] = []
     for start_s, end_s in disjoint:
         held_s = end_s - start_s

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from rlhfless.records import FunctionName, Holding, ReplicaState, WeightVersion
-from rlhfless.scaling.placement import Seat
+from rlhfless.scaling.placement import Allocation
 
 _S = ReplicaState
 
@@ -68,14 +68,14 @@ class ReplicaIdentity:
     function: FunctionName
     replica: str
     incarnation: str
-    seat: Seat
-    """The slots it holds, and the share of each."""
+    allocation: Allocation
+    """The devices it holds, and the share of each."""
 
 
 class Lifecycle:
     """One incarnation of a replica, from start to end.
 
-    Every event returns the holdings it closes: one per slot for the span that ended, none for a span of no
+    Every event returns the holdings it closes: one per device for the span that ended, none for a span of no
     length. Together they cover the life without gap or overlap. A clock that steps back gives a span of no
     length, never a negative one. An event that the state does not allow raises IllegalTransition and changes
     nothing.
@@ -176,8 +176,8 @@ class Lifecycle:
         life = self._identity
         replica = life.function, life.replica, life.incarnation
         return tuple(
-            Holding(*replica, slot.name, slot.kind, life.seat.share, self._state, start_s, self._since_s)
-            for slot in life.seat.slots
+            Holding(*replica, device.name, device.kind, life.allocation.share, self._state, start_s, self._since_s)
+            for device in life.allocation.devices
         )
 
     def _illegal(self, state: ReplicaState) -> IllegalTransition:

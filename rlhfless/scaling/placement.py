@@ -1,8 +1,8 @@
-"""Which device slots each function may hold, and how much of them. Pure.
+"""Which devices each function may hold, and how much of them. Pure.
 
-A slot is one device of one node: a GPU, or a CPU core. Co-located functions take turns on a slot, so each holds an
-equal share of it: its memory is occupied and no other function can have that share. Shares of a slot add up to at most
-1, which Ray enforces (a custom resource per slot) and which makes the bill of a run at most slots x price x time.
+A device is a GPU or a CPU core of one node. Co-located functions take turns on a device, so each holds an equal share
+of it: its memory is occupied and no other function can have that share. Shares of a device add up to at most 1, which
+Ray enforces (a custom resource per device) and which makes the bill of a run at most devices x price x time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhfless.spec import PlacementSpec, RunSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Device:
     """One device of one node."""
 
     name: str
@@ -28,22 +28,22 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Room for one replica: its slots, and the share it holds of each."""
+class Allocation:
+    """Room for one replica: its devices, and the share it holds of each."""
 
-    slots: tuple[Slot, ...]
+    devices: tuple[Device, ...]
     share: float
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A seat for every replica that a run may start."""
+    """An allocation for every replica that a run may start."""
 
-    seats: Mapping[FunctionName, tuple[Seat, ...]]
+    allocations: Mapping[FunctionName, tuple[Allocation, ...]]
 
-    def seat(self, function: FunctionName, index: int) -> Seat:
-        """The seat of a function's replica number `index`."""
-        return self.seats[function][index]
+    def allocation(self, function: FunctionName, index: int) -> Allocation:
+        """The allocation of a function's replica number `index`."""
+        return self.allocations[function][index]
 
 
 class PlacementError(ValueError):
@@ -62,33 +62,33 @@ def helpers(spec: RunSpec) -> list[FunctionName]:
 
 def place(
     spec: PlacementSpec,
-    slots: Sequence[Slot],
+    devices: Sequence[Device],
     *,
     generation_actors: int,
-    slots_per_actor: int,
+    devices_per_actor: int,
     learner_ranks: int,
     functions: Sequence[FunctionName],
 ) -> Placement:
-    """Give every replica its seat.
+    """Give every replica its allocation.
 
-    Co-located: actor i has slots i*k .. i*k+k-1, wrapping around if there are more actors than slots; the learner has
-    all slots; the single replicas of the other functions sit on the last slot, then the one before.
-    Disaggregated: the last `learner_devices` slots belong to the learner side, the others to generation.
+    Co-located: actor i has devices i*k .. i*k+k-1, wrapping around if there are more actors than devices; the learner
+    has all devices; the single replicas of the other functions sit on the last device, then the one before.
+    Disaggregated: the last `learner_devices` devices belong to the learner side, the others to generation.
 
-    Raises PlacementError if a side has no device or an actor needs more slots than its side has.
+    Raises PlacementError if a side has no device or an actor needs more devices than its side has.
     """
-    slots = slots[: spec.devices or len(slots)]
-    if len(slots) < (spec.devices or 1):
-        raise PlacementError(f"placement.devices asks for {spec.devices} device(s), but {len(slots)} are there")
-    generation, learning = _sides(spec, slots)
-    if slots_per_actor > len(generation):
+    devices = devices[: spec.devices or len(devices)]
+    if len(devices) < (spec.devices or 1):
+        raise PlacementError(f"placement.devices asks for {spec.devices} device(s), but {len(devices)} are there")
+    generation, learning = _sides(spec, devices)
+    if devices_per_actor > len(generation):
         raise PlacementError(
-            f"generation.engine.tensor_parallel_size is {slots_per_actor}, but generation has {len(generation)} "
+            f"generation.engine.tensor_parallel_size is {devices_per_actor}, but generation has {len(generation)} "
             "device(s); lower it, or raise placement.devices"
         )
-    chosen: dict[FunctionName, list[tuple[Slot, ...]]] = {
+    chosen: dict[FunctionName, list[tuple[Device, ...]]] = {
         FunctionName.GENERATION: [
-            tuple(generation[(i * slots_per_actor + j) % len(generation)] for j in range(slots_per_actor))
+            tuple(generation[(i * devices_per_actor + j) % len(generation)] for j in range(devices_per_actor))
             for i in range(generation_actors)
         ],
         FunctionName.LEARNER: [tuple(learning)],
@@ -105,23 +105,27 @@ CPU_KIND = "cpu-core"
 """Device kind of a CPU core in the price book."""
 
 
-def _sides(spec: PlacementSpec, slots: Sequence[Slot]) -> tuple[Sequence[Slot], Sequence[Slot]]:
+def _sides(spec: PlacementSpec, devices: Sequence[Device]) -> tuple[Sequence[Device], Sequence[Device]]:
     if spec.mode == "colocated":
-        return slots, slots
-    if len(slots) <= spec.learner_devices:
+        return devices, devices
+    if len(devices) <= spec.learner_devices:
         raise PlacementError(
-            f"placement.learner_devices is {spec.learner_devices} and the run has {len(slots)} device(s), which "
+            f"placement.learner_devices is {spec.learner_devices} and the run has {len(devices)} device(s), which "
             "leaves none for generation; use mode colocated, or more devices"
         )
-    return slots[: -spec.learner_devices], slots[-spec.learner_devices :]
+    return devices[: -spec.learner_devices], devices[-spec.learner_devices :]
 
 
 def _with_shares(
-    chosen: Mapping[FunctionName, Sequence[tuple[Slot, ...]]],
-) -> dict[FunctionName, tuple[Seat, ...]]:
-    """A replica's share is that of its most crowded slot, so that every slot's shares add up to at most 1."""
-    crowd = Counter(slot.name for seats in chosen.values() for seat in seats for slot in set(seat))
+    chosen: Mapping[FunctionName, Sequence[tuple[Device, ...]]],
+) -> dict[FunctionName, tuple[Allocation, ...]]:
+    """A replica's share is that of its most crowded device, so that every device's shares add up to at most 1."""
+    crowd = Counter(
+        device.name for allocations in chosen.values() for allocation in allocations for device in set(allocation)
+    )
     return {
-        function: tuple(Seat(seat, 1.0 / max(crowd[slot.name] for slot in seat)) for seat in seats)
-        for function, seats in chosen.items()
+        function: tuple(
+            Allocation(allocation, 1.0 / max(crowd[device.name] for device in allocation)) for allocation in allocations
+        )
+        for function, allocations in chosen.items()
     }

@@ -5,7 +5,7 @@ one that runs here. A policy is asked at every event below and answers with acti
 order. It sees no response length before its sample has ended, and no future.
 
 An action that the fleet cannot carry out is a fault of the policy. So is an answer after which an unfinished sample
-belongs to no place, or to a place where no replica is up or has been asked to come up. `rlhfless.scaling.assignment`
+belongs to no slot, or to a slot where no replica is up or has been asked to come up. `rlhfless.scaling.assignment`
 has these rules, for both fleets; what can be started, released and put to sleep is each fleet's own.
 """
 
@@ -25,16 +25,16 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 N = TypeVar("N", bound=np.generic)
 
-NOBODY = -1
-"""The place of a sample that has ended, was lost, or was not given to a place yet."""
+UNASSIGNED = -1
+"""The slot of a sample that has ended, was lost, or was not given to a slot yet."""
 
 
 # -- what there is
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRoom:
-    """What an engine in a room can hold, and how long it takes."""
+class EngineLimits:
+    """What an engine in a slot can hold, and how long it takes."""
 
     model: EngineModel
     kv_capacity_tokens: int
@@ -45,15 +45,16 @@ class EngineRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Room for one replica of a function. A place is the index of a room in its fleet."""
+class ReplicaSlot:
+    """Slot for one replica of a function. A slot is the index of a slot in its fleet."""
 
     function: FunctionName
     kind: str
     """Device kind, as the price book names it."""
     devices: tuple[str, ...]
-    """Names of its slots. Rooms that share a slot take turns on it, unless they may be `beside` each other: one replica
-    at a time is awake there, and one that is started or woken meanwhile waits until that one sleeps or is released."""
+    """Names of its devices. Slots that share a device take turns on it, unless they may be `beside` each other: one
+    replica at a time is awake there, and one that is started or woken meanwhile waits until that one sleeps or is
+    released."""
     node: str
     usd_per_s: float
     """Of all its devices while a replica holds them."""
@@ -63,17 +64,17 @@ class Room:
     """By sleep tier: until it is up again, without the load of the weights."""
     resident_usd_per_s: Mapping[str, float]
     """By sleep tier: what it costs to sleep there."""
-    engine: EngineRoom | None = None
-    """In a room for generation."""
+    engine: EngineLimits | None = None
+    """In a slot for generation."""
     beside: bool = False
     """It may be awake beside others on its devices: CPU cores, or a device with memory for both."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The rooms, and how long moves between them take. Latency models are the best that are known by now."""
+    """The slots, and how long moves between them take. Latency models are the best that are known by now."""
 
-    rooms: tuple[Room, ...]
+    replica_slots: tuple[ReplicaSlot, ...]
     load_s: float
     """Weights of a version into one actor."""
     move_s: float
@@ -86,16 +87,18 @@ class FleetView:
     """The longest response."""
 
     def generation(self) -> tuple[int, ...]:
-        """Places for generation actors."""
-        return tuple(i for i, room in enumerate(self.rooms) if room.function is FunctionName.GENERATION)
+        """Slots for generation actors."""
+        return tuple(
+            i for i, replica_slot in enumerate(self.replica_slots) if replica_slot.function is FunctionName.GENERATION
+        )
 
 
 # -- how it stands
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceView:
-    """A place at the instant it is shown."""
+class SlotView:
+    """A slot at the instant it is shown."""
 
     state: ReplicaState | None
     """None: no replica."""
@@ -116,7 +119,7 @@ class StepView:
     """A step and the fleet, at the instant at which they are shown. The arrays are the fleet's own: read only."""
 
     fleet: FleetView
-    places: tuple[PlaceView, ...]
+    slots: tuple[SlotView, ...]
     step: int
     prompt_ids: tuple[str, ...]  # [groups]
     prompt_tokens: Ints  # [groups]
@@ -125,11 +128,11 @@ class StepView:
     """`[samples]`: drawn so far, by the last beat; the whole response once it is finished."""
     finished: Flags  # [samples]
     truncated: Flags  # [samples]: ended by max_tokens, not by itself
-    home: Ints  # [samples]: place, or NOBODY
+    home: Ints  # [samples]: slot, or UNASSIGNED
 
-    def samples_at(self, place: int) -> Ints:
-        """Unfinished samples that belong to a place, ascending."""
-        return np.flatnonzero(self.home == place)
+    def samples_at(self, slot: int) -> Ints:
+        """Unfinished samples that belong to a slot, ascending."""
+        return np.flatnonzero(self.home == slot)
 
 
 def read_only(column: NDArray[N]) -> NDArray[N]:
@@ -144,21 +147,21 @@ def read_only(column: NDArray[N]) -> NDArray[N]:
 
 @dataclass(frozen=True, slots=True)
 class StepBegan:
-    """The step's samples are to be drawn; all of them are unassigned. The answer must give each one a place."""
+    """The step's samples are to be drawn; all of them are unassigned. The answer must give each one a slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The generation actor at a place can work: it has loaded the step's weights."""
+    """The generation actor at a slot can work: it has loaded the step's weights."""
 
-    place: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The generation actor at a place was lost. These samples are unassigned now; the answer must give each a place."""
+    """The generation actor at a slot was lost. These samples are unassigned now; the answer must give each a slot."""
 
-    place: int
+    slot: int
     samples: Ints
 
 
@@ -177,7 +180,7 @@ class Idle:
     """A function other than generation has done its work of the step. Its replica stays up unless it is released; a
     function that has work and no replica is started then, and waited for."""
 
-    place: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +199,15 @@ Event = StepBegan | Serving | Lost | Beat | Generated | Idle | StepEnded
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Gives unassigned samples to a place, in this order. They wait there if its actor does not serve yet."""
+    """Gives unassigned samples to a slot, in this order. They wait there if its actor does not serve yet."""
 
-    place: int
+    slot: int
     samples: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Takes samples from one place to another, with their tokens. Samples that have ended meanwhile are left out."""
+    """Takes samples from one slot to another, with their tokens. Samples that have ended meanwhile are left out."""
 
     source: int
     target: int
@@ -215,9 +218,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Starts a replica at a place that has none, or wakes the one that sleeps there."""
+    """Starts a replica at a slot that has none, or wakes the one that sleeps there."""
 
-    place: int
+    slot: int
     at_s: float | None = None
     """Not before then: to be ready for a step that is foreseen. Void if the replica is asked for earlier."""
 
@@ -225,9 +228,9 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Release:
     """Drains a replica that has no samples left, to sleep in `tier`, or to give its devices back (None). Refused while
-    samples belong to the place."""
+    samples belong to the slot."""
 
-    place: int
+    slot: int
     tier: str | None = None
 
 

@@ -1,11 +1,11 @@
-"""The price book: what a device slot costs while it is held, working or not.
+"""The price book: what a device costs while it is held, working or not.
 
 A YAML file that the user edits; `prices.yaml` beside this module is the default, docs/prices.md the guide. Every
 figure carries its source and date, because rental prices differ by a factor of three between sellers and change by
 the month.
 
 The bill of a run (`cost_usd`) is time held x price, to the second. What a seller rounds up belongs to the machine under
-the slots, which outlives any one holding: `rlhfless.scaling.leases` adds it, for plans that rent and return machines.
+the devices, which outlives any one holding: `rlhfless.scaling.leases` adds it, for plans that rent and return machines.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class SpotPrice(SpecModel):
     """The same device, cheaper, and taken away at times."""
 
     usd_per_hour: Usd
-    """US dollars per hour of one whole slot."""
+    """US dollars per hour of one whole device."""
 
     interruptions_per_hour: Annotated[float, Field(ge=0)]
-    """How often one slot is taken away, on average."""
+    """How often one device is taken away, on average."""
 
     source: Source
     """Where both figures were read; an assumption should say so."""
@@ -74,7 +74,7 @@ class Provisioning(SpecModel):
     """Getting a machine that is not there yet."""
 
     lag_s: Seconds
-    """From asking for a machine to a slot that a replica can start on."""
+    """From asking for a machine to a device that a replica can start on."""
 
     source: Source
     """Where the figure was read or measured."""
@@ -104,13 +104,13 @@ class Owned(SpecModel):
 
 
 class DevicePrice(SpecModel):
-    """The price of one kind of device slot."""
+    """The price of one kind of device."""
 
     kind: Annotated[str, Field(min_length=1)]
     """Name of the device kind, as holdings carry it."""
 
     usd_per_hour: Usd
-    """US dollars per hour of one whole slot, on demand; for owned hardware, of owning it."""
+    """US dollars per hour of one whole device, on demand; for owned hardware, of owning it."""
 
     source: Source
     """The seller at this price, and where the figure was read."""
@@ -141,12 +141,12 @@ class DevicePrice(SpecModel):
 
     @property
     def released_usd_per_hour(self) -> float:
-        """What still has to be paid for a slot after it was released: nothing, unless it is owned."""
+        """What still has to be paid for a device after it was released: nothing, unless it is owned."""
         return 0.0 if self.owned is None else self.usd_per_hour * (1 - self.owned.released_value)
 
     @property
     def saved_usd_per_hour(self) -> float:
-        """What releasing a slot saves."""
+        """What releasing a device saves."""
         return self.usd_per_hour - self.released_usd_per_hour
 
 
@@ -157,7 +157,7 @@ class PriceBook(SpecModel):
     """One entry per device kind."""
 
     cpu_kind: str = "cpu-core"
-    """The device kind of a slot that is a CPU core."""
+    """The device kind of a device that is a CPU core."""
 
     @field_validator("devices")
     @classmethod
@@ -186,11 +186,11 @@ class PriceBook(SpecModel):
         )
 
     def price_usd_per_hour(self, kind: str) -> float:
-        """The price of one slot of this kind. Raises PriceError for a kind that has none."""
+        """The price of one device of this kind. Raises PriceError for a kind that has none."""
         return self.device(kind).usd_per_hour
 
     def occupies(self, holding: Holding) -> bool:
-        """Whether its slot is paid for: neither without a device, nor asleep where sleep has a price of its own."""
+        """Whether its device is paid for: neither without a device, nor asleep where sleep has a price of its own."""
         asleep = holding.state is ReplicaState.SLEEPING
         return holding.state.holds_device and not (asleep and self.device(holding.device_kind).residency is not None)
 

@@ -18,10 +18,10 @@ class PlacementSpec(SpecModel):
     scoring functions) have devices of their own, named by `learner_devices`."""
 
     devices: Annotated[int, Field(ge=1)] | None = None
-    """Device slots of the run (GPUs, or CPU cores); all that the cluster has when left out."""
+    """Devices of the run (GPUs, or CPU cores); all that the cluster has when left out."""
 
     learner_devices: Annotated[int, Field(ge=1)] = 1
-    """Slots set aside for the learner side when disaggregated."""
+    """Devices set aside for the learner side when disaggregated."""
 
     ray_address: str | None = None
     """Address of a running Ray cluster; a private one, which only this machine can reach, is started when left out."""

@@ -59,15 +59,15 @@ def render_report(report: FinalReport) -> RenderableType:
     """The report, for `Console.show`."""
     spent = f"{count(report.steps)} steps in {clock(report.wall_s)} for {money(report.total.cost_usd)}"
     parts: list[RenderableType] = ["", Text.assemble((report.title, "bold"), f"  {spent}"), ""]
-    if mended := _mended(report):
-        parts += [f"mended: {mended}", ""]
+    if recovered := _recovered(report):
+        parts += [f"recovered: {recovered}", ""]
     if report.evaluations:
         parts += [_evaluations(report.evaluations), ""]
     parts += [functions_table(report.functions, report.total), "", _files(report)]
     return Group(*parts)
 
 
-def _mended(report: FinalReport) -> str:
+def _recovered(report: FinalReport) -> str:
     """Such as `3 replicas lost, 1 step done again`; empty if there was no fault."""
     lost, again = report.replicas_lost, report.steps_again
     parts = [f"{count(lost)} replica{'s' * (lost != 1)} lost"] if lost else []

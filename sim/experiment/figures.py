@@ -53,7 +53,7 @@ class Devices:
     """What the policy may hold."""
 
     count: Mapping[str, int]
-    """Slots by device kind."""
+    """Devices by device kind."""
     reserved: bool
     """Whether devices that are not held are paid for as well."""
 

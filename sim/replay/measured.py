@@ -83,8 +83,8 @@ def _generated(step: int, invocations: Sequence[Invocation]) -> list[Invocation]
 
 def _cores(trace: Trace) -> Mapping[str, int]:
     """CPU cores of each generation actor; none on other devices."""
-    slots: dict[str, set[str]] = defaultdict(set)
+    devices: dict[str, set[str]] = defaultdict(set)
     for holding in trace.holdings:
         if holding.function is FunctionName.GENERATION and holding.device_kind == CPU_KIND:
-            slots[holding.replica].add(holding.device)
-    return {name: len(held) for name, held in slots.items()}
+            devices[holding.replica].add(holding.device)
+    return {name: len(held) for name, held in devices.items()}

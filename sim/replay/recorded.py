@@ -14,12 +14,12 @@ import numpy as np
 from rlhfless.records import FunctionName, Holding, Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import Action, Assign, Event, Ints, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.replay.calibrate import max_sequences
 from rlhfless.sim.replay.latency_file import LatencyFile
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
 
 BLOCK_TOKENS = 16
 MOVE_S = 0.01
@@ -27,7 +27,7 @@ MOVE_S = 0.01
 
 
 def actors_of(trace: Trace) -> tuple[str, ...]:
-    """Names of the generation replicas, by place. Raises TraceError if there are none."""
+    """Names of the generation replicas, by slot. Raises TraceError if there are none."""
     names = {holding.replica for holding in trace.holdings if holding.function is FunctionName.GENERATION}
     if not names:
         raise TraceError(f"the trace of {trace.meta.run_id} has no generation actor; name the trace of a whole run")
@@ -36,15 +36,15 @@ def actors_of(trace: Trace) -> tuple[str, ...]:
 
 def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
     """The run's fleet. Raises TraceError if the trace lacks a part of it."""
-    seats = _seats(trace)
+    allocations = _allocations(trace)
     actors = actors_of(trace)
-    services = [_service(seats, FunctionName.SCORING, Work.SCORE, latency.group_s, 0.0)]
+    services = [_service(allocations, FunctionName.SCORING, Work.SCORE, latency.group_s, 0.0)]
     if latency.reference is not None:
         line = latency.reference
-        services.append(_service(seats, FunctionName.REFERENCE, Work.LOGPROBS, line.fixed_s, line.token_s))
+        services.append(_service(allocations, FunctionName.REFERENCE, Work.LOGPROBS, line.fixed_s, line.token_s))
     evaluates = latency.evaluate
     learner = LearnerShape(
-        _site(_one(seats, FunctionName.LEARNER)),
+        _slot_setup(_one(allocations, FunctionName.LEARNER)),
         latency.learn.fixed_s + (evaluates.fixed_s if evaluates else 0.0),
         evaluates.token_s if evaluates else 0.0,
         latency.learn.token_s,
@@ -53,7 +53,7 @@ def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
     shape = _engine_shape(trace)
     prices = PricedModel(latency.engine, shape.max_sequences)
     return Setup(
-        tuple(ActorShape(_site(seats[FunctionName.GENERATION, name]), shape, prices) for name in actors),
+        tuple(ActorShape(_slot_setup(allocations[FunctionName.GENERATION, name]), shape, prices) for name in actors),
         tuple(services),
         learner,
         Transport(TransportKind.FOLDER, 1.0, latency.load_weights_s, 0),
@@ -69,7 +69,7 @@ class AsRecorded:
     """The policy of the run, as far as the trace shows it: every sample on the actor that finished it."""
 
     def __init__(self, trace: Trace) -> None:
-        self._place = {name: place for place, name in enumerate(actors_of(trace))}
+        self._slot = {name: slot for slot, name in enumerate(actors_of(trace))}
         self._rows: dict[tuple[int, str], list[TracedRollout]] = defaultdict(list)
         for row in sorted(trace.rollouts, key=lambda row: row.sample_index):
             self._rows[row.step, row.prompt_id].append(row)
@@ -77,16 +77,16 @@ class AsRecorded:
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
         if not isinstance(event, StepBegan):
             return []
-        absent = [place for place, there in enumerate(view.places) if there.state is None]
-        return [*(Start(place) for place in absent), *self._assigned(view)]
+        absent = [slot for slot, there in enumerate(view.slots) if there.state is None]
+        return [*(Start(slot) for slot in absent), *self._assigned(view)]
 
     def _assigned(self, view: StepView) -> list[Action]:
         first = np.searchsorted(view.group, np.arange(len(view.prompt_ids))).tolist()
         begun: dict[int, list[tuple[float, int]]] = defaultdict(list)
         for sample, group in enumerate(view.group.tolist()):
             row = self._rows[view.step, view.prompt_ids[group]][sample - first[group]]
-            begun[self._place[row.actor]].append((row.started_s, sample))
-        return [Assign(place, _samples(of)) for place, of in sorted(begun.items())]
+            begun[self._slot[row.actor]].append((row.started_s, sample))
+        return [Assign(slot, _samples(of)) for slot, of in sorted(begun.items())]
 
 
 def _samples(begun: list[tuple[float, int]]) -> Ints:
@@ -94,36 +94,40 @@ def _samples(begun: list[tuple[float, int]]) -> Ints:
     return np.array([sample for _, sample in sorted(begun)], dtype=np.int64)
 
 
-def _seats(trace: Trace) -> Mapping[tuple[FunctionName, str], Seat]:
-    """The seat of each replica in its first life."""
+def _allocations(trace: Trace) -> Mapping[tuple[FunctionName, str], Allocation]:
+    """The allocation of each replica in its first life."""
     by_replica: dict[tuple[FunctionName, str], dict[str, Holding]] = {}
     for holding in trace.holdings:
         by_replica.setdefault((holding.function, holding.replica), {}).setdefault(holding.device, holding)
     return {
-        name: Seat(
-            tuple(Slot(device, of.device_kind, index) for index, (device, of) in enumerate(sorted(held.items()))),
+        name: Allocation(
+            tuple(Device(device, of.device_kind, index) for index, (device, of) in enumerate(sorted(held.items()))),
             min(of.share for of in held.values()),
         )
         for name, held in by_replica.items()
     }
 
 
-def _one(seats: Mapping[tuple[FunctionName, str], Seat], function: FunctionName) -> Seat:
-    found = [seat for (of, _), seat in sorted(seats.items()) if of is function]
+def _one(allocations: Mapping[tuple[FunctionName, str], Allocation], function: FunctionName) -> Allocation:
+    found = [allocation for (of, _), allocation in sorted(allocations.items()) if of is function]
     if not found:
         raise TraceError(f"the trace has no {function}; name the trace of a whole run")
     return found[0]
 
 
 def _service(
-    seats: Mapping[tuple[FunctionName, str], Seat], function: FunctionName, work: Work, group_s: float, token_s: float
+    allocations: Mapping[tuple[FunctionName, str], Allocation],
+    function: FunctionName,
+    work: Work,
+    group_s: float,
+    token_s: float,
 ) -> ServiceShape:
-    return ServiceShape(_site(_one(seats, function)), function, work, group_s, token_s)
+    return ServiceShape(_slot_setup(_one(allocations, function)), function, work, group_s, token_s)
 
 
-def _site(seat: Seat) -> Site:
-    """The live fleet keeps all functions of a slot up at once, each with its share of it."""
-    return Site(seat, "recorded", 0.0, {}, beside=True)
+def _slot_setup(allocation: Allocation) -> SlotSetup:
+    """The live fleet keeps all functions of a device up at once, each with its share of it."""
+    return SlotSetup(allocation, "recorded", 0.0, {}, beside=True)
 
 
 def _engine_shape(trace: Trace) -> EngineShape:

@@ -1,4 +1,4 @@
-"""A scenario to what the simulator runs: price book, rooms and workload.
+"""A scenario to what the simulator runs: price book, slots and workload.
 
 Co-located, actor i has the devices i x tp ... of its node, and the learner all devices of the first kind; they take
 turns. Disaggregated, the learner side has the last devices of the first kind. Scoring runs on a CPU core of its own.
@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.latency.devices import device_of
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.prices import DevicePrice, Owned, PriceBook, Residency, load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import PlacementSpec
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
 from rlhfless.spec.errors import InputError, Problem
 
 SECONDS_PER_HOUR = 3600.0
@@ -45,8 +45,8 @@ def price_book(scenario: Scenario) -> PriceBook:
 class DevicesByNode:
     """Part of the cluster's devices, by node, in the order in which they are taken."""
 
-    slots: tuple[tuple[str, tuple[Slot, ...]], ...]
-    """Node, and its slots."""
+    devices: tuple[tuple[str, tuple[Device, ...]], ...]
+    """Node, and its devices."""
 
     @classmethod
     def of(cls, machines: MachinesSpec, devices: int) -> DevicesByNode:
@@ -56,30 +56,30 @@ class DevicesByNode:
             first = node * machines.devices_per_node
             count = min(machines.devices_per_node, devices - first)
             if count > 0:
-                slots = tuple(Slot(f"{machines.kind}-{first + i}", machines.kind, i) for i in range(count))
-                nodes.append((f"{machines.kind}-node-{node}", slots))
+                held = tuple(Device(f"{machines.kind}-{first + i}", machines.kind, i) for i in range(count))
+                nodes.append((f"{machines.kind}-node-{node}", held))
         return cls(tuple(nodes))
 
     @property
-    def all(self) -> list[Slot]:
-        return [slot for _, slots in self.slots for slot in slots]
+    def all(self) -> list[Device]:
+        return [device for _, devices in self.devices for device in devices]
 
-    def without(self, taken: list[Slot]) -> DevicesByNode:
+    def without(self, taken: list[Device]) -> DevicesByNode:
         """All devices but these."""
-        names = {slot.name for slot in taken}
+        names = {device.name for device in taken}
         return DevicesByNode(
-            tuple((node, tuple(s for s in slots if s.name not in names)) for node, slots in self.slots)
+            tuple((node, tuple(s for s in devices if s.name not in names)) for node, devices in self.devices)
         )
 
-    def actors(self, devices_each: int) -> Iterator[tuple[str, tuple[Slot, ...]]]:
-        """Node and slots of each actor; none spans two nodes."""
-        for node, slots in self.slots:
-            for first in range(0, len(slots) - devices_each + 1, devices_each):
-                yield node, slots[first : first + devices_each]
+    def actors(self, devices_each: int) -> Iterator[tuple[str, tuple[Device, ...]]]:
+        """Node and devices of each actor; none spans two nodes."""
+        for node, devices in self.devices:
+            for first in range(0, len(devices) - devices_each + 1, devices_each):
+                yield node, devices[first : first + devices_each]
 
 
 class Layout:
-    """Rooms of one placement on the first `devices` devices of the scenario's first kind, and on all of the others.
+    """Slots of one placement on the first `devices` devices of the scenario's first kind, and on all of the others.
 
     Raises InputError if the learner or an actor does not fit.
     """
@@ -90,22 +90,22 @@ class Layout:
         first = scenario.cluster.machines[0]
         self.devices = first.devices if devices is None else devices
         self._first = DevicesByNode.of(first, self.devices)
-        slots = self._first.all
+        found = self._first.all
         apart = placement.mode == "disaggregated"
-        self.learner_slots = slots[-(placement.learner_devices or -(-len(slots) // 2)) :] if apart else slots
+        self.learner_side = found[-(placement.learner_devices or -(-len(found) // 2)) :] if apart else found
         needed = timing.learner_devices_needed(scenario, first.kind)
-        if len(self.learner_slots) < needed:
-            what = f"the learner has {len(self.learner_slots)} x {first.kind}, and its state needs {needed}"
+        if len(self.learner_side) < needed:
+            what = f"the learner has {len(self.learner_side)} x {first.kind}, and its state needs {needed}"
             mend = "give it more devices, or lower learner.state_bytes_per_parameter"
             raise timing.DoesNotFit(scenario.name, [Problem("placement", what, mend)])
 
     def actors(self) -> tuple[ActorShape, ...]:
-        """Rooms for generation; rooms on the first kind of device come first."""
+        """Slots for generation; slots on the first kind of device come first."""
         found: list[ActorShape] = []
         for index, machines in enumerate(self._scenario.cluster.machines):
             devices = self._first if index == 0 else DevicesByNode.of(machines, machines.devices)
             if index == 0 and self._placement.mode == "disaggregated":
-                devices = devices.without(self.learner_slots)
+                devices = devices.without(self.learner_side)
             found += self._of_kind(machines, devices)
         alone = self._placement.prefill_devices // self._scenario.engine.tensor_parallel
         if 0 < len(found) <= alone:
@@ -130,27 +130,27 @@ class Layout:
         slow_from = machines.devices - int(machines.stragglers * machines.devices)
         return [
             ActorShape(
-                Site(Seat(slots, 1.0), node, timing.start_s(model), wakes),
+                SlotSetup(Allocation(devices, 1.0), node, timing.start_s(model), wakes),
                 shape,
                 prices,
-                machines.straggler_slowdown if _number(slots[-1]) >= slow_from else 1.0,
+                machines.straggler_slowdown if _number(devices[-1]) >= slow_from else 1.0,
                 _spot_mean_s(self._scenario, machines),
             )
-            for node, slots in devices.actors(engine.tensor_parallel)
+            for node, devices in devices.actors(engine.tensor_parallel)
         ]
 
     def learner(self) -> LearnerShape:
-        """Room for the learner."""
-        scenario, kind, count = self._scenario, self._scenario.cluster.machines[0].kind, len(self.learner_slots)
-        site = Site(
-            Seat(tuple(self.learner_slots), 1.0),
-            self._first.slots[0][0],
+        """Slot for the learner."""
+        scenario, kind, count = self._scenario, self._scenario.cluster.machines[0].kind, len(self.learner_side)
+        slot_setup = SlotSetup(
+            Allocation(tuple(self.learner_side), 1.0),
+            self._first.devices[0][0],
             timing.start_s(scenario.model.shape),
             {"host_weights": timing.learner_wake_s(scenario, kind, count)},
         )
         evaluated = 1 - 1 / scenario.learner.mini_batches  # all but the first
         return LearnerShape(
-            site,
+            slot_setup,
             scenario.learner.fixed_s,
             timing.forward_token_s(scenario, kind, count) * evaluated,
             timing.learn_token_s(scenario, kind, count),
@@ -160,10 +160,10 @@ class Layout:
     def services(self) -> tuple[ServiceShape, ...]:
         """Scoring, and the reference if there is one."""
         scoring = self._scenario.scoring
-        cores = tuple(Slot(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
-        site = Site(Seat(cores, 1.0), self._first.slots[0][0], scoring.start_s, {}, beside=True)
+        cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
+        slot_setup = SlotSetup(Allocation(cores, 1.0), self._first.devices[0][0], scoring.start_s, {}, beside=True)
         group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
-        found = [ServiceShape(site, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
+        found = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
         if self._scenario.reference is not None:
             found.append(self._reference(self._scenario.reference.devices))
         return tuple(found)
@@ -171,11 +171,13 @@ class Layout:
     def _reference(self, devices: int) -> ServiceShape:
         scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
         model, device = scenario.model.shape, device_of(kind)
-        slots = tuple(self.learner_slots[-devices:])
-        wake_s = model.total_bytes / (len(slots) * device.host_bytes_per_s.value)
-        site = Site(Seat(slots, 1.0), self._first.slots[-1][0], timing.start_s(model), {"host_weights": wake_s})
-        token_s = timing.forward_token_s(scenario, kind, len(slots))
-        return ServiceShape(site, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
+        side = tuple(self.learner_side[-devices:])
+        wake_s = model.total_bytes / (len(side) * device.host_bytes_per_s.value)
+        slot_setup = SlotSetup(
+            Allocation(side, 1.0), self._first.devices[-1][0], timing.start_s(model), {"host_weights": wake_s}
+        )
+        token_s = timing.forward_token_s(scenario, kind, len(side))
+        return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
 
 
 def setup(scenario: Scenario, layout: Layout, seed: int) -> Setup:
@@ -225,5 +227,5 @@ def _spot_mean_s(scenario: Scenario, machines: MachinesSpec) -> float:
     return SECONDS_PER_HOUR / rate if rate else math.inf
 
 
-def _number(slot: Slot) -> int:
-    return int(slot.name.rpartition("-")[2])
+def _number(device: Device) -> int:
+    return int(device.name.rpartition("-")[2])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency import LinearEngine, ModelShape, Roofline, SleepTier, wake_s
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
-from rlhfless.scaling.latency.devices import Device, device_of
+from rlhfless.scaling.latency.devices import DeviceSheet, device_of
 from rlhfless.scaling.latency.shape import UnknownShape
 from rlhfless.scaling.latency.startup import START_S, START_S_PER_PARAMETER
 from rlhfless.sim.replay.latency_file import load_latency
@@ -95,7 +95,7 @@ def start_s(shape: ModelShape) -> float:
 
 
 def wake_times_s(
-    engine: EngineSpec, shape: ModelShape, device: Device, store_bytes_per_s: float
+    engine: EngineSpec, shape: ModelShape, device: DeviceSheet, store_bytes_per_s: float
 ) -> Mapping[str, float]:
     """By sleep tier, until the engine is up again."""
     tiers = (SleepTier.HOST_WEIGHTS, SleepTier.PROCESS)

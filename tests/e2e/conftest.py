@@ -16,8 +16,8 @@ import pytest_asyncio
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.loop.driver import Driver
-from rlhfless.loop.opening import Opening, opened
 from rlhfless.loop.run import Run
+from rlhfless.loop.session import Session, open_session
 from rlhfless.loop.step import rollout, train
 from rlhfless.prepare.preflight import preflight
 from rlhfless.records import StepRecord
@@ -85,8 +85,8 @@ async def live(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     spec = RunSpec.model_validate(spec_values(assets))
     folder = tmp_path_factory.mktemp("live")
     console = Console("lines", "live", spec.steps, stream=io.StringIO())
-    opening = Opening(spec, preflight(spec), "live-1", folder, console, MetricSinks([]))
-    async with opened(opening) as (run, _):
+    session = Session(spec, preflight(spec), "live-1", folder, console, MetricSinks([]))
+    async with open_session(session) as (run, _):
         yield Live(run, folder)
 
 
@@ -112,10 +112,10 @@ def fault_values(assets: Path, actors: int, **changes: Any) -> dict[str, Any]:
     return values | changes
 
 
-def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Opening:
+def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Session:
     spec = RunSpec.model_validate(fault_values(assets, actors, **changes))
     console = Console("lines", "faults", spec.steps, stream=io.StringIO())
-    return Opening(spec, preflight(spec), folder.name.replace("_", "-"), folder, console, MetricSinks([]))
+    return Session(spec, preflight(spec), folder.name.replace("_", "-"), folder, console, MetricSinks([]))
 
 
 @dataclasses.dataclass

@@ -25,10 +25,10 @@ async def test_nan_in_weights_that_preflight_does_not_read(
     tensors["lm_head.weight"][3, 5] = float("nan")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     monkeypatch.setattr(checks, "weight_problems", lambda *_, **__: [])  # as for a hub model that is not here yet
-    opening = fault_opening(assets, tmp_path / "run", actors=1, model={"path": str(model)})
-    opening.folder.mkdir()
+    session = fault_opening(assets, tmp_path / "run", actors=1, model={"path": str(model)})
+    session.folder.mkdir()
     with pytest.raises(InputError) as caught:
-        await Driver(opening).execute()
+        await Driver(session).execute()
     assert str(caught.value) == (
         f"the model {str(model)!r}: 1 problem\n"
         "- model.path: NaN or infinite values are in tensor 'lm_head.weight' (as float32)\n"

@@ -13,9 +13,9 @@ from conftest import FAULT_STEPS, Whole, fault_opening
 
 from rlhfless.functions.base import Call
 from rlhfless.loop.driver import Driver
-from rlhfless.loop.opening import Opening, opened
-from rlhfless.loop.recovery import Mended
+from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.run import Run
+from rlhfless.loop.session import Session, open_session
 from rlhfless.records import PublishedWeights
 from rlhfless.records.compare import Comparison, compare_samples
 from rlhfless.records.traces import read_trace
@@ -54,15 +54,15 @@ def cut_file_before(run: Run, step: int) -> None:
     run.sync = damaged  # type: ignore[method-assign]
 
 
-async def drive(start: Opening) -> tuple[Mended, str]:
-    """(what was mended, digest of the last weights)."""
-    async with opened(start) as (run, first):
+async def drive(start: Session) -> tuple[Recovered, str]:
+    """(what was recovered, digest of the last weights)."""
+    async with open_session(start) as (run, first):
         cut_file_before(run, FAULT_STEPS)
         saboteurs = asyncio.create_task(sabotage(run))
-        mended = await Driver(start).drive(run, first)
+        recovered = await Driver(start).drive(run, first)
         assert saboteurs.done(), "a step ended before it was broken"
         saboteurs.result()
-        return mended, run.published.version.digest
+        return recovered, run.published.version.digest
 
 
 def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
@@ -70,10 +70,10 @@ def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
 ) -> None:
     """Against a run with one actor; this one has two, which come and go."""
     recovery = {"lease_s": 6, "beat_s": 3}
-    mended, digest = asyncio.run(drive(fault_opening(assets, tmp_path, actors=2, recovery=recovery)))
+    recovered, digest = asyncio.run(drive(fault_opening(assets, tmp_path, actors=2, recovery=recovery)))
     # Learner, rank, scoring, store; the work of a lost actor moves, and no step is done again for it.
-    assert mended.steps_again >= 4
-    assert mended.replicas_lost >= 6  # two actors, an engine, scoring, and the learner twice; one more was drained
+    assert recovered.steps_again >= 4
+    assert recovered.replicas_lost >= 6  # two actors, an engine, scoring, and the learner twice; one more was drained
     broken = read_trace(tmp_path / "trace")
     keys = Counter((row.step, row.prompt_id, row.sample_index) for row in broken.rollouts)
     assert set(keys.values()) == {1}
@@ -83,7 +83,7 @@ def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
         assert ours.metrics["loss"] == pytest.approx(theirs.metrics["loss"], abs=1e-6)
     assert digest == whole.digest
     recoveries = [decision for decision in broken.decisions if decision.kind == "recover"]
-    assert sum(each.step - int(each.inputs["next_step"]) + 1 for each in recoveries) == mended.steps_again
+    assert sum(each.step - int(each.inputs["next_step"]) + 1 for each in recoveries) == recovered.steps_again
     for step in broken.steps:  # what a fault cost is in the step's own figures
         times = step_times(step, broken.invocations)
         faults = [each for each in recoveries if each.step == step.step and each.at_s < step.end_s]

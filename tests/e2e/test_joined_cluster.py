@@ -31,12 +31,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 LEASE_S = 12.0
 
 HEADROOM_BYTES = 6 << 30
-"""What Ray and a run of two actors may use, with room to spare, before Ray begins to kill."""
+"""What Ray and a run of two actors may use, with slot to spare, before Ray begins to kill."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """A Ray of its own with three device slots; its address."""
+    """A Ray of its own with three devices; its address."""
     with _started() as address:
         yield address
 
@@ -54,15 +54,15 @@ def _started(**settings: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _head() -> Iterator[str]:
-    # More slots than cores: an actor in a slot without a core of its own is simply not pinned.
-    slots = json.dumps({f"rlhfless-slot:cpu-core:cpu-{core}": 1 for core in range(3)})
+    # More devices than cores: an actor in a device without a core of its own is simply not pinned.
+    devices = json.dumps({f"rlhfless-device:cpu-core:cpu-{core}": 1 for core in range(3)})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # Away from the folder of a private Ray that other tests may have running. Ray's sockets need a short path.
     folder = f"/tmp/rlhfless-ray-{port}"
     ray = str(Path(sys.executable).with_name("ray"))
-    command = [ray, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", f"--resources={slots}"]
+    command = [ray, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", f"--resources={devices}"]
     try:
         subprocess.run(
             [*command, "--include-dashboard=false", "--num-cpus=4", f"--temp-dir={folder}"],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.fleet.tasks import is_stopping, to_the_end, together
+from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.loop.recovery import Recovery
 
 
@@ -70,8 +70,8 @@ async def test_together_gives_results_in_order_and_nothing_of_nothing() -> None:
             await asyncio.sleep(0)
         return value
 
-    assert await together(gives(1, 3), gives(2, 1), gives(3, 2)) == [1, 2, 3]
-    assert await together() == []
+    assert await gather_or_cancel(gives(1, 3), gives(2, 1), gives(3, 2)) == [1, 2, 3]
+    assert await gather_or_cancel() == []
 
 
 @pytest.mark.parametrize("turns", [0, 1, 5])
@@ -92,7 +92,7 @@ async def test_a_failure_ends_the_others_and_does_not_look_like_a_stop(turns: in
             raise OSError("second")
 
     with pytest.raises(OSError, match="first"):
-        await together(works(), fails())
+        await gather_or_cancel(works(), fails())
     assert ended == ["cleaned up"]
     assert not is_stopping()
 
@@ -107,7 +107,7 @@ async def test_a_cancelled_together_cancels_its_parts_and_waits_for_them() -> No
             await asyncio.sleep(0)
             ended.append("cleaned up")
 
-    task = asyncio.create_task(together(works(), works()))  # type: ignore[arg-type]
+    task = asyncio.create_task(gather_or_cancel(works(), works()))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     task.cancel()

@@ -13,7 +13,7 @@ from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call, ReplicaInfo, Reply, Usage
 from rlhfless.functions.generation.deployment import LoadProof
 from rlhfless.records import FunctionName, ReplicaState, WeightVersion
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.spec import TimeoutsSpec
 
 CALL = Call("run", 1, 3)
@@ -28,25 +28,27 @@ class FakeCluster:
     def __init__(self, *, gated: bool = True) -> None:
         self.gated = gated
         self.begun: list[int] = []
-        """Places whose starts have begun, in order."""
+        """Slots whose starts have begun, in order."""
         self.gates: dict[int, asyncio.Future[None]] = {}
-        """Of the starts, by place."""
+        """Of the starts, by slot."""
         self.loads: dict[str, asyncio.Future[None]] = {}
         """Of replicas whose loads end when the test lets them, by name."""
         self.stopped: list[str] = []
-        self._places: dict[str, int] = {}
+        self._slots: dict[str, int] = {}
 
-    async def deploy(self, name: str, function: Any, settings: Sequence[int], seat: Seat | None, stop_s: float) -> Any:
-        place = settings[0]
-        self._places[name] = place
-        self.begun.append(place)
-        self.gates[place] = asyncio.get_running_loop().create_future()
+    async def deploy(
+        self, name: str, function: Any, settings: Sequence[int], allocation: Allocation | None, stop_s: float
+    ) -> Any:
+        slot = settings[0]
+        self._slots[name] = slot
+        self.begun.append(slot)
+        self.gates[slot] = asyncio.get_running_loop().create_future()
         if not self.gated:
-            self.gates[place].set_result(None)
+            self.gates[slot].set_result(None)
         return FakeHandle(name, self)
 
     async def wait_running(self, name: str, timeout_s: float) -> None:
-        await self.gates[self._places[name]]
+        await self.gates[self._slots[name]]
 
     async def delete(self, names: Sequence[str]) -> None:
         self.stopped += names
@@ -81,17 +83,17 @@ class NoRecords:
 def pool_of(
     cluster: FakeCluster,
     *names: str,
-    seats: int = 3,
+    slots: int = 3,
     bounds: Bounds | None = None,
     function: FunctionName = FunctionName.GENERATION,
-    devices: Sequence[Seat] = (),
+    given: Sequence[Allocation] = (),
 ) -> Pool:
-    """A real pool, with replicas of these names that serve in the first seats. `devices` are the seats, if given."""
-    all_seats = tuple(devices) or tuple(Seat((Slot(f"cpu-{i}", "cpu-core", i),), 1.0) for i in range(seats))
-    blueprint = Blueprint(function, object, all_seats.index, all_seats, bounds or Bounds(1, "min_actors"))
+    """A real pool, with replicas of these names that serve in the first slots, on the allocations that are `given`."""
+    all_allocations = tuple(given) or tuple(Allocation((Device(f"cpu-{i}", "cpu-core", i),), 1.0) for i in range(slots))
+    blueprint = Blueprint(function, object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors"))
     pool = Pool(cluster, blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
-    for name, seat in zip(names, all_seats, strict=False):
-        replica = pool._replicas[name] = Replica(name, function, seat, NoRecords())
+    for name, allocation in zip(names, all_allocations, strict=False):
+        replica = pool._replicas[name] = Replica(name, function, allocation, NoRecords())
         replica.is_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]
         replica.ask(OWN)
         replica.loaded(OWN)

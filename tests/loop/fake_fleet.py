@@ -25,8 +25,8 @@ from rlhfless.functions.generation.messages import (
 from rlhfless.records import Decision, FinishReason, FunctionName, Group, Prompt, ReplicaState, Rollout, WeightVersion
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency import LinearEngine
-from rlhfless.scaling.placement import Seat, Slot
-from rlhfless.scaling.policy import EngineRoom, FleetView, PlaceView, Policy, Room
+from rlhfless.scaling.placement import Allocation, Device
+from rlhfless.scaling.policy import EngineLimits, FleetView, Policy, ReplicaSlot, SlotView
 
 
 def prompt(name: str) -> Prompt:
@@ -62,7 +62,7 @@ class FakeActor:
     """An actor that holds what it was given until it is told to finish it."""
 
     name: str
-    seat: Seat
+    allocation: Allocation
     state: ReplicaState = ReplicaState.SERVING
     info: Any = None
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -137,9 +137,9 @@ class FakePool:
 
     function = FunctionName.GENERATION
 
-    def __init__(self, *names: str, seats: int = 3, fewest: int = 1) -> None:
+    def __init__(self, *names: str, allocations: int = 3, fewest: int = 1) -> None:
         self.bounds = Bounds(fewest, "min_actors")
-        self.seats = tuple(Seat((Slot(f"cpu-{i}", "cpu-core", i),), 1.0) for i in range(seats))
+        self.allocations = tuple(Allocation((Device(f"cpu-{i}", "cpu-core", i),), 1.0) for i in range(allocations))
         self.actors: dict[str, FakeActor] = {}
         for name in names:
             self.join(name)
@@ -148,11 +148,15 @@ class FakePool:
         return self.actors[name]
 
     def at(self, number: int) -> FakeActor | None:
-        seat = self.seats[number]
-        return next((a for a in self.actors.values() if a.seat is seat and a.state.holds_device), None)
+        allocation = self.allocations[number]
+        return next((a for a in self.actors.values() if a.allocation is allocation and a.state.holds_device), None)
 
-    def place_of(self, name: str) -> int:
-        return next(number for number in range(len(self.seats)) if self.seats[number] is self.actors[name].seat)
+    def slot_of(self, name: str) -> int:
+        return next(
+            number
+            for number in range(len(self.allocations))
+            if self.allocations[number] is self.actors[name].allocation
+        )
 
     def replicas(self) -> tuple[FakeActor, ...]:
         return tuple(self.actors.values())
@@ -161,30 +165,30 @@ class FakePool:
 
     def watch(self, listener: Any) -> None: ...
 
-    def state(self, place: int) -> ReplicaState | None:
-        actor = self.at(place)
+    def state(self, slot: int) -> ReplicaState | None:
+        actor = self.at(slot)
         return None if actor is None else actor.state
 
-    def expects(self, place: int) -> bool:
-        return self.at(place) is not None
+    def expects(self, slot: int) -> bool:
+        return self.at(slot) is not None
 
-    def start(self, place: int, call: Any, at_s: float | None) -> None: ...
+    def start(self, slot: int, call: Any, at_s: float | None) -> None: ...
 
-    def release(self, place: int) -> bool:
-        actor = self.at(place)
-        if actor is None or sum(map(self.expects, range(len(self.seats)))) <= self.bounds.fewest:
+    def release(self, slot: int) -> bool:
+        actor = self.at(slot)
+        if actor is None or sum(map(self.expects, range(len(self.allocations)))) <= self.bounds.fewest:
             return False
         actor.state = ReplicaState.RETIRED
         return True
 
-    def join(self, name: str, seat: int | None = None) -> FakeActor:
-        if seat is None:
-            seat = next(number for number in range(len(self.seats)) if self.at(number) is None)
-        self.actors[name] = FakeActor(name, self.seats[seat])
+    def join(self, name: str, allocation: int | None = None) -> FakeActor:
+        if allocation is None:
+            allocation = next(number for number in range(len(self.allocations)) if self.at(number) is None)
+        self.actors[name] = FakeActor(name, self.allocations[allocation])
         return self.actors[name]
 
 
-ENGINE = EngineRoom(LinearEngine(0.01, 0.0001, 0.0, 0.0, 0.0), kv_capacity_tokens=10_000, max_sequences=64)
+ENGINE = EngineLimits(LinearEngine(0.01, 0.0001, 0.0, 0.0, 0.0), kv_capacity_tokens=10_000, max_sequences=64)
 
 
 class FakeFleet:
@@ -197,31 +201,35 @@ class FakeFleet:
         self.released: list[tuple[int, str | None]] = []
 
     def view(self) -> FleetView:
-        rooms = tuple(
-            Room(FunctionName.GENERATION, "cpu-core", (seat.slots[0].name,), "n", 1e-5, 20.0, {}, {}, ENGINE)
-            for seat in self.pool.seats
+        replica_slots = tuple(
+            ReplicaSlot(
+                FunctionName.GENERATION, "cpu-core", (allocation.devices[0].name,), "n", 1e-5, 20.0, {}, {}, ENGINE
+            )
+            for allocation in self.pool.allocations
         )
-        return FleetView(rooms, 0.05, 0.05, float("inf"), 0.5, 100)
+        return FleetView(replica_slots, 0.05, 0.05, float("inf"), 0.5, 100)
 
-    def places(self, table: SampleTable) -> tuple[PlaceView, ...]:
-        return tuple(PlaceView(self._state(place), None, *table.counts(place)) for place in range(len(self.pool.seats)))
+    def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
+        return tuple(
+            SlotView(self._state(slot), None, *table.counts(slot)) for slot in range(len(self.pool.allocations))
+        )
 
-    def expects(self, place: int) -> bool:
-        return self._state(place) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
+    def expects(self, slot: int) -> bool:
+        return self._state(slot) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
 
-    def start(self, place: int, at_s: float | None, step: int) -> None:
-        if self._state(place) is not None:
-            raise PolicyFault(f"place {place} has an actor")
-        self.started.append((place, at_s, step))
-        self.starting.add(place)
+    def start(self, slot: int, at_s: float | None, step: int) -> None:
+        if self._state(slot) is not None:
+            raise PolicyFault(f"slot {slot} has an actor")
+        self.started.append((slot, at_s, step))
+        self.starting.add(slot)
 
-    def release(self, place: int, tier: str | None, step: int) -> None:
-        self.released.append((place, tier))
+    def release(self, slot: int, tier: str | None, step: int) -> None:
+        self.released.append((slot, tier))
 
-    def _state(self, place: int) -> ReplicaState | None:
-        actor = self.pool.at(place)
+    def _state(self, slot: int) -> ReplicaState | None:
+        actor = self.pool.at(slot)
         if actor is None:
-            return ReplicaState.STARTING if place in self.starting else None
+            return ReplicaState.STARTING if slot in self.starting else None
         return actor.state
 
 

@@ -45,7 +45,7 @@ async def test_a_sync_goes_on_with_the_others_when_a_start_has_failed() -> None:
     cluster, pool, weights, watcher = weights_of("a")
     pool.start(1, CALL)
     await until(lambda: cluster.begun == [1])
-    cluster.gates[1].set_exception(FleetError("no room"))
+    cluster.gates[1].set_exception(FleetError("no slot"))
     await until(lambda: watcher.heard == [("missed", 1)])
     await weights.sync(WEIGHTS, CALL)  # there is another, so the step goes on
 
@@ -54,7 +54,7 @@ async def test_a_sync_waits_for_the_first_that_comes_up_when_none_is_there() -> 
     cluster, pool, weights, _ = weights_of(fewest=2)
     syncing = asyncio.create_task(weights.sync(WEIGHTS, CALL))
     await until(lambda: sorted(cluster.begun) == [0, 1])
-    cluster.gates[0].set_exception(FleetError("no room"))
+    cluster.gates[0].set_exception(FleetError("no slot"))
     await asyncio.sleep(0)
     assert not syncing.done()
     cluster.gates[1].set_result(None)
@@ -66,8 +66,8 @@ async def test_a_sync_says_why_no_actor_came_up() -> None:
     cluster, _, weights, _ = weights_of()
     syncing = asyncio.create_task(weights.sync(WEIGHTS, CALL))
     await until(lambda: cluster.begun == [0])
-    cluster.gates[0].set_exception(FleetError("no room"))
-    with pytest.raises(FleetError, match="no room"):
+    cluster.gates[0].set_exception(FleetError("no slot"))
+    with pytest.raises(FleetError, match="no slot"):
         await syncing
 
 

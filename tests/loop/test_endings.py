@@ -21,7 +21,7 @@ from rlhfless.functions.base import FunctionBroken, StaleCall
 from rlhfless.functions.generation.vllm.messages import EngineDead, EngineTimeout
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.endings import hint
-from rlhfless.loop.opening import CHECKPOINTS_FOLDER, JOURNAL_FILE
+from rlhfless.loop.session import CHECKPOINTS_FOLDER, JOURNAL_FILE
 from rlhfless.prepare import preflight
 from rlhfless.records import FinishReason, Rollout, WeightVersion
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, CheckpointNotes, Checkpoints
@@ -59,7 +59,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def call(error: BaseException, leave: Any = journalled, *options: str) -> Any:
         async def execute(driver: Driver) -> None:
-            leave(driver.opening.folder)
+            leave(driver.session.folder)
             raise error
 
         monkeypatch.setattr(preflight, "preflight", lambda _: SimpleNamespace(warnings=()))

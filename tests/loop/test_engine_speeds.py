@@ -22,7 +22,7 @@ def call(actor: str, step: int) -> Invocation:
 
 
 def held(actor: str, kind: str) -> Holding:
-    return Holding(FunctionName.GENERATION, actor, "i", "slot", kind, 1.0, ReplicaState.SERVING, 0.0, 100.0)
+    return Holding(FunctionName.GENERATION, actor, "i", "device", kind, 1.0, ReplicaState.SERVING, 0.0, 100.0)
 
 
 STEP = 3

@@ -12,17 +12,17 @@ from fake_fleet import FakeFleet, FakePool, prompt, runner
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.base import Call
-from rlhfless.loop.draw import Draw, sampling_of
 from rlhfless.loop.generation import GenerationStage
+from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
 from rlhfless.records import Group, ReplicaState, Work, sample_seed
-from rlhfless.scaling.policy import NOBODY, Action, Assign, Event, Lost, Start, StepBegan, StepView
+from rlhfless.scaling.policy import UNASSIGNED, Action, Assign, Event, Lost, Start, StepBegan, StepView
 from rlhfless.spec import RunSpec
 
 SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
 
 
-def draw(names: Sequence[str], samples: int = 2) -> Draw:
-    return Draw(
+def draw(names: Sequence[str], samples: int = 2) -> RolloutRequest:
+    return RolloutRequest(
         Call("run", 1, 3),
         tuple(prompt(name) for name in names),
         samples,
@@ -184,7 +184,7 @@ async def test_an_error_of_an_actor_ends_the_stage() -> None:
 
 async def test_a_step_that_kills_every_actor_does_not_go_on_for_ever() -> None:
     spec = SPEC.model_copy(update={"recovery": SPEC.recovery.model_copy(update={"per_step": 0})})
-    pool = FakePool("a", "b", seats=2)
+    pool = FakePool("a", "b", allocations=2)
     stage = GenerationStage(pool, draw("p"), spec, runner(pool))
     reader = Reader(stage)
     for coming in "cde":
@@ -196,15 +196,19 @@ async def test_a_step_that_kills_every_actor_does_not_go_on_for_ever() -> None:
 
 
 class Stubborn:
-    """Starts an actor at the first place, whatever became of the one before."""
+    """Starts an actor at the first slot, whatever became of the one before."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        return (Start(0), Assign(0, np.flatnonzero(view.home == NOBODY))) if isinstance(event, StepBegan | Lost) else ()
+        return (
+            (Start(0), Assign(0, np.flatnonzero(view.home == UNASSIGNED)))
+            if isinstance(event, StepBegan | Lost)
+            else ()
+        )
 
 
-async def test_a_place_where_nobody_ever_comes_up_does_not_go_on_for_ever() -> None:
+async def test_a_slot_where_no_replica_ever_comes_up_does_not_go_on_for_ever() -> None:
     spec = SPEC.model_copy(update={"recovery": SPEC.recovery.model_copy(update={"per_step": 2})})
-    pool = FakePool(seats=1)
+    pool = FakePool(allocations=1)
     fleet = FakeFleet(pool)
     stage = GenerationStage(pool, draw("p"), spec, PolicyRunner(Stubborn(), fleet, lambda _: None))
     reader = Reader(stage)
@@ -212,7 +216,7 @@ async def test_a_place_where_nobody_ever_comes_up_does_not_go_on_for_ever() -> N
         await until(lambda count=count: len(fleet.started) == count)
         fleet.starting.clear()
         stage.missed(0)
-    with pytest.raises(ReplicaLost, match="4 actors were lost before a single sample ended: nobody came up at place 0"):
+    with pytest.raises(ReplicaLost, match="4 actors were lost before a single sample ended: nobody came up at slot 0"):
         await reader.task
 
 

@@ -15,7 +15,7 @@ from rlhfless.functions.base import ReplicaInfo
 from rlhfless.loop.ledger import Ledger
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
-from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import load_price_book
 
 
@@ -57,7 +57,7 @@ def ledger_in(folder: Path) -> Ledger:
 
 def pool_of_one(ledger: Ledger, clock: Iterator[float]) -> Any:
     """A pool with one replica that is up; the clock says when it was launched, was up, and was looked at."""
-    seat = Seat((Slot("cpu-0", CPU_KIND, 0),), 1.0)
-    replica = Replica("r", FunctionName.SCORING, seat, ledger, lambda: next(clock))
+    allocation = Allocation((Device("cpu-0", CPU_KIND, 0),), 1.0)
+    replica = Replica("r", FunctionName.SCORING, allocation, ledger, lambda: next(clock))
     replica.is_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
     return SimpleNamespace(replicas=lambda: (replica,))

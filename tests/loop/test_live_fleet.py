@@ -1,4 +1,4 @@
-"""What a policy is shown of a live fleet: seats, prices, measured times; and what it may do there."""
+"""What a policy is shown of a live fleet: allocations, prices, measured times; and what it may do there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhfless.records import Decision, FunctionName, Holding, Invocation, Replic
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.startup import START_S
-from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.spec import RunSpec
 
@@ -31,14 +31,14 @@ PRICES = PriceBook.model_validate(
 )
 
 
-HALF_A_CORE = Seat((Slot("cpu-1", CPU_KIND, 1),), 0.5)
+HALF_A_CORE = Allocation((Device("cpu-1", CPU_KIND, 1),), 0.5)
 
 
 class Fleet:
-    """A live fleet of two seats for actors, with scoring and a learner on half of a core each."""
+    """A live fleet of two allocations for actors, with scoring and a learner on half of a core each."""
 
     def __init__(
-        self, folder: Path, fewest: int = 1, slots: int = 256, hold: Bounds | None = None, actors: Any = None
+        self, folder: Path, fewest: int = 1, sequences: int = 256, hold: Bounds | None = None, actors: Any = None
     ) -> None:
         """`actors` is their pool, if given."""
         self.spec = RunSpec.model_validate(
@@ -46,7 +46,7 @@ class Fleet:
                 "model": {"path": "m"},
                 "prompts": {"path": "p"},
                 "rewards": [{"type": "exact_match"}],
-                "generation": {"max_tokens": 64, "engine": {"max_sequences": slots}},
+                "generation": {"max_tokens": 64, "engine": {"max_sequences": sequences}},
                 "scaling": {"generation": {"min_actors": fewest, "max_actors": 2}},
             }
         )
@@ -54,10 +54,10 @@ class Fleet:
         self.folder = folder
         self.ledger = Ledger(TraceWriter(folder, meta, record_tokens=False), PRICES)
         self.cluster = FakeCluster()
-        self.actors: Any = actors or pool_of(self.cluster, "a", seats=2, bounds=Bounds(fewest, "min_actors"))
+        self.actors: Any = actors or pool_of(self.cluster, "a", slots=2, bounds=Bounds(fewest, "min_actors"))
         self.actors["a"].info = ReplicaInfo("a-1", 1, "here", kv_capacity_tokens=5000)
         self.scoring, learner = (
-            pool_of(self.cluster, function, bounds=bounds, function=function, devices=[HALF_A_CORE])
+            pool_of(self.cluster, function, bounds=bounds, function=function, given=[HALF_A_CORE])
             for function, bounds in ((FunctionName.SCORING, hold or Bounds()), (FunctionName.LEARNER, Bounds(1)))
         )
         pools = [self.actors, self.scoring, learner]
@@ -71,7 +71,7 @@ class Fleet:
 
 def table() -> SampleTable:
     items = [SampleItem(name, index, (1, 2, 3), seed=0) for name in "pq" for index in range(2)]
-    return SampleTable(3, items, places=2)
+    return SampleTable(3, items, slots=2)
 
 
 def starting(name: str, function: FunctionName, end_s: float) -> Holding:
@@ -82,11 +82,16 @@ def loading(seconds: float) -> Invocation:
     return Invocation(FunctionName.GENERATION, "a", "i", Work.LOAD_WEIGHTS, 1, 50.0, 50.0 + seconds)
 
 
-async def test_live_fleet_are_seats_with_prices_and_the_times_of_the_ledger(tmp_path: Path) -> None:
+async def test_slots_are_allocations_with_prices_and_the_times_of_the_ledger(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
     first = scene.fleet.view()
-    assert [room.function for room in first.rooms] == ["generation", "generation", "scoring", "learner"]
-    assert first.rooms[0].start_s == START_S  # nothing was measured yet
+    assert [replica_slot.function for replica_slot in first.replica_slots] == [
+        "generation",
+        "generation",
+        "scoring",
+        "learner",
+    ]
+    assert first.replica_slots[0].start_s == START_S  # nothing was measured yet
     assert first.load_s == 0.0
     for holding in (
         starting("a", FunctionName.GENERATION, 20.0),
@@ -97,47 +102,57 @@ async def test_live_fleet_are_seats_with_prices_and_the_times_of_the_ledger(tmp_
     for seconds in (0.25, 0.75):
         scene.ledger.add_invocation(loading(seconds))
     view = scene.fleet.view()
-    assert [room.start_s for room in view.rooms] == [25.0, 25.0, 4.0, START_S]
-    assert [room.usd_per_s for room in view.rooms] == [0.01, 0.01, 0.005, 0.005]
+    assert [replica_slot.start_s for replica_slot in view.replica_slots] == [25.0, 25.0, 4.0, START_S]
+    assert [replica_slot.usd_per_s for replica_slot in view.replica_slots] == [0.01, 0.01, 0.005, 0.005]
     assert (view.load_s, view.max_tokens, view.beat_s) == (0.5, 64, 0.5)
-    assert [room.devices for room in view.rooms] == [("cpu-0",), ("cpu-1",), ("cpu-1",), ("cpu-1",)]
-    assert all(room.beside for room in view.rooms)  # shares of a core are held side by side
+    assert [replica_slot.devices for replica_slot in view.replica_slots] == [
+        ("cpu-0",),
+        ("cpu-1",),
+        ("cpu-1",),
+        ("cpu-1",),
+    ]
+    assert all(replica_slot.beside for replica_slot in view.replica_slots)  # shares of a core are held side by side
 
 
 async def test_engines_say_what_they_hold_and_until_then_their_sequences_bound_them(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
-    engine = scene.fleet.view().rooms[1].engine
+    engine = scene.fleet.view().replica_slots[1].engine
     assert engine is not None
     assert (engine.kv_capacity_tokens, engine.max_sequences) == (5000, 256)
     scene.actors["a"].info = ReplicaInfo("a-1", 1, "here")
-    engine = scene.fleet.view().rooms[0].engine
+    engine = scene.fleet.view().replica_slots[0].engine
     assert engine is not None
     assert engine.kv_capacity_tokens == 256 * 100
 
 
 async def test_a_fleet_that_never_changes_has_nothing_to_save(tmp_path: Path) -> None:
-    assert [room.usd_per_s for room in Fleet(tmp_path, fewest=2).fleet.view().rooms] == [0.0, 0.0, 0.005, 0.005]
+    assert [replica_slot.usd_per_s for replica_slot in Fleet(tmp_path, fewest=2).fleet.view().replica_slots] == [
+        0.0,
+        0.0,
+        0.005,
+        0.005,
+    ]
 
 
-async def test_places_show_who_is_there_and_how_much_each_has(tmp_path: Path) -> None:
+async def test_slots_show_their_replicas_and_how_much_each_has(tmp_path: Path) -> None:
     scene, seen = Fleet(tmp_path), table()
     seen.give(np.array([0, 1, 2]), 0)
     seen.give(np.array([3]), 1)
     for number in range(3):
         seen.on[number] = 0
     seen.progressed(0, {("p", 0): 4}, {})
-    places = scene.fleet.places(seen)
-    assert [place.state for place in places] == [ReplicaState.SERVING, None, ReplicaState.SERVING, ReplicaState.SERVING]
-    assert [(place.running, place.waiting) for place in places[:2]] == [(1, 2), (0, 1)]
-    assert [scene.fleet.expects(place) for place in range(4)] == [True, False, False, False]
+    slots = scene.fleet.slots(seen)
+    assert [slot.state for slot in slots] == [ReplicaState.SERVING, None, ReplicaState.SERVING, ReplicaState.SERVING]
+    assert [(slot.running, slot.waiting) for slot in slots[:2]] == [(1, 2), (0, 1)]
+    assert [scene.fleet.expects(slot) for slot in range(4)] == [True, False, False, False]
 
 
 async def test_a_helper_is_released_and_started_ahead_of_its_next_use(tmp_path: Path) -> None:
     scene = Fleet(tmp_path)
-    place = scene.fleet.place_of(FunctionName.SCORING)
-    scene.fleet.release(place, None, 3)
+    slot = scene.fleet.slot_of(FunctionName.SCORING)
+    scene.fleet.release(slot, None, 3)
     assert scene.scoring["scoring"].state is ReplicaState.DRAINING
-    scene.fleet.start(place, time.time() + 0.02, 4)
+    scene.fleet.start(slot, time.time() + 0.02, 4)
     await until(lambda: scene.cluster.begun == [0])
     await scene.scoring.close()
 
@@ -172,16 +187,16 @@ async def test_the_fewest_actors_stay_and_the_ledger_says_so(tmp_path: Path) -> 
     scene.fleet.release(0, None, 3)
     assert scene.actors["a"].state is ReplicaState.SERVING
     (kept,) = scene.decisions()
-    assert (kept.step, kept.kind, kept.choice) == (3, "keep", "place 0 stays")
+    assert (kept.step, kept.kind, kept.choice) == (3, "keep", "slot 0 stays")
 
 
 @pytest.mark.parametrize(
     ("asked", "fault"),
     [
         (lambda fleet: fleet.release(0, "host_weights", 3), "no sleep tiers"),
-        (lambda fleet: fleet.release(1, None, 3), "place 1 is released, and has no actor"),
+        (lambda fleet: fleet.release(1, None, 3), "slot 1 is released, and has no actor"),
         (lambda fleet: fleet.release(3, None, 3), "the learner's, which keeps the run's state"),
-        (lambda fleet: fleet.start(0, None, 3), r"place 0 is asked to start, and has an actor \(serving\)"),
+        (lambda fleet: fleet.start(0, None, 3), r"slot 0 is asked to start, and has an actor \(serving\)"),
     ],
 )
 async def test_what_cannot_be_done_is_a_fault_of_the_policy(tmp_path: Path, asked: Any, fault: str) -> None:

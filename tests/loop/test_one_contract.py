@@ -1,5 +1,5 @@
 """The live loop and the simulator are given the same answers: they refuse the same ones, and each sample ends up at the
-same place."""
+same slot."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rlhfless.functions.generation.messages import Ended, SampleItem
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency import LinearEngine
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import (
-    NOBODY,
+    UNASSIGNED,
     Action,
     Assign,
     Beat,
-    EngineRoom,
+    EngineLimits,
     Event,
     FleetView,
     Lost,
     Move,
-    PlaceView,
     Release,
-    Room,
+    ReplicaSlot,
+    SlotView,
     Start,
     StepBegan,
     StepView,
@@ -42,7 +42,7 @@ from rlhfless.sim.events import Interrupted
 from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
 from rlhfless.sim.simulation import Simulation
 
 PLACES, GROUPS, SIBLINGS = 3, 4, 3
@@ -66,41 +66,43 @@ class Told:
         return self.answer
 
 
-class Places:
-    """A live fleet of three places, in which a replica is up at once."""
+class Slots:
+    """A live fleet of three slots, in which a replica is up at once."""
 
     def __init__(self) -> None:
         self.up = {0, 1}
 
     def view(self) -> FleetView:
-        engine = EngineRoom(MODEL, 10_000, 64)
-        names = [f"h100-{place}" for place in range(PLACES)]
-        rooms = [Room(FunctionName.GENERATION, "h100", (name,), "n", 1e-3, 1.0, {}, {}, engine) for name in names]
-        return FleetView(tuple(rooms), 0.05, 0.01, float("inf"), 0.5, 100)
+        engine = EngineLimits(MODEL, 10_000, 64)
+        names = [f"h100-{slot}" for slot in range(PLACES)]
+        replica_slots = [
+            ReplicaSlot(FunctionName.GENERATION, "h100", (name,), "n", 1e-3, 1.0, {}, {}, engine) for name in names
+        ]
+        return FleetView(tuple(replica_slots), 0.05, 0.01, float("inf"), 0.5, 100)
 
-    def places(self, table: SampleTable) -> tuple[PlaceView, ...]:
-        states = [ReplicaState.SERVING if place in self.up else None for place in range(PLACES)]
-        return tuple(PlaceView(state, None, *table.counts(place)) for place, state in enumerate(states))
+    def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
+        states = [ReplicaState.SERVING if slot in self.up else None for slot in range(PLACES)]
+        return tuple(SlotView(state, None, *table.counts(slot)) for slot, state in enumerate(states))
 
-    def expects(self, place: int) -> bool:
-        return place in self.up
+    def expects(self, slot: int) -> bool:
+        return slot in self.up
 
-    def start(self, place: int, at_s: float | None, step: int) -> None:
-        if place in self.up:
-            raise PolicyFault(f"place {place} has an actor")
-        self.up.add(place)
+    def start(self, slot: int, at_s: float | None, step: int) -> None:
+        if slot in self.up:
+            raise PolicyFault(f"slot {slot} has an actor")
+        self.up.add(slot)
 
-    def release(self, place: int, tier: str | None, step: int) -> None:
-        if place not in self.up:
-            raise PolicyFault(f"place {place} has no actor")
-        self.up.discard(place)
+    def release(self, slot: int, tier: str | None, step: int) -> None:
+        if slot not in self.up:
+            raise PolicyFault(f"slot {slot} has no actor")
+        self.up.discard(slot)
 
 
 class Live:
     """The live loop's side: the table and the runner, without actors."""
 
     def __init__(self) -> None:
-        self.policy, self.fleet, self.faults = Told(), Places(), list[Exception]()
+        self.policy, self.fleet, self.faults = Told(), Slots(), list[Exception]()
         items = [SampleItem(f"p{group}", index, (1,), seed=0) for group in range(GROUPS) for index in range(SIBLINGS)]
         self.table = SampleTable(1, items, PLACES)
         self.runner = PolicyRunner(self.policy, self.fleet, lambda _: None)
@@ -149,7 +151,7 @@ class Simulated:
 
     @property
     def up(self) -> set[int]:
-        return {place for place in range(PLACES) if self.simulation.fleet.there(place)}
+        return {slot for slot in range(PLACES) if self.simulation.fleet.there(slot)}
 
     def wait(self) -> None:
         """Goes on to the next event, with a policy that says nothing."""
@@ -165,9 +167,9 @@ class Simulated:
             return fault
         return None
 
-    def lose(self, place: int, answer: Sequence[Action]) -> SimulationError | None:
+    def lose(self, slot: int, answer: Sequence[Action]) -> SimulationError | None:
         self.policy.answer = answer
-        event = Interrupted(place, self.simulation.fleet.replicas[place].number)
+        event = Interrupted(slot, self.simulation.fleet.replicas[slot].number)
         try:
             self.simulation._interrupted(self.simulation.now_s, event, self.step)
         except SimulationError as fault:
@@ -175,10 +177,10 @@ class Simulated:
         return None
 
     def follow(self, home: np.ndarray) -> None:
-        """Gives samples to the places that the live side split them to after a fault."""
+        """Gives samples to the slots that the live side split them to after a fault."""
         for sample in np.flatnonzero(~self.finished & (self.home != home)).tolist():
             source, target = int(self.home[sample]), int(home[sample])
-            action = Assign(target, ints([sample])) if source == NOBODY else Move(source, target, ints([sample]))
+            action = Assign(target, ints([sample])) if source == UNASSIGNED else Move(source, target, ints([sample]))
             if not self.finished[sample]:  # it may have ended while another one was moved
                 self.simulation._do(action, self.generation)
 
@@ -186,22 +188,22 @@ class Simulated:
 def setup() -> Setup:
     """Three actors, of which each step takes some seconds; scoring and a learner beside them."""
 
-    def site(name: str, kind: str) -> Site:
-        return Site(Seat((Slot(name, kind, 0),), 1.0), name, 0.5, {})
+    def slot_setup(name: str, kind: str) -> SlotSetup:
+        return SlotSetup(Allocation((Device(name, kind, 0),), 1.0), name, 0.5, {})
 
     shape = EngineShape(max_sequences=8, kv_blocks=1000, block_tokens=4, chunk_tokens=None)
-    actors = [ActorShape(site(f"h100-{place}", "h100"), shape, PricedModel(MODEL, 8)) for place in range(PLACES)]
-    scoring = ServiceShape(site("cpu-0", "cpu-core"), FunctionName.SCORING, Work.SCORE, 0.001, 0.0)
-    learner = LearnerShape(site("h100-9", "h100"), 0.1, 0.0, 0.0, 0.1)
+    actors = [ActorShape(slot_setup(f"h100-{slot}", "h100"), shape, PricedModel(MODEL, 8)) for slot in range(PLACES)]
+    scoring = ServiceShape(slot_setup("cpu-0", "cpu-core"), FunctionName.SCORING, Work.SCORE, 0.001, 0.0)
+    learner = LearnerShape(slot_setup("h100-9", "h100"), 0.1, 0.0, 0.0, 0.1)
     transport = Transport(TransportKind.FOLDER, 1e9, 0.1, 1)
     return Setup(tuple(actors), (scoring,), learner, transport, Links(0.5, 0.01), "sync", 0.0, 500, 0)
 
 
-places, numbers = st.integers(-1, PLACES + 1), st.integers(-1, SAMPLES)
+slots, numbers = st.integers(-1, PLACES + 1), st.integers(-1, SAMPLES)
 some = st.lists(numbers, min_size=1, max_size=4).map(ints) | st.lists(numbers, max_size=4, unique=True).map(ints)
 actions = st.one_of(
-    st.builds(Assign, places, some),
-    st.builds(Move, places, places, some, st.booleans()),
+    st.builds(Assign, slots, some),
+    st.builds(Move, slots, slots, some, st.booleans()),
     st.builds(Start, st.integers(0, PLACES - 1)),
     st.builds(Release, st.integers(0, PLACES - 1)),
 )
@@ -270,39 +272,39 @@ def play(live: Live, simulated: Simulated, turn: Turn) -> bool:
 
 def answers(live: Live, simulated: Simulated, turn: Turn) -> tuple[Exception | None, Exception | None]:
     """What each side says to the answer."""
-    place = turn.lost
-    if place not in simulated.simulation.fleet.replicas or len(live.fleet.up) == 1:
+    slot = turn.lost
+    if slot not in simulated.simulation.fleet.replicas or len(live.fleet.up) == 1:
         return simulated.ask(turn.answer), live.ask(Beat(), turn.answer)
-    live.fleet.up.discard(place)
-    lost = live.table.lose(place)
+    live.fleet.up.discard(slot)
+    lost = live.table.lose(slot)
     answer = [Assign(min(live.fleet.up), lost), *turn.answer] if turn.sensible else turn.answer
-    refused = simulated.lose(place, answer)
+    refused = simulated.lose(slot, answer)
     # Some may have ended in the simulator, which goes on to the end of an iteration first.
     assert simulated.policy.lost[-1].samples.tolist() == lost[~simulated.finished[lost]].tolist()
-    return refused, live.ask(Lost(place, lost), answer)
+    return refused, live.ask(Lost(slot, lost), answer)
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ([Assign(3, ints([0]))], "place 3 draws no samples; generation has the places 0 to 2"),
-        ([Move(0, -1, ints([0]))], "place -1 draws no samples"),
-        ([Assign(1, ints([0]))], "sample 0, given to place 1, has ended or has a place; Move it"),
+        ([Assign(3, ints([0]))], "slot 3 draws no samples; generation has the slots 0 to 2"),
+        ([Move(0, -1, ints([0]))], "slot -1 draws no samples"),
+        ([Assign(1, ints([0]))], "sample 0, given to slot 1, has ended or has a slot; Move it"),
         ([Assign(1, ints([12]))], "there is no sample 12; the step has 12"),
         ([Move(0, 1, ints([-1]))], "there is no sample -1"),
         ([Move(0, 1, ints([2, 2]))], "an action names a sample twice"),
-        ([Move(0, 1, ints([7]))], "sample 7 is to move from place 0, and does not belong there"),
-        ([Move(0, 1, ints([0]), with_kv=True)], "no connector moves KV from place 0"),
-        ([Move(0, 2, ints([0]))], "1 samples are left, and no actor serves or will serve at place 2"),
-        ([Start(2, at_s=1e9), Move(0, 2, ints([0]))], "no actor serves or will serve at place 2"),
-        ([Release(0)], "place 0 is released with 6 samples; Move them first"),
+        ([Move(0, 1, ints([7]))], "sample 7 is to move from slot 0, and does not belong there"),
+        ([Move(0, 1, ints([0]), with_kv=True)], "no connector moves KV from slot 0"),
+        ([Move(0, 2, ints([0]))], "1 samples are left, and no actor serves or will serve at slot 2"),
+        ([Start(2, at_s=1e9), Move(0, 2, ints([0]))], "no actor serves or will serve at slot 2"),
+        ([Release(0)], "slot 0 is released with 6 samples; Move them first"),
     ],
 )
 def test_what_is_refused(answer: list[Action], reason: str) -> None:
     first = [Assign(0, np.arange(6)), Assign(1, np.arange(6, SAMPLES))]
     live, simulated = Live(), Simulated([100] * SAMPLES, [Start(0), Start(1), *first])
     live.ask(StepBegan(), first)
-    live.fleet.start = lambda place, at_s, step: None  # type: ignore[method-assign] # for a later step
+    live.fleet.start = lambda slot, at_s, step: None  # type: ignore[method-assign] # for a later step
     for refused in (simulated.ask(answer), live.ask(Beat(), answer)):
         assert refused is not None
         assert reason in str(refused)
@@ -317,4 +319,4 @@ def test_an_ended_sample_stays_out_of_a_move_and_nothing_is_refused() -> None:
     mirror(live, simulated)
     answer = [Move(0, 1, ints([0, 1]))]
     assert simulated.ask(answer) is live.ask(Beat(), answer) is None
-    assert live.table.home[:3].tolist() == simulated.home[:3].tolist() == [NOBODY, 1, 0]
+    assert live.table.home[:3].tolist() == simulated.home[:3].tolist() == [UNASSIGNED, 1, 0]

@@ -110,11 +110,11 @@ async def test_an_actor_that_never_came_gives_back_what_waited_for_it() -> None:
     await until(lambda: len(scene.pool["a"].running) == 4)
     lost = policy.asked[-1]
     assert isinstance(lost, Lost)
-    assert (lost.place, lost.samples.tolist()) == (1, [2, 3])
+    assert (lost.slot, lost.samples.tolist()) == (1, [2, 3])
     await scene.ended("a")
 
 
-async def test_moved_samples_go_on_at_the_place_that_was_named() -> None:
+async def test_moved_samples_go_on_at_the_slot_that_was_named() -> None:
     policy = Scripted(StepBegan=[Assign(0, ints(0, 1, 2, 3))], Beat=[Move(0, 2, ints(1, 3))])
     scene = Scene(FakePool("a", "b", "c"), "pq", policy)
     await until(lambda: bool(scene.pool["a"].running))
@@ -207,7 +207,7 @@ def boom(view: StepView) -> Sequence[Action]:
         [Assign(2, ints(0, 1, 2, 3))],  # where nobody is
         [Assign(0, ints(0, 1, 2, 3)), Start(1)],  # where somebody is
         [Assign(0, ints(0, 1, 2, 3)), Release(0)],  # with samples
-        [Assign(7, ints(0, 1, 2, 3))],  # no such place
+        [Assign(7, ints(0, 1, 2, 3))],  # no such slot
         [Assign(0, ints(0, 1, 2, 9))],  # no such sample
         [Assign(0, ints(0, 1, 2, 3)), Move(0, 1, ints(1), with_kv=True)],  # no connector
     ],
@@ -232,7 +232,7 @@ async def test_a_broken_policy_is_logged_once_and_counted_each_time(caplog: pyte
         await scene.ended("a", "b")
     assert scene.runner.figures(3)["policy_faults"] == 3.0
     assert [record.message for record in caplog.records] == [
-        "the scaling policy failed at StepBegan; samples without a place are split evenly, there and whenever it "
+        "the scaling policy failed at StepBegan; samples without a slot are split evenly, there and whenever it "
         "fails again (metric policy_faults)"
     ]
 
@@ -241,7 +241,7 @@ async def test_a_drained_actor_is_shown_as_such_and_its_samples_as_nobodys() -> 
     seen: list[ReplicaState | None] = []
 
     def elsewhere(view: StepView) -> Sequence[Action]:
-        seen.append(view.places[0].state)
+        seen.append(view.slots[0].state)
         return [Assign(1, np.flatnonzero(view.home < 0))]
 
     scene = Scene(FakePool("a", "b"), "p", Scripted(StepBegan=[Assign(0, ints(0, 1))], Lost=elsewhere))

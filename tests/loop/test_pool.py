@@ -25,11 +25,11 @@ class Watcher:
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
 
-    def joined(self, place: int) -> None:
-        self.heard.append(("joined", place))
+    def joined(self, slot: int) -> None:
+        self.heard.append(("joined", slot))
 
-    def missed(self, place: int) -> None:
-        self.heard.append(("missed", place))
+    def missed(self, slot: int) -> None:
+        self.heard.append(("missed", slot))
 
     async def drain(self, replica: Replica) -> None:
         self.heard.append(("drain", replica.name))
@@ -54,14 +54,14 @@ async def test_a_start_goes_on_in_the_background_and_its_end_is_heard_of() -> No
     assert pool.state(2) is ReplicaState.SERVING
 
 
-async def test_a_start_that_fails_leaves_the_place_empty(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_start_that_fails_leaves_the_slot_empty(caplog: pytest.LogCaptureFixture) -> None:
     cluster, pool, watcher = watched("a")
     pool.start(1, CALL)
     await until(lambda: cluster.begun == [1])
-    cluster.gates[1].set_exception(FleetError("no room"))
+    cluster.gates[1].set_exception(FleetError("no slot"))
     await until(lambda: watcher.heard == [("missed", 1)])
     assert pool.state(1) is None
-    assert "no generation replica came up at place 1, which stays empty for now: no room" in caplog.text
+    assert "no generation replica came up at slot 1, which stays empty for now: no slot" in caplog.text
     await pool.any_up()  # there is another, so nothing waits
 
 
@@ -96,7 +96,7 @@ async def test_a_start_that_is_released_is_called_off() -> None:
     assert cluster.gates[1].cancelled()
 
 
-async def test_a_start_follows_the_release_of_its_place() -> None:
+async def test_a_start_follows_the_release_of_its_slot() -> None:
     cluster, pool, _ = watched("a", "b")
     pool.release(1)
     pool.start(1, CALL)
@@ -107,7 +107,7 @@ async def test_a_start_follows_the_release_of_its_place() -> None:
     await pool.close()
 
 
-async def test_a_start_that_waits_for_its_place_can_be_called_off() -> None:
+async def test_a_start_that_waits_for_its_slot_can_be_called_off() -> None:
     cluster, pool, _ = watched("a", "b", "c")
     pool.release(1)
     pool.start(1, CALL)
@@ -125,7 +125,7 @@ def helper(hold: str = "auto", *, there: bool = True) -> tuple[FakeCluster, Pool
     cluster = FakeCluster(gated=False)
     bounds = Bounds(fewest=int(hold == "always"), idle=hold != "never", reason=f"scaling.hold_scoring is {hold}")
     names = ("scoring",) if there else ()
-    return cluster, pool_of(cluster, *names, seats=1, bounds=bounds, function=FunctionName.SCORING)
+    return cluster, pool_of(cluster, *names, slots=1, bounds=bounds, function=FunctionName.SCORING)
 
 
 async def test_a_replica_that_was_released_is_started_again_when_it_is_wanted() -> None:
@@ -173,7 +173,7 @@ async def test_a_start_ahead_of_time_that_fails_is_tried_again_when_it_is_wanted
     cluster.gated = True
     pool.start(0, CALL)
     await until(lambda: cluster.begun == [0])
-    cluster.gates[0].set_exception(FleetError("no room"))
+    cluster.gates[0].set_exception(FleetError("no slot"))
     await until(lambda: pool.state(0) is None)
     cluster.gated = False
     assert (await pool.ready(CALL)).state is ReplicaState.SERVING
@@ -191,8 +191,8 @@ async def test_a_use_says_why_its_start_failed() -> None:
     cluster.gated = True
     use = asyncio.create_task(pool.ready(CALL))
     await until(lambda: cluster.begun == [0])
-    cluster.gates[0].set_exception(FleetError("no room"))
-    with pytest.raises(FleetError, match="no room"):
+    cluster.gates[0].set_exception(FleetError("no slot"))
+    with pytest.raises(FleetError, match="no slot"):
         await use
 
 

@@ -13,11 +13,11 @@ from test_ledger import ledger_in
 
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo
-from rlhfless.loop.recovery import Mended, Recovery
+from rlhfless.loop.recovery import Recovered, Recovery
 from rlhfless.loop.step_context import StepClock
 from rlhfless.loop.summary import tokens_since
 from rlhfless.records import Experience, FunctionName, Invocation, StepRecord, WeightVersion, Work
-from rlhfless.scaling.placement import CPU_KIND, Seat, Slot
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 
 
 class FakeRun:
@@ -71,8 +71,8 @@ def lost_pool(*states: str) -> Any:
 
 def replica_that(end: str) -> Replica:
     recorder = SimpleNamespace(add_holding=lambda _: None)
-    seat = Seat((Slot("cpu-0", CPU_KIND, 0),), 1.0)
-    replica = Replica("r", FunctionName.SCORING, seat, recorder)  # type: ignore[arg-type]
+    allocation = Allocation((Device("cpu-0", CPU_KIND, 0),), 1.0)
+    replica = Replica("r", FunctionName.SCORING, allocation, recorder)  # type: ignore[arg-type]
     replica.is_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
     if end == "leaves":
         replica.drain()
@@ -85,14 +85,14 @@ async def test_a_step_that_is_done_again_counts_once_also_if_the_mending_failed_
     run = FakeRun(faults=(CallTimeout("no answer"),))
     recovery = Recovery(run)  # type: ignore[arg-type]
     assert await recovery.after(8, ReplicaLost("scoring died")) == 8
-    assert recovery.mended == Mended(replicas_lost=0, steps_again=1)
+    assert recovery.recovered == Recovered(replicas_lost=0, steps_again=1)
     assert [decision.inputs["fault"] for decision in run.decisions] == ["CallTimeout: no answer"]
 
 
 async def test_steps_that_a_new_learner_takes_again_count() -> None:
     recovery = Recovery(FakeRun(learner_lost=True))  # type: ignore[arg-type]
     assert await recovery.after(8, ReplicaLost("the learner died")) == 5
-    assert recovery.mended.steps_again == 4  # 5, 6, 7 and 8
+    assert recovery.recovered.steps_again == 4  # 5, 6, 7 and 8
 
 
 async def test_the_fault_that_ends_the_run_was_not_mended() -> None:
@@ -101,12 +101,12 @@ async def test_the_fault_that_ends_the_run_was_not_mended() -> None:
         await recovery.after(8, ReplicaLost("scoring died"))
     with pytest.raises(ReplicaLost, match="the third time"):
         await recovery.after(8, ReplicaLost("the third time"))
-    assert recovery.mended.steps_again == 2
+    assert recovery.recovered.steps_again == 2
 
 
 async def test_lost_replicas_count_whether_or_not_a_step_is_done_again_for_them() -> None:
     run = FakeRun(lost_pool("serves", "serves", "leaves"), lost_pool("serves"))
-    assert Recovery(run).mended == Mended(replicas_lost=3, steps_again=0)  # type: ignore[arg-type]
+    assert Recovery(run).recovered == Recovered(replicas_lost=3, steps_again=0)  # type: ignore[arg-type]
 
 
 async def test_a_fault_with_any_text_is_kept_as_what_can_be_stored() -> None:

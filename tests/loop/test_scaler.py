@@ -17,8 +17,8 @@ from test_live_fleet import Fleet
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
 from rlhfless.autoscaling.scaler import Scaler, policy_of
-from rlhfless.loop.draw import Draw
 from rlhfless.loop.generation import GenerationStage
+from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import Score, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta, read_trace
 from rlhfless.scaling.lengths import predictor_of
@@ -33,18 +33,18 @@ from rlhfless.spec.policies import POLICY_SEAM
 class Life:
     """A scaler over two fake actors that serve, on a clock that the test moves on."""
 
-    def __init__(self, folder: Path, policy: str, fewest: int = 2, slots: int = 256) -> None:
-        self.slots = slots
-        self.pool = FakePool(*"ab"[:fewest], seats=2, fewest=fewest)
-        self.scene = Fleet(folder, fewest, slots, actors=self.pool)
+    def __init__(self, folder: Path, policy: str, fewest: int = 2, sequences: int = 256) -> None:
+        self.sequences = sequences
+        self.pool = FakePool(*"ab"[:fewest], allocations=2, fewest=fewest)
+        self.scene = Fleet(folder, fewest, sequences, actors=self.pool)
         values = self.scene.spec.model_dump(mode="json")
         values["scaling"]["policy"] = policy
         self.spec = RunSpec.model_validate(values)
-        speeds = EngineSpeeds(None, 1, slots)
+        speeds = EngineSpeeds(None, 1, sequences)
         self.scaler = Scaler(policy_of(self.spec, None), self.scene.fleet, speeds, self.scene.ledger)
         self.now_s = 0.0
 
-    def stage(self, what: Draw) -> GenerationStage:
+    def stage(self, what: RolloutRequest) -> GenerationStage:
         runner = self.scaler.runner_of(what.call.step, what.work)
         return GenerationStage(self.pool, what, self.spec, runner, clock=lambda: self.now_s)
 
@@ -55,7 +55,7 @@ class Life:
         for turn in (1, 2):
             self.now_s += 1.0
             for actor in self.actors:
-                actor.beat(dict.fromkeys(itertools.islice(actor.running, self.slots), 4 * turn))
+                actor.beat(dict.fromkeys(itertools.islice(actor.running, self.sequences), 4 * turn))
             await asyncio.sleep(0)
         while not reader.task.done():
             for actor in self.actors:
@@ -75,10 +75,10 @@ class Life:
         return list(self.pool.actors.values())
 
 
-def of_step(step: int, names: Sequence[str], work: Work = Work.GENERATE) -> Draw:
+def of_step(step: int, names: Sequence[str], work: Work = Work.GENERATE) -> RolloutRequest:
     known = draw(names)
     call = type(known.call)("run", 1, step)
-    return Draw(call, known.prompts, 2, known.sampling, known.version, work, known.seed, step)
+    return RolloutRequest(call, known.prompts, 2, known.sampling, known.version, work, known.seed, step)
 
 
 OFFERED = [tag_of(settings) for settings in POLICY_SEAM.built_in]
@@ -96,9 +96,9 @@ async def test_every_policy_draws_steps_without_a_fault(tmp_path: Path, policy: 
         assert 1.0 <= figures["actors_wanted"] <= 2.0
 
 
-async def test_a_step_of_two_thousand_samples_on_sixteen_slots_is_no_fault(tmp_path: Path) -> None:
+async def test_a_step_of_two_thousand_samples_on_sixteen_sequences_is_no_fault(tmp_path: Path) -> None:
     """So many steps that the scaler asks of its forecasts what it has learned from them."""
-    life = Life(tmp_path, "cost_aware", slots=8)
+    life = Life(tmp_path, "cost_aware", sequences=8)
     names = [f"p{number}" for number in range(1024)]
     for step in range(1, 8):
         reader = await life.draw(step, names)

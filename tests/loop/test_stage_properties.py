@@ -23,7 +23,7 @@ ALL = len(NAMES) * SAMPLES
 
 
 class Dice:
-    """Gives work to anybody, forgets some, moves others, names places and samples that do not exist, and raises."""
+    """Gives work to anybody, forgets some, moves others, names slots and samples that do not exist, and raises."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -62,7 +62,7 @@ async def play(random: Random) -> list[Rollout]:
             lost += 1
             actor.die()
             pool.join(f"n{lost}")
-            stage.joined(pool.place_of(f"n{lost}"))
+            stage.joined(pool.slot_of(f"n{lost}"))
     await reader.task
     return [rollout for group in reader.groups for rollout in group.rollouts]
 

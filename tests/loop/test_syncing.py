@@ -11,7 +11,7 @@ from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.records import FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.spec.fleet import TimeoutsSpec
 
 VERSION = WeightVersion("run", 1, 3, "digest")
@@ -23,7 +23,7 @@ class Actor:
     """A replica with a real life cycle, whose loads take until the test lets them end."""
 
     def __init__(self) -> None:
-        who = ReplicaIdentity(FunctionName.GENERATION, "a", "a-1", Seat((Slot("cpu-0", "cpu-core", 0),), 1.0))
+        who = ReplicaIdentity(FunctionName.GENERATION, "a", "a-1", Allocation((Device("cpu-0", "cpu-core", 0),), 1.0))
         self.life = Lifecycle(who, 0.0, ReplicaState.STALE)
         self.loads: list[asyncio.Future[None]] = []
 

@@ -12,7 +12,7 @@ from fake_fleet import FakePool, prompt, runner
 from test_generation_stage import until
 from test_ledger import ledger_in
 
-from rlhfless.fleet.tasks import together
+from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.loop.run import Run
 from rlhfless.loop.step import rollout, train
@@ -44,7 +44,7 @@ class Function:
     """A pool of one stand-in, which says what it did; with `gated` the learner learns when the test lets it."""
 
     def __init__(self, function: FunctionName, ledger: Any, gated: bool = False) -> None:
-        self.function, self.seats = function, ()
+        self.function, self.allocations = function, ()
         self.asked: list[tuple[str, int]] = []
         self.gate = asyncio.Event()
         self._ledger = ledger
@@ -179,7 +179,7 @@ async def test_a_step_is_drawn_while_the_learner_is_at_work_on_the_step_before_i
 async def test_two_steps_can_be_drawn_at_once(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     contexts = [scene.run.begin(step) for step in (1, 2)]
-    drawing = asyncio.create_task(together(*(rollout(scene.run, context) for context in contexts)))
+    drawing = asyncio.create_task(gather_or_cancel(*(rollout(scene.run, context) for context in contexts)))
     actor = scene.actors["a"]
     await until(lambda: {key[0] for key in actor.running} == {"p", "q"})
     actor.finish("q", tokens=7)

@@ -214,15 +214,15 @@ def test_a_device_without_a_price_is_refused() -> None:
         summarise(Trace(META, (hold(S.SERVING, 0, 1, kind="abacus"),)), PRICES)
 
 
-def test_a_start_in_pieces_on_two_slots_is_one_cold_start() -> None:
+def test_a_start_in_pieces_on_two_devices_is_one_cold_start() -> None:
     pieces = [
         hold(S.STARTING, 0, 5),
         hold(S.STARTING, 5, 12),
         hold(S.STALE, 12, 13),
         hold(S.STARTING, 40, 43),
     ]
-    slots = [dataclasses.replace(piece, device="cpu-1") for piece in pieces]
-    assert cold_starts([*pieces, *slots]) == [(0, 12), (40, 43)]
+    devices = [dataclasses.replace(piece, device="cpu-1") for piece in pieces]
+    assert cold_starts([*pieces, *devices]) == [(0, 12), (40, 43)]
     other = dataclasses.replace(pieces[0], replica="r-b")
     assert cold_starts([*pieces, other]) == [(0, 12), (40, 43), (0, 5)]
 

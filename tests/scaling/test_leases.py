@@ -58,7 +58,7 @@ def test_coming_back_within_the_paid_time_goes_on_with_the_lease() -> None:
     assert leased_usd(held, book()) == pytest.approx(0.130)
 
 
-def test_slots_have_leases_of_their_own_and_shares_have_one() -> None:
+def test_devices_have_leases_of_their_own_and_shares_have_one() -> None:
     prices = book(billing=MINUTES)
     assert len(leases([hold(0, 100), hold(0, 100, device="gpu-1")], prices)) == 2
     halves = [hold(0, 100, share=0.5), hold(0, 100, share=0.5)]

@@ -15,11 +15,11 @@ from rlhfless.scaling.lifecycle import (
     Lifecycle,
     ReplicaIdentity,
 )
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 
 S = ReplicaState
-CORES = (Slot("cpu-0", "cpu-core", 0), Slot("cpu-1", "cpu-core", 1))
-IDENTITY = ReplicaIdentity(FunctionName.GENERATION, "generation-0", "a1", Seat(CORES, 0.5))
+CORES = (Device("cpu-0", "cpu-core", 0), Device("cpu-1", "cpu-core", 1))
+IDENTITY = ReplicaIdentity(FunctionName.GENERATION, "generation-0", "a1", Allocation(CORES, 0.5))
 V1 = WeightVersion("run", 1, 1, "aa")
 V2 = WeightVersion("run", 1, 2, "bb")
 

@@ -1,4 +1,4 @@
-"""Seats: which replica sits where, and that no slot is sold twice."""
+"""Allocations: which replica sits where, and that no device is sold twice."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName
-from rlhfless.scaling.placement import Placement, PlacementError, Slot, helpers, place
+from rlhfless.scaling.placement import Device, Placement, PlacementError, helpers, place
 from rlhfless.spec import PlacementSpec, RunSpec
 
 HELPERS = [FunctionName.SCORING, FunctionName.REFERENCE]
 
 
-def slots(count: int, kind: str = "cpu-core") -> list[Slot]:
-    return [Slot(f"s-{i}", kind, i) for i in range(count)]
+def devices(count: int, kind: str = "cpu-core") -> list[Device]:
+    return [Device(f"s-{i}", kind, i) for i in range(count)]
 
 
 def placed(spec: PlacementSpec, count: int, *, actors: int = 1, per_actor: int = 1, ranks: int = 1) -> Placement:
     return place(
         spec,
-        slots(count, "h100"),
+        devices(count, "h100"),
         generation_actors=actors,
-        slots_per_actor=per_actor,
+        devices_per_actor=per_actor,
         learner_ranks=ranks,
         functions=HELPERS,
     )
 
 
 def names(placement: Placement, function: FunctionName) -> list[list[str]]:
-    return [[slot.name for slot in seat.slots] for seat in placement.seats[function]]
+    return [[device.name for device in allocation.devices] for allocation in placement.allocations[function]]
 
 
 def test_colocated_functions_share_the_devices() -> None:
@@ -41,15 +41,15 @@ def test_colocated_functions_share_the_devices() -> None:
     assert names(placement, FunctionName.SCORING) == [["s-1"]]
     assert names(placement, FunctionName.REFERENCE) == [["s-0"]]
     # s-0: an actor, the learner, the reference; s-1: an actor, the learner, scoring.
-    assert placement.seat(FunctionName.GENERATION, 1).share == pytest.approx(1 / 3)
+    assert placement.allocation(FunctionName.GENERATION, 1).share == pytest.approx(1 / 3)
 
 
 def test_disaggregated_sides_share_nothing() -> None:
     placement = placed(PlacementSpec(mode="disaggregated", learner_devices=2), 5, actors=3, ranks=2)
     assert names(placement, FunctionName.GENERATION) == [["s-0"], ["s-1"], ["s-2"]]
     assert names(placement, FunctionName.LEARNER) == [["s-3", "s-4"]]
-    assert placement.seat(FunctionName.GENERATION, 0).share == 1
-    assert placement.seat(FunctionName.LEARNER, 0).share == pytest.approx(1 / 2)
+    assert placement.allocation(FunctionName.GENERATION, 0).share == 1
+    assert placement.allocation(FunctionName.LEARNER, 0).share == pytest.approx(1 / 2)
 
 
 def test_tensor_parallel_actors_take_neighbours() -> None:
@@ -57,7 +57,7 @@ def test_tensor_parallel_actors_take_neighbours() -> None:
     assert names(placement, FunctionName.GENERATION) == [["s-0", "s-1"], ["s-2", "s-3"]]
 
 
-def test_more_actors_than_slots_take_turns() -> None:
+def test_more_actors_than_devices_take_turns() -> None:
     assert names(placed(PlacementSpec(), 2, actors=3), FunctionName.GENERATION) == [["s-0"], ["s-1"], ["s-0"]]
 
 
@@ -83,7 +83,7 @@ def test_too_few_devices_are_refused_by_name(
     per_actor=st.integers(1, 3),
     disaggregated=st.booleans(),
 )
-def test_no_slot_is_sold_twice(count: int, actors: int, per_actor: int, disaggregated: bool) -> None:
+def test_no_device_is_sold_twice(count: int, actors: int, per_actor: int, disaggregated: bool) -> None:
     spec = PlacementSpec(mode="disaggregated" if disaggregated else "colocated")
     try:
         placement = placed(spec, count, actors=actors, per_actor=per_actor)
@@ -91,10 +91,10 @@ def test_no_slot_is_sold_twice(count: int, actors: int, per_actor: int, disaggre
         assert per_actor > count - disaggregated or (disaggregated and count == 1)
         return
     sold: dict[str, float] = defaultdict(float)
-    for seats in placement.seats.values():
-        for seat in seats:
-            for slot in seat.slots:
-                sold[slot.name] += seat.share
+    for allocations in placement.allocations.values():
+        for allocation in allocations:
+            for device in allocation.devices:
+                sold[device.name] += allocation.share
     assert max(sold.values()) <= 1 + 1e-9
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.scaling.engine_model import decode_s
-from rlhfless.scaling.latency import Device, ModelShape, Roofline, SleepTier, cold_start_s, load_devices, wake_s
+from rlhfless.scaling.latency import DeviceSheet, ModelShape, Roofline, SleepTier, cold_start_s, load_devices, wake_s
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of
 from rlhfless.scaling.latency.shape import UnknownShape
 
@@ -34,7 +34,7 @@ MIXTRAL = {
 SHAPE = ModelShape.of_config(LLAMA_8B)
 
 
-def device(**changes: float | dict[int, float]) -> Device:
+def device(**changes: float | dict[int, float]) -> DeviceSheet:
     """Round figures: 1 PFLOP/s, 1 TB/s, no losses."""
     rates = {
         "flops_per_s": 1e15,
@@ -52,7 +52,7 @@ def device(**changes: float | dict[int, float]) -> Device:
         name: {"value": value, "source": "test"}
         for name, value in (rates | {"all_reduce_bytes_per_s": together} | changes).items()
     }
-    return Device.model_validate({"kind": "test", **figures})
+    return DeviceSheet.model_validate({"kind": "test", **figures})
 
 
 def test_the_sizes_of_known_models() -> None:

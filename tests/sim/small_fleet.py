@@ -9,13 +9,13 @@ from naive_engine import LinearModel
 
 from rlhfless.records import FunctionName, Invocation, Work
 from rlhfless.scaling.accounting import Usage, summarise
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import Policy
 from rlhfless.scaling.prices import DevicePrice, PriceBook, Residency
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
 from rlhfless.sim.simulation import Simulation
 
 MODEL = LinearModel()
@@ -50,25 +50,27 @@ SERVING_S = 5.0 + 2.0 + 0.3
 """A node, a cold start, the weights."""
 
 
-def site(device: int, kind: str = "h100", start_s: float = 2.0, node: int | None = None, **changes: object) -> Site:
+def slot_setup(
+    device: int, kind: str = "h100", start_s: float = 2.0, node: int | None = None, **changes: object
+) -> SlotSetup:
     """One device, on the node of the same number."""
-    seat = Seat((Slot(f"{kind}-{device}", kind, device),), 1.0)
+    allocation = Allocation((Device(f"{kind}-{device}", kind, device),), 1.0)
     node = device if node is None else node
-    return dataclasses.replace(Site(seat, f"node-{node}", start_s, {"host": 0.5, "disk": 1.5}), **changes)
+    return dataclasses.replace(SlotSetup(allocation, f"node-{node}", start_s, {"host": 0.5, "disk": 1.5}), **changes)
 
 
 def actor(device: int, **changes: object) -> ActorShape:
-    return dataclasses.replace(ActorShape(site(device), SHAPE, PRICED), **changes)
+    return dataclasses.replace(ActorShape(slot_setup(device), SHAPE, PRICED), **changes)
 
 
-def on(shape: ActorShape | ServiceShape | LearnerShape, where: Site) -> ActorShape | ServiceShape | LearnerShape:
+def on(shape: ActorShape | ServiceShape | LearnerShape, where: SlotSetup) -> ActorShape | ServiceShape | LearnerShape:
     """The same work elsewhere."""
-    return dataclasses.replace(shape, site=where)
+    return dataclasses.replace(shape, slot_setup=where)
 
 
-SCORING = ServiceShape(site(0, "cpu-core", 0.0), FunctionName.SCORING, Work.SCORE, 0.004, 0.0)
-REFERENCE = ServiceShape(site(0, start_s=0.7), FunctionName.REFERENCE, Work.LOGPROBS, 0.01, 0.0)
-LEARNER = LearnerShape(site(9, start_s=1.0, node=0), 0.2, 0.0, 0.001, 0.05)
+SCORING = ServiceShape(slot_setup(0, "cpu-core", 0.0), FunctionName.SCORING, Work.SCORE, 0.004, 0.0)
+REFERENCE = ServiceShape(slot_setup(0, start_s=0.7), FunctionName.REFERENCE, Work.LOGPROBS, 0.01, 0.0)
+LEARNER = LearnerShape(slot_setup(9, start_s=1.0, node=0), 0.2, 0.0, 0.001, 0.05)
 
 
 def setup_of(*actors: ActorShape, **changes: object) -> Setup:

@@ -8,8 +8,8 @@ from rlhfless.sim.clock import Agenda
 from rlhfless.sim.events import Loaded, Up
 
 
-def loaded(place: int) -> Loaded:
-    return Loaded(place, turn=1, step=0, begun_s=0.0)
+def loaded(slot: int) -> Loaded:
+    return Loaded(slot, turn=1, step=0, begun_s=0.0)
 
 
 def test_what_is_due_at_one_instant_keeps_its_order() -> None:

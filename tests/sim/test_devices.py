@@ -18,13 +18,13 @@ from small_fleet import (
     on,
     one_step,
     setup_of,
-    site,
+    slot_setup,
 )
 from test_engine import batch_of
 
 from rlhfless.records import ReplicaState, Work
 from rlhfless.scaling.accounting import summarise
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import (
     Action,
     Beat,
@@ -39,7 +39,7 @@ from rlhfless.sim.simulation import Simulation
 
 def test_a_freed_actor_s_device_serves_while_the_tail_is_drawn() -> None:
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        free = isinstance(event, Beat) and view.places[0].state is ReplicaState.SERVING
+        free = isinstance(event, Beat) and view.slots[0].state is ReplicaState.SERVING
         return (Release(0),) if free and not len(view.samples_at(0)) else ()
 
     setup = setup_of(actor(0), actor(1), services=(REFERENCE,))
@@ -56,11 +56,11 @@ def test_services_wait_for_devices_and_an_endless_wait_is_a_fault() -> None:
     batch = batch_of([(5, [3]), (5, [100])])
     simulation, generation = one_step(setup_of(actor(0), services=(REFERENCE,)), InTurns(), batch)
     assert called(simulation, Work.LOGPROBS)[0].start_s == pytest.approx(generation.end_s + 0.7)
-    message = r"place 1 \(reference\) waits for device 'h100-0', which place 0 \(generation\) holds"
+    message = r"slot 1 \(reference\) waits for device 'h100-0', which slot 0 \(generation\) holds"
     with pytest.raises(SimulationError, match=message):
         one_step(setup_of(actor(0), services=(REFERENCE,)), Evenly(), batch)
-    simulation = Simulation(setup_of(actor(0), learner=on(LEARNER, site(0))), Scripted(lambda *_: ()), PRICES)
-    with pytest.raises(SimulationError, match=r"place 2 \(learner\) waits for device 'h100-0', which place 0"):
+    simulation = Simulation(setup_of(actor(0), learner=on(LEARNER, slot_setup(0))), Scripted(lambda *_: ()), PRICES)
+    with pytest.raises(SimulationError, match=r"slot 2 \(learner\) waits for device 'h100-0', which slot 0"):
         simulation.step(batch)
 
 
@@ -68,25 +68,29 @@ def test_generation_that_waits_for_a_device_for_ever_is_a_fault() -> None:
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         return (Release(0),) if isinstance(event, Generated) else ()
 
-    simulation, _ = one_step(setup_of(actor(0), learner=on(LEARNER, site(0))), Scripted(answer), batch_of([(5, [3])]))
-    with pytest.raises(SimulationError, match=r"place 0 \(generation\) waits .* which place 2 \(learner\) holds"):
+    simulation, _ = one_step(
+        setup_of(actor(0), learner=on(LEARNER, slot_setup(0))), Scripted(answer), batch_of([(5, [3])])
+    )
+    with pytest.raises(SimulationError, match=r"slot 0 \(generation\) waits .* which slot 2 \(learner\) holds"):
         simulation.step(batch_of([(5, [3])]))
 
 
 def test_a_service_beside_an_actor_does_not_wait() -> None:
-    cores = {"seat": Seat((Slot("cpu-core-0", "cpu-core", 0),), 0.5), "beside": True}
-    shared = setup_of(actor(0, site=site(0, **cores)), services=(on(SCORING, site(0, start_s=0.7, **cores)),))
+    cores = {"allocation": Allocation((Device("cpu-core-0", "cpu-core", 0),), 0.5), "beside": True}
+    shared = setup_of(
+        actor(0, slot_setup=slot_setup(0, **cores)), services=(on(SCORING, slot_setup(0, start_s=0.7, **cores)),)
+    )
     simulation, generation = one_step(shared, Evenly(), batch_of([(5, [3]), (5, [100])]))
     first = called(simulation, Work.SCORE)[0]
     assert first.start_s == pytest.approx(generation.progress.table.finish_s[0] + 0.7)
-    whole = {"seat": Seat((Slot("cpu-core-0", "cpu-core", 0),), 0.75), "beside": True}
+    whole = {"allocation": Allocation((Device("cpu-core-0", "cpu-core", 0),), 0.75), "beside": True}
     with pytest.raises(ValueError, match=r"shares of device 'cpu-core-0' add up to 1\.25; lower them"):
-        dataclasses.replace(shared, services=(on(SCORING, site(0, **whole)),))
+        dataclasses.replace(shared, services=(on(SCORING, slot_setup(0, **whole)),))
 
 
 def test_whoever_sleeps_pays_for_a_device_only_if_nobody_else_does() -> None:
     """The actor sleeps while the learner is awake on its device, and the other way round."""
-    setup = setup_of(actor(0), learner=on(LEARNER, site(0, start_s=1.0)))
+    setup = setup_of(actor(0), learner=on(LEARNER, slot_setup(0, start_s=1.0)))
     batches = [dataclasses.replace(batch_of([(5, [30])]), step=step) for step in (1, 2)]
     bills = {}
     for book in (PRICES, MEMORY):

@@ -165,12 +165,12 @@ def scenarios(draw: st.DrawFn, *, with_cuts: bool = True) -> Scenario:
     batch = batch_of(groups)
     block = draw(st.sampled_from([1, 2, 4, 7, 16]))
     longest = max(-(-(prompt + max(responses)) // block) for prompt, responses in groups)
-    places = draw(st.integers(1, 9))
+    slots = draw(st.integers(1, 9))
     shape = EngineShape(
-        max_sequences=places,
+        max_sequences=slots,
         kv_blocks=longest + draw(st.integers(0, 3 * longest)),
         block_tokens=block,
-        chunk_tokens=draw(st.none() | st.integers(places, places + 40)),
+        chunk_tokens=draw(st.none() | st.integers(slots, slots + 40)),
     )
     count = batch.samples
     instants = st.floats(0.0, 3.0, allow_nan=False)

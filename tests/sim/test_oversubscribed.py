@@ -44,14 +44,14 @@ def batches_of(kinds: Sequence[tuple[int, float]], samples: int, steps: int, see
 
 @st.composite
 def crowded(draw: st.DrawFn) -> Run:
-    """One or two actors and 8 to 128 samples for each of their slots, of any distribution of lengths; enough steps for
-    the scaler to learn from."""
+    """One or two actors and 8 to 128 samples for each sequence that they run at once, of any distribution of lengths;
+    enough steps for the scaler to learn from."""
     count = draw(st.integers(1, 2))
     kinds = st.lists(st.tuples(st.integers(1, 120), st.floats(0.001, 1.0)), min_size=1, max_size=6)
     samples = count * SLOTS * draw(st.sampled_from([8, 20, 128]))
     seed = draw(st.integers(0, 1000))
     batches = batches_of(draw(kinds), samples, draw(st.integers(2, 7)), seed)
-    return Run(setup_of(*(actor(place) for place in range(count)), seed=seed), batches, seed)
+    return Run(setup_of(*(actor(slot) for slot in range(count)), seed=seed), batches, seed)
 
 
 class Watched:
@@ -94,16 +94,16 @@ ROOMY = EngineShape(max_sequences=SLOTS, kv_blocks=1000, block_tokens=4, chunk_t
 
 @pytest.mark.parametrize("times", [8, 32])
 def test_the_completion_model_foresees_when_an_engine_ends_whose_samples_wait(times: int) -> None:
-    """So many times as many samples as slots."""
+    """So many times as many samples as sequences that run at once."""
     (batch,) = batches_of([(40, 1.0), (60, 1.0), (100, 1.0)], times * SLOTS, 1, seed=1)
     order = np.argsort(-batch.response_tokens, kind="stable")
     engine = EnginePool(ROOMY, PricedModel(HEAVY, SLOTS), Progress(batch), [0]).open(0, 0.0)
     engine.submit(order, 0.0)
     engine.advance(math.inf)
     device = DeviceOption("h100", HEAVY, 4000, SLOTS, 0.001, ())
-    places, everyone = np.zeros(batch.samples, np.int64), np.arange(batch.samples)
+    slots, everyone = np.zeros(batch.samples, np.int64), np.arange(batch.samples)
     lengths = RemainingLengths(everyone, np.array([0.5]), everyone, batch.response_tokens[:, None].astype(np.float64))
-    rows = Unfinished(lengths, places, np.full(batch.samples, PROMPT_TOKENS), np.zeros(batch.samples, np.bool_))
+    rows = Unfinished(lengths, slots, np.full(batch.samples, PROMPT_TOKENS), np.zeros(batch.samples, np.bool_))
     engines = EngineTable([device])
     count = np.array([batch.samples])
     state = MigrationState(engines, np.ones(1), alive(rows, 1, engines.most), np.zeros(1), np.ones(1), count)

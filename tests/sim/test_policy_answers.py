@@ -19,13 +19,13 @@ from small_fleet import (
     on,
     one_step,
     setup_of,
-    site,
+    slot_setup,
 )
 from test_engine import batch_of
 
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.engine_model import decode_s
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import (
     Action,
     Assign,
@@ -50,7 +50,7 @@ def test_what_a_policy_sees() -> None:
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         if isinstance(event, Beat | Generated):
             seen.append((at_s, int(view.tokens[0]), bool(view.finished[0]), bool(view.truncated[0])))
-            running = view.places[0].running
+            running = view.slots[0].running
             assert running == (view.tokens[0] > 0 and not view.finished[0])
         assert not view.tokens.flags.writeable
         return ()
@@ -73,11 +73,11 @@ def test_who_serves_from_one_instant_on_is_seen_before_the_first_is_told() -> No
 
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         if isinstance(event, Serving):
-            told.append((event.place, [view.places[place].state for place in (0, 1)]))
+            told.append((event.slot, [view.slots[slot].state for slot in (0, 1)]))
         return ()
 
     one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch_of([(5, [20]), (5, [20])]))
-    assert told == [(place, [ReplicaState.SERVING] * 2) for place in (0, 1)]
+    assert told == [(slot, [ReplicaState.SERVING] * 2) for slot in (0, 1)]
 
 
 def test_who_was_released_at_the_instant_it_came_up_is_not_told_of() -> None:
@@ -86,7 +86,7 @@ def test_who_was_released_at_the_instant_it_came_up_is_not_told_of() -> None:
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         if not isinstance(event, Serving):
             return ()
-        told.append(event.place)
+        told.append(event.slot)
         return [Release(1, None)]  # it has no samples: there is one group
 
     one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch_of([(5, [20])]))
@@ -94,45 +94,48 @@ def test_who_was_released_at_the_instant_it_came_up_is_not_told_of() -> None:
 
 
 def test_live_fleet_as_a_policy_sees_them() -> None:
-    eight = Seat(tuple(Slot(f"h100-{i}", "h100", i) for i in range(8)), 1.0)
-    setup = setup_of(actor(0), actor(1), learner=on(LEARNER, site(0, seat=eight)))
+    eight = Allocation(tuple(Device(f"h100-{i}", "h100", i) for i in range(8)), 1.0)
+    setup = setup_of(actor(0), actor(1), learner=on(LEARNER, slot_setup(0, allocation=eight)))
     view = fleet_view(setup, MEMORY)
     assert view.generation() == (0, 1)
-    assert [room.function for room in view.rooms[2:]] == [FunctionName.SCORING, FunctionName.LEARNER]
+    assert [replica_slot.function for replica_slot in view.replica_slots[2:]] == [
+        FunctionName.SCORING,
+        FunctionName.LEARNER,
+    ]
     assert (view.load_s, view.move_s, view.beat_s, view.max_tokens) == (pytest.approx(0.3), 0.01, 0.5, 200)
-    first, learner = view.rooms[0], view.rooms[3]
+    first, learner = view.replica_slots[0], view.replica_slots[3]
     assert (first.start_s, first.wake_s["disk"], first.usd_per_s) == (2.0, 1.5, pytest.approx(0.001))
     assert first.engine.kv_capacity_tokens == 240
     assert isinstance(first.engine.model, LinearModel)
     assert learner.devices == tuple(f"h100-{i}" for i in range(8))
     assert learner.usd_per_s == pytest.approx(0.008)
     assert learner.resident_usd_per_s["host"] == pytest.approx(0.0008)
-    assert fleet_view(setup, PRICES).rooms[3].resident_usd_per_s["host"] == pytest.approx(0.008)
+    assert fleet_view(setup, PRICES).replica_slots[3].resident_usd_per_s["host"] == pytest.approx(0.008)
 
 
 @pytest.mark.parametrize(
     ("action", "reason"),
     [
-        (Start(0), r"place 0 \(generation\) is serving already"),
-        (Start(7), "there is no place 7; the fleet has the places 0 to 3"),
-        (Release(3), r"place 3 \(learner\) has no replica to Release"),
-        (Release(0), "place 0 is released with 1 samples; Move them first"),
-        (Release(1, "bed"), r"place 1 \(generation\) has no sleep tier 'bed'; it has \['disk', 'host'\]"),
-        (Assign(1, np.array([0])), "sample 0, given to place 1, has ended or has a place; Move it"),
-        (Move(0, 3, np.array([0])), "place 3 draws no samples; generation has the places 0 to 1"),
+        (Start(0), r"slot 0 \(generation\) is serving already"),
+        (Start(7), "there is no slot 7; the fleet has the slots 0 to 3"),
+        (Release(3), r"slot 3 \(learner\) has no replica to Release"),
+        (Release(0), "slot 0 is released with 1 samples; Move them first"),
+        (Release(1, "bed"), r"slot 1 \(generation\) has no sleep tier 'bed'; it has \['disk', 'host'\]"),
+        (Assign(1, np.array([0])), "sample 0, given to slot 1, has ended or has a slot; Move it"),
+        (Move(0, 3, np.array([0])), "slot 3 draws no samples; generation has the slots 0 to 1"),
         (Move(0, 1, np.array([0, 0])), "names a sample twice"),
     ],
 )
 def test_what_cannot_be_done_is_a_fault_of_the_policy(action: Action, reason: str) -> None:
     def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        both = all(place.state is ReplicaState.SERVING for place in view.places[:2])
+        both = all(slot.state is ReplicaState.SERVING for slot in view.slots[:2])
         return (action,) if both and len(view.samples_at(0)) and not len(view.samples_at(1)) else ()
 
     with pytest.raises(SimulationError, match=reason):
         one_step(setup_of(actor(0), actor(1)), Scripted(answer), batch_of([(5, [150]), (5, [1])]))
 
 
-def test_samples_without_a_place_or_an_actor_are_faults() -> None:
+def test_samples_without_a_slot_or_an_actor_are_faults() -> None:
     class Idler:
         def __init__(self, *answer: Action) -> None:
             self.answer = answer
@@ -141,7 +144,7 @@ def test_samples_without_a_place_or_an_actor_are_faults() -> None:
             return self.answer if isinstance(event, StepBegan) else ()
 
     batch = batch_of([(5, [3, 3])])
-    with pytest.raises(SimulationError, match="leaves 1 samples without a place, such as 1"):
+    with pytest.raises(SimulationError, match="leaves 1 samples without a slot, such as 1"):
         one_step(setup_of(actor(0)), Idler(Start(0), Assign(0, np.array([0]))), batch)
     with pytest.raises(SimulationError, match="2 samples are left, and no actor serves or will"):
         one_step(setup_of(actor(0)), Idler(Assign(0, np.array([0, 1]))), batch)

@@ -21,7 +21,7 @@ from small_fleet import (
     on,
     one_step,
     setup_of,
-    site,
+    slot_setup,
     usage_of,
 )
 from test_engine import batch_of
@@ -111,7 +111,7 @@ def test_one_step_off_overlaps_and_needs_devices_of_its_own() -> None:
     assert np.diff(ends["one_step_off"]) == pytest.approx([4.0 + 0.205 + 0.05] * 2)
     assert np.diff(ends["sync"]) == pytest.approx([0.3 + generate_s + 0.004 + 4.0 + 0.205 + 0.05] * 2)
     with pytest.raises(ValueError, match="one_step_off"):
-        setup_of(actor(0), learner=on(LEARNER, site(0)), schedule="one_step_off")
+        setup_of(actor(0), learner=on(LEARNER, slot_setup(0)), schedule="one_step_off")
 
 
 def test_moving_with_kv_costs_its_way_and_no_prefill() -> None:
@@ -135,7 +135,7 @@ def test_moving_with_kv_costs_its_way_and_no_prefill() -> None:
     assert sum(call.input_tokens for call in called(simulation, Work.GENERATE)) == 20  # each prompt once
     none = setup_of(actor(0), actor(1), links=dataclasses.replace(LINKS, kv_token_s=float("inf")))
     moved.clear()
-    with pytest.raises(SimulationError, match="no connector moves KV from place 0"):
+    with pytest.raises(SimulationError, match="no connector moves KV from slot 0"):
         one_step(none, Scripted(answer), batch)
 
 

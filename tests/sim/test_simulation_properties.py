@@ -14,7 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from simple_policies import Evenly, InTurns, Restless
-from small_fleet import FOLDER, LEARNER, LINKS, MODEL, PRICES, REFERENCE, SCORING, SHAPE, actor, on, setup_of, site
+from small_fleet import (
+    FOLDER,
+    LEARNER,
+    LINKS,
+    MODEL,
+    PRICES,
+    REFERENCE,
+    SCORING,
+    SHAPE,
+    actor,
+    on,
+    setup_of,
+    slot_setup,
+)
 from test_engine import batch_of
 
 from rlhfless.records import Holding, ReplicaState
@@ -58,7 +71,7 @@ def runs(draw: st.DrawFn) -> Run:
     batches = [dataclasses.replace(batch_of(draw(groups)), step=step) for step in range(1, draw(st.integers(2, 4)))]
     schedule = draw(st.sampled_from(["sync", "one_step_off"]))
     shared = schedule == "sync" and draw(st.booleans())
-    learner = on(LEARNER, site(count - 1, start_s=1.0)) if shared else LEARNER
+    learner = on(LEARNER, slot_setup(count - 1, start_s=1.0)) if shared else LEARNER
     seed = draw(st.integers(0, 1000))
     setup = setup_of(*actors, seed=seed, schedule=schedule, learner=learner, services=(SCORING, REFERENCE))
     return Run(setup, batches, seed)
@@ -76,12 +89,12 @@ def calm(setup: Setup) -> Setup:
 
 
 def crowd(holdings: Sequence[Holding]) -> float:
-    """The largest share of a slot that is billed at any instant."""
+    """The largest share of a device that is billed at any instant."""
     edges: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for holding in holdings:
         edges[holding.device] += [(holding.start_s, holding.share), (holding.end_s, -holding.share)]
     sums = (itertools.accumulate(share for _, share in sorted(changes)) for changes in edges.values())
-    return max(total for slot in sums for total in slot)
+    return max(total for device in sums for total in device)
 
 
 def check_books(run: Run, policy: Policy) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 from rlhfless.records import FinishReason, FunctionName, Holding, Invocation, Rollout, Score, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.scaling.latency import LinearEngine
-from rlhfless.scaling.placement import Seat, Slot
+from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, Site, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 
@@ -66,15 +66,15 @@ def record(folder: Path, actors: int, prompts: int = 16, median_tokens: float = 
 
 
 def _setup(actors: int) -> Setup:
-    def site(core: int, start_s: float = 1.0) -> Site:
-        return Site(Seat((Slot(f"cpu-{core}", "cpu-core", core),), 0.3), "node", start_s, {}, beside=True)
+    def slot_setup(core: int, start_s: float = 1.0) -> SlotSetup:
+        return SlotSetup(Allocation((Device(f"cpu-{core}", "cpu-core", core),), 0.3), "node", start_s, {}, beside=True)
 
     shape = EngineShape(256, 100_000, 16, 8192)
     prices = PricedModel(ENGINE, shape.max_sequences)
-    scoring = ServiceShape(site(0), FunctionName.SCORING, Work.SCORE, GROUP_S, 0.0)
-    learner = LearnerShape(site(1), LEARN_S, EVALUATE_TOKEN_S, LEARN_TOKEN_S, PUBLISH_S)
+    scoring = ServiceShape(slot_setup(0), FunctionName.SCORING, Work.SCORE, GROUP_S, 0.0)
+    learner = LearnerShape(slot_setup(1), LEARN_S, EVALUATE_TOKEN_S, LEARN_TOKEN_S, PUBLISH_S)
     return Setup(
-        tuple(ActorShape(site(i % 2), shape, prices) for i in range(actors)),
+        tuple(ActorShape(slot_setup(i % 2), shape, prices) for i in range(actors)),
         (scoring,),
         learner,
         Transport(TransportKind.FOLDER, 1.0, LOAD_S, 0),

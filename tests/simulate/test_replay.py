@@ -87,7 +87,7 @@ def test_the_file_reads_back_and_is_checked(latency: LatencyFile, tmp_path: Path
 
 
 def test_engines_share_the_cores_of_a_machine_with_its_helpers() -> None:
-    """Two of 1 and 3 s on two cores, half a core of helpers each: 1 s of work at 2 / 3, and 2 s alone, with room."""
+    """Two of 1 and 3 s on two cores, half a core of helpers each: 1 s of work at 2 / 3, and 2 s alone, with slot."""
     assert shared_s([3.0, 1.0], 0.5, 2.0) == pytest.approx(1.5 + 2.0)
     assert shared_s([3.0, 1.0], 0.0, 2.0) == 3.0
     assert shared_s([3.0], 1.0, 2.0) == 3.0

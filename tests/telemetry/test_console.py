@@ -156,7 +156,7 @@ def test_the_final_report_fits_a_terminal_and_says_it_all() -> None:
     text = text_of(render_report(report))
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert "run demo succeeded  200 steps in 15:12 for $12.50" in text
-    assert "mended: 1 replica lost, 2 steps done again" in text
+    assert "recovered: 1 replica lost, 2 steps done again" in text
     assert ["exact", "match", "0.090", "0.610", "+0.520"] in lines
     assert ["greedy", "-", "0.500", "-"] in lines
     assert ["generation", "1,201.2", "340.5", "61.0", "1,602.8", "75", "412", "2", "$0.0171"] in lines

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhfless.spec import LoggingSpec
 from rlhfless.telemetry.metrics import UndeclaredMetric
-from rlhfless.telemetry.opening import open_sinks
+from rlhfless.telemetry.open_sinks import open_sinks
 from rlhfless.telemetry.prometheus import PortInUse, PrometheusSink
 from rlhfless.telemetry.sinks import NO_SAMPLES, JsonlSink, MetricSinks
 from rlhfless.telemetry.tensorboard import TensorBoardSink

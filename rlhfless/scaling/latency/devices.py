@@ -39,7 +39,7 @@ class GroupRates(SpecModel):
         return self.value[min(larger) if larger else max(self.value)]
 
 
-class Device(SpecModel):
+class DeviceSheet(SpecModel):
     """One kind of device. All rates are per device and, for links, in one direction."""
 
     kind: Annotated[str, Field(min_length=1)]
@@ -65,7 +65,7 @@ class Device(SpecModel):
 
 
 class _DeviceTable(SpecModel):
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceSheet, ...]
 
 
 class UnknownDevice(ValueError):
@@ -73,14 +73,14 @@ class UnknownDevice(ValueError):
 
 
 @cache
-def load_devices() -> dict[str, Device]:
+def load_devices() -> dict[str, DeviceSheet]:
     """The table, by kind."""
     text = files(__package__).joinpath("devices.yaml").read_text("utf-8")
     table = _DeviceTable.model_validate(yaml.safe_load(text))
     return {device.kind: device for device in table.devices}
 
 
-def device_of(kind: str) -> Device:
+def device_of(kind: str) -> DeviceSheet:
     """The device of a kind. Raises UnknownDevice."""
     table = load_devices()
     if kind not in table:

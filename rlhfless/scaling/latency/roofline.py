@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfless.scaling.latency.devices import Device
+from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 
 KERNEL_S = 3e-6
@@ -29,7 +29,7 @@ class Roofline:
     """An `EngineModel` from a data sheet."""
 
     shape: ModelShape
-    device: Device
+    device: DeviceSheet
     tensor_parallel: int = 1
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from rlhfless.scaling.latency.devices import Device
+from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 
 START_S = 33.7
@@ -44,7 +44,7 @@ def cold_start_s(shape: ModelShape, store_bytes_per_s: float, node_s: float = 0.
 
 
 def wake_s(
-    tier: SleepTier, shape: ModelShape, device: Device, store_bytes_per_s: float, tensor_parallel: int = 1
+    tier: SleepTier, shape: ModelShape, device: DeviceSheet, store_bytes_per_s: float, tensor_parallel: int = 1
 ) -> float:
     """From sleep to a replica that can serve. Each device of a replica has its own way to host memory."""
     if tier is SleepTier.HOST_WEIGHTS:

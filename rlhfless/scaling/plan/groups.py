@@ -27,7 +27,7 @@ from rlhfless.scaling.plan.responses import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class Allocations:
     """Some actors of one kind in one tier, with the times of all groups on them."""
 
     device: DeviceOption
@@ -45,27 +45,27 @@ class Group(NamedTuple):
 
     begin: int
     end: int
-    seats: Seats
+    allocations: Allocations
     work_s: float
 
     @property
     def finish_s(self) -> float:
         """When it ends, from the start of the step. The actor is paid for until then, and from then no more."""
-        return self.seats.ready_s + self.work_s
+        return self.allocations.ready_s + self.work_s
 
     @property
     def usd(self) -> float:
-        return self.finish_s * self.seats.device.usd_per_s
+        return self.finish_s * self.allocations.device.usd_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A list, and the seats in the order in which they take from its long end."""
+    """A list, and the allocations in the order in which they take from its long end."""
 
     listed: int
     """Which of the step's lists."""
     samples: int
-    seats: tuple[Seats, ...]
+    allocations: tuple[Allocations, ...]
     run_begins: Ints
     """[samples + 1]: for each cut, the first cut at or after it that keeps siblings together."""
 
@@ -78,8 +78,8 @@ class Partition:
     begins: Ints
     """[groups]: each ends where the one before begins, the first one at the end of the list."""
     work_s: Floats  # [groups]
-    seats: tuple[int, ...]
-    """[groups]: index into the candidate's seats."""
+    allocations: tuple[int, ...]
+    """[groups]: index into the candidate's allocations."""
     step_s: float
     usd: float
 
@@ -87,8 +87,8 @@ class Partition:
     def groups(self) -> tuple[Group, ...]:
         """One for each actor."""
         ends = (self.candidate.samples, *self.begins.tolist())
-        seats = (self.candidate.seats[index] for index in self.seats)
-        return tuple(map(Group, self.begins.tolist(), ends, seats, self.work_s.tolist()))
+        allocations = (self.candidate.allocations[index] for index in self.allocations)
+        return tuple(map(Group, self.begins.tolist(), ends, allocations, self.work_s.tolist()))
 
 
 def fill(
@@ -97,18 +97,18 @@ def fill(
     """The partition of this pass; or, if the actors do not suffice, how many seconds one of them would take for what
     is left; or infinity if it would cost more than `most_usd`.
 
-    `together` cuts through siblings only where a group could not hold all of them.
+    `gather_or_cancel` cuts through siblings only where a group could not hold all of them.
     """
     begins, work_s = np.empty(max_actors, np.int64), np.empty(max_actors)
     end, usd, step_s, left_s, taken = candidate.samples, 0.0, 0.0, math.inf, list[int]()
-    for index, seats in enumerate(candidate.seats):
-        done, actors = len(taken), min(seats.actors, max_actors - len(taken))
+    for index, allocations in enumerate(candidate.allocations):
+        done, actors = len(taken), min(allocations.actors, max_actors - len(taken))
         got = Taken(
             *kernel.take(
-                seats.times.table,
+                allocations.times.table,
                 candidate.run_begins,
-                limit_s - seats.ready_s,
-                seats.stop,
+                limit_s - allocations.ready_s,
+                allocations.stop,
                 actors,
                 together,
                 end,
@@ -117,14 +117,14 @@ def fill(
             )
         )
         if got.actors:
-            end, step_s = got.end, max(step_s, seats.ready_s + got.most_s)
-            usd += (got.actors * seats.ready_s + got.sum_s) * seats.device.usd_per_s
+            end, step_s = got.end, max(step_s, allocations.ready_s + got.most_s)
+            usd += (got.actors * allocations.ready_s + got.sum_s) * allocations.device.usd_per_s
             taken += [index] * got.actors
         if usd > most_usd:
             return math.inf
         if end == 0:
             return Partition(candidate, begins[: len(taken)], work_s[: len(taken)], tuple(taken), step_s, usd)
-        left_s = seats.times.one_s(0, end)
+        left_s = allocations.times.one_s(0, end)
     return left_s
 
 
@@ -142,7 +142,7 @@ def heal(cut: Partition, limit_s: float) -> Partition:
             before -= 1
         for moved in (whole, before):
             if lower.begin < moved < upper.end:
-                pair = _group(moved, upper.end, upper.seats), _group(lower.begin, moved, lower.seats)
+                pair = _group(moved, upper.end, upper.allocations), _group(lower.begin, moved, lower.allocations)
                 late = max(group.finish_s for group in pair) > limit_s
                 if not late and sum(group.usd for group in pair) <= upper.usd + lower.usd:
                     groups[index : index + 2] = pair
@@ -153,11 +153,11 @@ def heal(cut: Partition, limit_s: float) -> Partition:
 
 def moved_to(cut: Partition, begins: Ints, work_s: Floats) -> Partition:
     """The same actors with their groups begun elsewhere [groups]; adds up what that takes and costs."""
-    seats = [cut.candidate.seats[index] for index in cut.seats]
-    ends_s = work_s + [each.ready_s for each in seats]
-    usd = float(ends_s @ [each.device.usd_per_s for each in seats])
-    return Partition(cut.candidate, begins, work_s, cut.seats, float(ends_s.max()), usd)
+    allocations = [cut.candidate.allocations[index] for index in cut.allocations]
+    ends_s = work_s + [each.ready_s for each in allocations]
+    usd = float(ends_s @ [each.device.usd_per_s for each in allocations])
+    return Partition(cut.candidate, begins, work_s, cut.allocations, float(ends_s.max()), usd)
 
 
-def _group(begin: int, end: int, seats: Seats) -> Group:
-    return Group(begin, end, seats, seats.times.one_s(begin, end))
+def _group(begin: int, end: int, allocations: Allocations) -> Group:
+    return Group(begin, end, allocations, allocations.times.one_s(begin, end))

@@ -1,4 +1,4 @@
-"""What a policy sees when it is asked: the time, the step, and which rooms share devices. Pure."""
+"""What a policy sees when it is asked: the time, the step, and which slots share devices. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless.records import FunctionName, ReplicaState
-from rlhfless.scaling.policy import NOBODY, Ints, Room, StepView
+from rlhfless.scaling.policy import UNASSIGNED, Ints, ReplicaSlot, StepView
 
 RELEASABLE = frozenset({ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING})
 """States in which a replica holds its devices and can be released; a start that is under way is called off."""
@@ -16,58 +16,68 @@ RELEASABLE = frozenset({ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What follows from the rooms alone."""
+    """What follows from the slots alone."""
 
-    rooms: tuple[Room, ...]
+    replica_slots: tuple[ReplicaSlot, ...]
     generation: tuple[int, ...]
-    """Places for generation actors that decode."""
+    """Slots for generation actors that decode."""
     prefill: tuple[int, ...]
-    """Places for generation actors that prefill only, and hand the KV over."""
+    """Slots for generation actors that prefill only, and hand the KV over."""
     others: tuple[int, ...]
-    """Places for all other functions."""
+    """Slots for all other functions."""
     neighbours: tuple[frozenset[int], ...]
-    """For each place, the places that take turns with it on a device."""
+    """For each slot, the slots that take turns with it on a device."""
     learner_nodes: frozenset[str]
     alike: tuple[Ints, ...]
-    """Places for generation actors that decode, in sets that differ in nothing but where they are."""
+    """Slots for generation actors that decode, in sets that differ in nothing but where they are."""
 
     @classmethod
-    def of(cls, rooms: tuple[Room, ...]) -> Layout:
-        """Raises ValueError if no room can decode."""
-        engines = [(place, room.engine) for place, room in enumerate(rooms) if room.engine is not None]
-        generation = tuple(place for place, engine in engines if not engine.prefill_only)
+    def of(cls, replica_slots: tuple[ReplicaSlot, ...]) -> Layout:
+        """Raises ValueError if no slot can decode."""
+        engines = [
+            (slot, replica_slot.engine)
+            for slot, replica_slot in enumerate(replica_slots)
+            if replica_slot.engine is not None
+        ]
+        generation = tuple(slot for slot, engine in engines if not engine.prefill_only)
         if not generation:
-            raise ValueError("no room holds a generation actor that decodes; give the fleet at least one")
-        prefill = tuple(place for place, engine in engines if engine.prefill_only)
+            raise ValueError("no slot holds a generation actor that decodes; give the fleet at least one")
+        prefill = tuple(slot for slot, engine in engines if engine.prefill_only)
         by_device: dict[str, set[int]] = {}
-        in_turn = [() if room.beside else room.devices for room in rooms]
-        for place, devices in enumerate(in_turn):
+        in_turn = [() if replica_slot.beside else replica_slot.devices for replica_slot in replica_slots]
+        for slot, devices in enumerate(in_turn):
             for device in devices:
-                by_device.setdefault(device, set()).add(place)
+                by_device.setdefault(device, set()).add(slot)
         neighbours = tuple(
-            frozenset().union(*(by_device[device] for device in devices)) - {place}
-            for place, devices in enumerate(in_turn)
+            frozenset().union(*(by_device[device] for device in devices)) - {slot}
+            for slot, devices in enumerate(in_turn)
         )
-        others = tuple(place for place, room in enumerate(rooms) if room.function is not FunctionName.GENERATION)
-        nodes = frozenset(room.node for room in rooms if room.function is FunctionName.LEARNER)
+        others = tuple(
+            slot
+            for slot, replica_slot in enumerate(replica_slots)
+            if replica_slot.function is not FunctionName.GENERATION
+        )
+        nodes = frozenset(
+            replica_slot.node for replica_slot in replica_slots if replica_slot.function is FunctionName.LEARNER
+        )
         alike: dict[tuple[str, bool], list[int]] = {}
-        for place in generation:
-            alike.setdefault((rooms[place].kind, _shared(rooms, neighbours, place)), []).append(place)
-        sets = tuple(np.array(places) for places in alike.values())
-        return cls(rooms, generation, prefill, others, neighbours, nodes, sets)
+        for slot in generation:
+            alike.setdefault((replica_slots[slot].kind, _shared(replica_slots, neighbours, slot)), []).append(slot)
+        sets = tuple(np.array(slots) for slots in alike.values())
+        return cls(replica_slots, generation, prefill, others, neighbours, nodes, sets)
 
-    def shared(self, place: int) -> bool:
-        """Whether another function may want the devices of a place."""
-        return _shared(self.rooms, self.neighbours, place)
+    def shared(self, slot: int) -> bool:
+        """Whether another function may want the devices of a slot."""
+        return _shared(self.replica_slots, self.neighbours, slot)
 
-    def slots(self, place: int) -> int:
+    def max_sequences(self, slot: int) -> int:
         """Sequences that an actor there runs at once."""
-        engine = self.rooms[place].engine
+        engine = self.replica_slots[slot].engine
         return 0 if engine is None else engine.max_sequences
 
 
-def _shared(rooms: Sequence[Room], neighbours: Sequence[frozenset[int]], place: int) -> bool:
-    return any(rooms[other].function is not rooms[place].function for other in neighbours[place])
+def _shared(replica_slots: Sequence[ReplicaSlot], neighbours: Sequence[frozenset[int]], slot: int) -> bool:
+    return any(replica_slots[other].function is not replica_slots[slot].function for other in neighbours[slot])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +88,13 @@ class PolicyContext:
     view: StepView
     layout: Layout
 
-    def awake(self, place: int) -> bool:
+    def awake(self, slot: int) -> bool:
         """Whether a replica there holds its devices and is not on its way out."""
-        return self.view.places[place].state in RELEASABLE
+        return self.view.slots[slot].state in RELEASABLE
 
-    def absent(self, place: int) -> bool:
+    def absent(self, slot: int) -> bool:
         """Whether there is no replica or one that sleeps, so that a Start does anything there."""
-        return self.view.places[place].state in (None, ReplicaState.SLEEPING)
+        return self.view.slots[slot].state in (None, ReplicaState.SLEEPING)
 
     @property
     def left(self) -> int:
@@ -93,8 +103,8 @@ class PolicyContext:
 
     @property
     def loads(self) -> Ints:
-        """`[places]`: unfinished samples that belong to each."""
-        return np.bincount(self.view.home - NOBODY, minlength=self.places + 1)[1:]
+        """`[slots]`: unfinished samples that belong to each."""
+        return np.bincount(self.view.home - UNASSIGNED, minlength=self.slots + 1)[1:]
 
     @property
     def tokens(self) -> float:
@@ -102,17 +112,17 @@ class PolicyContext:
         return float(self.view.tokens.sum() + self.view.prompt_tokens[self.view.group].sum())
 
     @property
-    def places(self) -> int:
-        return len(self.view.places)
+    def slots(self) -> int:
+        return len(self.view.slots)
 
 
 class Contexts:
-    """Makes contexts, and keeps the layout of the fleet that was shown last: rooms hardly ever change."""
+    """Makes contexts, and keeps the layout of the fleet that was shown last: slots hardly ever change."""
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
 
     def of(self, at_s: float, view: StepView) -> PolicyContext:
-        if self._layout is None or self._layout.rooms is not view.fleet.rooms:
-            self._layout = Layout.of(view.fleet.rooms)
+        if self._layout is None or self._layout.replica_slots is not view.fleet.replica_slots:
+            self._layout = Layout.of(view.fleet.replica_slots)
         return PolicyContext(at_s, view, self._layout)

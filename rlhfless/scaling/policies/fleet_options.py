@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rlhfless.scaling.plan import DeviceOption, FleetOptions, Standby
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
-from rlhfless.scaling.policy import Room
+from rlhfless.scaling.policy import ReplicaSlot
 
 WARM, STARTING, COLD = "warm", "starting", "cold"
 
@@ -17,30 +17,30 @@ class FleetOffers:
     def __init__(self) -> None:
         self._devices: dict[str, DeviceOption] = {}
 
-    def device(self, room: Room) -> DeviceOption:
-        """The kind of a room for generation, without any actors."""
-        engine = room.engine
-        assert engine is not None  # callers take rooms from Layout.generation
-        known = self._devices.get(room.kind)
-        limits = engine.kv_capacity_tokens, engine.max_sequences, room.usd_per_s
+    def device(self, replica_slot: ReplicaSlot) -> DeviceOption:
+        """The kind of a slot for generation, without any actors."""
+        engine = replica_slot.engine
+        assert engine is not None  # callers take slots from Layout.generation
+        known = self._devices.get(replica_slot.kind)
+        limits = engine.kv_capacity_tokens, engine.max_sequences, replica_slot.usd_per_s
         if known is None or known.engine is not engine.model or _limits(known) != limits:
-            known = self._devices[room.kind] = DeviceOption(room.kind, engine.model, *limits, ())
+            known = self._devices[replica_slot.kind] = DeviceOption(replica_slot.kind, engine.model, *limits, ())
         return known
 
     def options(
         self, now: PolicyContext, standby: Mapping[int, tuple[str, float]]
     ) -> tuple[FleetOptions, dict[tuple[str, str], list[int]]]:
-        """What the planner may use of the places in `standby` (place: tier, seconds until an actor there is up), and
-        the places behind each (kind, tier)."""
+        """What the planner may use of the slots in `standby` (slot: tier, seconds until an actor there is up), and
+        the slots behind each (kind, tier)."""
         behind: dict[tuple[str, str], list[int]] = {}
-        for place, (tier, _) in standby.items():
-            behind.setdefault((now.layout.rooms[place].kind, tier), []).append(place)
+        for slot, (tier, _) in standby.items():
+            behind.setdefault((now.layout.replica_slots[slot].kind, tier), []).append(slot)
         offered: dict[str, list[Standby]] = {}
-        for (kind, tier), places in behind.items():
-            longest_s = max(0.0, *(standby[place][1] for place in places))
-            offered.setdefault(kind, []).append(Standby(tier, len(places), longest_s))
+        for (kind, tier), slots in behind.items():
+            longest_s = max(0.0, *(standby[slot][1] for slot in slots))
+            offered.setdefault(kind, []).append(Standby(tier, len(slots), longest_s))
         devices = tuple(
-            self.device(now.layout.rooms[behind[kind, tiers[0].tier][0]]).with_standby(tuple(tiers))
+            self.device(now.layout.replica_slots[behind[kind, tiers[0].tier][0]]).with_standby(tuple(tiers))
             for kind, tiers in offered.items()
         )
         return FleetOptions(devices, len(standby), now.view.fleet.load_s), behind

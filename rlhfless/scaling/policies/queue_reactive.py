@@ -44,9 +44,9 @@ class QueueReactive:
         match event:
             case StepBegan():
                 return self._begin(now)
-            case Serving(place):
-                return _take_share(now, place, len(self._actors(now)))
-            case Idle(place) if now.layout.shared(place):
+            case Serving(slot):
+                return _take_share(now, slot, len(self._actors(now)))
+            case Idle(slot) if now.layout.shared(slot):
                 return take_turns(now, event, now.layout.generation)
             case Beat() | StepEnded() | Idle():
                 return self._scale(now, now.left)
@@ -60,7 +60,7 @@ class QueueReactive:
         notes = [action for action in self._scale(now, now.view.group.size) if isinstance(action, Note)]
         actors = self._actors(now)
         begin = [*make_way(now, actors), *start(now, actors)]
-        up = [place for place in actors if now.awake(place)] or actors
+        up = [slot for slot in actors if now.awake(slot)] or actors
         return [*notes, *begin, *assign_to_least(np.arange(now.view.group.size), up, now.loads)]
 
     def _scale(self, now: PolicyContext, ongoing: int) -> list[Action]:
@@ -78,22 +78,22 @@ class QueueReactive:
         if ongoing:
             actions += [*make_way(now, self._actors(now)), *start(now, self._actors(now))]
         too_many, loads = generation[self._replicas :], now.loads
-        return actions + [Release(place) for place in too_many if now.awake(place) and loads[place] == 0]
+        return actions + [Release(slot) for slot in too_many if now.awake(slot) and loads[slot] == 0]
 
 
-def _take_share(now: PolicyContext, place: int, actors: int) -> list[Action]:
+def _take_share(now: PolicyContext, slot: int, actors: int) -> list[Action]:
     """Moves to a new replica its share of the samples that no engine has begun."""
     loads = now.loads
-    excess = np.maximum(loads - [now.layout.slots(other) for other in range(loads.size)], 0)
-    share = int(loads.sum()) // max(actors, 1) - int(loads[place])
+    excess = np.maximum(loads - [now.layout.max_sequences(other) for other in range(loads.size)], 0)
+    share = int(loads.sum()) // max(actors, 1) - int(loads[slot])
     actions: list[Action] = []
     for source in np.argsort(-excess, kind="stable").tolist():
         take = min(int(excess[source]), share)
-        if source == place or take <= 0:
+        if source == slot or take <= 0:
             continue
         begun = now.view.tokens[(samples := now.view.samples_at(source))] > 0
         waiting = samples[~begun][-take:]
         if waiting.size:
-            actions.append(Move(source, place, waiting))
+            actions.append(Move(source, slot, waiting))
             share -= waiting.size
     return actions

@@ -3,9 +3,9 @@
 At a step's begin, prompts are sorted by the EWMA of their own lengths; for each number of actors N the list is cut into
 N contiguous groups of equal count, and N is what a weighted sum of normalised time and cost finds best. The longest
 group goes to the learner's node. While the step runs, an actor whose group is done to the share tau hands what is left
-to actors that are through with their own groups and have free slots; an actor that has nothing left goes, except as
-many as are needed to take what will still be cut. Before the next step actors start ahead of time, by the shortest step
-seen so far.
+to actors that are through with their own groups and may run more sequences; an actor that has nothing left goes, except
+as many as are needed to take what will still be cut. Before the next step actors start ahead of time, by the shortest
+step seen so far.
 
 docs/policies.md says what is known of each mechanism, and what had to be filled in.
 """
@@ -25,7 +25,7 @@ from rlhfless.scaling.policies.fleet_actions import Inputs, make_way, note, quic
 from rlhfless.scaling.policies.fleet_layout import Contexts, Layout, PolicyContext
 from rlhfless.scaling.policies.fleet_options import FleetOffers
 from rlhfless.scaling.policy import (
-    NOBODY,
+    UNASSIGNED,
     Action,
     Assign,
     Beat,
@@ -57,9 +57,9 @@ class RLHFlessPaper:
         self._shortest_s = math.inf
         self._actors: tuple[int, ...] = ()
         self._owner: Ints = np.empty(0, np.int64)
-        """[samples]: the place whose group a sample is in; NOBODY once it was cut from it."""
+        """[samples]: the slot whose group a sample is in; UNASSIGNED once it was cut from it."""
         self._size: Ints = np.empty(0, np.int64)
-        """[places]: samples of its own group."""
+        """[slots]: samples of its own group."""
         self._finished = 0
         """Samples that had ended when the policy last looked."""
 
@@ -71,16 +71,16 @@ class RLHFlessPaper:
                 return self._begin(now)
             case Beat():
                 return self._look(now)
-            case Lost(place, samples):
-                return self._lost(now, place, samples)
+            case Lost(slot, samples):
+                return self._lost(now, slot, samples)
             case Generated():
                 self._learn(view)
-                left = [place for place in now.layout.generation if now.awake(place)]
-                own = [place for place in self._actors if not now.layout.shared(place)]
-                return [*(_leave(now, place) for place in left), *self._prewarm(now.layout, own)]
-            case Idle(place):
-                learner = now.layout.rooms[place].function is FunctionName.LEARNER
-                gone = [_leave(now, place)] if now.awake(place) else []
+                left = [slot for slot in now.layout.generation if now.awake(slot)]
+                own = [slot for slot in self._actors if not now.layout.shared(slot)]
+                return [*(_leave(now, slot) for slot in left), *self._prewarm(now.layout, own)]
+            case Idle(slot):
+                learner = now.layout.replica_slots[slot].function is FunctionName.LEARNER
+                gone = [_leave(now, slot)] if now.awake(slot) else []
                 # Where steps overlap, some are up for the next one already.
                 shared = [p for p in self._actors if now.layout.shared(p) and now.absent(p)]
                 return [*gone, *(self._prewarm(now.layout, shared) if learner else ())]
@@ -100,21 +100,21 @@ class RLHFlessPaper:
         self._actors = _near_learner(layout)[: cuts.size - 1]
         self._owner = np.empty(view.group.size, np.int64)
         self._finished = 0
-        idle = [place for place in layout.generation if place not in self._actors and now.awake(place)]
-        actions = [*make_way(now, self._actors), *(_leave(now, place) for place in idle), *start(now, self._actors)]
-        for place, begin, end in zip(self._actors, cuts[-2::-1], cuts[:0:-1], strict=True):
+        idle = [slot for slot in layout.generation if slot not in self._actors and now.awake(slot)]
+        actions = [*make_way(now, self._actors), *(_leave(now, slot) for slot in idle), *start(now, self._actors)]
+        for slot, begin, end in zip(self._actors, cuts[-2::-1], cuts[:0:-1], strict=True):
             group = np.sort(order[begin:end])
-            self._owner[group] = place
-            actions.append(Assign(place, group))
-        self._size = np.bincount(self._owner, minlength=now.places)
+            self._owner[group] = slot
+            actions.append(Assign(slot, group))
+        self._size = np.bincount(self._owner, minlength=now.slots)
         return [*actions, note(now, "plan", f"{len(self._actors)} actors", inputs)]
 
-    def _lost(self, now: PolicyContext, place: int, samples: Ints) -> list[Action]:
-        actions = rescue(now, place, samples)
+    def _lost(self, now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
+        actions = rescue(now, slot, samples)
         for given in actions:
             if isinstance(given, Assign):
-                self._owner[given.samples] = given.place
-        self._size = np.bincount(self._owner - NOBODY, minlength=now.places + 1)[1:]
+                self._owner[given.samples] = given.slot
+        self._size = np.bincount(self._owner - UNASSIGNED, minlength=now.slots + 1)[1:]
         return actions
 
     def _predicted(self, view: StepView) -> Floats:
@@ -129,7 +129,7 @@ class RLHFlessPaper:
         """
         view, layout, prompts = now.view, now.layout, len(now.view.prompt_ids)
         step = responses(predicted[view.group], view.group, view.prompt_tokens)
-        times = GroupTimes(self._offers.device(layout.rooms[layout.generation[0]]), step, order)
+        times = GroupTimes(self._offers.device(layout.replica_slots[layout.generation[0]]), step, order)
         sweep = range(1, min(len(layout.generation), prompts) + 1)
         cuts = [ends[np.arange(actors + 1) * prompts // actors] for actors in sweep]
         work_s = [times.time_s(cut[:-1], cut[1:]) for cut in cuts]
@@ -148,48 +148,46 @@ class RLHFlessPaper:
             return []
         self._finished = finished
         left = now.loads
-        own_left = np.bincount(self._owner[~now.view.finished] - NOBODY, minlength=left.size + 1)[1:]
+        own_left = np.bincount(self._owner[~now.view.finished] - UNASSIGNED, minlength=left.size + 1)[1:]
         actions = self._cut(now, left, own_left)
         return actions + self._release(now, left, own_left)
 
     def _cut(self, now: PolicyContext, left: Ints, own_left: Ints) -> list[Action]:
-        """`left` and `own_left` [places] are brought up to date with what is moved."""
+        """`left` and `own_left` [slots] are brought up to date with what is moved."""
         actions: list[Action] = []
         for source in self._actors:
             tail, whole = int(own_left[source]), int(self._size[source])
             if not 0 < tail <= (1 - self._settings.cut_share) * whole:
                 continue
-            free = {place: now.layout.slots(place) - int(left[place]) for place in self._through(now, own_left)}
-            target = max(free, key=lambda place: (free[place], -place), default=None)
+            free = {slot: now.layout.max_sequences(slot) - int(left[slot]) for slot in self._through(now, own_left)}
+            target = max(free, key=lambda slot: (free[slot], -slot), default=None)
             if target is None or free[target] < tail:
                 continue
             samples = np.flatnonzero(~now.view.finished & (self._owner == source))
-            self._owner[samples] = NOBODY
+            self._owner[samples] = UNASSIGNED
             left[target] += tail
             left[source] -= tail
             own_left[source] = 0
             actions.append(Move(source, target, samples, with_kv=math.isfinite(now.view.fleet.kv_token_s)))
             inputs: Inputs = {"samples": tail, "of": whole, "cut_share": self._settings.cut_share}
-            actions.append(note(now, "migrate", f"place {source} to {target}", inputs))
+            actions.append(note(now, "migrate", f"slot {source} to {target}", inputs))
         return actions
 
     def _release(self, now: PolicyContext, left: Ints, own_left: Ints) -> list[Action]:
         """Empty actors go, except as many as are needed to take what will still be cut."""
         to_come = sum(
-            math.ceil((1 - self._settings.cut_share) * self._size[place])
-            for place in self._actors
-            if own_left[place] > 0
+            math.ceil((1 - self._settings.cut_share) * self._size[slot]) for slot in self._actors if own_left[slot] > 0
         )
         actions: list[Action] = []
-        for place in sorted(self._through(now, own_left), key=lambda place: (left[place] == 0, place)):
-            if left[place] == 0 and to_come <= 0:
-                actions.append(_leave(now, place))
-            to_come -= now.layout.slots(place) - int(left[place])
+        for slot in sorted(self._through(now, own_left), key=lambda slot: (left[slot] == 0, slot)):
+            if left[slot] == 0 and to_come <= 0:
+                actions.append(_leave(now, slot))
+            to_come -= now.layout.max_sequences(slot) - int(left[slot])
         return actions
 
     def _through(self, now: PolicyContext, own_left: Ints) -> list[int]:
         """Actors whose own groups have ended or were cut."""
-        return [place for place in self._actors if own_left[place] == 0 and now.awake(place)]
+        return [slot for slot in self._actors if own_left[slot] == 0 and now.awake(slot)]
 
     def _learn(self, view: StepView) -> None:
         alpha = 2 / (self._settings.window + 1)
@@ -200,7 +198,7 @@ class RLHFlessPaper:
         self._seen_tokens += float(view.tokens.sum())
         self._seen += view.tokens.size
 
-    def _prewarm(self, layout: Layout, places: Sequence[int]) -> list[Action]:
+    def _prewarm(self, layout: Layout, slots: Sequence[int]) -> list[Action]:
         """Starts actors of this step again, so as to be up before the next step begins, by the shortest step so far.
 
         Actors that share devices with the learner can start only when the learner is through.
@@ -208,30 +206,30 @@ class RLHFlessPaper:
         if math.isinf(self._shortest_s):
             return []
         next_s = self._began_s + self._shortest_s - self._settings.prewarm_buffer_s
-        return [Start(place, next_s - _up_s(layout, place)) for place in places]
+        return [Start(slot, next_s - _up_s(layout, slot)) for slot in slots]
 
 
 def _near_learner(layout: Layout) -> tuple[int, ...]:
-    """Places for generation, first those on the learner's node: they get the longest groups."""
-    away = [place for place in layout.generation if layout.rooms[place].node not in layout.learner_nodes]
-    return (*(place for place in layout.generation if place not in away), *away)
+    """Slots for generation, first those on the learner's node: they get the longest groups."""
+    away = [slot for slot in layout.generation if layout.replica_slots[slot].node not in layout.learner_nodes]
+    return (*(slot for slot in layout.generation if slot not in away), *away)
 
 
-def _leave(now: PolicyContext, place: int) -> Release:
-    starting = now.view.places[place].state is ReplicaState.STARTING
-    return Release(place, None if starting else _tier(now.layout, place))
+def _leave(now: PolicyContext, slot: int) -> Release:
+    starting = now.view.slots[slot].state is ReplicaState.STARTING
+    return Release(slot, None if starting else _tier(now.layout, slot))
 
 
-def _tier(layout: Layout, place: int) -> str | None:
+def _tier(layout: Layout, slot: int) -> str | None:
     """The tier in which a replica sleeps; None where sleep costs what the devices cost and no other function pays for
     them."""
-    room, tier = layout.rooms[place], quickest_tier(layout.rooms[place])
-    if tier is None or layout.shared(place) or room.resident_usd_per_s[tier] < room.usd_per_s:
+    replica_slot, tier = layout.replica_slots[slot], quickest_tier(layout.replica_slots[slot])
+    if tier is None or layout.shared(slot) or replica_slot.resident_usd_per_s[tier] < replica_slot.usd_per_s:
         return tier
     return None
 
 
-def _up_s(layout: Layout, place: int) -> float:
+def _up_s(layout: Layout, slot: int) -> float:
     """From the tier in which it sleeps until a replica is up, without its weights."""
-    room, tier = layout.rooms[place], _tier(layout, place)
-    return room.start_s if tier is None else room.wake_s[tier]
+    replica_slot, tier = layout.replica_slots[slot], _tier(layout, slot)
+    return replica_slot.start_s if tier is None else replica_slot.wake_s[tier]

@@ -17,7 +17,7 @@ from rlhfless.spec.policies import StaticSpec
 
 
 class Static:
-    """The first `actors` rooms for generation, in every step, and all for prefill."""
+    """The first `actors` slots for generation, in every step, and all for prefill."""
 
     def __init__(self, settings: StaticSpec) -> None:
         self._actors = settings.actors

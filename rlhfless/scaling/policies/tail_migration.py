@@ -26,7 +26,7 @@ from rlhfless.scaling.policies.fleet_actions import (
     take_turns,
 )
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
-from rlhfless.scaling.policy import Action, Beat, EngineRoom, Event, Move, StepBegan, StepView
+from rlhfless.scaling.policy import Action, Beat, EngineLimits, Event, Move, StepBegan, StepView
 from rlhfless.spec.policies import TailSpec
 
 KNEE = 2.0
@@ -58,10 +58,10 @@ class TailMigration:
     def _gather(self, now: PolicyContext) -> list[Action]:
         """Moves the tail together, and releases actors that are empty then."""
         loads = now.loads
-        working = [place for place in now.layout.generation if loads[place] > 0]
+        working = [slot for slot in now.layout.generation if loads[slot] > 0]
         takers = _takers(now, working)
-        givers = [place for place in working if place not in takers]
-        tail = [now.view.samples_at(place) for place in givers]
+        givers = [slot for slot in working if slot not in takers]
+        tail = [now.view.samples_at(slot) for slot in givers]
         moved = sum(samples.size for samples in tail)
         actions: list[Action] = []
         if moved:
@@ -71,8 +71,8 @@ class TailMigration:
             for giver, samples, begin in zip(givers, tail, begins, strict=False):
                 goes = target[begin : begin + samples.size]
                 actions += [Move(giver, int(to), samples[goes == to], with_kv) for to in np.unique(goes)]
-        idle = [place for place in now.layout.generation if place not in takers and now.awake(place)]
-        actions += [put_to_sleep(now, place) for place in idle if now.layout.shared(place)]
+        idle = [slot for slot in now.layout.generation if slot not in takers and now.awake(slot)]
+        actions += [put_to_sleep(now, slot) for slot in idle if now.layout.shared(slot)]
         inputs: Inputs = {"left": int(loads.sum()), "moved": moved, "tail_share": self._tail_share}
         return [*actions, note(now, "migrate", f"{len(takers)} actors keep the tail", inputs)]
 
@@ -80,13 +80,13 @@ class TailMigration:
 def _takers(now: PolicyContext, working: list[int]) -> list[int]:
     """The fewest actors that can take the tail, the actors with most of it first."""
     view, loads = now.view, now.loads
-    order = sorted(working, key=lambda place: (-loads[place], place))
+    order = sorted(working, key=lambda slot: (-loads[slot], slot))
     left = ~view.finished
     most_tokens = float(view.prompt_tokens[view.group[left]].sum() + left.sum() * view.fleet.max_tokens)
     sequences, tokens = int(left.sum()), most_tokens
-    for count, place in enumerate(order, 1):
-        engine = now.layout.rooms[place].engine
-        assert engine is not None  # of a room for generation
+    for count, slot in enumerate(order, 1):
+        engine = now.layout.replica_slots[slot].engine
+        assert engine is not None  # of a slot for generation
         sequences -= _full_batch(engine)
         tokens -= engine.kv_capacity_tokens
         if sequences <= 0 and tokens <= 0:
@@ -94,7 +94,7 @@ def _takers(now: PolicyContext, working: list[int]) -> list[int]:
     return order
 
 
-def _full_batch(engine: EngineRoom) -> int:
+def _full_batch(engine: EngineLimits) -> int:
     """The largest batch whose iteration takes at most `KNEE` times that of one sequence."""
     limit_s, low, high = KNEE * engine.model.iteration_s(1), 1, engine.max_sequences
     while low < high:

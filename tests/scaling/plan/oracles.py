@@ -106,7 +106,7 @@ def brute_force(times_s: np.ndarray, ready_s: list[float]) -> list[tuple[float, 
         for inner in itertools.combinations(range(1, n), parts - 1):
             cuts = (0, *inner, n)
             work = [float(times_s[i, j]) for i, j in itertools.pairwise(cuts)]
-            for seats in set(itertools.combinations(sorted(ready_s, reverse=True), parts)):
-                ends = [a + b for a, b in zip(work, seats, strict=True)]
+            for allocations in set(itertools.combinations(sorted(ready_s, reverse=True), parts)):
+                ends = [a + b for a, b in zip(work, allocations, strict=True)]
                 found.append((max(ends), sum(ends)))
     return found

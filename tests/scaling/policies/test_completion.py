@@ -66,7 +66,7 @@ def test_how_long_an_actor_works_and_when_it_has_ended() -> None:
 
 
 def test_samples_that_wait_come_in_from_long_to_short() -> None:
-    """With one slot: the second when the first is half of its own length ahead, the third behind both."""
+    """One sequence at a time: the second when the first is half of its own length ahead, the third behind both."""
     rows = known([10, 20, 30], [0, 0, 0], begun=False)
     assert queue_iterations(rows, np.array([1]), np.array([3])).tolist() == [50 - 5, 30 - 10, 0]
     assert queue_iterations(rows, np.array([3]), np.array([3])).tolist() == [0, 0, 0]
@@ -74,9 +74,9 @@ def test_samples_that_wait_come_in_from_long_to_short() -> None:
     assert queue_iterations(rows, np.array([1]), np.array([3])).tolist() == [0, 40 - 10, 0]
 
 
-def test_a_sample_holds_context_from_when_it_has_a_slot() -> None:
-    """One slot, as above: the sample of 30 tokens has it at once, that of 20 after 20 iterations, that of 10 after 45.
-    So they end after 30, 40 and 55 iterations: on the grid, at 30, 48 and 55."""
+def test_a_sample_holds_context_from_when_it_is_admitted() -> None:
+    """One sequence at a time, as above: the sample of 30 tokens is admitted at once, that of 20 after 20 iterations,
+    that of 10 after 45. So they end after 30, 40 and 55 iterations: on the grid, at 30, 48 and 55."""
     rows = known([10, 20, 30], [0, 0, 0], begun=False)
     grid = np.array([0.0, 4, 8, 12, 15, 19, 24, 30, 38, 48, 55])
     found = alive(rows, 1, np.array([1]), grid=grid)
@@ -92,7 +92,7 @@ def test_a_sample_holds_context_from_when_it_has_a_slot() -> None:
 
 
 def test_where_samples_wait_the_grid_is_as_fine_at_the_end_as_in_the_middle() -> None:
-    """40 samples of 20 tokens for one slot: the last one waits for 39, but for half of what runs. Points are half a
+    """40 samples of 20 tokens, one at a time: the last one waits for 39, but for half of what runs. Points are half a
     response apart where the grid would be coarser: from 48, a quarter of which is 12."""
     rows = known([20] * 40, [0] * 40, begun=False)
     assert queue_iterations(rows, np.array([1]), np.array([40])).max() == 39 * 20 - 10
@@ -102,8 +102,8 @@ def test_where_samples_wait_the_grid_is_as_fine_at_the_end_as_in_the_middle() ->
 
 
 def test_how_long_the_longest_response_is_does_not_depend_on_waits() -> None:
-    """Three samples on one slot or on three: none has more than 12 tokens to draw but those of 20 and of 30, and the
-    grid ends at 30 tokens, though the last of them ends after 55 iterations."""
+    """Three samples, one at a time or all at once: none has more than 12 tokens to draw but those of 20 and of 30, and
+    the grid ends at 30 tokens, though the last of them ends after 55 iterations."""
     rows = known([10, 20, 30], [0, 0, 0], begun=False)
     tokens, unended = longest_response(rows, 1)
     assert tokens.tolist() == [0, 4, 8, 12, 15, 19, 24, 30]
@@ -113,8 +113,8 @@ def test_how_long_the_longest_response_is_does_not_depend_on_waits() -> None:
 
 
 def test_samples_that_leave_a_queue_let_the_others_come_in_sooner() -> None:
-    """16 samples of 20 tokens for 8 slots end after 40 iterations; without half of them, after 20, which the grid knows
-    as 19 to 24. An iteration of 8 takes 14 ms."""
+    """16 samples of 20 tokens, 8 at a time, end after 40 iterations; without half of them, after 20, which the grid
+    knows as 19 to 24. An iteration of 8 takes 14 ms."""
     rows = known([20] * 16, [0] * 16, begun=False)
     state = state_of(rows)
     assert state.end_s[0] > 34 * 0.014
@@ -131,12 +131,12 @@ def test_samples_that_leave_a_queue_let_the_others_come_in_sooner() -> None:
 
 def test_the_actor_with_less_is_dissolved_if_the_other_ends_in_time() -> None:
     state, recompute_s = state_of(known([20, 20], [0, 1])), np.full(2, 0.001)
-    places, worth = np.arange(2), state.hold_s[0] * FREED[0]
-    move = dissolve(state, Aim(1.0, 0.0, 0.5, 0.5), places, places, recompute_s)
+    slots, worth = np.arange(2), state.hold_s[0] * FREED[0]
+    move = dissolve(state, Aim(1.0, 0.0, 0.5, 0.5), slots, slots, recompute_s)
     assert move is not None
     assert (move.source, move.target) == (0, 1)
     # The other one takes half a millisecond more for each iteration, and what computing the KV again takes.
     assert move.saves_usd == pytest.approx(worth - 0.001 * (0.001 + 20 * 0.0005), rel=0.01)
-    assert dissolve(state, Aim(state.last_s, 0.0, 0.5, 0.5), places, places, recompute_s) is None
-    assert dissolve(state, Aim(1.0, 1.0, 0.5, 0.5), places, places, recompute_s) is None  # time is worth more
-    assert dissolve(state, Aim(1.0, 0.0, 0.5, 0.5), places, places, np.full(2, 1.0)) is None
+    assert dissolve(state, Aim(state.last_s, 0.0, 0.5, 0.5), slots, slots, recompute_s) is None
+    assert dissolve(state, Aim(1.0, 1.0, 0.5, 0.5), slots, slots, recompute_s) is None  # time is worth more
+    assert dissolve(state, Aim(1.0, 0.0, 0.5, 0.5), slots, slots, np.full(2, 1.0)) is None

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, room, view_of
+from views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, replica_slot, view_of
 
 from rlhfless.scaling.plan import CheapestUnderDeadline, Plan, RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
@@ -24,9 +24,9 @@ from rlhfless.scaling.policy import (
     Lost,
     Move,
     Note,
-    PlaceView,
     Policy,
     Release,
+    SlotView,
     Start,
     StepBegan,
     StepEnded,
@@ -35,7 +35,7 @@ from rlhfless.scaling.policy import (
 from rlhfless.spec import CheapestSpec, CostAwareSpec, WeightedSpec
 from rlhfless.spec.fleet import ContractSpec
 
-FLEET = fleet_of(room(0), room(1), room(2), learner(9))
+FLEET = fleet_of(replica_slot(0), replica_slot(1), replica_slot(2), learner(9))
 LENGTHS = np.array([40, 10, 30, 20, 60, 50])
 ALL_UP = (UP, UP, UP, UP)
 
@@ -44,20 +44,20 @@ def knowing(contract: ContractSpec, steps: int = 8) -> Policy:
     return CostAware(CostAwareSpec(), RunContract(contract, steps), Clairvoyant(lambda step: LENGTHS))
 
 
-def fresh(places: Iterable[PlaceView] = ALL_UP) -> StepView:
-    return view_of(FLEET, list(places), prompts=6, siblings=1)
+def fresh(slots: Iterable[SlotView] = ALL_UP) -> StepView:
+    return view_of(FLEET, list(slots), prompts=6, siblings=1)
 
 
-def view(left: dict[int, list[int]], tokens: int, places: Iterable[PlaceView] = ALL_UP) -> StepView:
-    """All samples have drawn so many tokens or ended; those in `left` (place: samples) have not."""
+def view(left: dict[int, list[int]], tokens: int, slots: Iterable[SlotView] = ALL_UP) -> StepView:
+    """All samples have drawn so many tokens or ended; those in `left` (slot: samples) have not."""
     home = homes(left, 6)
-    done = [place == -1 for place in home]
+    done = [slot == -1 for slot in home]
     drawn = [int(length) if end else tokens for length, end in zip(LENGTHS, done, strict=True)]
-    return view_of(FLEET, list(places), prompts=6, siblings=1, tokens=drawn, finished=done, home=home)
+    return view_of(FLEET, list(slots), prompts=6, siblings=1, tokens=drawn, finished=done, home=home)
 
 
 def dealt(actions: Iterable[Action]) -> dict[int, list[int]]:
-    return {a.place: a.samples.tolist() for a in actions if isinstance(a, Assign)}
+    return {a.slot: a.samples.tolist() for a in actions if isinstance(a, Assign)}
 
 
 def notes(actions: Iterable[Action], kind: str) -> list[dict[str, object]]:
@@ -72,10 +72,10 @@ def test_time_alone_spreads_similar_lengths_and_cost_alone_shares_every_iteratio
     for samples in fast.values():
         assert LENGTHS[samples].tolist() == sorted(LENGTHS[samples], reverse=True)
     cheap = list(knowing(WeightedSpec(time_weight=0.0)).decide(0.0, StepBegan(), fresh()))
-    (place,) = dealt(cheap)
-    assert dealt(cheap)[place] == [4, 5, 0, 2, 3, 1]
+    (slot,) = dealt(cheap)
+    assert dealt(cheap)[slot] == [4, 5, 0, 2, 3, 1]
     # Actors that are not needed sleep: to sleep 40 s costs a tenth of holding on, and to leave means to start again.
-    assert [a for a in cheap if isinstance(a, Release)] == [Release(p, "host") for p in range(3) if p != place]
+    assert [a for a in cheap if isinstance(a, Release)] == [Release(p, "host") for p in range(3) if p != slot]
 
 
 def test_a_deadline_is_kept_for_the_least_money() -> None:
@@ -107,7 +107,7 @@ def test_samples_of_an_unknown_length_are_all_dealt_out() -> None:
     actions = list(policy.decide(0.0, StepBegan(), fresh((ABSENT, ABSENT, ABSENT, UP))))
     given = dealt(actions)
     assert sorted(itertools.chain(*given.values())) == [0, 1, 2, 3, 4, 5]
-    assert {a.place for a in actions if isinstance(a, Start)} >= set(given)
+    assert {a.slot for a in actions if isinstance(a, Start)} >= set(given)
 
 
 def test_an_actor_with_little_left_is_dissolved_and_sleeps() -> None:
@@ -117,7 +117,7 @@ def test_an_actor_with_little_left_is_dissolved_and_sleeps() -> None:
     actions = list(policy.decide(10.0, Beat(), view({0: [4], 1: [5]}, tokens=0)))
     (move,) = (a for a in actions if isinstance(a, Move))
     assert {move.source, move.target} == {0, 1}
-    assert [a.place for a in actions if isinstance(a, Release)] == [move.source, 2]
+    assert [a.slot for a in actions if isinstance(a, Release)] == [move.source, 2]
     (why,) = notes(actions, "migrate")
     assert why["why"] == "dissolve"
     longer, shorter = 60 * 0.0105, 50 * 0.0105
@@ -127,10 +127,12 @@ def test_an_actor_with_little_left_is_dissolved_and_sleeps() -> None:
 
 
 def test_all_actors_that_end_too_late_are_relieved_though_one_alone_would_not_help() -> None:
-    """Two sequences take 30 ms an iteration, one takes 20: place 0 ends after 1.6 s and place 1 after 1.3 s, both late.
+    """Two sequences take 30 ms an iteration, one takes 20: slot 0 ends after 1.6 s and slot 1 after 1.3 s, both late.
     The third takes the shorter sample of each: 1.2 s, 1.0 s, and itself 30 x 30 + 10 x 20 ms."""
     slow = dataclasses.replace(ENGINE, model=dataclasses.replace(MODEL, sequence_s=0.01))
-    fleet = fleet_of(room(0, engine=slow), room(1, engine=slow), room(2, engine=slow), learner(9))
+    fleet = fleet_of(
+        replica_slot(0, engine=slow), replica_slot(1, engine=slow), replica_slot(2, engine=slow), learner(9)
+    )
     policy = knowing(CheapestSpec(deadline_s=5.0))
     policy.decide(0.0, StepBegan(), dataclasses.replace(fresh(), fleet=fleet))
     late = dataclasses.replace(view({0: [4, 0], 1: [5, 2]}, tokens=0), fleet=fleet)
@@ -163,13 +165,13 @@ def test_nothing_moves_where_only_time_counts_and_no_sample_would_end_sooner() -
     assert not [a for a in actions if isinstance(a, Move)]
 
 
-def test_lost_samples_go_to_actors_that_are_awake_or_wait_for_the_same_place() -> None:
+def test_lost_samples_go_to_actors_that_are_awake_or_wait_for_the_same_slot() -> None:
     policy = knowing(WeightedSpec())
     policy.decide(0.0, StepBegan(), fresh())
     lost = Lost(0, np.array([4, 5]))
-    there = policy.decide(1.0, lost, view({1: [0, 1]}, tokens=5, places=(ABSENT, UP, UP, UP)))
+    there = policy.decide(1.0, lost, view({1: [0, 1]}, tokens=5, slots=(ABSENT, UP, UP, UP)))
     assert dealt(there) == {2: [4, 5]}
-    alone = policy.decide(1.0, lost, view({}, tokens=5, places=(ABSENT, ABSENT, ABSENT, UP)))
+    alone = policy.decide(1.0, lost, view({}, tokens=5, slots=(ABSENT, ABSENT, ABSENT, UP)))
     assert [a for a in alone if isinstance(a, Start)] == [Start(0)]
     assert dealt(alone) == {0: [4, 5]}
 
@@ -180,9 +182,9 @@ def test_all_sleep_after_generation_and_wake_ahead_of_the_next_step() -> None:
         crew = dealt(policy.decide(begin_s, StepBegan(), fresh()))
         actions = list(policy.decide(begin_s + 20, Generated(), view({}, 0)))
         policy.decide(begin_s + 60, StepEnded(begin_s, begin_s + 60), view({}, 0))
-    assert [a for a in actions if isinstance(a, Release)] == [Release(place, "host") for place in range(3)]
+    assert [a for a in actions if isinstance(a, Release)] == [Release(slot, "host") for slot in range(3)]
     # The learner took 40 s after generation in the step before, and waking takes 2 s.
-    assert {a.place: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(crew, 60 + 20 + 40 - 2)
+    assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(crew, 60 + 20 + 40 - 2)
 
 
 def test_starts_for_later_steps_are_looked_at_in_steps_1_2_4_8() -> None:
@@ -201,10 +203,17 @@ def test_what_one_more_actor_is_worth_in_a_step() -> None:
 def test_an_actor_that_starts_for_later_steps_keeps_the_step_until_it_is_up() -> None:
     before = Assignment((0, 1), (1.0, 1.0), (np.array([4, 5, 0]), np.array([1])), np.array([0, 1, -1, -1, 0, 0]))
     after = before.wait_for([2, 3, 4], 40.0)  # one sample stays, so only two can wait
-    assert after.places == (0, 1, 2, 3)
+    assert after.slots == (0, 1, 2, 3)
     assert after.ready_s == (1.0, 1.0, 40.0, 40.0)
     assert [samples.tolist() for samples in after.samples] == [[4], [1], [5], [0]]
     assert after.home.tolist() == [3, 1, -1, -1, 0, 2]
+
+
+def test_a_group_of_one_sample_has_none_to_wait_with() -> None:
+    before = Assignment((0,), (1.0,), (np.array([0]),), np.array([0]))
+    after = before.wait_for([1, 2], 40.0)
+    assert after.slots == (0,)
+    assert [samples.tolist() for samples in after.samples] == [[0]]
 
 
 def plan_of(step_s: float, usd: float = 1.0, time_usd_per_s: float = 0.0, *, feasible: bool = True) -> Plan:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from views import UP, fleet_of, room, view_of
+from views import UP, fleet_of, replica_slot, view_of
 
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS
 from rlhfless.scaling.policies.cost_aware.completion import alive, ends_by, unfinished_of
@@ -18,7 +18,7 @@ from rlhfless.scaling.policies.cost_aware.forecasters import (
 )
 from rlhfless.scaling.policy import StepView
 
-FLEET = fleet_of(room(0), room(1))
+FLEET = fleet_of(replica_slot(0), replica_slot(1))
 
 
 def view(step: int, prompts: Sequence[str], tokens: Sequence[int], finished: Sequence[bool]) -> StepView:
@@ -84,8 +84,8 @@ def even(*, alike: bool) -> RemainingLengths:
 
 @pytest.mark.parametrize("home", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)])
 def test_rows_that_are_alike_look_the_same_as_each_for_itself(home: Sequence[int]) -> None:
-    step, places = view(1, "ab", [3] * 4, [False] * 4), np.array(home)
-    expected = [alive(unfinished_of(even(alike=alike), step, places), 2, np.array([8, 8])) for alike in (True, False)]
+    step, slots = view(1, "ab", [3] * 4, [False] * 4), np.array(home)
+    expected = [alive(unfinished_of(even(alike=alike), step, slots), 2, np.array([8, 8])) for alike in (True, False)]
     for field in ("grid", "columns"):
         assert getattr(expected[0], field) == pytest.approx(getattr(expected[1], field), rel=1e-12)
 

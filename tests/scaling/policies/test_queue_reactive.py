@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from views import ABSENT, UP, fleet_of, learner, room, view_of
+from views import ABSENT, UP, fleet_of, learner, replica_slot, view_of
 
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policies.autoscalers import Autoscaler, Keda, Knative, RayServe, Window
-from rlhfless.scaling.policy import Assign, Beat, Move, PlaceView, Release, Serving, Start, StepBegan
+from rlhfless.scaling.policy import Assign, Beat, Move, Release, Serving, SlotView, Start, StepBegan
 from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
 
 
@@ -62,7 +62,7 @@ def test_keda_doubles_each_15_s_and_looks_back_300_s() -> None:
     assert from_zero.wanted(30.0, 3, 0) == 1
 
 
-FLEET = fleet_of(room(0), room(1), room(2), learner(9))
+FLEET = fleet_of(replica_slot(0), replica_slot(1), replica_slot(2), learner(9))
 
 
 def test_new_replicas_take_what_waits_and_old_ones_finish_first() -> None:
@@ -71,9 +71,9 @@ def test_new_replicas_take_what_waits_and_old_ones_finish_first() -> None:
     # 24 requests want 3 replicas; one was there.
     assert [a for a in actions if isinstance(a, Start)] == [Start(0), Start(1), Start(2)]
     assert sum(a.samples.size for a in actions if isinstance(a, Assign)) == 24
-    # All are at place 0, which runs 8 of them; place 1 takes its third.
+    # All are at slot 0, which runs 8 of them; slot 1 takes its third.
     tokens = [7] * 8 + [0] * 16
-    busy = PlaceView(UP.state, running=8, waiting=16)
+    busy = SlotView(UP.state, running=8, waiting=16)
     home = [0] * 24
     view = view_of(FLEET, [busy, UP, UP, UP], prompts=24, siblings=1, tokens=tokens, home=home)
     (move,) = policy.decide(5.0, Serving(1), view)

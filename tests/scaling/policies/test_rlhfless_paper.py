@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from views import ABSENT, ASLEEP, UP, fleet_of, homes, learner, room, view_of
+from views import ABSENT, ASLEEP, UP, fleet_of, homes, learner, replica_slot, view_of
 
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import (
@@ -24,12 +24,14 @@ from rlhfless.scaling.policy import (
 )
 from rlhfless.spec.policies import RLHFlessPaperSpec
 
-FLEET = fleet_of(room(0), room(1), room(2), learner(9, node="node-1"))  # place 2 is on the learner's node
+FLEET = fleet_of(
+    replica_slot(0), replica_slot(1), replica_slot(2), learner(9, node="node-1")
+)  # slot 2 is on the learner's node
 LENGTHS = np.array([40, 10, 30, 20, 60, 50])
 
 
 def dealt(actions: object) -> dict[int, list[int]]:
-    return {a.place: a.samples.tolist() for a in actions if isinstance(a, Assign)}  # type: ignore[attr-defined]
+    return {a.slot: a.samples.tolist() for a in actions if isinstance(a, Assign)}  # type: ignore[attr-defined]
 
 
 def begun(time_weight: float) -> tuple[Policy, list[Action]]:
@@ -45,7 +47,7 @@ def begun(time_weight: float) -> tuple[Policy, list[Action]]:
 
 def view(left: dict[int, list[int]], states: object = (UP, UP, UP, UP)) -> StepView:
     home = homes(left, 6)
-    done = [place == -1 for place in home]
+    done = [slot == -1 for slot in home]
     return view_of(FLEET, states, prompts=6, siblings=1, tokens=[5] * 6, finished=done, home=home)  # type: ignore[arg-type]
 
 
@@ -76,7 +78,7 @@ def test_a_tail_is_cut_and_goes_to_an_actor_that_is_through() -> None:
     policy = make_policy("rlhfless_published", RLHFlessPaperSpec(time_weight=1.0, cut_share=0.5))
     fresh = view_of(FLEET, [ABSENT, ABSENT, ABSENT, UP], prompts=6, siblings=1)
     assert dealt(policy.decide(0.0, StepBegan(), fresh)) == {2: [4, 5], 0: [2, 3], 1: [0, 1]}
-    # Half of place 1 is done, but no actor is through that could take the rest.
+    # Half of slot 1 is done, but no actor is through that could take the rest.
     assert list(policy.decide(1.0, Beat(), view({2: [4, 5], 0: [2, 3], 1: [1]}))) == []
     # Place 1 is through; it stays, for what may still be cut.
     assert list(policy.decide(2.0, Beat(), view({2: [4, 5], 0: [2, 3]}))) == []
@@ -85,7 +87,7 @@ def test_a_tail_is_cut_and_goes_to_an_actor_that_is_through() -> None:
     moved = next(a for a in actions if isinstance(a, Move))
     assert (moved.source, moved.target, moved.samples.tolist(), moved.with_kv) == (0, 1, [3], False)
     assert [a for a in actions if isinstance(a, Release)] == [Release(0, "host")]
-    # So is place 2 in its turn, and what was moved once is not moved again.
+    # So is slot 2 in its turn, and what was moved once is not moved again.
     actions = list(policy.decide(4.0, Beat(), view({2: [5], 1: [3]}, (ASLEEP, UP, UP, UP))))
     assert [(a.source, a.target) for a in actions if isinstance(a, Move)] == [(2, 1)]
     assert Release(2, "host") in actions
@@ -97,13 +99,13 @@ def test_actors_start_ahead_of_the_next_step() -> None:
     policy, _ = begun(time_weight=1.0)
     actions = policy.decide(150.0, Generated(), view({}, (UP, ASLEEP, ASLEEP, UP)))
     assert [a for a in actions if isinstance(a, Release)] == [Release(0, "host")]
-    assert [a for a in actions if isinstance(a, Start)] == [Start(place, 193.0) for place in (2, 0, 1)]
+    assert [a for a in actions if isinstance(a, Start)] == [Start(slot, 193.0) for slot in (2, 0, 1)]
     assert policy.decide(160.0, Idle(3), view({})) == [Release(3, "host")]
 
 
 def test_where_steps_overlap_an_actor_that_is_up_is_not_started_again() -> None:
-    """Places 0 and 1 take turns with the learner. When it is through with a step, 0 draws for the next one."""
-    fleet = fleet_of(room(0), room(1), learner(0, 1))
+    """Slots 0 and 1 take turns with the learner. When it is through with a step, 0 draws for the next one."""
+    fleet = fleet_of(replica_slot(0), replica_slot(1), learner(0, 1))
     policy = make_policy("rlhfless_published", RLHFlessPaperSpec(time_weight=1.0))
     policy.decide(0.0, StepBegan(), view_of(fleet, [ABSENT, ABSENT, ABSENT], prompts=2, siblings=1))
     over = view_of(fleet, [UP, UP, UP], prompts=2, siblings=1, tokens=[9, 9], finished=[True, True])

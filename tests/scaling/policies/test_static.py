@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from views import ABSENT, ASLEEP, ENGINE, UP, fleet_of, learner, room, view_of
+from views import ABSENT, ASLEEP, ENGINE, UP, fleet_of, learner, replica_slot, view_of
 
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.policies import POLICIES, make_policy
@@ -21,19 +21,19 @@ from rlhfless.scaling.policy import (
     Idle,
     Lost,
     Move,
-    PlaceView,
     Release,
+    SlotView,
     Start,
     StepBegan,
 )
 from rlhfless.spec.policies import CostAwareSpec, StaticSpec
 
-COLOCATED = fleet_of(room(0), room(1), learner(0, 1))
-APART = fleet_of(room(0), room(1), learner(2))
+COLOCATED = fleet_of(replica_slot(0), replica_slot(1), learner(0, 1))
+APART = fleet_of(replica_slot(0), replica_slot(1), learner(2))
 
 
 def dealt(actions: object) -> dict[int, list[int]]:
-    return {a.place: a.samples.tolist() for a in actions if isinstance(a, Assign)}  # type: ignore[attr-defined]
+    return {a.slot: a.samples.tolist() for a in actions if isinstance(a, Assign)}  # type: ignore[attr-defined]
 
 
 def test_shares_are_equal_and_siblings_stay_together() -> None:
@@ -66,12 +66,12 @@ def test_a_replica_that_shares_devices_sleeps_when_it_is_done() -> None:
 
 
 def test_lost_samples_go_to_the_actors_with_the_least() -> None:
-    fleet = fleet_of(*(room(i) for i in range(4)), learner(5))
+    fleet = fleet_of(*(replica_slot(i) for i in range(4)), learner(5))
     home = [0] * 3 + [2] * 1 + [-1] * 4
     view = view_of(fleet, [UP, ABSENT, UP, ASLEEP, UP], prompts=8, siblings=1, home=home)
     actions = make_policy("static").decide(3.0, Lost(1, np.arange(4, 8)), view)
     assert actions[0] == Start(1)
-    assert {place: len(samples) for place, samples in dealt(actions).items()} == {0: 1, 2: 3}
+    assert {slot: len(samples) for slot, samples in dealt(actions).items()} == {0: 1, 2: 3}
     alone = view_of(fleet, [ABSENT] * 5, prompts=8, siblings=1)
     assert dealt(make_policy("static").decide(3.0, Lost(1, np.arange(4, 8)), alone)) == {1: [4, 5, 6, 7]}
 
@@ -96,11 +96,11 @@ def test_shares_level_the_loads(loads: list[int], samples: int) -> None:
 
 
 def test_the_tail_moves_once_to_the_fewest_that_can_take_it() -> None:
-    """Of 20 samples 4 are left: 3 at place 1 and 1 at place 0. With full batches of 8 one actor takes all."""
+    """Of 20 samples 4 are left: 3 at slot 1 and 1 at slot 0. With full batches of 8 one actor takes all."""
     policy = make_policy("rlhfuse_tail")
     home = [-1] * 20
     home[0], home[10], home[11], home[12] = 0, 1, 1, 1
-    done = [place == -1 for place in home]
+    done = [slot == -1 for slot in home]
     tokens = [50] * 20
     begun = view_of(COLOCATED, [UP, UP, ASLEEP], prompts=20, siblings=1)
     assert sum(map(len, dealt(policy.decide(0.0, StepBegan(), begun)).values())) == 20
@@ -115,16 +115,16 @@ def test_the_tail_moves_once_to_the_fewest_that_can_take_it() -> None:
     assert list(policy.decide(2.5, Beat(), view)) == []
 
 
-def test_places_that_may_be_awake_side_by_side_share_nothing() -> None:
-    scoring = room(2, devices=("gpu-0",), engine=None, beside=True)
-    layout = Layout.of((room(0), scoring, learner(0)))
+def test_slots_that_may_be_awake_side_by_side_share_nothing() -> None:
+    scoring = replica_slot(2, devices=("gpu-0",), engine=None, beside=True)
+    layout = Layout.of((replica_slot(0), scoring, learner(0)))
     assert layout.neighbours == (frozenset({2}), frozenset(), frozenset({0}))
-    with pytest.raises(ValueError, match="no room holds a generation actor"):
+    with pytest.raises(ValueError, match="no slot holds a generation actor"):
         Layout.of((learner(0),))
 
 
 def test_one_that_still_starts_is_called_off() -> None:
-    view = view_of(COLOCATED, [PlaceView(ReplicaState.STARTING), ABSENT, ASLEEP], prompts=2, siblings=1)
+    view = view_of(COLOCATED, [SlotView(ReplicaState.STARTING), ABSENT, ASLEEP], prompts=2, siblings=1)
     assert make_policy("static").decide(1.0, Generated(), view) == [Release(0, None)]
 
 
@@ -139,11 +139,11 @@ def test_the_factory_names_what_is_wrong() -> None:
 
 def test_prompts_begin_with_actors_that_prefill_only() -> None:
     first = dataclasses.replace(ENGINE, prefill_only=True)
-    split = fleet_of(room(0, engine=first), room(1), room(2), learner(3))
+    split = fleet_of(replica_slot(0, engine=first), replica_slot(1), replica_slot(2), learner(3))
     view = view_of(split, [ABSENT] * 4, prompts=2, siblings=2)
     actions = make_policy("static").decide(0.0, StepBegan(), view)
     assert [a for a in actions if isinstance(a, Start)] == [Start(0), Start(1), Start(2)]
     assert dealt(actions) == {0: [0, 1, 2, 3]}
-    turns = fleet_of(room(0, engine=first), room(1), learner(0, 1))
+    turns = fleet_of(replica_slot(0, engine=first), replica_slot(1), learner(0, 1))
     view = view_of(turns, [UP, UP, ASLEEP], prompts=2, siblings=2)
     assert make_policy("static").decide(9.0, Generated(), view) == [Release(0, "host"), Release(1, "host")]

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from views import ABSENT, ENGINE, UP, fleet_of, homes, learner, room, view_of
+from views import ABSENT, ENGINE, UP, fleet_of, homes, learner, replica_slot, view_of
 
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import (
@@ -17,30 +17,30 @@ from rlhfless.scaling.policy import (
     Lost,
     Move,
     Note,
-    PlaceView,
     Policy,
     Release,
+    SlotView,
     Start,
     StepBegan,
     StepView,
 )
 
-ALONE = fleet_of(room(0), room(1), room(2), learner(9))
-SHARED = fleet_of(room(0), room(1), room(2), learner(1, 2))
+ALONE = fleet_of(replica_slot(0), replica_slot(1), replica_slot(2), learner(9))
+SHARED = fleet_of(replica_slot(0), replica_slot(1), replica_slot(2), learner(1, 2))
 
 
-def view(left: dict[int, list[int]], places: tuple[PlaceView, ...] = (UP,) * 4, fleet: object = ALONE) -> StepView:
-    """Ten prompts of one sample each, of which those in `left` (place: samples) have not ended."""
+def view(left: dict[int, list[int]], slots: tuple[SlotView, ...] = (UP,) * 4, fleet: object = ALONE) -> StepView:
+    """Ten prompts of one sample each, of which those in `left` (slot: samples) have not ended."""
     home = homes(left, 10)
-    done = [place == -1 for place in home]
-    return view_of(fleet, places, prompts=10, siblings=1, tokens=[5] * 10, finished=done, home=home)  # type: ignore[arg-type]
+    done = [slot == -1 for slot in home]
+    return view_of(fleet, slots, prompts=10, siblings=1, tokens=[5] * 10, finished=done, home=home)  # type: ignore[arg-type]
 
 
 def begun(fleet: object = ALONE) -> Policy:
     policy = make_policy("rlhfuse_tail")
     fresh = view_of(fleet, [ABSENT, ABSENT, ABSENT, UP], prompts=10, siblings=1)  # type: ignore[arg-type]
     actions = policy.decide(0.0, StepBegan(), fresh)
-    assert [a.place for a in actions if isinstance(a, Start)] == [0, 1, 2]
+    assert [a.slot for a in actions if isinstance(a, Start)] == [0, 1, 2]
     assert [a.samples.tolist() for a in actions if isinstance(a, Assign)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
     return policy
 
@@ -66,7 +66,7 @@ def test_kv_travels_where_a_connector_carries_it() -> None:
 def test_a_tail_that_would_not_fit_into_one_memory_stays_with_two(kv_tokens: int, moves: int) -> None:
     """Two samples of prompts of 10 tokens may grow to 100 each: 220 tokens."""
     engine = dataclasses.replace(ENGINE, kv_capacity_tokens=kv_tokens)
-    fleet = fleet_of(*(room(i, engine=engine) for i in range(3)), learner(9))
+    fleet = fleet_of(*(replica_slot(i, engine=engine) for i in range(3)), learner(9))
     actions = begun(fleet).decide(2.0, Beat(), view({0: [1], 2: [9]}, fleet=fleet))
     assert len([a for a in actions if isinstance(a, Move)]) == moves
 
@@ -88,4 +88,4 @@ def test_lost_samples_go_to_the_actors_with_least_while_their_place_starts_again
     lost = view({1: [3, 4, 5], 2: [9]}, states)
     actions = list(policy.decide(1.0, Lost(0, lost.group[:2]), lost))
     assert actions[0] == Start(0)
-    assert [(a.place, a.samples.tolist()) for a in actions if isinstance(a, Assign)] == [(2, [0, 1])]
+    assert [(a.slot, a.samples.tolist()) for a in actions if isinstance(a, Assign)] == [(2, [0, 1])]

@@ -10,18 +10,18 @@ import numpy as np
 
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.latency.fitted import LinearEngine
-from rlhfless.scaling.policy import NOBODY, EngineRoom, FleetView, PlaceView, Room, StepView
+from rlhfless.scaling.policy import UNASSIGNED, EngineLimits, FleetView, ReplicaSlot, SlotView, StepView
 
 MODEL = LinearEngine(fixed_s=0.01, sequence_s=0.0005, context_s=0.0, prefill_token_s=1e-5, prefill_context_s=0.0)
-ENGINE = EngineRoom(MODEL, kv_capacity_tokens=10_000, max_sequences=8)
+ENGINE = EngineLimits(MODEL, kv_capacity_tokens=10_000, max_sequences=8)
 
-UP = PlaceView(ReplicaState.SERVING)
-ABSENT = PlaceView(None)
-ASLEEP = PlaceView(ReplicaState.SLEEPING, "host")
+UP = SlotView(ReplicaState.SERVING)
+ABSENT = SlotView(None)
+ASLEEP = SlotView(ReplicaState.SLEEPING, "host")
 
 
-def room(index: int, **changes: object) -> Room:
-    plain = Room(
+def replica_slot(index: int, **changes: object) -> ReplicaSlot:
+    plain = ReplicaSlot(
         FunctionName.GENERATION,
         "h100",
         (f"gpu-{index}",),
@@ -35,20 +35,20 @@ def room(index: int, **changes: object) -> Room:
     return dataclasses.replace(plain, **changes)
 
 
-def learner(*devices: int, node: str = "node-0") -> Room:
+def learner(*devices: int, node: str = "node-0") -> ReplicaSlot:
     names = tuple(f"gpu-{index}" for index in devices)
     usd_per_s = 0.001 * len(devices)
-    return room(0, function=FunctionName.LEARNER, devices=names, node=node, usd_per_s=usd_per_s, engine=None)
+    return replica_slot(0, function=FunctionName.LEARNER, devices=names, node=node, usd_per_s=usd_per_s, engine=None)
 
 
-def fleet_of(*rooms: Room, **changes: object) -> FleetView:
-    plain = FleetView(rooms, load_s=1.0, move_s=0.01, kv_token_s=math.inf, beat_s=0.5, max_tokens=100)
+def fleet_of(*replica_slots: ReplicaSlot, **changes: object) -> FleetView:
+    plain = FleetView(replica_slots, load_s=1.0, move_s=0.01, kv_token_s=math.inf, beat_s=0.5, max_tokens=100)
     return dataclasses.replace(plain, **changes)
 
 
 def view_of(
     fleet: FleetView,
-    places: Sequence[PlaceView],
+    slots: Sequence[SlotView],
     *,
     prompts: int,
     siblings: int,
@@ -61,7 +61,7 @@ def view_of(
     samples = prompts * siblings
     return StepView(
         fleet,
-        tuple(places),
+        tuple(slots),
         step,
         tuple(prompt_ids or [f"p{i}" for i in range(prompts)]),
         np.full(prompts, 10),
@@ -69,14 +69,14 @@ def view_of(
         np.array(tokens if tokens is not None else [0] * samples),
         np.array(finished if finished is not None else [False] * samples),
         np.zeros(samples, bool),
-        np.array(home if home is not None else [NOBODY] * samples),
+        np.array(home if home is not None else [UNASSIGNED] * samples),
     )
 
 
 def homes(left: dict[int, list[int]], samples: int) -> list[int]:
-    """`[samples]`: the place of each one in `left` (place: samples), and NOBODY for samples that have ended."""
-    home = [NOBODY] * samples
-    for place, mine in left.items():
+    """`[samples]`: the slot of each one in `left` (slot: samples), and UNASSIGNED for samples that have ended."""
+    home = [UNASSIGNED] * samples
+    for slot, mine in left.items():
         for sample in mine:
-            home[sample] = place
+            home[sample] = slot
     return home

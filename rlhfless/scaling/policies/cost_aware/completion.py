@@ -6,10 +6,10 @@ have ended with probability exp(-N(k)). All three are sums over samples (`counti
 of two actors together is adding their rows: a migration is judged by that. How long an actor works and when it has
 ended follows from them (`kernel.trial`).
 
-What a sample has still to draw is counted in tokens; what it waits for a slot, in iterations (`queue_iterations`). In
-the batch it draws a token in each iteration, so it ends after the iterations of its wait and those of its tokens. While
-it waits it is alive, but not in the batch: it holds no context. How long the longest response of the step is does not
-depend on waits at all (`longest_response`).
+What a sample has still to draw is counted in tokens; what it waits to be admitted, in iterations (`queue_iterations`).
+In the batch it draws a token in each iteration, so it ends after the iterations of its wait and those of its tokens.
+While it waits it is alive, but not in the batch: it holds no context. How long the longest response of the step is does
+not depend on waits at all (`longest_response`).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ AROUND = 64
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """What is expected to be alive at each place."""
+    """What is expected to be alive at each slot."""
 
     grid: Floats  # [T], iterations
     columns: Floats
-    """[3, places, T]: sequences, tokens of context of those in the batch, and -log of the probability that all have
+    """[3, slots, T]: sequences, tokens of context of those in the batch, and -log of the probability that all have
     ended."""
 
 
@@ -73,7 +73,7 @@ class Unfinished:
 
     lengths: RemainingLengths
     home: Ints
-    """[rows]: the place of each."""
+    """[rows]: the slot of each."""
     context: Ints
     """[rows]: what it has drawn, with its prompt."""
     begun: Flags
@@ -85,7 +85,7 @@ class Unfinished:
 
 
 def unfinished_of(lengths: RemainingLengths, view: StepView, home: Ints) -> Unfinished:
-    """The unfinished samples of a step; `home` [rows] is the place of each."""
+    """The unfinished samples of a step; `home` [rows] is the slot of each."""
     samples = lengths.samples
     context = view.tokens[samples] + view.prompt_tokens[view.group[samples]]
     return Unfinished(lengths, home, context, view.tokens[samples] > 0)
@@ -100,42 +100,42 @@ def ranks_of(lengths: RemainingLengths) -> Ranks:
 
 def queue_iterations(rows: Unfinished, most: Ints, count: Ints) -> Floats:
     """[rows]: iterations until a sample that waits is admitted; 0 for those that an engine runs at once: `most` of the
-    `count` at each place [places]. They are taken to wait from long to short; a slot is free for the next one when the
-    work of all before it has been done by all slots, but for the halves of what runs."""
+    `count` at each slot [slots]. They are taken to wait from long to short; the next one is admitted when the
+    work of all before it has been done by all sequences that run, but for the halves of what runs."""
     delay = np.zeros(rows.home.size)
     if (count > most).any():
         lengths = rows.lengths
         _, first = runs(lengths.kind)
         means = lengths.kind_means[lengths.kind[first]]
         longest = np.argsort(-means, kind="stable")
-        room = np.zeros(most.size, np.int64), np.zeros(most.size)
+        scratch = np.zeros(most.size, np.int64), np.zeros(most.size)
         first = np.append(first, lengths.kind.size)
-        counting.add_waits(rows.home, rows.begun, most, means, longest, first, *room, delay)
+        counting.add_waits(rows.home, rows.begun, most, means, longest, first, *scratch, delay)
     return delay
 
 
-def alive(rows: Unfinished, places: int, most: Ints, few: Flags | None = None, grid: Floats | None = None) -> Alive:
-    """What is expected of all places; `most` [places] is how many sequences an engine there runs at once, `few`
-    [places] whether each of its samples counts for itself (see `FEW`); on this `grid`, or one that is long enough."""
-    lengths, count = rows.lengths, np.bincount(rows.home, minlength=places)
+def alive(rows: Unfinished, slots: int, most: Ints, few: Flags | None = None, grid: Floats | None = None) -> Alive:
+    """What is expected of all slots; `most` [slots] is how many sequences an engine there runs at once, `few`
+    [slots] whether each of its samples counts for itself (see `FEW`); on this `grid`, or one that is long enough."""
+    lengths, count = rows.lengths, np.bincount(rows.home, minlength=slots)
     delay = queue_iterations(rows, most, count)
     if grid is None:
         most_iterations = float((lengths.table[:, -1][lengths.kind] + delay).max())
         # Waits go on at an even pace: at their end as at their beginning, a point for each half of a mean response.
         apart = max(float(lengths.means.mean()) / 2, most_iterations / FINEST) if delay.any() else math.inf
         grid = grid_to(most_iterations, apart)
-    columns = np.zeros((3, places, grid.size))
+    columns = np.zeros((3, slots, grid.size))
     counted = Counted(rows.home, lengths.kind, rows.context, delay)
     few = count <= FEW if few is None else few
-    waiting = np.zeros((2, places, grid.size))
+    waiting = np.zeros((2, slots, grid.size))
     counting.count_alive(counted, lengths.table, ranks_of(lengths), few, grid, np.zeros(grid.size), waiting, columns)
     return Alive(grid, columns)
 
 
-def longest_response(rows: Unfinished, places: int) -> tuple[Floats, Floats]:
+def longest_response(rows: Unfinished, slots: int) -> tuple[Floats, Floats]:
     """[T] and [T]: tokens, and -log of the probability that no sample has more than so many still to draw."""
-    count = np.bincount(rows.home, minlength=places)
-    found = alive(rows, places, most=count)  # with a slot for each, iterations are tokens
+    count = np.bincount(rows.home, minlength=slots)
+    found = alive(rows, slots, most=count)  # where each is admitted at once, iterations are tokens
     return found.grid, np.asarray(found.columns[ENDED].sum(axis=0))
 
 
@@ -163,10 +163,10 @@ def ends_by(lengths: RemainingLengths, samples: Ints, confidence: float) -> Floa
 
 
 class EngineTable:
-    """The engines at all places, as the completion model needs them."""
+    """The engines at all slots, as the completion model needs them."""
 
     def __init__(self, devices: Sequence[DeviceOption | None]) -> None:
-        """By place: its kind, None where nothing is generated."""
+        """By slot: its kind, None where nothing is generated."""
         kinds = list({id(device): device for device in devices if device is not None}.values())
         index = {id(device): number for number, device in enumerate(kinds)}
         curves = [device.curve for device in kinds]

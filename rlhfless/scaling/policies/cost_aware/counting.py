@@ -26,12 +26,12 @@ class Ranks(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Samples at places. All [rows]."""
+    """Samples at slots. All [rows]."""
 
     home: Ints
     kind: Ints  # row of the table of quantiles
     context: Ints  # tokens, now
-    delay: Floats  # iterations until it has a slot; from then on it draws a token in each iteration
+    delay: Floats  # iterations until it is admitted; from then on it draws a token in each iteration
 
 
 @compiled
@@ -46,15 +46,15 @@ def count_alive(
     columns: Floats,
 ) -> None:
     """Adds up what is alive at each point k of the `grid` [T], in iterations. With a chance of s(k) that a sample has
-    not ended by then, and its context c, at a place
+    not ended by then, and its context c, at a slot
 
         S(k) = sum of s(k)
         C(k) = sum of s(k) (c + k - delay), of samples in the batch: k >= delay
-        N(k) = sum of -log(1 - s(k)) where `few` [places] says that each sample counts for itself; else S(k), which it
+        N(k) = sum of -log(1 - s(k)) where `few` [slots] says that each sample counts for itself; else S(k), which it
         is
                where it matters, late
 
-    `table` [kinds, Q] has the quantiles, in tokens. `scratch` [T], `waiting` [2, places, T] and `columns` [3, places,
+    `table` [kinds, Q] has the quantiles, in tokens. `scratch` [T], `waiting` [2, slots, T] and `columns` [3, slots,
     T] are 0."""
     row = 0
     while row < rows.home.size:
@@ -65,19 +65,19 @@ def count_alive(
         if rows.delay[row] > 0:
             _add_waiting(rows, row, count, grid, waiting)
         row += count
-    for place in range(columns.shape[1]):
+    for slot in range(columns.shape[1]):
         sequences = context = queued = queued_context = 0.0
         for point in range(grid.size - 1, -1, -1):
-            ends, took = columns[SEQUENCES, place, point], columns[CONTEXT, place, point]
-            columns[SEQUENCES, place, point] = sequences
+            ends, took = columns[SEQUENCES, slot, point], columns[CONTEXT, slot, point]
+            columns[SEQUENCES, slot, point] = sequences
             in_batch = context + sequences * grid[point] - (queued_context + queued * grid[point])
-            columns[CONTEXT, place, point] = max(in_batch, 0.0)
-            if not few[place]:
-                columns[ENDED, place, point] = sequences
+            columns[CONTEXT, slot, point] = max(in_batch, 0.0)
+            if not few[slot]:
+                columns[ENDED, slot, point] = sequences
             sequences += ends
             context += took
-            queued += waiting[SEQUENCES, place, point]
-            queued_context += waiting[CONTEXT, place, point]
+            queued += waiting[SEQUENCES, slot, point]
+            queued_context += waiting[CONTEXT, slot, point]
 
 
 @compiled
@@ -92,18 +92,18 @@ def add_waits(
     work: Floats,
     delay: Floats,
 ) -> None:
-    """`delay` [rows]: iterations until each is admitted (`completion.queue_iterations`): work / slots - own length / 2.
-    `means` [kinds] are the lengths, `longest` [kinds] has the longest first, and `first` [kinds + 1] says at which row
-    each begins; `seen` and `work` [places] are 0."""
+    """`delay` [rows]: iterations until each is admitted (`completion.queue_iterations`): work / max_sequences - own
+    length / 2. `means` [kinds] are the lengths, `longest` [kinds] has the longest first, and `first` [kinds + 1] says
+    at which row each begins; `seen` and `work` [slots] are 0."""
     for waiting in (False, True):
         for kind in longest:
             for row in range(first[kind], first[kind + 1]):
                 if begun[row] != waiting:
-                    place = home[row]
-                    if seen[place] >= most[place]:
-                        delay[row] = max(work[place] / most[place] - means[kind] / 2, 0.0)
-                    seen[place] += 1
-                    work[place] += means[kind]
+                    slot = home[row]
+                    if seen[slot] >= most[slot]:
+                        delay[row] = max(work[slot] / most[slot] - means[kind] / 2, 0.0)
+                    seen[slot] += 1
+                    work[slot] += means[kind]
 
 
 @part
@@ -125,7 +125,7 @@ def _add_samples(
     columns: Floats,
 ) -> None:
     """Where a sample may end; and, where it counts `alone`, how likely it is alive at each point; for so many alike."""
-    place, kind, delay = rows.home[row], rows.kind[row], rows.delay[row]
+    slot, kind, delay = rows.home[row], rows.kind[row], rows.delay[row]
     cell, last = 0, grid.size - 1
     for rank in range(ranks.weight.size):
         low, high, share = table[kind, ranks.left[rank]], table[kind, ranks.right[rank]], ranks.share[rank]
@@ -133,23 +133,23 @@ def _add_samples(
         while cell < last and grid[cell] < length:
             cell += 1
         weight = ranks.weight[rank] * count
-        columns[SEQUENCES, place, cell] += weight
-        columns[CONTEXT, place, cell] += weight * (rows.context[row] - delay)
+        columns[SEQUENCES, slot, cell] += weight
+        columns[CONTEXT, slot, cell] += weight * (rows.context[row] - delay)
         if alone:
             scratch[cell] += ranks.weight[rank]
     if alone:
         chance = 0.0
         for point in range(cell, -1, -1):
-            columns[ENDED, place, point] -= math.log1p(-min(chance, SURE)) * count
+            columns[ENDED, slot, point] -= math.log1p(-min(chance, SURE)) * count
             chance += scratch[point]
             scratch[point] = 0.0
 
 
 @part
 def _add_waiting(rows: Counted, row: int, count: int, grid: Floats, waiting: Floats) -> None:
-    """Until which point so many alike have no slot, and hold no context: what `_add_samples` counted is taken off."""
-    place, cell = rows.home[row], 0
+    """Until which point so many alike wait, and hold no context: what `_add_samples` counted is taken off."""
+    slot, cell = rows.home[row], 0
     while cell < grid.size - 1 and grid[cell] < rows.delay[row]:
         cell += 1
-    waiting[SEQUENCES, place, cell] += count
-    waiting[CONTEXT, place, cell] += count * (rows.context[row] - rows.delay[row])
+    waiting[SEQUENCES, slot, cell] += count
+    waiting[CONTEXT, slot, cell] += count * (rows.context[row] - rows.delay[row])

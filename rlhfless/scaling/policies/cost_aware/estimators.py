@@ -16,7 +16,7 @@ from rlhfless.records import ReplicaState
 from rlhfless.scaling.policies.cost_aware.forecasters import Floats
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
 from rlhfless.scaling.policies.fleet_options import COLD, STARTING, WARM
-from rlhfless.scaling.policy import Action, Ints, Release, Room, Start, StepView
+from rlhfless.scaling.policy import Action, Ints, Release, ReplicaSlot, Start, StepView
 
 OBSERVATIONS = 8
 """So many are remembered: enough for a median that shrugs off a few, few enough to follow a drift."""
@@ -63,7 +63,7 @@ class Recent:
 
 
 class StartTimes:
-    """How long replicas take to come up, by kind of room and tier; what the room says until it was seen."""
+    """How long replicas take to come up, by kind of slot and tier; what the slot says until it was seen."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, str | None], Recent] = {}
@@ -74,50 +74,50 @@ class StartTimes:
         tiers: dict[int, str | None] = {}
         for action in actions:
             if isinstance(action, Release):
-                tiers[action.place] = action.tier
-                self._asked.pop(action.place, None)
+                tiers[action.slot] = action.tier
+                self._asked.pop(action.slot, None)
             elif isinstance(action, Start):
-                tier = tiers.get(action.place, now.view.places[action.place].tier)
-                self._asked[action.place] = max(action.at_s or now.at_s, now.at_s), tier
+                tier = tiers.get(action.slot, now.view.slots[action.slot].tier)
+                self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), tier
 
-    def up(self, now: PolicyContext, place: int) -> None:
+    def up(self, now: PolicyContext, slot: int) -> None:
         """A replica serves, having loaded its weights."""
-        if place in self._asked:
-            since_s, tier = self._asked.pop(place)
-            room = now.layout.rooms[place]
-            seen = self._seen.setdefault((str(room.function), room.kind, tier), Recent())
+        if slot in self._asked:
+            since_s, tier = self._asked.pop(slot)
+            replica_slot = now.layout.replica_slots[slot]
+            seen = self._seen.setdefault((str(replica_slot.function), replica_slot.kind, tier), Recent())
             seen.add(max(now.at_s - since_s - now.view.fleet.load_s, 0.0))
 
-    def forget(self, place: int) -> None:
-        """The replica at a place was lost."""
-        self._asked.pop(place, None)
+    def forget(self, slot: int) -> None:
+        """The replica at a slot was lost."""
+        self._asked.pop(slot, None)
 
-    def standby(self, now: PolicyContext, place: int) -> tuple[str, float]:
-        """The tier that a place stands by in, and seconds until a replica there is up, without its load of weights."""
-        room, there = now.layout.rooms[place], now.view.places[place]
+    def standby(self, now: PolicyContext, slot: int) -> tuple[str, float]:
+        """The tier that a slot stands by in, and seconds until a replica there is up, without its load of weights."""
+        replica_slot, there = now.layout.replica_slots[slot], now.view.slots[slot]
         if there.state is ReplicaState.STARTING:
-            since_s, tier = self._asked.get(place, (now.at_s, None))
-            return STARTING, max(since_s + self.wake_s(room, tier) - now.at_s, 0.0)
-        if now.awake(place):
+            since_s, tier = self._asked.get(slot, (now.at_s, None))
+            return STARTING, max(since_s + self.wake_s(replica_slot, tier) - now.at_s, 0.0)
+        if now.awake(slot):
             return WARM, 0.0
-        return there.tier or COLD, self.wake_s(room, there.tier)
+        return there.tier or COLD, self.wake_s(replica_slot, there.tier)
 
-    def until_serving_s(self, now: PolicyContext, place: int) -> float:
-        """Seconds until an actor at a place can take samples."""
-        if now.view.places[place].state is ReplicaState.SERVING:
+    def until_serving_s(self, now: PolicyContext, slot: int) -> float:
+        """Seconds until an actor at a slot can take samples."""
+        if now.view.slots[slot].state is ReplicaState.SERVING:
             return 0.0
-        return self.standby(now, place)[1] + now.view.fleet.load_s
+        return self.standby(now, slot)[1] + now.view.fleet.load_s
 
-    def wake_s(self, room: Room, tier: str | None) -> float:
+    def wake_s(self, replica_slot: ReplicaSlot, tier: str | None) -> float:
         """From a tier (None: from nothing) until a replica is up, without its load of weights."""
-        seen = self._seen.get((str(room.function), room.kind, tier))
+        seen = self._seen.get((str(replica_slot.function), replica_slot.kind, tier))
         if seen is not None:
             return seen.value
-        return room.start_s if tier is None else room.wake_s[tier]
+        return replica_slot.start_s if tier is None else replica_slot.wake_s[tier]
 
 
 class Spending:
-    """What the run has spent, by the rooms' prices: for contracts with a budget."""
+    """What the run has spent, by the slots' prices: for contracts with a budget."""
 
     def __init__(self, *, wanted: bool) -> None:
         self.usd = 0.0
@@ -143,45 +143,45 @@ class Spending:
         self._others_usd += passed_s * self._rates[1]
         self._at_s = now.at_s
         self._rates = (
-            sum(_usd_per_s(now, place) for place in now.layout.generation),
-            sum(_usd_per_s(now, place) for place in now.layout.others),
+            sum(_usd_per_s(now, slot) for slot in now.layout.generation),
+            sum(_usd_per_s(now, slot) for slot in now.layout.others),
         )
 
 
-def _usd_per_s(now: PolicyContext, place: int) -> float:
+def _usd_per_s(now: PolicyContext, slot: int) -> float:
     """Of one replica now. A replica that sleeps at the price of its devices pays only while no other is awake there."""
-    room, tier = now.layout.rooms[place], now.view.places[place].tier
+    replica_slot, tier = now.layout.replica_slots[slot], now.view.slots[slot].tier
     if tier is None:
-        return room.usd_per_s if now.awake(place) else 0.0
-    asleep = room.resident_usd_per_s[tier]
-    taken = asleep >= room.usd_per_s and any(now.awake(other) for other in now.layout.neighbours[place])
+        return replica_slot.usd_per_s if now.awake(slot) else 0.0
+    asleep = replica_slot.resident_usd_per_s[tier]
+    taken = asleep >= replica_slot.usd_per_s and any(now.awake(other) for other in now.layout.neighbours[slot])
     return 0.0 if taken else asleep
 
 
 class Pace:
     """How much slower than its model each engine decodes: 1 as long as it was not measured."""
 
-    def __init__(self, places: int) -> None:
-        self.factor: Floats = np.ones(places)
+    def __init__(self, slots: int) -> None:
+        self.factor: Floats = np.ones(slots)
         self._at_s = -math.inf
         self._tokens: Ints = np.empty(0, np.int64)
         self._home: Ints = np.empty(0, np.int64)
-        self._iteration_s: Floats = np.zeros(places)
+        self._iteration_s: Floats = np.zeros(slots)
 
     def begin(self) -> None:
         """Another step begins, of which nothing was seen yet."""
         self._at_s = -math.inf
 
     def look(self, at_s: float, view: StepView, samples: Ints, iteration_s: Floats) -> None:
-        """Measures the pace of each place from what its unfinished `samples` drew since the last look: seconds passed a
-        token drawn, over what an iteration should take by the model. `iteration_s` [places] is the latter now, and not
-        positive where nothing can be said; only samples count that were at the same place at the last look."""
-        passed_s, places, home = at_s - self._at_s, self.factor.size, view.home[samples]
+        """Measures the pace of each slot from what its unfinished `samples` drew since the last look: seconds passed a
+        token drawn, over what an iteration should take by the model. `iteration_s` [slots] is the latter now, and not
+        positive where nothing can be said; only samples count that were at the same slot at the last look."""
+        passed_s, slots, home = at_s - self._at_s, self.factor.size, view.home[samples]
         if 0 < passed_s < math.inf:
             before = self._tokens[samples]
             same = (home >= 0) & (home == self._home[samples]) & (before > 0)
-            drawn = np.bincount(home[same], (view.tokens[samples] - before)[same], minlength=places)
-            count = np.bincount(home[same], minlength=places)
+            drawn = np.bincount(home[same], (view.tokens[samples] - before)[same], minlength=slots)
+            count = np.bincount(home[same], minlength=slots)
             expected_s = (self._iteration_s + iteration_s) / 2
             told = (drawn >= LEAST_TOKENS * count) & (count > 0) & (self._iteration_s > 0) & (iteration_s > 0)
             measured = passed_s * count[told] / drawn[told] / expected_s[told]
@@ -189,5 +189,5 @@ class Pace:
         self._at_s, self._tokens, self._home = at_s, view.tokens.copy(), view.home.copy()
 
     def go_on(self, iteration_s: Floats) -> None:
-        """What an iteration should take [places] from this look on, with the samples that were moved since."""
+        """What an iteration should take [slots] from this look on, with the samples that were moved since."""
         self._iteration_s = iteration_s

@@ -46,7 +46,7 @@ class IdleState:
     """What each second of it saves against staying, its beginning and its end aside."""
 
 
-def cheapest_idle_state(now: PolicyContext, place: int, starts: StartTimes, gap_s: float, taken_s: float) -> IdleState:
+def cheapest_idle_state(now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, taken_s: float) -> IdleState:
     """What costs a replica least over a gap of g seconds; between equals, what is up sooner. A replica whose devices
     cost d a second, and which is up again after u seconds (by tier), pays
 
@@ -60,12 +60,12 @@ def cheapest_idle_state(now: PolicyContext, place: int, starts: StartTimes, gap_
     price of its own, is paid for only while no other replica is awake there: not for `taken_s` of the gap. And a
     replica on devices that another function will want cannot stay, nor start ahead of time.
     """
-    room, shared, waiting = now.layout.rooms[place], now.layout.shared(place), waiting_usd_per_s(now)
-    price = room.usd_per_s
+    replica_slot, shared, waiting = now.layout.replica_slots[slot], now.layout.shared(slot), waiting_usd_per_s(now)
+    price = replica_slot.usd_per_s
     states = [] if shared else [IdleState(True, None, price * gap_s, 0.0)]
-    for tier in (*sorted(room.wake_s, key=lambda tier: room.wake_s[tier]), None):
-        up_s = starts.wake_s(room, tier)
-        rate = 0.0 if tier is None else room.resident_usd_per_s[tier]
+    for tier in (*sorted(replica_slot.wake_s, key=lambda tier: replica_slot.wake_s[tier]), None):
+        up_s = starts.wake_s(replica_slot, tier)
+        rate = 0.0 if tier is None else replica_slot.resident_usd_per_s[tier]
         unpaid_s = taken_s if rate >= price else 0.0
         late_s = up_s if shared else max(up_s - gap_s, 0.0)
         asleep_s = max(gap_s - unpaid_s - (up_s - late_s), 0.0)
@@ -74,20 +74,20 @@ def cheapest_idle_state(now: PolicyContext, place: int, starts: StartTimes, gap_
     return min(states, key=lambda state: state.usd)
 
 
-def release(now: PolicyContext, place: int, state: IdleState) -> list[Action]:
+def release(now: PolicyContext, slot: int, state: IdleState) -> list[Action]:
     """Brings an idle replica to a state."""
     if state.stays:
         return []
-    starting = now.view.places[place].state is ReplicaState.STARTING
+    starting = now.view.slots[slot].state is ReplicaState.STARTING
     tier = None if starting else state.tier
-    choice = f"place {place} gives its devices back" if tier is None else f"place {place} sleeps in {tier}"
-    inputs: Inputs = {"function": str(now.layout.rooms[place].function), "usd": state.usd}
-    return [Release(place, tier), note(now, "release", choice, inputs)]
+    choice = f"slot {slot} gives its devices back" if tier is None else f"slot {slot} sleeps in {tier}"
+    inputs: Inputs = {"function": str(now.layout.replica_slots[slot].function), "usd": state.usd}
+    return [Release(slot, tier), note(now, "release", choice, inputs)]
 
 
 def waiting_usd_per_s(now: PolicyContext) -> float:
     """What functions beside generation cost that are awake now: a longer step keeps them waiting."""
-    return math.fsum(now.layout.rooms[place].usd_per_s for place in now.layout.others if now.awake(place))
+    return math.fsum(now.layout.replica_slots[slot].usd_per_s for slot in now.layout.others if now.awake(slot))
 
 
 class IdleScheduler:
@@ -99,7 +99,7 @@ class IdleScheduler:
         """From the end of generation until the next step begins, per token of the step."""
         self._generation_s = Recent()
         self._wanted_s: dict[int, Recent] = {}
-        """By place of a service: from the step's begin until its first complete group."""
+        """By slot of a service: from the step's begin until its first complete group."""
         self._began_s: dict[int, float] = {}
         self._generated: dict[int, tuple[float, float]] = {}
         """By step: when its generation ended, and its tokens."""
@@ -118,10 +118,10 @@ class IdleScheduler:
         self._began_s[now.view.step] = now.at_s
         self._first_group = False
         actions: list[Action] = []
-        for place in now.layout.others:
-            if place in self._wanted_s and not now.layout.shared(place) and now.absent(place):
-                up_s = self._starts.wake_s(now.layout.rooms[place], now.view.places[place].tier)
-                actions.append(Start(place, now.at_s + self._wanted_s[place].value - up_s))
+        for slot in now.layout.others:
+            if slot in self._wanted_s and not now.layout.shared(slot) and now.absent(slot):
+                up_s = self._starts.wake_s(now.layout.replica_slots[slot], now.view.slots[slot].tier)
+                actions.append(Start(slot, now.at_s + self._wanted_s[slot].value - up_s))
         return actions
 
     def look(self, now: PolicyContext, generated_s: float) -> list[Action]:
@@ -130,15 +130,15 @@ class IdleScheduler:
             groups = np.bincount(now.view.group)
             if (np.bincount(now.view.group[now.view.finished], minlength=groups.size) == groups).any():
                 self._first_group = True
-                for place in now.layout.others:
-                    if now.layout.rooms[place].function is not FunctionName.LEARNER:
-                        self._wanted_s.setdefault(place, Recent()).add(now.at_s - self._began_s[now.view.step])
+                for slot in now.layout.others:
+                    if now.layout.replica_slots[slot].function is not FunctionName.LEARNER:
+                        self._wanted_s.setdefault(slot, Recent()).add(now.at_s - self._began_s[now.view.step])
         actions: list[Action] = []
-        for place in now.layout.others:
-            room = now.layout.rooms[place]
-            waking = room.function is FunctionName.LEARNER and not now.layout.shared(place) and now.absent(place)
-            if waking and now.at_s + self._starts.wake_s(room, now.view.places[place].tier) >= generated_s:
-                actions.append(Start(place))
+        for slot in now.layout.others:
+            replica_slot = now.layout.replica_slots[slot]
+            waking = replica_slot.function is FunctionName.LEARNER and not now.layout.shared(slot) and now.absent(slot)
+            if waking and now.at_s + self._starts.wake_s(replica_slot, now.view.slots[slot].tier) >= generated_s:
+                actions.append(Start(slot))
         return actions
 
     def generated(self, now: PolicyContext, actors: Iterable[int], forecast: StepForecast) -> list[Action]:
@@ -146,31 +146,31 @@ class IdleScheduler:
         self._generated[now.view.step] = now.at_s, forecast.tokens
         self._generation_s.add(now.at_s - self._began_s[now.view.step])
         actions: list[Action] = []
-        tiers = {place: now.view.places[place].tier for place in now.layout.generation}
-        for place in now.layout.generation:
-            if now.awake(place):
-                state = self.state(now, place, forecast)
-                actions += release(now, place, state)
-                tiers[place] = state.tier
+        tiers = {slot: now.view.slots[slot].tier for slot in now.layout.generation}
+        for slot in now.layout.generation:
+            if now.awake(slot):
+                state = self.state(now, slot, forecast)
+                actions += release(now, slot, state)
+                tiers[slot] = state.tier
                 if state.stays:
-                    del tiers[place]
+                    del tiers[slot]
         if self._after.count:
-            for place in actors:
-                if place in tiers and not now.layout.shared(place):
-                    up_s = self._starts.wake_s(now.layout.rooms[place], tiers[place])
-                    actions.append(Start(place, now.at_s + self.after_s(forecast.tokens) - up_s))
+            for slot in actors:
+                if slot in tiers and not now.layout.shared(slot):
+                    up_s = self._starts.wake_s(now.layout.replica_slots[slot], tiers[slot])
+                    actions.append(Start(slot, now.at_s + self.after_s(forecast.tokens) - up_s))
         return actions
 
-    def idle(self, now: PolicyContext, place: int, forecast: StepForecast) -> list[Action]:
+    def idle(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
         """A function beside generation has done its work of the step."""
-        if not now.awake(place):
+        if not now.awake(slot):
             return []
         wanted_s = self._generation_s.value
-        if now.layout.rooms[place].function is not FunctionName.LEARNER and not now.layout.shared(place):
-            wanted_s = self._wanted_s[place].value if place in self._wanted_s else 0.0
+        if now.layout.replica_slots[slot].function is not FunctionName.LEARNER and not now.layout.shared(slot):
+            wanted_s = self._wanted_s[slot].value if slot in self._wanted_s else 0.0
         ended_s, _ = self._generated.get(now.view.step, (now.at_s, 0.0))
         gap_s = max(ended_s + self.after_s(forecast.tokens) - now.at_s, 0.0) + wanted_s
-        return release(now, place, cheapest_idle_state(now, place, self._starts, gap_s, taken_s=gap_s))
+        return release(now, slot, cheapest_idle_state(now, slot, self._starts, gap_s, taken_s=gap_s))
 
     def step_ended(self, step: int, end_s: float) -> None:
         """Learns how long the step took from the end of generation."""
@@ -179,10 +179,10 @@ class IdleScheduler:
             generated_s, tokens = self._generated.pop(step)
             self._after.add((end_s - generated_s) / tokens)
 
-    def state(self, now: PolicyContext, place: int, forecast: StepForecast) -> IdleState:
+    def state(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
         """What a generation actor that has nothing left to do does until the next step."""
         after_s = self.after_s(forecast.tokens)
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + after_s
         if not self._after.count:
-            gap_s = now.layout.rooms[place].start_s  # unknown: the break-even of the ski-rental problem
-        return cheapest_idle_state(now, place, self._starts, gap_s, taken_s=after_s)
+            gap_s = now.layout.replica_slots[slot].start_s  # unknown: the break-even of the ski-rental problem
+        return cheapest_idle_state(now, slot, self._starts, gap_s, taken_s=after_s)

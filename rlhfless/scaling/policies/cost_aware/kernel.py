@@ -12,11 +12,11 @@ from rlhfless.scaling.policy import Ints
 
 
 class Speeds(NamedTuple):
-    """What an iteration takes at each place: straight pieces by the batch, and what reading a context takes."""
+    """What an iteration takes at each slot: straight pieces by the batch, and what reading a context takes."""
 
-    curve: Ints  # [places]: row of the curves
-    most: Ints  # [places]: sequences that run at once
-    context_s: Floats  # [places]: per token
+    curve: Ints  # [slots]: row of the curves
+    most: Ints  # [slots]: sequences that run at once
+    context_s: Floats  # [slots]: per token
     at_zero_s: Floats  # [curves]
     slope_s: Floats  # [curves]: of the first piece
     knots: Floats  # [curves, knots]: where the next piece begins; infinite behind the last one
@@ -27,16 +27,16 @@ class ExpectedWork(NamedTuple):
     """What all actors have still to do."""
 
     speeds: Speeds
-    pace: Floats  # [places]: how much slower than its model an engine is
+    pace: Floats  # [slots]: how much slower than its model an engine is
     grid: Floats  # [T]: iterations
-    columns: Floats  # [3, places, T]
+    columns: Floats  # [3, slots, T]
 
 
 class Actors(NamedTuple):
-    """The actors of a step, with what was judged of them (`migration.MigrationState`). All [places]."""
+    """The actors of a step, with what was judged of them (`migration.MigrationState`). All [slots]."""
 
     samples: Ints
-    kv_tokens: Ints  # that they have room for
+    kv_tokens: Ints  # that they have slot for
     freed: Floats  # USD per second that it works less
     ready_s: Floats
     hold_s: Floats
@@ -44,62 +44,62 @@ class Actors(NamedTuple):
 
 
 @part
-def _iteration_s(speeds: Speeds, place: int, sequences: float, context: float) -> float:
+def _iteration_s(speeds: Speeds, slot: int, sequences: float, context: float) -> float:
     """a(max(S, 1)) + g C / min(S, 1): what an iteration takes by the models, given that at least one sample is
     alive."""
-    batch, curve = min(max(sequences, 1.0), float(speeds.most[place])), speeds.curve[place]
+    batch, curve = min(max(sequences, 1.0), float(speeds.most[slot])), speeds.curve[slot]
     seconds, knot = speeds.at_zero_s[curve] + speeds.slope_s[curve] * batch, 0
     while knot < speeds.knots.shape[1] and speeds.knots[curve, knot] < batch:
         seconds += speeds.bends_s[curve, knot] * (batch - speeds.knots[curve, knot])
         knot += 1
-    seconds += speeds.context_s[place] * context * min(1 / min(max(sequences, 1e-9), 1.0), 1e3)
+    seconds += speeds.context_s[slot] * context * min(1 / min(max(sequences, 1e-9), 1.0), 1e3)
     return float(seconds)
 
 
 @part
-def _span_s(work: ExpectedWork, place: int, point: int, sequences: float, context: float) -> float:
+def _span_s(work: ExpectedWork, slot: int, point: int, sequences: float, context: float) -> float:
     """From the point of the grid before to this one, with so many alive in between, at the actor's measured pace."""
     iterations = work.grid[point] - work.grid[point - 1]
-    return float(_iteration_s(work.speeds, place, sequences, context) * work.pace[place] * iterations)
+    return float(_iteration_s(work.speeds, slot, sequences, context) * work.pace[slot] * iterations)
 
 
 @compiled
-def iterations_s(work: ExpectedWork, places: Ints, out: Floats) -> None:
-    """`out` [rows]: what an iteration takes now at each of the `places` [rows], by the models."""
-    for row in range(places.size):
-        place, columns = places[row], work.columns
-        out[row] = _iteration_s(work.speeds, place, columns[SEQUENCES, place, 0], columns[CONTEXT, place, 0])
+def iterations_s(work: ExpectedWork, slots: Ints, out: Floats) -> None:
+    """`out` [rows]: what an iteration takes now at each of the `slots` [rows], by the models."""
+    for row in range(slots.size):
+        slot, columns = slots[row], work.columns
+        out[row] = _iteration_s(work.speeds, slot, columns[SEQUENCES, slot, 0], columns[CONTEXT, slot, 0])
 
 
 @compiled
-def trial(work: ExpectedWork, places: Ints, more: Floats, limits: Floats, out: Floats) -> None:
-    """`out` [rows, 1 + limits], for each of the `places` [rows], with `more` [3, 1, T] on top of what there is:
+def trial(work: ExpectedWork, slots: Ints, more: Floats, limits: Floats, out: Floats) -> None:
+    """`out` [rows, 1 + limits], for each of the `slots` [rows], with `more` [3, 1, T] on top of what there is:
 
     expected seconds of work       sum of iterations x the chance 1 - exp(-N) that a sample is alive
     seconds until the actor ends   until N falls below each of the `limits`: after the iterations k with
                                    exp(-N(k)) = p it has ended with probability p
     """
-    for row in range(places.size):
-        _trial(work, places[row], more, 0, limits, out[row])
+    for row in range(slots.size):
+        _trial(work, slots[row], more, 0, limits, out[row])
 
 
 @part
-def _trial(work: ExpectedWork, place: int, more: Floats, extra: int, limits: Floats, out: Floats) -> None:
-    """The same of one place, with row `extra` of `more` [3, rows, T]."""
+def _trial(work: ExpectedWork, slot: int, more: Floats, extra: int, limits: Floats, out: Floats) -> None:
+    """The same of one slot, with row `extra` of `more` [3, rows, T]."""
     columns = work.columns
     total = sequences = context = unended = alive = 0.0
     for limit in range(1 + limits.size):
         out[limit] = 0.0
     for point in range(work.grid.size):
         total_before, sequences_before, context_before, unended_before = total, sequences, context, unended
-        sequences = max(columns[SEQUENCES, place, point] + more[SEQUENCES, extra, point], 0.0)
-        context = max(columns[CONTEXT, place, point] + more[CONTEXT, extra, point], 0.0)
-        unended = max(columns[ENDED, place, point] + more[ENDED, extra, point], 0.0)
+        sequences = max(columns[SEQUENCES, slot, point] + more[SEQUENCES, extra, point], 0.0)
+        context = max(columns[CONTEXT, slot, point] + more[CONTEXT, extra, point], 0.0)
+        unended = max(columns[ENDED, slot, point] + more[ENDED, extra, point], 0.0)
         if point > 0:
             if unended_before == 0:
                 break
             middle = (sequences + sequences_before) / 2, (context + context_before) / 2
-            seconds = _span_s(work, place, point, *middle)
+            seconds = _span_s(work, slot, point, *middle)
             total += seconds
             out[0] += seconds * alive / 2
             alive = -math.expm1(-unended)
@@ -143,9 +143,9 @@ def best_dissolved(
             before_s = actors.ready_s[target] + recompute_s[source]
             end_s = before_s + scratch[1]
             later_s = 0.0
-            for place in range(actors.end_s.size):
-                if place != source and place != target:
-                    later_s = max(later_s, actors.end_s[place])
+            for slot in range(actors.end_s.size):
+                if slot != source and slot != target:
+                    later_s = max(later_s, actors.end_s[slot])
             usd = given_up - actors.freed[target] * (before_s + scratch[0] - actors.hold_s[target])
             usd -= time_usd_per_s * (max(end_s, later_s) - last_s)
             enough = usd > least_gain * given_up and before_s + scratch[2] <= limit_s
@@ -156,7 +156,7 @@ def best_dissolved(
 
 @part
 def _has_room(work: ExpectedWork, actors: Actors, source: int, target: int, kv_share: float) -> bool:
-    """Whether the samples of the one have room at the other."""
+    """Whether the samples of the one have slot at the other."""
     columns = work.columns
     if actors.samples[target] + actors.samples[source] > work.speeds.most[target]:
         return False
@@ -167,20 +167,20 @@ def _has_room(work: ExpectedWork, actors: Actors, source: int, target: int, kv_s
 
 
 @compiled
-def unended_within(work: ExpectedWork, places: Ints, within_s: Floats, out: Floats) -> None:
-    """`out` [rows]: N after `within_s` [rows] seconds of work at each of the `places` [rows]."""
+def unended_within(work: ExpectedWork, slots: Ints, within_s: Floats, out: Floats) -> None:
+    """`out` [rows]: N after `within_s` [rows] seconds of work at each of the `slots` [rows]."""
     columns = work.columns
-    for row in range(places.size):
-        place, total = places[row], 0.0
-        out[row] = columns[ENDED, place, 0]
+    for row in range(slots.size):
+        slot, total = slots[row], 0.0
+        out[row] = columns[ENDED, slot, 0]
         for point in range(1, work.grid.size):
-            sequences = (columns[SEQUENCES, place, point] + columns[SEQUENCES, place, point - 1]) / 2
-            context = (columns[CONTEXT, place, point] + columns[CONTEXT, place, point - 1]) / 2
-            seconds = _span_s(work, place, point, sequences, context)
+            sequences = (columns[SEQUENCES, slot, point] + columns[SEQUENCES, slot, point - 1]) / 2
+            context = (columns[CONTEXT, slot, point] + columns[CONTEXT, slot, point - 1]) / 2
+            seconds = _span_s(work, slot, point, sequences, context)
             if total + seconds >= within_s[row]:
                 share = min(max((within_s[row] - total) / seconds, 0.0), 1.0)
-                before, after = columns[ENDED, place, point - 1], columns[ENDED, place, point]
+                before, after = columns[ENDED, slot, point - 1], columns[ENDED, slot, point]
                 out[row] = before + share * (after - before)
                 break
             total += seconds
-            out[row] = columns[ENDED, place, point]
+            out[row] = columns[ENDED, slot, point]

@@ -51,22 +51,22 @@ class Aim:
 class Part:
     """Some samples of an actor, as the completion model counts them."""
 
-    columns: Floats  # [3, 1, T]: where they come to, with a slot for each
+    columns: Floats  # [3, 1, T]: where they come to, each admitted at once
     freed: Floats
-    """[3, 1, T]: what the actor that they leave has less to do. Not the same where samples wait: others get their slots
+    """[3, 1, T]: what the actor that they leave has less to do. Not the same where samples wait: others are admitted
     sooner."""
     count: int
 
 
 class MigrationState:
-    """The actors of a step and what they have still to do. Columns [3, places, T] change as samples are moved in it."""
+    """The actors of a step and what they have still to do. Columns [3, slots, T] change as samples are moved in it."""
 
     def __init__(
         self, engines: EngineTable, pace: Floats, expected: Alive, ready_s: Floats, freed_usd_per_s: Floats, count: Ints
     ) -> None:
         """It takes over the columns of `expected`. `pace`: how much slower than its model an engine was measured;
         `ready_s`: until an actor works; `freed_usd_per_s`: what each second less of it saves; `count`: its samples.
-        All [places]."""
+        All [slots]."""
         self.engines = engines
         self.grid = expected.grid
         self.columns = expected.columns
@@ -95,28 +95,28 @@ class MigrationState:
         root."""
         return float(confidence ** (1 / max(int(np.count_nonzero(self.count)), 1)))
 
-    def judge(self, places: Ints, confidence: float) -> None:
-        """Brings `hold_s` and `end_s` of places up to date."""
-        self.hold_s[places], self.end_s[places] = self.trial(places, self._nothing, 0.0, confidence)
+    def judge(self, slots: Ints, confidence: float) -> None:
+        """Brings `hold_s` and `end_s` of slots up to date."""
+        self.hold_s[slots], self.end_s[slots] = self.trial(slots, self._nothing, 0.0, confidence)
 
-    def trial(self, places: Ints, more: Floats, delay_s: float | Floats, *confidences: float) -> Floats:
+    def trial(self, slots: Ints, more: Floats, delay_s: float | Floats, *confidences: float) -> Floats:
         """`hold_s`, and `end_s` with each confidence, [1 + confidences, rows] of actors with so much `more` (or less)
         to do [3, 1, T], after a delay."""
-        out = np.empty((places.size, 1 + len(confidences)))
-        kernel.trial(self.work, places, more, -np.log(confidences), out)
-        return np.asarray(out.T + (self.ready_s[places] + delay_s))
+        out = np.empty((slots.size, 1 + len(confidences)))
+        kernel.trial(self.work, slots, more, -np.log(confidences), out)
+        return np.asarray(out.T + (self.ready_s[slots] + delay_s))
 
     def chance(self, limit_s: float) -> float:
         """The probability that all have ended by then."""
-        places = np.flatnonzero(self.count)
-        within_s, unended = limit_s - self.ready_s[places], np.empty(places.size)
-        kernel.unended_within(self.work, places, within_s, unended)
+        slots = np.flatnonzero(self.count)
+        within_s, unended = limit_s - self.ready_s[slots], np.empty(slots.size)
+        kernel.unended_within(self.work, slots, within_s, unended)
         return float(np.exp(-unended.sum())) if (within_s >= 0).all() else 0.0
 
-    def iteration_s(self, places: Ints) -> Floats:
-        """[rows]: what an iteration takes now at `places` [rows], by the models."""
-        out = np.empty(places.size)
-        kernel.iterations_s(self.work, places, out)
+    def iteration_s(self, slots: Ints) -> Floats:
+        """[rows]: what an iteration takes now at `slots` [rows], by the models."""
+        out = np.empty(slots.size)
+        kernel.iterations_s(self.work, slots, out)
         return out
 
     def carry_out(self, move: Transfer, recompute_s: float, confidence: float) -> None:
@@ -159,7 +159,7 @@ def dissolve(state: MigrationState, aim: Aim, sources: Ints, able: Ints, recompu
         given_up - f_target (h_target then - h_target now) - time_usd_per_s (last end then - last end now)
 
     where given_up = f_source h_source. That must be more than `LEAST_GAIN` of given_up, and the target must end in
-    time. `able`: places that serve. `recompute_s` [places]: to compute the KV of a place's samples again elsewhere, or
+    time. `able`: slots that serve. `recompute_s` [slots]: to compute the KV of a slot's samples again elsewhere, or
     to move it.
     """
     working, takers = sources[state.count[sources] > 0], able[state.count[able] > 0]
@@ -178,9 +178,9 @@ def part_of(rows: Unfinished, chosen: Ints, state: MigrationState) -> Part:
     home = rows.home[chosen[:1]]
     few, most = state.count[home] <= FEW, state.engines.most[home]  # as they were counted in the state
 
-    def counted(some: Ints, slots: Ints) -> Floats:
+    def counted(some: Ints, limits: Ints) -> Floats:
         here = replace(rows.of(some), home=np.zeros(some.size, np.int64))
-        return alive(here, 1, slots, few, state.grid).columns
+        return alive(here, 1, limits, few, state.grid).columns
 
     columns = counted(np.sort(chosen), np.array([chosen.size]))
     if (state.count[home] <= most).all():
@@ -231,6 +231,6 @@ def relieve(state: MigrationState, aim: Aim, part: Part, targets: Ints, wait_s: 
 def _last_without(state: MigrationState, source: Ints, target: Ints) -> Floats:
     """[pairs]: when all have ended but a source and its target."""
     last = np.zeros(target.size)
-    for place in np.argsort(state.end_s)[-3:]:  # one of the last three is neither
-        last = np.where((place != source) & (place != target), state.end_s[place], last)
+    for slot in np.argsort(state.end_s)[-3:]:  # one of the last three is neither
+        last = np.where((slot != source) & (slot != target), state.end_s[slot], last)
     return last

@@ -49,32 +49,32 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The samples of each actor of a plan, on places."""
+    """The samples of each actor of a plan, on slots."""
 
-    places: tuple[int, ...]  # [actors]
+    slots: tuple[int, ...]  # [actors]
     ready_s: tuple[float, ...]  # [actors]: from now until each can work
     samples: tuple[Ints, ...]  # [actors]: in the order in which they go to the engine
     home: Ints  # [samples]
 
-    def wait_for(self, places: Sequence[int], ready_s: float) -> Assignment:
-        """Gives each of these places one sample of the largest group, to be up before the step ends."""
-        largest = max(range(len(self.places)), key=lambda index: self.samples[index].size)
-        places = places[: self.samples[largest].size - 1]
-        kept, taken = np.split(self.samples[largest], [self.samples[largest].size - len(places)])
+    def wait_for(self, slots: Sequence[int], ready_s: float) -> Assignment:
+        """Gives each of these slots one sample of the largest group, to be up before the step ends."""
+        largest = max(range(len(self.slots)), key=lambda index: self.samples[index].size)
+        slots = slots[: self.samples[largest].size - 1]
+        kept, taken = np.split(self.samples[largest], [self.samples[largest].size - len(slots)])
         home = self.home.copy()
-        home[taken] = places
+        home[taken] = slots
         samples = (*self.samples[:largest], kept, *self.samples[largest + 1 :], *taken[:, None])
-        return Assignment((*self.places, *places), (*self.ready_s, *(ready_s for _ in places)), samples, home)
+        return Assignment((*self.slots, *slots), (*self.ready_s, *(ready_s for _ in slots)), samples, home)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step's plan, on places."""
+    """A step's plan, on slots."""
 
     plan: Plan
     assignment: Assignment
     prewarm: tuple[int, ...]
-    """Places to start for later steps."""
+    """Slots to start for later steps."""
     confidence: float
     """That was asked of the forecasts."""
     limit_s: float
@@ -97,18 +97,18 @@ class Tried:
 def plan_step(
     now: PolicyContext, lengths: RemainingLengths, request: PlanRequest, offers: FleetOffers, starts: StartTimes
 ) -> StepPlan:
-    """Options -> the most cautious plan that can be made -> samples to places -> places to prewarm."""
-    standby = {place: starts.standby(now, place) for place in now.layout.generation}
+    """Options -> the most cautious plan that can be made -> samples to slots -> slots to prewarm."""
+    standby = {slot: starts.standby(now, slot) for slot in now.layout.generation}
     options, behind = offers.options(now, standby)
     found = _safest(now.view, lengths, request, options)
     assignment = assign(found.plan, behind, found.step)
-    cold = [place for place, (tier, _) in standby.items() if tier == COLD and place not in assignment.places]
+    cold = [slot for slot, (tier, _) in standby.items() if tier == COLD and slot not in assignment.slots]
     prewarm: tuple[int, ...] = ()
     if cold and request.steps_left > 1 and is_due(request.steps_done, found.plan):
         prewarm = _prewarm(now, found, request, offers, starts, standby, cold)
-    late = [place for place in prewarm if now.layout.shared(place) and standby[place][1] > found.plan.step_s]
+    late = [slot for slot in prewarm if now.layout.shared(slot) and standby[slot][1] > found.plan.step_s]
     if late:
-        up_s = max(standby[place][1] for place in late)
+        up_s = max(standby[slot][1] for slot in late)
         assignment = assignment.wait_for(late, up_s + now.view.fleet.load_s)
     contract = request.contract
     limit_s = contract.deadline_s / found.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
@@ -150,11 +150,11 @@ def _prewarm(
     standby: Mapping[int, tuple[str, float]],
     cold: Sequence[int],
 ) -> tuple[int, ...]:
-    """The `cold` places that a plan would use if they slept, if that is worth their starts (`prewarm`)."""
+    """The `cold` slots that a plan would use if they slept, if that is worth their starts (`prewarm`)."""
     richer, behind = offers.options(now, asleep_instead(now.layout, standby, starts))
     other = plan(found.step, richer, found.contract, waiting_usd_per_s=request.waiting_usd_per_s)
-    chosen = tuple(place for place in assign(other, behind, found.step).places if place in cold)
-    price = sum(now.layout.rooms[place].usd_per_s * standby[place][1] for place in chosen)
+    chosen = tuple(slot for slot in assign(other, behind, found.step).slots if slot in cold)
+    price = sum(now.layout.replica_slots[slot].usd_per_s * standby[slot][1] for slot in chosen)
     return chosen if gain_usd(found.plan, other) * (request.steps_left - 1) > price else ()
 
 
@@ -183,16 +183,16 @@ def even_ranks(count: int) -> Floats:
 
 
 def assign(found: Plan, behind: Mapping[tuple[str, str], Sequence[int]], step: Responses) -> Assignment:
-    """Puts a plan's actors on the places behind each (kind, tier), in their order."""
-    free = {key: iter(places) for key, places in behind.items()}
-    places = tuple(next(free[actor.kind, actor.tier]) for actor in found.actors)
+    """Puts a plan's actors on the slots behind each (kind, tier), in their order."""
+    free = {key: iter(slots) for key, slots in behind.items()}
+    slots = tuple(next(free[actor.kind, actor.tier]) for actor in found.actors)
     home = np.empty(step.tokens.size, np.int64)
     position = np.arange(step.tokens.size)
     if step.order is not None:
         position[step.order] = np.arange(step.tokens.size)
     samples = []
-    for place, actor in zip(places, found.actors, strict=True):
-        home[actor.samples] = place
+    for slot, actor in zip(slots, found.actors, strict=True):
+        home[actor.samples] = slot
         # The longest first; of samples that cannot be told apart, siblings side by side.
         samples.append(actor.samples if step.order is None else step.order[np.sort(position[actor.samples])[::-1]])
-    return Assignment(places, tuple(actor.ready_s for actor in found.actors), tuple(samples), home)
+    return Assignment(slots, tuple(actor.ready_s for actor in found.actors), tuple(samples), home)

@@ -66,7 +66,7 @@ class CostAware:
         # Of the step:
         self._actors: tuple[int, ...] = ()
         self._prewarmed: set[int] = set()
-        """Places that start for later steps."""
+        """Slots that start for later steps."""
         self._aim = StepAim(self._deadline.of_step(1, revisits=False))
         self._forecast = StepForecast()
 
@@ -81,20 +81,20 @@ class CostAware:
         match event:
             case StepBegan():
                 return self._begin(now)
-            case Serving(place):
-                self._prewarmed.discard(place)
-                self._starts.up(now, place)
+            case Serving(slot):
+                self._prewarmed.discard(slot)
+                self._starts.up(now, slot)
             case Beat():
                 return self._beat(now)
-            case Lost(place, samples):
-                return self._lost(now, place, samples)
+            case Lost(slot, samples):
+                return self._lost(now, slot, samples)
             case Generated():
                 self._forecaster.end(now.view)
                 self._deadline.learn(now.at_s, now.view, self._aim)
                 self._forecast = StepForecast(now.tokens, now.at_s)
                 return self._idle.generated(now, self._actors, self._forecast)
-            case Idle(place):
-                return self._idle.idle(now, place, self._forecast)
+            case Idle(slot):
+                return self._idle.idle(now, slot, self._forecast)
             case StepEnded(_, end_s):
                 self._idle.step_ended(now.view.step, end_s)
         return []
@@ -113,7 +113,7 @@ class CostAware:
             self._deadline.planned(made.plan.step_s, state.last_s)
         self._aim = self._aim_of(now, lengths, request, made, state)
         self._steps += 1
-        self._actors, self._prewarmed = made.assignment.places, set(made.prewarm)
+        self._actors, self._prewarmed = made.assignment.slots, set(made.prewarm)
         return [*actions, Note(made.plan.record(now.view.step, now.at_s)), *self._carried_out(now, made)]
 
     def _request(self, now: PolicyContext, tokens: float) -> PlanRequest:
@@ -141,7 +141,7 @@ class CostAware:
     ) -> StepAim:
         longest = None
         if not lengths.known:
-            longest = longest_response(unfinished_of(lengths, now.view, made.assignment.home), now.places)
+            longest = longest_response(unfinished_of(lengths, now.view, made.assignment.home), now.slots)
         return StepAim(
             margin=request.margin,
             began_s=now.at_s,
@@ -156,9 +156,9 @@ class CostAware:
     def _carried_out(self, now: PolicyContext, made: StepPlan) -> list[Action]:
         """Releases actors that are not needed, starts those that are, and assigns samples."""
         actions: list[Action] = []
-        for place in now.layout.generation:
-            if place not in self._actors and now.awake(place):
-                actions += release(now, place, self._idle.state(now, place, self._forecast))
+        for slot in now.layout.generation:
+            if slot not in self._actors and now.awake(slot):
+                actions += release(now, slot, self._idle.state(now, slot, self._forecast))
         actions += make_way(now, self._actors)
         actions += start(now, dict.fromkeys((*self._actors, *made.prewarm)))
         return [*actions, *(Assign(*given) for given in zip(self._actors, made.assignment.samples, strict=True))]
@@ -169,21 +169,21 @@ class CostAware:
             lengths = self._forecaster.look(now.view)
             found = self._replanner.replan(now, lengths, self._aim, self._forecast, self._prewarmed)
             actions, loads, self._forecast = [*actions, *found.actions], found.loads, found.forecast
-        for place in now.layout.generation:
-            if loads[place] == 0 and now.awake(place) and place not in self._prewarmed:
-                actions += release(now, place, self._idle.state(now, place, self._forecast))
+        for slot in now.layout.generation:
+            if loads[slot] == 0 and now.awake(slot) and slot not in self._prewarmed:
+                actions += release(now, slot, self._idle.state(now, slot, self._forecast))
         return actions
 
-    def _lost(self, now: PolicyContext, place: int, samples: Ints) -> list[Action]:
-        """Actors that are awake take them, until the next beat replans; if none is, the place starts anew."""
-        self._starts.forget(place)
-        self._prewarmed.discard(place)
+    def _lost(self, now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
+        """Actors that are awake take them, until the next beat replans; if none is, the slot starts anew."""
+        self._starts.forget(slot)
+        self._prewarmed.discard(slot)
         self._forecast = dataclasses.replace(self._forecast, replan_s=-math.inf)
-        awake = awake_beside(now, place)
+        awake = awake_beside(now, slot)
         again: list[Action] = []
         if samples.size and not awake:
-            again = [*make_way(now, [place]), Start(place)]
-        return [*again, *assign_to_least(samples, awake or [place], now.loads)]
+            again = [*make_way(now, [slot]), Start(slot)]
+        return [*again, *assign_to_least(samples, awake or [slot], now.loads)]
 
 
 def _prompt_tokens(view: StepView) -> float:

@@ -1,7 +1,7 @@
 """Actors that are started for later steps, although this one would not pay for their cold start. Pure.
 
 A cold start takes as long as a step, so no step by itself would ever pay for one more actor. What it is worth is what
-a plan would gain if the places that have no replica had one that sleeps, in this step and each one that is left:
+a plan would gain if the slots that have no replica had one that sleeps, in this step and each one that is left:
 
     gain per step x steps left > price of the cold starts
 
@@ -30,15 +30,15 @@ FASTER = 0.98
 def asleep_instead(
     layout: Layout, standby: Mapping[int, tuple[str, float]], starts: StartTimes
 ) -> dict[int, tuple[str, float]]:
-    """The standby of all places if those without a replica had one asleep, in a tier named `COLD`, then the tier's own
+    """The standby of all slots if those without a replica had one asleep, in a tier named `COLD`, then the tier's own
     name."""
     found = {}
-    for place, (tier, wait_s) in standby.items():
-        asleep = quickest_tier(layout.rooms[place])
+    for slot, (tier, wait_s) in standby.items():
+        asleep = quickest_tier(layout.replica_slots[slot])
         if tier == COLD and asleep is not None:
-            found[place] = f"{COLD}, then {asleep}", starts.wake_s(layout.rooms[place], asleep)
+            found[slot] = f"{COLD}, then {asleep}", starts.wake_s(layout.replica_slots[slot], asleep)
         else:
-            found[place] = tier, wait_s
+            found[slot] = tier, wait_s
     return found
 
 

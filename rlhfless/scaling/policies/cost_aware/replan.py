@@ -53,7 +53,7 @@ class Replan:
 
     actions: list[Action]
     loads: Ints
-    """[places]: samples, once the actions are carried out."""
+    """[slots]: samples, once the actions are carried out."""
     forecast: StepForecast
 
 
@@ -78,9 +78,9 @@ class Replanner:
     ) -> tuple[MigrationState, StepForecast]:
         """A step has been planned: the completion model with all samples where the plan has them, and what it
         forecasts. `before` is what was forecast before the plan."""
-        ready_s, assignment = np.zeros(now.places), made.assignment
-        ready_s[list(assignment.places)] = assignment.ready_s
-        count = np.bincount(assignment.home, minlength=now.places)
+        ready_s, assignment = np.zeros(now.slots), made.assignment
+        ready_s[list(assignment.slots)] = assignment.ready_s
+        count = np.bincount(assignment.home, minlength=now.slots)
         rows = unfinished_of(lengths, now.view, assignment.home)
         state = self._state(now, rows, ready_s, count, before)
         state.judge(np.flatnonzero(count), state.each(made.confidence))
@@ -90,13 +90,13 @@ class Replanner:
     def replan(
         self, now: PolicyContext, lengths: RemainingLengths, aim: StepAim, last: StepForecast, prewarmed: set[int]
     ) -> Replan:
-        """Moves samples where that pays. `prewarmed` are places that start for later steps, and keep what they have."""
+        """Moves samples where that pays. `prewarmed` are slots that start for later steps, and keep what they have."""
         rows = unfinished_of(lengths, now.view, now.view.home[lengths.samples])
         state = self._state(now, rows, self._ready_s(now), now.loads, last)
         self._pace.look(now.at_s, now.view, lengths.samples, _iteration_s(now, state))
         tokens = now.tokens + float(lengths.means.sum())
         target, transfer = self._aim(now, state, aim, tokens), Transfers(now, rows)
-        sources = [place for place in now.layout.generation if place not in prewarmed]
+        sources = [slot for slot in now.layout.generation if slot not in prewarmed]
         may_dissolve = aim.tested or now.left <= UNTESTED_SHARE * now.view.finished.size
         notes = _dissolve(now, state, target, rows, transfer, sources) if may_dissolve else []
         notes += self._relieve(now, state, target, rows, transfer)
@@ -106,27 +106,27 @@ class Replanner:
     def _state(
         self, now: PolicyContext, rows: Unfinished, ready_s: Floats, count: Ints, last: StepForecast
     ) -> MigrationState:
-        """The actors of the step, `ready_s` and `count` [places]."""
-        if self._pace.factor.size != now.places:
-            self._pace = Pace(now.places)
+        """The actors of the step, `ready_s` and `count` [slots]."""
+        if self._pace.factor.size != now.slots:
+            self._pace = Pace(now.slots)
         if self._engines is None or self._layout is not now.layout:
-            # Of the rooms as they are: a fleet that learns anything new of an engine shows new rooms.
-            devices: list[DeviceOption | None] = [None] * now.places
-            for place in now.layout.generation:
-                devices[place] = self._offers.device(now.layout.rooms[place])
+            # Of the slots as they are: a fleet that learns anything new of an engine shows new slots.
+            devices: list[DeviceOption | None] = [None] * now.slots
+            for slot in now.layout.generation:
+                devices[slot] = self._offers.device(now.layout.replica_slots[slot])
             self._layout, self._engines = now.layout, EngineTable(devices)
-        freed = np.zeros(now.places)
-        for places in now.layout.alike:
-            freed[places] = self._idle.state(now, int(places[0]), last).freed_usd_per_s
-        expected = alive(rows, now.places, self._engines.most)
+        freed = np.zeros(now.slots)
+        for slots in now.layout.alike:
+            freed[slots] = self._idle.state(now, int(slots[0]), last).freed_usd_per_s
+        expected = alive(rows, now.slots, self._engines.most)
         return MigrationState(self._engines, self._pace.factor, expected, ready_s, freed, count)
 
     def _ready_s(self, now: PolicyContext) -> Floats:
-        """[places]: until each actor that is there can work."""
-        ready_s = np.zeros(now.places)
-        for place in now.layout.generation:
-            if not now.absent(place):
-                ready_s[place] = self._starts.until_serving_s(now, place)
+        """[slots]: until each actor that is there can work."""
+        ready_s = np.zeros(now.slots)
+        for slot in now.layout.generation:
+            if not now.absent(slot):
+                ready_s[slot] = self._starts.until_serving_s(now, slot)
         return ready_s
 
     def _aim(self, now: PolicyContext, state: MigrationState, aim: StepAim, tokens: float) -> Aim:
@@ -150,10 +150,10 @@ class Replanner:
         notes: list[Action] = []
         if not may_relieve(state, aim):
             return notes
-        means, places, wait_s = rows.lengths.means, np.array(now.layout.generation), np.zeros(now.places)
-        for place in now.layout.generation:
-            if not state.count[place]:  # how long actors are waited for that have work, the state knows
-                wait_s[place] = self._starts.until_serving_s(now, place)
+        means, slots, wait_s = rows.lengths.means, np.array(now.layout.generation), np.zeros(now.slots)
+        for slot in now.layout.generation:
+            if not state.count[slot]:  # how long actors are waited for that have work, the state knows
+                wait_s[slot] = self._starts.until_serving_s(now, slot)
         for _ in now.layout.generation:
             source = int(np.argmax(state.end_s))
             mine = np.flatnonzero(rows.home == source)
@@ -161,7 +161,7 @@ class Replanner:
             if not half.size:
                 break
             delay_s = float(transfer.seconds[source]) * half.size / mine.size
-            sooner = places[state.end_s[places] < state.end_s[source]]
+            sooner = slots[state.end_s[slots] < state.end_s[source]]
             move = relieve(state, aim, part_of(rows, half, state), sooner, delay_s + wait_s[sooner])
             if move is None:
                 break
@@ -178,7 +178,7 @@ def _dissolve(
     now: PolicyContext, state: MigrationState, aim: Aim, rows: Unfinished, transfer: Transfers, sources: list[int]
 ) -> list[Action]:
     """Dissolves actors, as long as that pays."""
-    able = [place for place in now.layout.generation if now.view.places[place].state is ReplicaState.SERVING]
+    able = [slot for slot in now.layout.generation if now.view.slots[slot].state is ReplicaState.SERVING]
     of, to = np.array(sources, np.int64), np.array(able, np.int64)
     notes: list[Action] = []
     while (move := dissolve(state, aim, of, to, transfer.seconds)) is not None:
@@ -189,23 +189,23 @@ def _dissolve(
 
 
 class Transfers:
-    """What it takes to have the KV of a place's samples elsewhere: computed again, or moved, whichever is sooner."""
+    """What it takes to have the KV of a slot's samples elsewhere: computed again, or moved, whichever is sooner."""
 
     def __init__(self, now: PolicyContext, rows: Unfinished) -> None:
         home, context = rows.home[rows.begun], rows.context[rows.begun]
-        count = np.bincount(home, minlength=now.places)
-        mean = np.bincount(home, context, minlength=now.places) / np.maximum(count, 1)
-        again_s, moved_s = np.zeros(now.places), np.full(now.places, math.inf)
-        for place in np.flatnonzero(count).tolist():
-            engine = now.layout.rooms[place].engine
-            assert engine is not None  # samples are at places for generation
-            again_s[place] = engine.model.prefill_s(int(mean[place])) * count[place]
+        count = np.bincount(home, minlength=now.slots)
+        mean = np.bincount(home, context, minlength=now.slots) / np.maximum(count, 1)
+        again_s, moved_s = np.zeros(now.slots), np.full(now.slots, math.inf)
+        for slot in np.flatnonzero(count).tolist():
+            engine = now.layout.replica_slots[slot].engine
+            assert engine is not None  # samples are at slots for generation
+            again_s[slot] = engine.model.prefill_s(int(mean[slot])) * count[slot]
         if math.isfinite(now.view.fleet.kv_token_s):
             moved_s = mean * now.view.fleet.kv_token_s
         self.seconds: Floats = now.view.fleet.move_s + np.minimum(again_s, moved_s)
-        """[places]: all samples of a place one after the other, or their KV side by side."""
+        """[slots]: all samples of a slot one after the other, or their KV side by side."""
         self._with_kv: Flags = moved_s < again_s
-        """[places]: whether it is moved."""
+        """[slots]: whether it is moved."""
 
     def moves(self, now: PolicyContext, rows: Unfinished) -> list[Action]:
         """From where samples are to where `rows` have them now; an actor that takes some and is not there is
@@ -213,11 +213,11 @@ class Transfers:
         before = now.view.home[rows.lengths.samples]
         moved = np.flatnonzero(before != rows.home)
         sources, targets = before[moved], rows.home[moved]
-        absent = [place for place in np.unique(targets).tolist() if now.absent(place)]
+        absent = [slot for slot in np.unique(targets).tolist() if now.absent(slot)]
         actions = [*make_way(now, absent), *start(now, absent)]
-        pair = sources * now.places + targets
-        for source, target in (divmod(code, now.places) for code in np.unique(pair).tolist()):
-            samples = rows.lengths.samples[moved[pair == source * now.places + target]]
+        pair = sources * now.slots + targets
+        for source, target in (divmod(code, now.slots) for code in np.unique(pair).tolist()):
+            samples = rows.lengths.samples[moved[pair == source * now.slots + target]]
             actions.append(Move(source, target, samples, bool(self._with_kv[source])))
         return actions
 
@@ -234,13 +234,13 @@ def _note(now: PolicyContext, move: Transfer, why: str, aim: Aim) -> Action:
     inputs: Inputs = {"why": why, "saves_usd": move.saves_usd, "end_s": move.end_s, "confidence": aim.confidence}
     if math.isfinite(aim.limit_s):
         inputs["limit_s"] = aim.limit_s
-    return note(now, "migrate", f"place {move.source} to {move.target}", inputs)
+    return note(now, "migrate", f"slot {move.source} to {move.target}", inputs)
 
 
 def _iteration_s(now: PolicyContext, state: MigrationState) -> Floats:
-    """[places]: what an iteration takes now by the models; 0 where an engine does anything but decode."""
-    decodes = [there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.places]
-    places = np.flatnonzero(np.array(decodes) & (state.count > 0))
-    iteration_s = np.zeros(now.places)
-    iteration_s[places] = state.iteration_s(places)
+    """[slots]: what an iteration takes now by the models; 0 where an engine does anything but decode."""
+    decodes = [there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.slots]
+    slots = np.flatnonzero(np.array(decodes) & (state.count > 0))
+    iteration_s = np.zeros(now.slots)
+    iteration_s[slots] = state.iteration_s(slots)
     return iteration_s

@@ -16,13 +16,13 @@ from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
 from rlhfless.scaling.policies.cost_aware.policy import CostAware
 from rlhfless.scaling.policy import (
-    NOBODY,
+    UNASSIGNED,
     Beat,
-    EngineRoom,
+    EngineLimits,
     FleetView,
     Generated,
-    PlaceView,
-    Room,
+    ReplicaSlot,
+    SlotView,
     StepBegan,
     StepEnded,
     StepView,
@@ -42,20 +42,20 @@ def warm_up() -> None:
     fleet = _fleet()
     samples = PROMPTS * SIBLINGS
     for step in (1, 2):
-        policy.decide(step, StepBegan(), _view(fleet, step, np.zeros(samples, np.int64), np.full(samples, NOBODY)))
+        policy.decide(step, StepBegan(), _view(fleet, step, np.zeros(samples, np.int64), np.full(samples, UNASSIGNED)))
         # One sample of each actor is left, and goes on; all that began with it have ended.
-        tokens, home = np.full(samples, MAX_TOKENS // 2), np.full(samples, NOBODY)
+        tokens, home = np.full(samples, MAX_TOKENS // 2), np.full(samples, UNASSIGNED)
         home[:ACTORS] = range(ACTORS)
         policy.decide(step + 0.5, Beat(), _view(fleet, step, tokens, home))
-        over = _view(fleet, step, tokens + 1, np.full(samples, NOBODY))
+        over = _view(fleet, step, tokens + 1, np.full(samples, UNASSIGNED))
         policy.decide(step + 0.8, Generated(), over)
         policy.decide(step + 0.9, StepEnded(step, step + 0.9), over)
 
 
 def _fleet() -> FleetView:
     model = LinearEngine(fixed_s=0.01, sequence_s=0.001, context_s=0.0, prefill_token_s=1e-5, prefill_context_s=0.0)
-    rooms = tuple(
-        Room(
+    replica_slots = tuple(
+        ReplicaSlot(
             function=FunctionName.GENERATION,
             kind=f"kind-{index}",
             devices=(f"device-{index}",),
@@ -64,11 +64,11 @@ def _fleet() -> FleetView:
             start_s=1.0,
             wake_s={},
             resident_usd_per_s={},
-            engine=EngineRoom(model, kv_capacity_tokens=10_000, max_sequences=PROMPTS * SIBLINGS // 2 // ACTORS),
+            engine=EngineLimits(model, kv_capacity_tokens=10_000, max_sequences=PROMPTS * SIBLINGS // 2 // ACTORS),
         )
         for index in range(ACTORS)
     )
-    return FleetView(rooms, 0.1, 0.01, math.inf, 0.1, MAX_TOKENS)
+    return FleetView(replica_slots, 0.1, 0.01, math.inf, 0.1, MAX_TOKENS)
 
 
 def _view(fleet: FleetView, step: int, tokens: np.ndarray, home: np.ndarray) -> StepView:
@@ -76,13 +76,13 @@ def _view(fleet: FleetView, step: int, tokens: np.ndarray, home: np.ndarray) -> 
     begun = bool(tokens.any())
     return StepView(
         fleet=fleet,
-        places=(PlaceView(ReplicaState.SERVING),) * ACTORS,
+        slots=(SlotView(ReplicaState.SERVING),) * ACTORS,
         step=step,
         prompt_ids=tuple(map(str, range(PROMPTS))),
         prompt_tokens=np.full(PROMPTS, 8),
         group=np.repeat(np.arange(PROMPTS), SIBLINGS),
         tokens=tokens,
-        finished=begun & (home == NOBODY),
+        finished=begun & (home == UNASSIGNED),
         truncated=np.zeros(samples, np.bool_),
         home=home,
     )

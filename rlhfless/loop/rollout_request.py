@@ -11,7 +11,7 @@ from rlhfless.spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class RolloutRequest:
     """What one generation stage is asked to draw."""
 
     call: Call

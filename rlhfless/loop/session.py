@@ -16,7 +16,7 @@ from rlhfless.autoscaling.scaler import scaler_of
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.pool import RECOVERABLE, Pool
-from rlhfless.fleet.tasks import is_stopping, to_the_end, together
+from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.janitor import Janitor
@@ -44,7 +44,7 @@ TRACE_FOLDER = "trace"
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class Session:
     """All that a driver starts from. The folder is the run's own; if it holds earlier attempts, they are resumed."""
 
     spec: RunSpec
@@ -60,68 +60,68 @@ class Opening:
 
 
 @asynccontextmanager
-async def opened(opening: Opening) -> AsyncIterator[tuple[Run, int]]:
+async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
     """The run with its fleet up and its weights served, and the step to begin with (0: the evaluation before all)."""
-    with contextlib.closing(Journal(opening.folder / JOURNAL_FILE)) as journal:
-        attempt, trace = journal.begin_attempt(), opening.folder / TRACE_FOLDER
+    with contextlib.closing(Journal(session.folder / JOURNAL_FILE)) as journal:
+        attempt, trace = journal.begin_attempt(), session.folder / TRACE_FOLDER
         earlier = read_trace(trace, tokens=False) if attempt > 1 and trace.exists() else None
-        with contextlib.closing(_ledger(opening, attempt, earlier)) as ledger:
-            with opening.console.waiting("starting Ray"):
-                cluster = await Cluster.start(opening.spec.placement)
+        with contextlib.closing(_ledger(session, attempt, earlier)) as ledger:
+            with session.console.waiting("starting Ray"):
+                cluster = await Cluster.start(session.spec.placement)
             try:
-                async with _fleet(opening, cluster, ledger, journal, earlier) as under_way:
+                async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
                     yield under_way
             finally:
                 await to_the_end(cluster.stop())
 
 
-def _ledger(opening: Opening, attempt: int, earlier: Trace | None) -> Ledger:
-    spec, folder = opening.spec, opening.folder / TRACE_FOLDER
+def _ledger(session: Session, attempt: int, earlier: Trace | None) -> Ledger:
+    spec, folder = session.spec, session.folder / TRACE_FOLDER
     prices = load_price_book(spec.scaling.prices)
     spec_values: dict[str, Any] = spec.model_dump(mode="json")
-    meta = TraceMeta(opening.run_id, attempt, prices.snapshot(), spec_values, describe_machine())
+    meta = TraceMeta(session.run_id, attempt, prices.snapshot(), spec_values, describe_machine())
     before = None if earlier is None else Earlier.of(earlier, prices)
     return Ledger(TraceWriter(folder, meta, spec.logging.record_tokens), prices, before)
 
 
 @asynccontextmanager
 async def _fleet(
-    opening: Opening, cluster: Cluster, ledger: Ledger, journal: Journal, earlier: Trace | None
+    session: Session, cluster: Cluster, ledger: Ledger, journal: Journal, earlier: Trace | None
 ) -> AsyncIterator[tuple[Run, int]]:
-    spec = opening.spec
-    call = Call(opening.run_id, journal.attempt, 0)
-    launcher = Launcher.of(spec, opening.prepared, call, cluster, ledger, opening.folder)
+    spec = session.spec
+    call = Call(session.run_id, journal.attempt, 0)
+    launcher = Launcher.of(spec, session.prepared, call, cluster, ledger, session.folder)
     generation, scoring, reward_model, reference, learner = launcher.pools()
     pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
     lease_s = spec.recovery.lease_s
     beat = Heartbeat(pools, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     heartbeat = asyncio.create_task(beat.run())
-    folders = store_folders(spec, opening.run_id)
+    folders = store_folders(spec, session.run_id)
     run = Run(
-        run_id=opening.run_id,
+        run_id=session.run_id,
         attempt=journal.attempt,
         spec=spec,
-        order=PromptOrder(opening.prepared.train, spec.seed, spec.prompts.shuffle),
-        held_out=opening.prepared.held_out,
+        order=PromptOrder(session.prepared.train, spec.seed, spec.prompts.shuffle),
+        held_out=session.prepared.held_out,
         generation=generation,
         weights=ActorWeights(generation, spec),
         scoring=scoring,
         reward_model=reward_model,
         reference=reference,
         learner=learner,
-        scaler=scaler_of(spec, opening.prepared, call, pools, ledger, earlier),
+        scaler=scaler_of(spec, session.prepared, call, pools, ledger, earlier),
         ledger=ledger,
-        sinks=opening.sinks,
+        sinks=session.sinks,
         journal=journal,
-        checkpoints=opening.checkpoints,
+        checkpoints=session.checkpoints,
         monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit),
     )
     with Janitor(folders, wanted=not spec.placement.ray_address):
         try:
-            yield run, await _begin(opening, run, cluster)
+            yield run, await _begin(session, run, cluster)
         finally:
             heartbeat.cancel()
-            with opening.console.waiting("stopping all functions"):
+            with session.console.waiting("stopping all functions"):
                 if is_stopping():
                     ledger.keep_up(pools, 0.0)  # the stop may be cut short
                 await to_the_end(_stop(pools))
@@ -130,21 +130,21 @@ async def _fleet(
 
 
 async def _stop(pools: Sequence[Pool]) -> None:
-    await together(*(pool.close() for pool in pools))
-    await together(*(pool.stop(*pool.replicas()) for pool in pools))
+    await gather_or_cancel(*(pool.close() for pool in pools))
+    await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in pools))
 
 
-async def _begin(opening: Opening, run: Run, cluster: Cluster) -> int:
+async def _begin(session: Session, run: Run, cluster: Cluster) -> int:
     """Bring the fleet up; returns the first step.
 
     A process that dies meanwhile is replaced if the run has been up before. A first start that fails would fail again.
     """
     left = await cluster.running(f"{run.run_id}-")
-    await together(*(pool.adopt(left, run.call(0)) for pool in run.pools))
-    tries = opening.spec.recovery.per_step if run.attempt > 1 else 0
+    await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools))
+    tries = session.spec.recovery.per_step if run.attempt > 1 else 0
     while True:
         try:
-            return await _start(opening, run)
+            return await _start(session, run)
         except RECOVERABLE as fault:
             if not tries or is_stopping():
                 raise
@@ -153,13 +153,13 @@ async def _begin(opening: Opening, run: Run, cluster: Cluster) -> int:
             await clear(run, run.call(0))
 
 
-async def _start(opening: Opening, run: Run) -> int:
+async def _start(session: Session, run: Run) -> int:
     """Start what is missing of the fleet, and give it the weights to go on from; returns the first step."""
-    actors = opening.spec.scaling.generation.min_actors
-    with opening.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
+    actors = session.spec.scaling.generation.min_actors
+    with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
         others = [pool.ready(run.call(0)) for pool in (*run.helpers, run.learner)]
-        await together(run.generation.fill(actors), *others, asyncio.to_thread(warm_up))
-    with opening.console.waiting("checking that weight loads reach every tensor"):
+        await gather_or_cancel(run.generation.fill(actors), *others, asyncio.to_thread(warm_up))
+    with session.console.waiting("checking that weight loads reach every tensor"):
         step = await run.restore()
         await run.open_weights(step)
         newest = run.checkpoints.newest()
@@ -168,8 +168,8 @@ async def _start(opening: Opening, run: Run) -> int:
                 f"{newest.folder} was saved with weights {newest.notes.digest}, and gives "
                 f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
             )
-        await together(*(run.weights.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
+        await gather_or_cancel(*(run.weights.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
         await run.sync(run.published, run.call(step))
     if step:
-        opening.console.show(f"resumed after step {step}, attempt {run.attempt}")
+        session.console.show(f"resumed after step {step}, attempt {run.attempt}")
     return step + 1 if step else 0
