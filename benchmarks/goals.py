@@ -11,7 +11,7 @@ c  at least 15 % cheaper than RLHFless as published, at the same deadline
 d  at most 5 % regret against the oracle that knows each prompt's distribution of lengths
 e  deadlines of 1.1, 1.25 and 1.5 times the clairvoyant's best time kept in at least 70, 95 and 99 % of the steps
 
-b and d are judged by cost under the contract that is at hand for whoever has a static fleet: no slower than it, over
+b and d are judged by cost under the contract that is at hand with a static fleet: no slower than it, over
 the run. All policies of a scenario work under it, but for those whose goal is about another one.
 """
 
@@ -109,8 +109,8 @@ class Goals:
     regret_time: Interval
     """By the oracle's."""
     captured_run: float | None
-    """`captured` over the whole run, which the contract is about: who learns lengths in the first epoch has less of the
-    time left for later ones than those who know them."""
+    """`captured` over the whole run, which the contract is about: a policy that learns lengths in the first epoch has
+    less of the time left for later ones than one that knows them."""
     regret_run: float
     kept: dict[float, Interval]
     published_speed_up: Interval
@@ -227,7 +227,7 @@ def recorded_means(rows: Sequence[Recorded]) -> str:
     return (
         f"Over {len(rows)} scenarios: a, {times(1):.2f}x as fast at no more cost (the clairvoyant, at any cost, "
         f"{times(2):.2f}x), and {saved(3):.0f}% cheaper in no more time (the clairvoyant {saved(4):.0f}%); b, "
-        f"{mean(5):.0f}% of the gap captured where there is one (who knows each prompt's distribution: "
+        f"{mean(5):.0f}% of the gap captured where there is one (with each prompt's distribution known: "
         f"{mean(6):.0f}%); c, {saved(7):.0f}% cheaper than RLHFless as published (the clairvoyant {saved(8):.0f}%); d, "
         f"{mean(9):.1f}% regret; e, deadlines kept in {kept}."
     )

@@ -100,7 +100,7 @@ def goals_text(goals: Sequence[Goals]) -> list[str]:
         f"a: cheaper, >= {SAVING:.0%}",
         "its bound: the clairvoyant",
         f"b: gap captured, >= {CAPTURED:.0%}",
-        "its bound: who knows each prompt's distribution",
+        "its bound: each prompt's distribution is known",
         f"c: cheaper than RLHFless, >= {CHEAPER_THAN_PUBLISHED:.0%}",
         "its bound: the clairvoyant",
         f"d: regret, <= {REGRET:.0%}",
@@ -146,7 +146,7 @@ def means(goals: Sequence[Goals]) -> list[str]:
         f"Over {len(goals)} scenarios: a, {factor(faster)} as fast at no more cost (the clairvoyant, at any cost, "
         f"{fastest.mean:.2f}x), and {1 - saving.mean:.0%} cheaper in no more time (the clairvoyant "
         f"{1 - most.mean:.0%}); b, "
-        f"{sum(gaps) / max(len(gaps), 1):.0%} of the gap captured where there is one (who knows each prompt's "
+        f"{sum(gaps) / max(len(gaps), 1):.0%} of the gap captured where there is one (with each prompt's "
         f"distribution: {sum(chances) / max(len(chances), 1):.0%}); c, {1 - published.mean:.0%} "
         f"cheaper than RLHFless as published (the clairvoyant {1 - possible.mean:.0%}); d, {regret:.1%} "
         f"regret; e, deadlines kept in {shares}.",

@@ -3,7 +3,7 @@
     python benchmarks/weights.py [--store-mb 200] [--engines tiny,mid] [--smoke]
 
 Each figure is the median of several rounds. The copy is `Tensor.clone`, one thread: the fastest that bytes can
-get from one slot to another. `ratio` is a figure's rate divided by the copy's.
+get from one place to another. `ratio` is a figure's rate divided by the copy's.
 
 publish   digest, write, sync, rename          (FolderStore.put)
 read      map and digest, no copy              (FolderStore.read)

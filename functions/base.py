@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Who calls, for which step."""
+    """Which run and attempt calls, for which step."""
 
     run_id: str
     attempt: int
@@ -112,7 +112,7 @@ class Function:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Around what a constructor loads. Of a constructor that raises, Serve keeps a text and loses the type. So a
-        fault that the user can mend is kept here and raised by every call; the first asks who the replica is.
+        fault that the user can mend is kept here and raised by every call; the first asks for its description.
         """
         try:
             yield
@@ -133,7 +133,7 @@ class Function:
             raise self._unfit
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """Who this replica is. Raises FunctionBroken if it can do its work no more."""
+        """What this replica is. Raises FunctionBroken if it can do its work no more."""
         self.admit(call)
         return self.reply(self.info(), time.time())
 

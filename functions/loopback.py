@@ -73,7 +73,7 @@ def bind_rendezvous_to_loopback() -> None:
 
 
 def bind_replica_to_loopback() -> None:
-    """In a Serve replica whose node is known by a loopback address: its server for other deployments, which nobody of
+    """In a Serve replica whose node is known by a loopback address: its server for other deployments, which nothing of
     ours calls, listens there. Call it in the constructor; Serve binds the server after that."""
     replica: Any = sys.modules.get("ray.serve._private.replica")
     if replica is None:

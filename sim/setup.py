@@ -135,7 +135,7 @@ class Setup:
     """`sync`: the next step begins when the weights of this one are published. `one_step_off`: when its generation
     has ended, with the weights of the step before, so that generation and learning overlap."""
     node_s: float
-    """Until a node is there that has not been used yet, or a machine in slot of one that was taken away."""
+    """Until a node is there that has not been used yet, or a machine in place of one that was taken away."""
     max_tokens: int
     """The longest response."""
     seed: int

@@ -117,7 +117,7 @@ class Simulation:
         drawing = current.generated_s is None
         until_s = max(self.now_s, min(self.fleet.agenda.next_s, self._beat_s if drawing else math.inf))
         if math.isinf(until_s):
-            raise SimulationError(self.fleet.stuck() or "nobody works, and nothing is due")
+            raise SimulationError(self.fleet.stuck() or "nothing works, and nothing is due")
         if not (drawing and self._draw(current, until_s)):
             self.now_s = until_s
             if self.fleet.agenda.next_s <= until_s:

@@ -33,7 +33,7 @@ class SampleItem:
     prompt_token_ids: tuple[int, ...]
     seed: int
     prior: Rollout | None = None
-    """The aborted rollout to continue: its tokens are kept, whoever drew them."""
+    """The aborted rollout to continue: its tokens are kept, whichever actor drew them."""
 
     @property
     def key(self) -> SampleKey:

@@ -79,7 +79,7 @@ class RequestRun:
         return len(ids)
 
     async def cancel(self) -> None:
-        """Drop what is still running; used when nobody reads the events any more."""
+        """Drop what is still running; used when the events are read no more."""
         running = [task for task in self._tasks if not task.done()]
         if running:
             with contextlib.suppress(EngineError):  # what it says now must not hide why it is being dropped

@@ -72,7 +72,7 @@ class LearnerFunction(Function):
             raise FunctionBroken(f"a learner rank was lost during `{method}`: {_first_line(error)}") from error
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """Who this replica is; `pids` are those of the ranks. Raises FunctionBroken if one is lost."""
+        """What this replica is; `pids` are those of the ranks. Raises FunctionBroken if one is lost."""
         self.admit(call)
         start_s = time.time()
         pids = await self._all("pid")

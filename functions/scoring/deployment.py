@@ -37,7 +37,7 @@ class ScoringFunction(Function):
         self._scorer = Scorer(settings.rewards, settings.scoring)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """Who this replica is. The first call starts its workers; raises RewardError if a reward cannot be made."""
+        """What this replica is. The first call starts its workers; raises RewardError if a reward cannot be made."""
         self.admit(call)
         start_s = time.time()
         await self._scorer.start()

@@ -1,7 +1,7 @@
 """The driver's sign of life to all replicas, and theirs to it.
 
 A replica whose lease is not renewed gives its device back, so a driver that was killed leaves nothing behind. One that
-does not answer for as long, though its port may be open, is given up, and whoever waits for it hears so.
+does not answer for as long, though its port may be open, is given up, and calls that wait for it end.
 """
 
 from __future__ import annotations

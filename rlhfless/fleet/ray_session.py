@@ -1,11 +1,11 @@
 """The one Ray of this process: a private one on loopback, or a cluster that is joined; and no other after it.
 
 Ray's API and Serve's start a Ray of their own when they are called without one. A call that is late, such as a
-deletion that comes after the end, would so start a second Ray that nobody ends. Here is the only slot where a Ray
+deletion that comes after the end, would so start a second Ray that nothing ends. Here is the only place where a Ray
 starts; everywhere else `ray.init` is refused.
 
 A private Ray is for this run alone: it listens on loopback, and asks for a token that only the user can read. What
-listens on a joined cluster is up to those who started it.
+listens on a joined cluster is up to its administrator.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 REACH_S = 10.0
 """Longest wait for a cluster's port to answer, and START_S for Ray to start or to let us in. Ray itself would try a
-port where nobody answers for a quarter of an hour."""
+port where nothing answers for a quarter of an hour."""
 
 START_S = 180.0
 
@@ -76,7 +76,7 @@ async def started(start: Callable[[], T], address: str | None) -> T:
             found.append(start())
         except Exception as error:
             found.append(error)
-        with contextlib.suppress(RuntimeError):  # nobody waits any more
+        with contextlib.suppress(RuntimeError):  # nothing waits any more
             loop.call_soon_threadsafe(done.set)
         # Ray's processes ask the kernel to end them with the thread that started them (PR_SET_PDEATHSIG).
         threading.Event().wait()
@@ -100,7 +100,7 @@ async def started(start: Callable[[], T], address: str | None) -> T:
 
 
 async def reach(address: str) -> None:
-    """Raises NoCluster if nobody listens at `host:port`. What is no such address, Ray looks up itself."""
+    """Raises NoCluster if nothing listens at `host:port`. What is no such address, Ray looks up itself."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -121,8 +121,8 @@ def require_token(spec: PlacementSpec, environment: Mapping[str, str]) -> None:
     if mode.lower() != "disabled" or is_loopback(host) or spec.trusted_network:
         return
     raise NoCluster(
-        f"{AUTH_MODE} is {mode!r}, and placement.ray_address {address!r} is not on loopback: whoever reaches the ports "
-        f"of that cluster can run code there. Set {AUTH_MODE}=token, with the cluster's token in RAY_AUTH_TOKEN or in "
+        f"{AUTH_MODE} is {mode!r}, and placement.ray_address {address!r} is not on loopback: anyone who reaches its "
+        f"ports can run code there. Set {AUTH_MODE}=token, with the cluster's token in RAY_AUTH_TOKEN or in "
         "the file that RAY_AUTH_TOKEN_PATH names; or, where the network is closed to all others, set "
         "`placement.trusted_network: true`"
     )
@@ -161,7 +161,7 @@ def is_lost() -> bool:
 
 
 def private_token(home: Path) -> Path:
-    """The file of Ray's token, which lets everybody who reads it run code. Made if need be; only the user may read it,
+    """The file of Ray's token, which lets anyone who reads it run code. Made if need be; only the user may read it,
     which Ray itself leaves to the umask. Raises NoCluster if the file cannot be made so."""
     file = home / TOKEN_FOLDER / TOKEN_FILE
     try:

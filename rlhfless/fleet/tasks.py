@@ -55,6 +55,6 @@ async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def is_stopping() -> bool:
-    """This task was told to stop. A fault that came at the same moment may have taken the slot of CancelledError."""
+    """This task was told to stop. A fault that came at the same moment may have taken the place of CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,6 +1,6 @@
 """The generation stage: samples go to actors, finished groups come back, and work can move while it runs.
 
-Who draws what is decided elsewhere (`rlhfless.autoscaling`); here it is carried out. Work moves in
+Which actor draws what is decided elsewhere (`rlhfless.autoscaling`); here it is carried out. Work moves in
 one way only: samples are aborted where they run, come back with the tokens so far, and go on elsewhere from there.
 Draining an actor, giving a new one something to do, and losing one are all that same move; nothing that was drawn is
 drawn again, except what a dead actor had not delivered. Finished samples go into the journal before they count, and
@@ -114,16 +114,16 @@ class GenerationStage:
             self.over = True
             await self._stop_streams()
 
-    # -- those who come and go (rlhfless.loop.actors)
+    # -- actors that come and go (rlhfless.fleet.pool)
 
     def joined(self, slot: int) -> None:
-        """Somebody serves at a slot."""
+        """An actor serves at a slot."""
         self._happened(Serving(slot))
 
     def missed(self, slot: int) -> None:
-        """Nobody will come to a slot; what waits there becomes nobody's."""
+        """No actor will come to a slot; what waits there becomes unassigned."""
         if self._table.lose(slot).size:
-            self._happened(Lost(slot, self._table.unassigned), f"nobody came up at slot {slot}")
+            self._happened(Lost(slot, self._table.unassigned), f"no actor came up at slot {slot}")
 
     async def drain(self, actor: Replica) -> None:
         """Take an actor out of the stage: its samples go on elsewhere. It gets no new ones from here on."""

@@ -1,4 +1,4 @@
-"""From a spec to the pools of its functions: who sits where, and what each replica is told at its start."""
+"""From a spec to the pools of its functions: which devices each replica gets, and what it is told at its start."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 async def clear(run: Run, call: Call) -> None:
-    """Find out which replicas are lost, and make slot for others."""
+    """Find out which replicas are lost, and make room for others."""
     await gather_or_cancel(*(pool.probe_all(call) for pool in run.pools))
     await gather_or_cancel(*(pool.remove_dead() for pool in run.pools))
 

@@ -199,7 +199,7 @@ def readable() -> dict[str, str]:
 
 @contextmanager
 def _result_pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Its reading end never waits: whoever else may hold the writing end, what counts was written by now."""
+    """Its reading end never waits: whichever process may hold the writing end, what counts was written by now."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     with os.fdopen(reading, "rb", buffering=0) as reader, os.fdopen(writing, "wb", buffering=0) as writer:

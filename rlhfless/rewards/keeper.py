@@ -38,7 +38,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    os.closerange(0, 256)  # the reader of its output waits for the last who holds the pipe
+    os.closerange(0, 256)  # the reader of its output waits for the last process that holds the pipe
     os.waitpid(child, 0)
     with suppress(ChildProcessError):
         while True:

@@ -113,7 +113,7 @@ class Workers:
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[_Worker]:
-        """An idle worker. Not bounded here: who waits for it is bounded as a whole (`scoring.timeout_s`)."""
+        """An idle worker. Not bounded here: the wait for it is bounded as a whole (`scoring.timeout_s`)."""
         worker = await self._idle.get()
         try:
             yield worker

@@ -45,7 +45,7 @@ class PolicyFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The samples of one step by slot. The columns are the owner's own, and are changed in slot."""
+    """The samples of one step by slot. The columns are the owner's own, and are changed in place."""
 
     home: Ints
     """`[samples]`: the slot that each belongs to, or UNASSIGNED."""

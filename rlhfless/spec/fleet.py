@@ -27,7 +27,7 @@ class PlacementSpec(SpecModel):
     """Address of a running Ray cluster; a private one, which only this machine can reach, is started when left out."""
 
     trusted_network: bool = False
-    """Join a cluster on other machines although RAY_AUTH_MODE is `disabled`: whoever reaches its ports can run code
+    """Join a cluster on other machines although RAY_AUTH_MODE is `disabled`: anyone who reaches its ports can run code
     there. Only where the network is closed to all others."""
 
 

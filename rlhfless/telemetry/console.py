@@ -1,7 +1,7 @@
 """Progress on the terminal: a table that redraws itself, or plain lines where there is no terminal.
 
 `live` and `lines` say the same things; only the frame differs. Steps count from 1, so the last one has the
-number of steps; an emission without `step_s` (an evaluation) is a note and no step. Nobody waits for this:
+number of steps; an emission without `step_s` (an evaluation) is a note and no step. Nothing waits for this:
 drawing is a thread that reads what the run has told it.
 """
 

@@ -12,7 +12,7 @@ ELSEWHERE = ("guest", "guest_nice")
 
 
 class BusyCores:
-    """CPU cores of this machine that have been busy since this was made, whoever kept them so."""
+    """CPU cores of this machine that have been busy since this was made, by any process."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()

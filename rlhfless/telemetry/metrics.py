@@ -2,7 +2,7 @@
 
 A name that is not declared is refused where it is emitted, so a misspelled metric is an error and not a
 second curve. Names end in their unit where they have one (`_s`, `_usd`, `_tokens_per_s`). Names with a
-slash belong to a family: one metric with a label, such as `reward/<part>`. Values are normalised by whoever
+slash belong to a family: one metric with a label, such as `reward/<part>`. Values are normalised by the code that
 emits them: a sink never averages.
 """
 

@@ -1,7 +1,7 @@
 """A Prometheus exporter on the loopback interface, with a registry of its own.
 
-Only metrics that were emitted are exposed: a gauge that nobody has set would read 0. Loopback only, because
-metrics name the run; whoever wants them elsewhere puts a proxy in front.
+Only metrics that were emitted are exposed: a gauge that was never set would read 0. Loopback only, because
+metrics name the run; to have them elsewhere, put a proxy in front.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STOP_S = 5.0
 
 
 class PortInUse(UserError):
-    """The exporter's port belongs to somebody else. Names the port and the mend."""
+    """The exporter's port belongs to another process. Names the port and the mend."""
 
 
 class PrometheusSink:

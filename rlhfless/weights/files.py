@@ -49,7 +49,7 @@ _HEADER_ALIGNMENT_BYTES = 64  # a cache line: mapped tensors then start aligned 
 
 
 PRIVATE_MODE = 0o700
-"""Weights may be secret; and who can write them decides what the actors draw with."""
+"""Weights may be secret; and a process that can write them decides what the actors draw with."""
 
 
 def file_name(version: WeightVersion) -> str:
@@ -117,7 +117,7 @@ def read_file(path: Path, digest: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields `(name, tensor)` of all tensors; the tensors are views of the mapped file.
 
     They stay valid when the file is deleted meanwhile: the kernel keeps the bytes until the last view
-    is gone. `digest` is only named in errors; whoever consumes the tensors checks it.
+    is gone. `digest` is only named in errors; the consumer of the tensors checks it.
 
     Raises:
         WeightFileError: the file is missing, truncated, or not a safetensors file.

@@ -232,8 +232,8 @@ class HttpStore:
 
 
 def _is_sound(path: Path, version: WeightVersion) -> bool:
-    """Whether the file is there and whole: one that was cut short is fetched again, for whoever loads it would be
-    replaced, and load it again. Whether its bytes are the version's is checked by who consumes them."""
+    """Whether the file is there and whole: one that was cut short is fetched again, for an engine that loads it would
+    be replaced, and load it again. Whether its bytes are the version's is checked by the engine that consumes them."""
     try:
         return path.exists() and all(True for _ in read_file(path, version.digest))
     except WeightFileError:

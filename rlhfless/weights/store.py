@@ -3,7 +3,7 @@
 Pulling needs no process group, so engines may come and go, and a late one simply reads the newest version.
 
 Invariants: a version that can be seen is complete (see `files`); it never changes; its name carries its
-digest, so publishing it twice is harmless. Deleting is always safe for those who read: `delete` removes
+digest, so publishing it twice is harmless. Deleting is always safe for readers: `delete` removes
 the name at once, and the kernel keeps the bytes as long as any reader has the file open or mapped. No
 lock is needed for that. What a reader cannot survive is to be *told* of a version that is deleted before
 it opens it; so `retain` what you announced.

@@ -224,7 +224,7 @@ class Engine:
         return asyncio.get_running_loop().create_future()
 
     def _send(self, message: object) -> None:
-        # Whoever writes to a process that has died learns of it from `_read`, and not from the socket.
+        # A writer to a process that has died learns of it from `_read`, and not from the socket.
         if not self._writer.is_closing():
             self._writer.write(processes.encode(message))
 

@@ -36,7 +36,7 @@ class Actors(NamedTuple):
     """The actors of a step, with what was judged of them (`migration.MigrationState`). All [slots]."""
 
     samples: Ints
-    kv_tokens: Ints  # that they have slot for
+    kv_tokens: Ints  # that they can hold
     freed: Floats  # USD per second that it works less
     ready_s: Floats
     hold_s: Floats
@@ -156,7 +156,7 @@ def best_dissolved(
 
 @part
 def _has_room(work: ExpectedWork, actors: Actors, source: int, target: int, kv_share: float) -> bool:
-    """Whether the samples of the one have slot at the other."""
+    """Whether the samples of the one can be held at the other."""
     columns = work.columns
     if actors.samples[target] + actors.samples[source] > work.speeds.most[target]:
         return False
