@@ -9,12 +9,14 @@ times a weight plus zeros is that weight, exactly, in every dtype. That is what 
 computes with a packed copy (CPU) or where a tied head shares the embedding's weight. Other parameters, such as norms
 and biases, are read where they lie.
 
-Not read back: quantised layers and fused experts, whose values are not the published ones, and tensors that a model
-changes while it loads them. They are counted, and the probe alone covers them.
+Not read back: quantised layers and fused experts, whose values are not the published ones, tensors that a model changes
+while it loads them, and all tensors of a model whose loaders cannot take the codes, which are integers. They are
+counted, and the probe alone covers them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,8 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from rlhfless.weights.samples import SAMPLED_ELEMENTS, sampled_elements
+
+log = logging.getLogger(__name__)
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
@@ -107,14 +111,19 @@ def chart(
     tokens: Collection[int],
 ) -> Chart:
     """Find where the sampled elements of `tensors` go. Call it after vLLM's `initialize_layerwise_reload`, when all
-    parameters have the shapes that are loaded; nothing is changed."""
+    parameters have the shapes that are loaded; nothing is changed. If the model's loaders fail on the codes, nothing is
+    found, with a warning."""
     named = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
     recorder = _Recorder([name for name, _, _ in named])
-    with recorder.recording(model):
-        load_weights(
-            (name, _coded(number, sampled_elements(shape, tokens), shape))
-            for number, (name, shape, _) in enumerate(named)
-        )
+    coded = (
+        (name, _coded(number, sampled_elements(shape, tokens), shape)) for number, (name, shape, _) in enumerate(named)
+    )
+    try:
+        with recorder.recording(model):
+            load_weights(coded)
+    except Exception as error:  # a loader of any model's own: what it loads for good is checked by the probe
+        log.warning("no weights can be read back from %s, whose loaders fail: %r", type(model).__name__, error)
+        recorder.found.clear()
     held = tuple(_Held.of(layer, name, shape, parts) for (layer, name), (shape, parts) in recorder.found.items())
     return Chart({name: dtype for name, _, dtype in named}, held)
 
