@@ -27,9 +27,11 @@ from smoke import parsed
 from where import machine
 
 from rlhfless.scaling.engine_model import EngineModel, decode_s
-from rlhfless.scaling.latency import BentEngine, LatencyFit, LinearEngine, ModelShape, Roofline
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
 from rlhfless.scaling.latency.devices import device_of
+from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine
+from rlhfless.scaling.latency.roofline import Roofline
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.timeline import Array, Requests
 
 CONFIGS: dict[str, dict[str, Any]] = {  # of the models' own config.json

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from rlhfless.records import FunctionName, Invocation
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.latency import BentEngine, LatencyFit, ModelShape, prior_of
+from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit
+from rlhfless.scaling.latency.prior import prior_of
+from rlhfless.scaling.latency.shape import ModelShape
 
 STEPS_REPLAYED = 20
 """Steps of a trace that a resumed run learns from: of older steps the fit would keep less than a hundredth."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlhfless.records import Score
 from rlhfless.rewards.builtin import ExactMatch, Format, LengthPenalty, Regex
-from rlhfless.rewards.http import HttpReward
 from rlhfless.rewards.protocol import Checked, Failed, Outcome, Report, Reward, Sample, within_range
 from rlhfless.rewards.tasks import all_of
 from rlhfless.rewards.verifiers import VerifierSpec, verifier
@@ -24,6 +24,9 @@ from rlhfless.spec import (
     RewardSpec,
     ScoringSpec,
 )
+
+if TYPE_CHECKING:
+    from rlhfless.rewards.http import HttpReward
 
 LocalSpec = ExactMatchSpec | RegexSpec | FormatSpec | LengthPenaltySpec | HttpSpec
 
@@ -133,4 +136,7 @@ def _local(spec: LocalSpec) -> ExactMatch | Regex | Format | LengthPenalty | Htt
         return Format(spec)
     if isinstance(spec, LengthPenaltySpec):
         return LengthPenalty(spec)
+    # Here, because httpx takes a quarter of a second to import.
+    from rlhfless.rewards.http import HttpReward
+
     return HttpReward(spec)

@@ -22,9 +22,10 @@ from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.intervals import clip, length, union
-from rlhfless.scaling.latency import LatencyFit, LinearEngine, ModelShape, Roofline
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of
-from rlhfless.scaling.latency.shape import UnknownShape
+from rlhfless.scaling.latency.fitted import LatencyFit, LinearEngine
+from rlhfless.scaling.latency.roofline import Roofline
+from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.scaling.latency.timeline import BoolArray, Requests
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
 from rlhfless.sim.replay.measured import helper_cores, means_s

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from rlhfless.scaling.latency import BentEngine
+from rlhfless.scaling.latency.fitted import BentEngine
 from rlhfless.scaling.latency.timeline import KNOTS
 from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless.scaling.latency import ModelShape
-from rlhfless.scaling.latency.shape import UnknownShape
+from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.explain import nearest
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.latency import LinearEngine, ModelShape, Roofline, SleepTier, wake_s
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
 from rlhfless.scaling.latency.devices import DeviceSheet, device_of
-from rlhfless.scaling.latency.shape import UnknownShape
-from rlhfless.scaling.latency.startup import START_S, START_S_PER_PARAMETER
+from rlhfless.scaling.latency.fitted import LinearEngine
+from rlhfless.scaling.latency.roofline import Roofline
+from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.startup import START_S, START_S_PER_PARAMETER, SleepTier, wake_s
 from rlhfless.sim.replay.latency_file import load_latency
 from rlhfless.sim.scenarios.model import EngineSpec, FittedLatency, KernelsLatency
 from rlhfless.sim.scenarios.scenario import Scenario

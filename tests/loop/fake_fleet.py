@@ -24,7 +24,7 @@ from rlhfless.functions.generation.messages import (
 )
 from rlhfless.records import Decision, FinishReason, FunctionName, Group, Prompt, ReplicaState, Rollout, WeightVersion
 from rlhfless.scaling.assignment import PolicyFault
-from rlhfless.scaling.latency import LinearEngine
+from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import EngineLimits, FleetView, Policy, ReplicaSlot, SlotView
 

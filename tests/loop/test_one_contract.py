@@ -17,7 +17,7 @@ from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.generation.messages import Ended, SampleItem
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.assignment import PolicyFault
-from rlhfless.scaling.latency import LinearEngine
+from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import (
     UNASSIGNED,

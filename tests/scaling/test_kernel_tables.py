@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhfless.scaling.latency import ModelShape, Roofline
 from rlhfless.scaling.latency.aiconfigurator import SYSTEMS, Grid, MeasuredKernels, NoTables, tables_folder
 from rlhfless.scaling.latency.devices import device_of
-from rlhfless.scaling.latency.shape import UnknownShape
+from rlhfless.scaling.latency.roofline import Roofline
+from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 
 CONFIG = {
     "num_hidden_layers": 2,

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from rlhfless.records import FinishReason, FunctionName, Invocation, Work
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.engine_model import EngineModel, decode_s
-from rlhfless.scaling.latency import BentEngine, LatencyFit, LinearEngine
-from rlhfless.scaling.latency.fitted import _non_negative
+from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine, _non_negative
 from rlhfless.scaling.latency.timeline import KNOTS, WORK, Requests, admitted_s, iterations, spans
 
 REPOSITORY = Path(__file__).parents[2]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.scaling.latency import LatencyFit, ModelShape, Roofline, load_devices, prior_of
+from rlhfless.scaling.latency.devices import load_devices
+from rlhfless.scaling.latency.fitted import LatencyFit
+from rlhfless.scaling.latency.prior import prior_of
+from rlhfless.scaling.latency.roofline import Roofline
+from rlhfless.scaling.latency.shape import ModelShape
 
 # 2 x 1 layers x 8 x 4 x (2 + 2) = 256 of attention, 384 of the MLP, 8 x 10 = 80 of the head: 720 active.
 SHAPE = ModelShape(

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.scaling.engine_model import decode_s
-from rlhfless.scaling.latency import DeviceSheet, ModelShape, Roofline, SleepTier, cold_start_s, load_devices, wake_s
-from rlhfless.scaling.latency.devices import UnknownDevice, device_of
-from rlhfless.scaling.latency.shape import UnknownShape
+from rlhfless.scaling.latency.devices import DeviceSheet, UnknownDevice, device_of, load_devices
+from rlhfless.scaling.latency.roofline import Roofline
+from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.latency.startup import SleepTier, cold_start_s, wake_s
 
 LLAMA_8B = {
     "num_hidden_layers": 32,

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhfless.records import FinishReason, FunctionName, Holding, Invocation, Rollout, Score, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter
-from rlhfless.scaling.latency import LinearEngine
+from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.prices import load_price_book
