@@ -157,14 +157,6 @@ class Run:
         self.generation.watch(stage)
         return stage
 
-    async def add_actor(self, call: Call) -> Replica:
-        """Start one more generation actor and give it the current weights; during a step it may take work over."""
-        return await self.generation.add(call)
-
-    async def remove_actor(self, actor: Replica) -> None:
-        """Drain a chosen generation actor and stop it; during a step its samples go on elsewhere."""
-        await self.generation.remove(actor)
-
     # -- scoring and reference
 
     def scoring_of(self, call: Call) -> ScoreGroups:

@@ -72,7 +72,7 @@ async def kill_scoring(run: Run) -> None:
 
 async def drain_actor(run: Run) -> None:
     """No fault, but the fleet changes under the step; the actor is replaced before the next one."""
-    await run.remove_actor(run.generation.serving()[0])
+    await run.generation.remove(run.generation.serving()[0])
 
 
 async def cut_store_file(run: Run) -> None:

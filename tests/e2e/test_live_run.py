@@ -125,7 +125,7 @@ async def test_an_actor_can_join_and_another_be_drained_during_a_step(live: Live
     first = run.generation.serving()[0]
 
     step = asyncio.create_task(train_step(run, 3))
-    second = await run.add_actor(run.call(3))
+    second = await run.generation.add(run.call(3))
     await step
     assert {actor.name for actor in run.generation.serving()} == {first.name, second.name}
 
@@ -133,7 +133,7 @@ async def test_an_actor_can_join_and_another_be_drained_during_a_step(live: Live
     async with asyncio.timeout(60):
         while not ((context := run.under_way.get(4)) and context.stage and context.stage.progress):
             await asyncio.sleep(0.02)
-    await run.remove_actor(first)
+    await run.generation.remove(first)
     await step
     assert first.state is ReplicaState.RETIRED
     assert run.generation.serving() == (second,)
