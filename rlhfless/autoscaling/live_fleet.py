@@ -105,7 +105,7 @@ class LiveFleet:
         if not pool.expects(number):
             raise PolicyFault(f"slot {slot} is released, and has no actor")
         if not pool.release(number):
-            self._note(step, "keep", f"slot {slot} stays", pool.bounds.reason)
+            self._note(step, "keep", f"slot {slot} stays", pool)
 
     def idle(self, function: FunctionName, step: int) -> None:
         """A function has done its work of a step, and the policy has said what it wants: what the spec does not let
@@ -114,10 +114,11 @@ class LiveFleet:
         pool, number = self._slots[slot]
         if not pool.bounds.idle and pool.expects(number):
             pool.release(number)
-            self._note(step, "release", f"slot {slot} gives its devices back", pool.bounds.reason)
+            self._note(step, "release", f"slot {slot} gives its devices back", pool)
 
-    def _note(self, step: int, kind: str, choice: str, reason: str) -> None:
-        self._ledger.add_decision(Decision(step, time.time(), kind, choice, {"reason": reason}))
+    def _note(self, step: int, kind: str, choice: str, pool: Pool) -> None:
+        inputs: dict[str, float | int | str | bool] = {"function": str(pool.function), "reason": pool.bounds.reason}
+        self._ledger.add_decision(Decision(step, time.time(), kind, choice, inputs))
 
     def _at(self, step: int) -> Call:
         return Call(self._call.run_id, self._call.attempt, step)

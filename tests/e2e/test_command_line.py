@@ -83,7 +83,7 @@ def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -
     held = [holding for holding in trace.holdings if holding.function is FunctionName.REFERENCE]
     assert len({holding.replica for holding in held}) == 2, "the reference was not released between the steps"
     released = [decision for decision in trace.decisions if decision.kind == "release"]
-    assert sum(decision.choice == "reference" for decision in released) >= 2
+    assert sum(decision.inputs["function"] == "reference" for decision in released) >= 2
     assert not list(Path("/dev/shm").glob(f"rlhfless-{folder.name}*"))
     summary = subprocess.run(
         [*COMMAND, "trace", "summary", str(folder)], capture_output=True, text=True, check=True, timeout=60

@@ -162,7 +162,7 @@ async def test_a_helper_that_the_spec_always_holds_stays_and_the_ledger_says_so(
     scene.fleet.release(2, None, 3)
     assert scene.scoring.serving()
     (kept,) = scene.decisions()
-    assert (kept.kind, kept.inputs) == ("keep", {"reason": "scaling.hold_scoring is always"})
+    assert (kept.kind, kept.inputs) == ("keep", {"function": "scoring", "reason": "scaling.hold_scoring is always"})
 
 
 async def test_a_helper_that_the_spec_never_holds_is_released_whatever_the_policy_wants(tmp_path: Path) -> None:
@@ -171,7 +171,8 @@ async def test_a_helper_that_the_spec_never_holds_is_released_whatever_the_polic
     scene.fleet.idle(FunctionName.SCORING, 3)  # it is on its way out
     assert scene.scoring["scoring"].state is ReplicaState.DRAINING
     (released,) = scene.decisions()
-    assert (released.kind, released.inputs) == ("release", {"reason": "scaling.hold_scoring is never"})
+    assert released.kind == "release"
+    assert released.inputs == {"function": "scoring", "reason": "scaling.hold_scoring is never"}
     await scene.scoring.close()
 
 
