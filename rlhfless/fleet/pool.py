@@ -130,13 +130,16 @@ class Pool(Replicas):
     async def fill(self, count: int) -> None:
         """Start replicas at the first free slots until there are `count`, all at once. They are up, and not open."""
         missing = count - len(self.replicas())
-        free = [slot for slot in range(len(self.allocations)) if self.at(slot) is None]
-        await gather_or_cancel(*(self.start_one(slot) for slot in free[: max(missing, 0)]))
+        await gather_or_cancel(*(self.start_one(slot) for slot in self._free()[: max(missing, 0)]))
+
+    def _free(self) -> list[int]:
+        """Slots whose allocations no replica holds."""
+        return [slot for slot in range(len(self.allocations)) if self.at(slot) is None]
 
     async def add(self, call: Call, slot: int | None = None) -> Replica:
         """Start one more, at a slot or at the first that is free; returns when it serves."""
         if slot is None:
-            slot = next((i for i in range(len(self.allocations)) if self.at(i) is None), 0)
+            slot = next(iter(self._free()), 0)
         replica = await self.start_one(slot)
         self._opening.add(replica.name)
         try:

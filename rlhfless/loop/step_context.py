@@ -75,4 +75,4 @@ class StepClock:
         """A step is over. Returns since when others are under way; `end_s` if none is."""
         self._begun_s.pop(step, None)
         self._ended_s = end_s
-        return min((start_s for start_s in self._begun_s.values()), default=end_s)
+        return min(self._begun_s.values(), default=end_s)
