@@ -1,5 +1,6 @@
 """A scaling policy of one's own, by import path: in a run's spec, in scenarios and in replays."""
 
+import functools
 import importlib
 from pathlib import Path
 
@@ -17,30 +18,20 @@ from rlhfless.spec.errors import InputError, SpecError
 from rlhfless.spec.load import load_spec, resolved_yaml
 
 HERE = Path(__file__).parent
-OWN_FOLDER = HERE / "own"
 SCENARIO = HERE.parents[1] / "examples" / "scenarios" / "gsm8k-3b-h100.yaml"
-MINIMAL = "model: {path: m}\nprompts: {path: p}\nrewards: [{type: exact_match}]\nsteps: 7\n"
 OWN = "by_samples:BySamples"
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(monkeypatch):
-    """The folder that a user starts in."""
-    monkeypatch.chdir(OWN_FOLDER)
-    monkeypatch.syspath_prepend(OWN_FOLDER)
+def _simulated_runs(monkeypatch, own_folder):
+    """The recorded runs of the simulator's tests."""
     monkeypatch.syspath_prepend(HERE.parent / "simulate")
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(load_with):
     """Loads a spec whose `scaling` is the given text."""
-
-    def load(scaling):
-        path = tmp_path / "run.yaml"
-        path.write_text(f"{MINIMAL}scaling: {scaling}\n")
-        return load_spec(path)
-
-    return load
+    return functools.partial(load_with, "steps: 7\nscaling: ")
 
 
 def test_a_policy_is_a_name_or_a_mapping_with_keys_of_its_own(load):

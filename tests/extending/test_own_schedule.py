@@ -1,7 +1,7 @@
 """A schedule of one's own, by import path."""
 
 import asyncio
-from pathlib import Path
+import functools
 
 import pytest
 
@@ -10,29 +10,13 @@ from rlhfless.spec import SyncSpec
 from rlhfless.spec.errors import SpecError
 from rlhfless.spec.load import load_spec, resolved_yaml
 
-HERE = Path(__file__).parent
-OWN_FOLDER = HERE / "own"
-MINIMAL = "model: {path: m}\nprompts: {path: p}\nrewards: [{type: exact_match}]\n"
 OWN = "ahead:Ahead"
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(monkeypatch):
-    """The folder that a user starts in."""
-    monkeypatch.chdir(OWN_FOLDER)
-    monkeypatch.syspath_prepend(OWN_FOLDER)
-
-
 @pytest.fixture
-def load(tmp_path):
+def load(load_with):
     """Loads a spec whose `schedule` is the given text."""
-
-    def load(schedule):
-        path = tmp_path / "run.yaml"
-        path.write_text(f"{MINIMAL}schedule: {schedule}\n")
-        return load_spec(path)
-
-    return load
+    return functools.partial(load_with, "schedule: ")
 
 
 class Steps:
