@@ -70,9 +70,11 @@ def rescue(now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
     """After a loss: the slot gets a new actor, and its samples go to the actors that are awake, or wait for the new
     one.
 
-    An actor that had nothing to do, on devices that others take turns on, is started again when its turn comes.
+    An actor that had nothing to do, on devices that others take turns on, is started again when its turn comes. One
+    that decodes what prefill actors hand over has something to do until all samples have ended.
     """
-    if not samples.size and now.layout.shared(slot):
+    handed = bool(now.layout.prefill) and slot in now.layout.generation and now.left > 0
+    if not samples.size and not handed and now.layout.shared(slot):
         return []
     again = [*make_way(now, [slot]), *start(now, [slot])]
     return [*again, *assign_to_least(samples, awake_beside(now, slot) or [slot], now.loads)]

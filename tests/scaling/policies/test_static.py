@@ -147,3 +147,12 @@ def test_prompts_begin_with_actors_that_prefill_only() -> None:
     turns = fleet_of(replica_slot(0, engine=first), replica_slot(1), learner(0, 1))
     view = view_of(turns, [UP, UP, ASLEEP], prompts=2, siblings=2)
     assert make_policy("static").decide(9.0, Generated(), view) == [Release(0, "host"), Release(1, "host")]
+
+
+def test_an_actor_that_decodes_what_others_prefill_is_started_again_though_it_had_no_samples_yet() -> None:
+    first = dataclasses.replace(ENGINE, prefill_only=True)
+    turns = fleet_of(replica_slot(0, engine=first), replica_slot(1), learner(0, 1))
+    view = view_of(turns, [UP, ABSENT, ABSENT], prompts=2, siblings=2)
+    assert make_policy("static").decide(9.0, Lost(1, np.array([], np.int64)), view) == [Start(1)]
+    over = dataclasses.replace(view, finished=np.ones(4, np.bool_))
+    assert make_policy("static").decide(9.0, Lost(1, np.array([], np.int64)), over) == []
