@@ -10,9 +10,13 @@ import pickle
 import select
 import signal
 import socket
+import time
+from pathlib import Path
 from typing import Any
 
 _LENGTH_BYTES = 8
+
+_GONE_POLL_S = 0.02
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 
@@ -24,6 +28,51 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # it died before the line above
+
+
+def die_with_spawner() -> None:
+    """`die_with` for a process that its parent started by `spawn`, which tells it no pid.
+
+    Both must be of one session, which the parent is of from its start: so a process that has another parent by now
+    sees it.
+    """
+    parent = os.getppid()
+    die_with(parent)
+    try:
+        alive = os.getsid(parent) == os.getsid(0)
+    except OSError:
+        alive = False
+    if not alive:
+        os._exit(1)
+
+
+def session_members(session: int) -> tuple[int, ...]:
+    """Processes of a session that run, by number; not those of which only the exit code is left."""
+    found = []
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        with contextlib.suppress(OSError):
+            # The name, in parentheses, may hold anything; state, parent, group and session follow it (man 5 proc).
+            state, _, _, of = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+            if int(of) == session and state not in "ZX":
+                found.append(pid)
+    return tuple(found)
+
+
+def end_session(session: int, grace_s: float, timeout_s: float) -> bool:
+    """Wait for the end of all processes of a session whose first one has ended; kill them after `grace_s`.
+
+    Returns whether they were gone `timeout_s` later.
+    """
+    began_s = time.monotonic()
+    while members := session_members(session):
+        waited_s = time.monotonic() - began_s
+        if waited_s > grace_s + timeout_s:
+            return False
+        for pid in members if waited_s > grace_s else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_GONE_POLL_S)
+    return True
 
 
 def hide_from_others() -> None:

@@ -69,7 +69,7 @@ class GenerationFunction(Function):
         self.admit(call)
         if not self._engine.usable:
             raise FunctionBroken("the engine is dead")
-        about = replace(self.info(), kv_capacity_tokens=self._engine.kv_capacity_tokens)
+        about = replace(self.info(self._engine.pids), kv_capacity_tokens=self._engine.kv_capacity_tokens)
         return self.reply(about, time.time())
 
     async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:

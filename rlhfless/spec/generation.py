@@ -30,6 +30,10 @@ class EngineSpec(SpecModel):
     eager: bool | None = None
     """Skip CUDA graphs and compilation. On by default on CPU, off on GPU."""
 
+    core_process: bool | None = None
+    """Run vLLM's scheduler and workers in processes of their own. On by default on GPUs and where an actor has several
+    devices, which need it; off for one CPU core, where a single process is faster."""
+
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, by vLLM's names. They are passed on unchecked."""
 

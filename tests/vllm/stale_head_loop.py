@@ -1,16 +1,26 @@
-"""The real engine with our repair of tied heads taken out."""
+"""The real engine with our repair of tied heads taken out, in whichever process computes."""
 
+from rlhfless import processes
 from rlhfless.functions.generation.vllm import loop
+
+
+def take_out_repair() -> None:
+    """Here and now. vLLM is imported for it."""
+    from rlhfless.functions.generation.vllm import weight_engine
+
+    weight_engine.repack_shared_weights = lambda model: None
+
 
 if __name__ == "__main__":
     start = loop._start
 
     def start_without_repair(settings):  # type: ignore[no-untyped-def]
         started = start(settings)
-        from rlhfless.functions.generation.vllm import weight_engine
-
-        weight_engine.repack_shared_weights = lambda model: None
+        take_out_repair()
         return started
 
     loop._start = start_without_repair
     loop.main()
+elif __name__ == "__mp_main__":
+    processes.die_with_spawner()
+    take_out_repair()

@@ -1,9 +1,12 @@
-"""The real engine, against Hugging Face, for a model with a tied output head and one without.
+"""The real engine, against Hugging Face: a model with a tied output head and one without, in the process shapes that
+CPUs and GPUs use.
 
-One engine per model. The last test leaves it unusable; tests run in the order of this file.
+One engine per case. The last test leaves it unusable; tests run in the order of this file.
 """
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -51,16 +54,21 @@ class Case:
     store: FolderStore
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tied", "untied"])
+CASES = [("tied", "one process"), ("untied", "one process"), ("tied", "core apart"), ("untied", "two devices")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=CASES, ids=", ".join)
 async def case(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Case]:
-    model = make_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param == "tied")
+    head, shape = request.param
+    model = make_tiny_model(tmp_path_factory.mktemp("model"), tied=head == "tied")
     store = FolderStore(tmp_path_factory.mktemp("store"))
-    engine = await start_tiny_engine(model, store.folder)
-    yield Case(request.param == "tied", engine, model, store)
+    engine = await start_tiny_engine(model, store.folder, shape)
+    yield Case(head == "tied", engine, model, store)
     await engine.stop()
+    assert engine.pids == ()
 
 
 def _request(name: str, **changes: object) -> SampleRequest:
@@ -253,3 +261,13 @@ async def test_a_wrong_load_is_caught_and_final(case: Case) -> None:
     assert not case.engine.usable
     with pytest.raises(EngineDead):
         await case.engine.sample(_request("late"))
+
+
+async def test_the_end_of_any_process_is_the_end_of_all(case: Case) -> None:
+    assert case.engine.pids
+    os.kill(case.engine.pids[-1], signal.SIGKILL)
+    for _ in range(100):
+        if not case.engine.pids:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"left after 10 s: {case.engine.pids}")

@@ -8,7 +8,11 @@ import pytest
 
 from rlhfless import processes
 from rlhfless.functions.generation.vllm import version
-from rlhfless.functions.generation.vllm.arguments import engine_arguments, engine_environment
+from rlhfless.functions.generation.vllm.arguments import (
+    engine_arguments,
+    engine_environment,
+    has_core_process,
+)
 from rlhfless.functions.generation.vllm.messages import EngineSettings
 from rlhfless.spec import EngineSpec, RunSpec
 from rlhfless.weights.address import StoreAddress
@@ -46,6 +50,19 @@ def test_cuda_arguments() -> None:
     assert arguments["tensor_parallel_size"] == 2
     assert arguments["enforce_eager"] is False
     assert "block_size" not in arguments
+
+
+def test_the_processes_of_an_engine() -> None:
+    """One on a CPU core; on a GPU, and for several devices, more than one."""
+    assert not has_core_process(_settings())
+    assert has_core_process(_settings("cuda"))
+    assert has_core_process(_settings(tensor_parallel_size=2))
+    assert has_core_process(_settings(core_process=True))
+    with pytest.raises(ValueError, match="core_process is false, but tensor_parallel_size is 2"):
+        has_core_process(_settings(tensor_parallel_size=2, core_process=False))
+    apart = engine_environment(_settings(core_process=True), {"VLLM_WORKER_MULTIPROC_METHOD": "fork"})
+    assert apart["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert apart["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 def test_extra_arguments_win_but_for_the_adapters_own() -> None:

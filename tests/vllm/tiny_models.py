@@ -86,15 +86,24 @@ def make_tiny_model(folder: Path, tied: bool) -> TinyModel:
     return TinyModel(folder, model)
 
 
-async def start_tiny_engine(model: TinyModel, store: Path) -> Engine:
-    """A small CPU engine with one thread that reads weights from the folder `store`."""
+SHAPES = {
+    "one process": EngineSpec(kv_cache_gib=0.0625, max_sequences=64),
+    "core apart": EngineSpec(kv_cache_gib=0.0625, max_sequences=64, core_process=True),
+    "two devices": EngineSpec(kv_cache_gib=0.0625, max_sequences=64, tensor_parallel_size=2),
+}
+"""The processes that an engine consists of: on one CPU core, on one GPU, and on several devices."""
+
+
+async def start_tiny_engine(model: TinyModel, store: Path, shape: str = "one process") -> Engine:
+    """A small CPU engine with one thread per device that reads weights from the folder `store`."""
     with pytest.MonkeyPatch.context() as patch:
         # Threads that wait for each other on a busy machine take many times as long as one.
         patch.setenv("OMP_NUM_THREADS", "1")
-        return await Engine.start(_settings(model, store))
+        return await Engine.start(tiny_settings(model, store, SHAPES[shape]))
 
 
-def _settings(model: TinyModel, store: Path) -> EngineSettings:
+def tiny_settings(model: TinyModel, store: Path, engine: EngineSpec) -> EngineSettings:
+    """Of a CPU engine."""
     return EngineSettings(
         model=str(model.folder),
         tokenizer=str(model.folder),
@@ -104,6 +113,6 @@ def _settings(model: TinyModel, store: Path) -> EngineSettings:
         trust_remote_code=False,
         device="cpu",
         store=StoreAddress("folder", str(store)),
-        engine=EngineSpec(kv_cache_gib=0.0625, max_sequences=64),
+        engine=engine,
         timeouts=TimeoutsSpec(start_s=200, sync_s=60, drain_s=20),
     )

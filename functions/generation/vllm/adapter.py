@@ -2,7 +2,8 @@
 
 The engine is a process of its own (`loop`): a crash or a hang in native code cannot take the caller
 along, and can be killed; the caller answers health checks while the engine computes. Only requests,
-finished responses and a progress beat cross the border, never single tokens.
+finished responses and a progress beat cross the border, never single tokens. The processes that vLLM starts
+beside it are of its session, and end with it: none may hold a device after that.
 
 Invariants: every wait is bounded by `EngineSettings.timeouts`. After a failed load, a lost process or a
 call that timed out, `usable` is False for ever, and every call raises `EngineDead`.
@@ -11,11 +12,15 @@ call that timed out, `usable` is False for ever, and every call raises `EngineDe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -24,6 +29,7 @@ from typing import Any
 from rlhfless import processes
 from rlhfless.functions.generation.vllm.arguments import engine_environment
 from rlhfless.functions.generation.vllm.messages import (
+    CORE_DIED,
     Answer,
     Call,
     Crashed,
@@ -46,13 +52,21 @@ from rlhfless.functions.generation.vllm.messages import (
 from rlhfless.functions.generation.vllm.version import require_supported_vllm
 from rlhfless.records import PublishedWeights, WeightVersion
 
+log = logging.getLogger(__name__)
+
+GRACE_S = 1.0
+"""Of multiprocessing's own process, which removes what others have left in shared memory once they are gone."""
+
+KILL_S = 10.0
+"""How long killed processes are waited for. The kernel takes a GPU's memory back within seconds."""
+
 _MODULE = "rlhfless.functions.generation.vllm.loop"
 
 
 class Engine:
     """A running engine. Make one with `await Engine.start(settings)`."""
 
-    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], folder: str) -> None:
         self.settings = settings
         self.loaded: WeightVersion | None = None
         """The version that serves; None while it is still the model folder's."""
@@ -61,6 +75,7 @@ class Engine:
         self.kv_capacity_tokens = 0
         """Tokens that the KV cache holds; 0 if the engine did not say."""
         self._process = process
+        self._folder = folder
         self._numbers = itertools.count()
         self._serials: dict[str, str] = {}  # of the requests in flight, by the caller's id
         self._samples: dict[str, asyncio.Future[Sampled]] = {}  # by serial number
@@ -82,15 +97,17 @@ class Engine:
             EngineDead: the process ended before; the message holds its trace.
         """
         require_supported_vllm()
+        folder = tempfile.mkdtemp(prefix="rlhfless-engine-")  # of sockets, some of which vLLM leaves
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(  # noqa: ASYNC220 - quick, and asyncio's own needs a child watcher
                 [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                env=engine_environment(settings, os.environ),
+                start_new_session=True,  # so that all its processes can be found
+                env=engine_environment(settings, os.environ) | {"VLLM_RPC_BASE_PATH": folder},
             )
-        engine = cls(settings, process)
+        engine = cls(settings, process, folder)
         reader, engine._writer = await asyncio.open_connection(sock=ours)
         engine._reading = asyncio.create_task(engine._read(reader))
         engine._send(settings)
@@ -100,6 +117,11 @@ class Engine:
             await engine.stop()
             raise
         return engine
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The engine's processes."""
+        return processes.session_members(self._process.pid)
 
     @property
     def usable(self) -> bool:
@@ -143,9 +165,9 @@ class Engine:
             raise EngineDead(str(self._failure))
 
     def kill(self) -> None:
-        """End a process that cannot be talked to any more. Idempotent."""
+        """End an engine that cannot be talked to any more, with all its processes. Idempotent."""
         self._fail(EngineDead("the engine was killed"))
-        self._process.kill()
+        self._process.kill()  # and the kernel the others (`processes.die_with_spawner`); see also `_reap`
 
     def progress(self) -> dict[str, int]:
         """Tokens drawn so far of each unfinished request; up to a fraction of a second old."""
@@ -202,11 +224,13 @@ class Engine:
         self._reading.cancel()
 
     def _reap(self) -> int:
-        try:
-            return self._process.wait(self.settings.timeouts.drain_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+        """Waits for the process's end, and ends the engine's other processes. Returns its exit code."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self.settings.timeouts.drain_s)
+        if not processes.end_session(self._process.pid, GRACE_S, KILL_S):
+            log.error("processes of an engine are there %.0f s after they were killed; they may hold a device", KILL_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return self._process.wait()
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         call_id = next(self._numbers)
@@ -242,7 +266,8 @@ class Engine:
                 self._receive(await processes.read(reader))
         except (EOFError, OSError):
             code = await asyncio.to_thread(self._reap)
-            self._fail(EngineDead(f"the engine's process ended with exit code {code}"))
+            what = "process of vLLM's core" if code == CORE_DIED else "process"
+            self._fail(EngineDead(f"the engine's {what} ended; exit code {code}"))
 
     def _receive(self, message: Answer) -> None:
         self._heard_s = time.monotonic()

@@ -1,9 +1,10 @@
 """From `EngineSettings` to vLLM's arguments and the environment of the engine's process. Pure.
 
-On CPU the engine is one process: vLLM's scheduler, executor and worker run in one loop
+On one CPU core the engine is one process: vLLM's scheduler, executor and worker run in one loop
 (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), not in AsyncLLM's three, which on the actor's one core import vLLM three times
 (start 42 s against 9 s) and exchange a message per iteration (1.4 times fewer tokens per second). On a GPU, where
-scheduling overlaps with the device's work, vLLM's core is a process of its own as usual.
+scheduling overlaps with the device's work, and where an actor has several devices, with a worker each, vLLM's core is a
+process of its own.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "seed": settings.seed,
         "trust_remote_code": settings.trust_remote_code,
         "tensor_parallel_size": spec.tensor_parallel_size,
+        # A worker in the core's own process, or one process for each device.
+        "distributed_executor_backend": "uni" if spec.tensor_parallel_size == 1 else "mp",
         "max_num_seqs": spec.max_sequences,
         "max_num_batched_tokens": spec.max_batch_tokens,
         "enforce_eager": is_eager(settings),
@@ -67,6 +70,23 @@ def is_eager(settings: EngineSettings) -> bool:
     return settings.device == "cpu" if settings.engine.eager is None else settings.engine.eager
 
 
+def has_core_process(settings: EngineSettings) -> bool:
+    """Scheduler and workers are processes of their own: what the spec says; when it says nothing, all engines but
+    those of one CPU core.
+
+    Raises ValueError if the spec wants one process for several devices: each needs a worker.
+    """
+    several = settings.engine.tensor_parallel_size > 1
+    if settings.engine.core_process is None:
+        return several or settings.device != "cpu"
+    if several and not settings.engine.core_process:
+        raise ValueError(
+            "generation.engine.core_process is false, but tensor_parallel_size is "
+            f"{settings.engine.tensor_parallel_size}: each device has a worker process; leave core_process out"
+        )
+    return settings.engine.core_process
+
+
 def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -> dict[str, str]:
     """Environment of the engine's process. What the user set wins, save where the adapter would break."""
     chosen = {
@@ -81,11 +101,13 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         chosen |= {
             # The caller pins the process; vLLM's own binding would undo that.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // settings.engine.tensor_parallel_size)),
             "LD_PRELOAD": ":".join(_preloaded_libraries()),
         }
     fixed = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if settings.device == "cpu" else "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if has_core_process(settings) else "0",
+        # Forked processes would share the channel to the adapter, and could not end with the one that started them.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     if settings.is_local:

@@ -1,13 +1,21 @@
-"""vLLM in this process: synchronous, one iteration per `step`.
+"""vLLM, synchronous: one iteration per `step`.
 
-Only `loop` uses this. All that is internal to vLLM (request states, engine core) is touched here and in
-`weight_engine`, and nowhere else.
+Its front end is in this process; scheduler and workers are, too, or in processes of their own (`has_core_process`).
+What is sent to them is plain data, because it may travel as messages. Only `loop` uses this. All that is internal to
+vLLM (request states, engine core) is touched here and in `weight_engine`, and nowhere else.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +26,14 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason as CoreFinishReason
-from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rlhfless.functions.generation.vllm.arguments import engine_arguments
 from rlhfless.functions.generation.vllm.generators import DRAWN
 from rlhfless.functions.generation.vllm.messages import (
+    CORE_DIED,
     EngineBusy,
     EngineDead,
     EngineSettings,
@@ -34,6 +44,11 @@ from rlhfless.functions.generation.vllm.messages import (
 from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.records import FinishReason, PublishedWeights, VersionSpan
 from rlhfless.weights.check import check_consumed, check_read_back
+from rlhfless.weights.errors import WeightFileError
+
+CLOSE_S = 0.5
+"""What vLLM's core gets to end by itself before it is killed. An idle one has nothing to save, and waits four seconds
+for workers that wait for it, in which the device is paid for."""
 
 
 class Core:
@@ -48,7 +63,11 @@ class Core:
         config = EngineArgs(**engine_arguments(settings)).create_engine_config()
         configured = time.monotonic()
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        self._engine.engine_core.collective_rpc("init_weight_transfer_engine", args=({"address": settings.store},))
+        self._closing = False
+        if isinstance(self._engine.engine_core, SyncMPClient):
+            threading.Thread(target=self._end_with_core, name="core-watch", daemon=True).start()
+        address = {"address": asdict(settings.store)}
+        self._engine.engine_core.collective_rpc("init_weight_transfer_engine", args=(address,))
         self.seconds = {"configure": configured - started, "build": time.monotonic() - configured}
         self.kv_capacity_tokens: int = config.cache_config.kv_cache_size_tokens or 0
         self._vocabulary_tokens = config.model_config.get_vocab_size()
@@ -120,22 +139,27 @@ class Core:
 
     def _load(self, published: PublishedWeights) -> LoadReport:
         started = time.monotonic()
-        self._drain()
-        core = self._engine.engine_core
+        with self._paused():
+            digest, tensors, size_bytes = self._update(published)
+            read_back = self._read_back(published) if published.probe.samples else 0
+            if not self._engine.reset_prefix_cache():
+                raise EngineDead("the prefix cache could not be cleared: blocks of the old weights are still in use")
+            self._engine.set_weight_version(published.version.label)
+        return LoadReport(digest, tensors, read_back, size_bytes, time.monotonic() - started)
+
+    def _update(self, published: PublishedWeights) -> tuple[str, int, int]:
+        """vLLM's phases of a weight update; returns digest, tensors and bytes that each worker consumed."""
+        core, probe = self._engine.engine_core, published.probe
         core.collective_rpc("start_weight_update")
-        probe = published.probe
         update = {"location": published.location, "probe_tokens": probe.token_ids if probe.samples else ()}
         core.collective_rpc("update_weights", args=(update,))
-        consumed: list[tuple[str, int, int]] = core.collective_rpc("rlhfless_consumed")  # one per worker
-        for digest, tensors, _ in consumed:
+        consumed: list[tuple[str, int, int, str | None]] = core.collective_rpc("rlhfless_consumed")  # one per worker
+        for digest, tensors, _, damage in consumed:
+            if damage is not None:
+                raise WeightFileError(damage)
             check_consumed(published.version, published.tensors, digest, tensors)
         core.collective_rpc("finish_weight_update")
-        read_back = self._read_back(published) if probe.samples else 0
-        if not self._engine.reset_prefix_cache():
-            raise EngineDead("the prefix cache could not be cleared: blocks of the old weights are still in use")
-        self._engine.set_weight_version(published.version.label)
-        digest, tensors, size_bytes = consumed[0]
-        return LoadReport(digest, tensors, read_back, size_bytes, time.monotonic() - started)
+        return consumed[0][:3]
 
     def _read_back(self, published: PublishedWeights) -> int:
         """Compare what the layers compute with with the learner's samples; returns how many tensors were compared."""
@@ -149,11 +173,22 @@ class Core:
             compared |= worker.keys()
         return len(compared)
 
-    def _drain(self) -> None:
-        """Steps until no aborted request lingers: only then is all KV free, and no forward pass in flight."""
-        core = cast(InprocClient, self._engine.engine_core).engine_core
-        while core.scheduler.has_requests() or core.batch_queue:
-            self._engine.step()
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Within the block no aborted request lingers: all KV is free, and no forward pass is in flight."""
+        client = self._engine.engine_core
+        if isinstance(client, InprocClient):
+            core: EngineCore = client.engine_core
+            while core.scheduler.has_requests() or core.batch_queue:
+                self._engine.step()
+            yield
+            return
+        apart = cast(SyncMPClient, client)
+        apart.call_utility("pause_scheduler", "abort", False)
+        try:
+            yield
+        finally:  # while it is paused, the core queues requests and says nothing
+            apart.call_utility("resume_scheduler")
 
     def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs of tokens 1.. of `token_ids` [tokens] given those before, at temperature 1: [tokens - 1].
@@ -177,9 +212,22 @@ class Core:
         return tuple(outputs[0].prompt_logprobs.logprobs)
 
     def close(self) -> None:
-        """Leaves the process groups, so that their sockets and files go."""
+        """Ends vLLM's own processes, or leaves the process groups, so that their sockets and files go."""
+        self._closing = True
+        if isinstance(self._engine.engine_core, SyncMPClient):
+            self._engine.engine_core.shutdown(CLOSE_S)
+            return
         destroy_model_parallel()  # type: ignore[no-untyped-call]
         destroy_distributed_environment()  # type: ignore[no-untyped-call]
+
+    def _end_with_core(self) -> None:
+        """Ends this process as soon as vLLM's core has ended: a core that was killed answers no call, and vLLM's
+        synchronous client would wait for it for ever."""
+        manager: Any = cast(SyncMPClient, self._engine.engine_core).resources.engine_manager
+        connection.wait([process.sentinel for process in manager.processes])
+        if not self._closing:
+            print("the process of vLLM's core has ended", file=sys.stderr, flush=True)
+            os._exit(CORE_DIED)
 
     def _take(self, output: RequestOutput) -> Sampled:
         del self._internal_ids[output.request_id]
@@ -212,11 +260,10 @@ def _register_model_class(settings: EngineSettings) -> None:
     """Imports the model's class here and now.
 
     vLLM would start a second Python to inspect it (16 s on one core), because importing might initialise
-    CUDA before workers are forked. This process forks no workers unless the model is split over several
-    devices.
+    CUDA before workers are forked. Workers of this process are not forked but spawned.
     """
     config = Path(settings.model) / "config.json"
-    if settings.engine.tensor_parallel_size > 1 or not config.is_file():
+    if not config.is_file():
         return
     from vllm.model_executor.models import ModelRegistry
 

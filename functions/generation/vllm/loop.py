@@ -129,3 +129,6 @@ def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    # vLLM starts its processes by `spawn`, which first imports the main module of the one that starts them: this one.
+    processes.die_with_spawner()

@@ -121,6 +121,10 @@ class LoadReport:
     seconds: float
 
 
+CORE_DIED = 71
+"""Exit code of the engine's process when one that vLLM started has ended; EX_OSERR of sysexits.h."""
+
+
 # --- adapter -> engine process
 
 

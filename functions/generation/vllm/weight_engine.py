@@ -35,14 +35,16 @@ from rlhfless.functions.generation.vllm.read_back import Chart, chart
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest
+from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.store import WeightReader
 
 
 @dataclass
 class StoreInitInfo(WeightTransferInitInfo):
-    """Which store to pull from."""
+    """Which store to pull from: the fields of a `StoreAddress`, because only plain data reaches a worker in another
+    process."""
 
-    address: StoreAddress
+    address: dict[str, str]
 
 
 @dataclass
@@ -64,21 +66,30 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reader: WeightReader | None = None
+        self.damage: str | None = None
+        """What was wrong with the version's files, if anything was."""
         self._expected: set[str] = set()
         self.consumed = Digest()
         self.chart: Chart | None = None
         """Where the elements that are read back are; made with the first version that asks for it."""
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
-        self._reader = init_info.address.connect()
+        self._reader = StoreAddress(**init_info.address).connect()  # type: ignore[arg-type]
 
     def start_weight_update(self) -> None:
-        self.consumed = Digest()
+        self.consumed, self.damage = Digest(), None
         # Named before the reload splits tied weights: they are one parameter here, and two during the reload.
         self._expected = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: StoreUpdateInfo) -> None:
+        try:
+            self._receive(update_info)
+        except WeightFileError as error:
+            # Of an exception, another process would get the text alone. The caller asks for this before it goes on.
+            self.damage = str(error)
+
+    def _receive(self, update_info: StoreUpdateInfo) -> None:
         assert self._reader is not None, "init_transfer_engine comes first"
         load_weights: Callable[..., set[str] | None] = self.model.load_weights  # type: ignore[assignment]
         if update_info.probe_tokens and self.chart is None:
@@ -118,10 +129,11 @@ def repack_shared_weights(model: torch.nn.Module) -> None:
 class StoreWorkerExtension:
     """Mixed into vLLM's worker, for `collective_rpc`."""
 
-    def rlhfless_consumed(self) -> tuple[str, int, int]:
-        """(digest, tensors, bytes) that this worker's model consumed since the last start of an update."""
-        consumed = self.weight_transfer_engine.consumed  # type: ignore[attr-defined]
-        return consumed.hexdigest(), consumed.tensors, consumed.size_bytes
+    def rlhfless_consumed(self) -> tuple[str, int, int, str | None]:
+        """(digest, tensors, bytes) that this worker's model consumed since the last start of an update, and what was
+        wrong with the files."""
+        engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return engine.consumed.hexdigest(), engine.consumed.tensors, engine.consumed.size_bytes, engine.damage
 
     def rlhfless_read_back(self, samples: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
         """See Chart.compare."""

@@ -1,0 +1,54 @@
+"""An engine of several processes whose caller is killed, or whose weights cannot be read."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_models import TinyModel, make_tiny_model, start_tiny_engine
+
+from rlhfless.weights.store import FolderStore
+
+FRONT = Path(__file__).with_name("front.py")
+GONE_S = 10.0
+
+
+@pytest.mark.engine
+def test_nothing_is_left_of_an_engine_whose_caller_is_killed(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", tied=True)
+    store = FolderStore(tmp_path / "store")
+    published = model.publish(store.put("run", 1, 1, model.tensors()))
+    Path(published.location).write_bytes(b"torn")
+    command = [sys.executable, str(FRONT), str(tmp_path), published.location]
+    front = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert front.stdout is not None
+        pids, said = front.stdout.readline(), front.stdout.readline()
+    finally:
+        front.kill()
+        front.wait()
+    processes = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
+    assert len(processes) >= 3  # the front end, the core, the worker
+    assert said.startswith("WeightFileError"), said  # though another process read the file
+
+    end_s = time.monotonic() + GONE_S
+    while left := [process for process in processes if _runs(process)]:
+        assert time.monotonic() < end_s, left
+        time.sleep(0.1)
+    asyncio.run(_start_and_stop(model, store))  # the device is free
+
+
+async def _start_and_stop(model: TinyModel, store: FolderStore) -> None:
+    engine = await start_tiny_engine(model, store.folder)
+    await engine.stop()
+    assert engine.pids == ()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
