@@ -26,7 +26,7 @@ from rlhfless.weights.errors import WeightFileError
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """All that a generation replica needs to start."""
+    """What a generation replica needs to start."""
 
     run_id: str
     lease: LeaseTerms
@@ -38,7 +38,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True, slots=True)
 class LoadProof:
-    """That loads reach the tensors of an engine."""
+    """The evidence that weight loads reach the tensors of an engine."""
 
     moved_nats: float
     """Largest movement of a probe token's logprob."""
@@ -65,7 +65,7 @@ class GenerationFunction(Function):
         self._runs: list[RequestRun] = []
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """See Function.describe; broken is one whose engine can serve no more."""
+        """See Function.describe. Raises FunctionBroken if the engine can serve no more."""
         self.admit(call)
         if not self._engine.usable:
             raise FunctionBroken("the engine is dead")
@@ -73,7 +73,7 @@ class GenerationFunction(Function):
         return self.reply(about, time.time())
 
     async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:
-        """Load and check a version; returns its label. Idempotent: what is loaded is not loaded again.
+        """Load and check a version; returns its label. Idempotent: a version that is loaded is not loaded again.
 
         Raises WeightCheckFailed, after which the replica serves nothing until a load has passed.
         """
@@ -109,7 +109,7 @@ class GenerationFunction(Function):
         return self.reply(LoadProof(moved, perturbed.tensors, read_back), start_s, usage)
 
     async def _load_and_check(self, published: PublishedWeights) -> None:
-        # Sent one behind the other: the engine does them in turn. The load checks what the model consumed.
+        # The engine handles the two messages in the order they are sent. The load checks what the model consumed.
         load, probe = self._engine.load(published), self._engine.logprobs(published.probe.token_ids)
         _, logprobs = await asyncio.gather(load, probe)
         check_probe(published.version, published.probe, logprobs, self._settings.probe_tolerance)
@@ -134,7 +134,7 @@ class GenerationFunction(Function):
             await run.cancel()
 
     async def abort(self, call: Call, keys: Sequence[SampleKey] | None = None) -> Reply[int]:
-        """Stop samples (all of them without `keys`); their streams yield the tokens so far. Idempotent."""
+        """Stop the samples of `keys`, or all if it is None; their streams yield the tokens so far. Idempotent."""
         self.admit(call)
         start_s = time.time()
         with self._engine_faults("an abort"):

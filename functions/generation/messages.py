@@ -1,4 +1,4 @@
-"""What the loop and a generation actor say to each other."""
+"""The messages between the loop and a generation actor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleItem:
-    """One sample to draw, or to go on with where another actor stopped."""
+    """One sample to draw, or to continue where another actor stopped."""
 
     prompt_id: str
     sample_index: int
@@ -51,14 +51,15 @@ class GenerateRequest:
     actor: str
     progress_interval_s: float
     beat_s: float
-    """An engine that is silent for so long hangs."""
+    """An engine that is silent for longer than this is taken to hang."""
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFinished:
-    """Samples of one prompt: all that this actor was given, or those that had ended when others of them were aborted,
-    and these. What was aborted goes on elsewhere, and cannot wait for its siblings."""
+    """Samples of one prompt: all samples that this actor was given, or, when some of them were aborted, the aborted
+    samples and their siblings that had ended by then. An aborted sample continues on another actor, so it cannot wait
+    for siblings that are still running here."""
 
     incarnation: str
     rollouts: tuple[Rollout, ...]
@@ -70,18 +71,18 @@ class Ended:
 
     tokens: int
     truncated: bool
-    """By max_tokens."""
+    """It was cut off by max_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the samples of one request are."""
+    """How many tokens the samples of one request have."""
 
     incarnation: str
     tokens: Mapping[SampleKey, int]
-    """So far, of those that are still running; with what they brought along."""
+    """Response tokens so far of the running samples, including tokens that an earlier actor drew."""
     ended: Mapping[SampleKey, Ended] = field(default_factory=dict)
-    """Those that have ended, and wait for their siblings."""
+    """Samples that have ended and wait for their siblings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from rlhfless.records import FinishReason, IntArray, Rollout, VersionSpan
 from rlhfless.text import storable
 
 _loading = threading.Lock()
-"""Moved responses may end together, and one of them is to load the tokenizer for all."""
+"""Held while the tokenizer is loaded: responses that end together must not each load it."""
 
 
 class RequestRun:
@@ -79,10 +79,10 @@ class RequestRun:
         return len(ids)
 
     async def cancel(self) -> None:
-        """Drop what is still running; used when the events are read no more."""
+        """Drop the samples that are still running; called when no events will be read any more."""
         running = [task for task in self._tasks if not task.done()]
         if running:
-            with contextlib.suppress(EngineError):  # what it says now must not hide why it is being dropped
+            with contextlib.suppress(EngineError):  # an error of the abort must not hide the cause of the cancellation
                 await self._engine.abort(list(self._ids.values()))
             for task in running:
                 task.cancel()
@@ -123,9 +123,9 @@ class RequestRun:
             logprobs = np.concatenate([prior.logprobs, logprobs])
             moved = (VersionSpan(s.version, s.start + shift, s.end + shift) for s in spans)
             spans = prior.version_spans + tuple(moved)
-            # Beside the beats: the first time it imports a tokenizer, which may take longer than a beat may.
+            # In a thread, so that beats go on: the first call imports a tokenizer, which may take longer than a beat.
             text, end = await asyncio.to_thread(self._text_and_end, token_ids)
-            if end < len(token_ids):  # a stop text across the seam, which the second engine could not see
+            if end < len(token_ids):  # a stop text spans the two parts, so the second engine could not see it
                 token_ids, logprobs, reason = token_ids[:end], logprobs[:end], FinishReason.STOP
                 spans = tuple(VersionSpan(s.version, s.start, min(s.end, end)) for s in spans if s.start < end)
         self._usage = Usage(
@@ -151,9 +151,9 @@ class RequestRun:
         )
 
     def _text_and_end(self, token_ids: IntArray) -> tuple[str, int]:
-        """Text of a response that two actors drew, and after how many tokens it ends: what one actor would have made.
+        """The text and the length in tokens of a response that two actors drew, as one actor would have made it.
 
-        Decoding the parts one by one could differ at the seam.
+        Decoding the two parts separately could give another text where they meet.
         """
         settings, stops = self._engine.settings, self._request.sampling.stop
         with _loading:
@@ -172,7 +172,7 @@ class RequestRun:
         return text[: min(text.find(stop) for stop in stops if stop in text)], end
 
     def _with_waiting(self, first: Rollout | BaseException) -> list[Rollout]:
-        """The first of the queue, and what else is in it. Raises what a sample raised."""
+        """`first` and the rollouts waiting in the queue. Raises what a sample raised."""
         rollouts = []
         while True:
             if isinstance(first, BaseException):
@@ -183,7 +183,8 @@ class RequestRun:
             first = self._queue.get_nowait()
 
     def _add(self, rollouts: Sequence[Rollout]) -> Iterator[GroupFinished]:
-        """Count rollouts in. Those of a prompt come out when all are there, and at once if one was aborted."""
+        """Count rollouts; yield the group of a prompt when all of its rollouts are there, or as soon as one was
+        aborted."""
         for rollout in rollouts:
             self._finished[rollout.prompt_id].append(rollout)
         self._missing.subtract(rollout.prompt_id for rollout in rollouts)

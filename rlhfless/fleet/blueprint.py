@@ -1,4 +1,4 @@
-"""What a function's replicas are made from, and how many of them are kept."""
+"""How a function's replicas are built, and how many of them are kept."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlhfless.scaling.placement import Allocation
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What no scaling policy goes beyond: `scaling.generation.min_actors` and `scaling.hold_*` of the spec."""
+    """Limits on every scaling policy: `scaling.generation.min_actors` and `scaling.hold_*` of the spec."""
 
     fewest: int = 0
-    """So many replicas are not released."""
+    """The number of replicas that are never released."""
     reason: str = ""
-    """Which key of the spec says so."""
+    """The key of the spec that sets the limit."""
     idle: bool = True
-    """Replicas may wait between two uses; if not, they are released after each."""
+    """Replicas may stay idle between two uses; if False, they are released after each use."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Blueprint:
     settings: Callable[[Allocation], Any]
     """The deployment's settings for a replica in an allocation."""
     allocations: tuple[Allocation, ...]
-    """Where replica 0, 1, ... sit; as many as there may be at a time."""
+    """The allocations of replica 0, 1, ...; their number is the largest number of replicas at a time."""
     bounds: Bounds = Bounds()
     takes_allocation: bool = True
     """False: the replica's parts ask Ray for the allocation themselves (the learner's ranks)."""

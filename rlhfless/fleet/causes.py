@@ -1,4 +1,4 @@
-"""Why a replica did not start, from what Serve says of it: a text with the tracebacks of all processes in between."""
+"""Why a replica did not start, read from the text that Serve reports: the tracebacks of all processes in between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Cause:
     """The innermost exception of a failed start."""
 
     name: str
-    """Of its class, with the module; empty if Serve names none."""
+    """Its class with the module; empty if Serve names none."""
     message: str
 
     def __str__(self) -> str:
@@ -25,7 +25,7 @@ class Cause:
 
 
 def innermost(texts: Sequence[str]) -> Cause:
-    """The last exception that is named: Serve's texts end with the cause, and its message may have many lines."""
+    """The last exception named in the texts: Serve puts the cause last, and its message may have many lines."""
     for text in reversed(texts):
         named = list(_EXCEPTION.finditer(text))
         if named:

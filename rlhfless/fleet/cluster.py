@@ -2,7 +2,7 @@
 
 Serve picks its own victim when a deployment shrinks, so an elastic function is not one deployment with n
 replicas but n applications with one replica each (`route_prefix=None`: no HTTP), which the fleet creates and
-deletes by name. Which device a replica sits on is asked for by a custom Ray resource per device.
+deletes by name. A custom Ray resource per device says on which device a replica is to run.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ _deploying = threading.Lock()
 """Serve describes and pickles one deployment at a time."""
 
 _router_pickling = threading.Lock()
-"""While a RequestRouterConfig is made, Serve has cloudpickle treat its own module otherwise, for the whole process.
-Each deployment makes one, and so does each handle's own thread when its replica's configuration comes or changes: two
-at once fail with `not registered for pickle by value`."""
+"""While Serve makes a RequestRouterConfig, it registers its own module with cloudpickle as "pickled by value", for the
+whole process. Each deployment makes a config, and so does the thread of each handle when its replica's configuration
+arrives or changes; two at the same time fail with `not registered for pickle by value`."""
 
 
 class FleetError(RuntimeError):
-    """A replica did not start, answer or stop as asked; the text says which, what was waited for, how long."""
+    """A replica did not start, answer or stop as asked; the message names the replica, what was waited for, and how
+    long."""
 
 
 class Cluster:
-    """A running Ray with Serve. Use `await Cluster.start(...)`, and `await stop()` at the end."""
+    """A running Ray with Serve: made by `await Cluster.start(...)`, ended by `await stop()`."""
 
     def __init__(self, private: bool = False) -> None:
         self._private = private
@@ -97,13 +98,14 @@ class Cluster:
 
     @property
     def lost(self) -> bool:
-        """A private Ray has ended, and every replica with it: no call would come back."""
+        """Whether a private Ray has ended, and every replica with it: no call would return."""
         return self._private and ray_session.is_lost()
 
     async def deploy(
         self, name: str, function: type, arguments: Sequence[Any], allocation: Allocation | None, *, stop_s: float
     ) -> DeploymentHandle:
-        """Begin to start one replica; returns at once. `allocation` None: the function binds its parts itself."""
+        """Begin to start one replica; returns at once. With `allocation` None the function's parts ask Ray
+        themselves."""
         options = {
             "name": name,
             "num_replicas": 1,
@@ -121,19 +123,20 @@ class Cluster:
         return self.handle(name)
 
     def handle(self, name: str) -> DeploymentHandle:
-        """The address of a replica that was deployed, by whomever."""
+        """The address of a replica, whichever driver deployed it."""
         return serve.get_app_handle(name)
 
     async def running(self, prefix: str) -> list[str]:
-        """Names of the running replicas that begin so, such as those that an earlier driver of a run has left."""
+        """Names of the running replicas that begin with `prefix`, such as replicas that an earlier driver of a run
+        left."""
         applications = await self._applications()
         return [name for name, app in applications.items() if name.startswith(prefix) and app.status in _FOUND]
 
     async def wait_running(self, name: str, timeout_s: float) -> None:
         """Wait until a replica's constructor has returned.
 
-        Raises FleetError if it raised, or after `timeout_s`. An error that the user can mend is kept in the replica
-        (see Function.starting).
+        Raises FleetError if the constructor raised, or after `timeout_s`. An error that the user can mend is kept in
+        the replica (see Function.starting).
         """
         began = time.monotonic()
         while True:
@@ -158,14 +161,14 @@ class Cluster:
         return self._statuses
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Stop replicas and return when they are gone. Unknown names are fine."""
+        """Stop replicas and return when they are gone. Unknown names are ignored."""
         if self.lost:
             return
         await asyncio.gather(*(asyncio.to_thread(serve.delete, name) for name in names))
 
     async def stop(self) -> None:
         """Leave the cluster; a private one ends, with every process it started."""
-        # It goes down as a whole, Serve with it; in a joined one Serve belongs to others too.
+        # A private Ray ends as a whole, with Serve; in a joined cluster other runs use Serve too.
         await asyncio.to_thread(ray_session.end)
 
 

@@ -1,7 +1,7 @@
-"""The driver's sign of life to all replicas, and theirs to it.
+"""The heartbeat between the driver and all replicas, in both directions.
 
-A replica whose lease is not renewed gives its device back, so a driver that was killed leaves nothing behind. One that
-does not answer for as long, though its port may be open, is given up, and calls that wait for it end.
+A replica whose lease is not renewed gives its device back, so a driver that was killed leaves nothing behind. A replica
+that does not answer for as long as a lease, though its port may be open, is given up, and calls that wait for it end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, StaleCall
 
 BEATS_PER_LEASE = 4
-"""So that a lost beat or two do no harm."""
+"""Low enough that one or two lost beats do no harm."""
 
 
 class Heartbeat:
@@ -30,14 +30,14 @@ class Heartbeat:
         self._heard_s: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Renew all leases, again and again."""
+        """Renew all leases periodically."""
         period_s = self._lease_s / BEATS_PER_LEASE
         while True:
             began_s = time.monotonic()
             replicas = [replica for pool in self._pools for replica in pool.replicas() if replica.info]
             results = await asyncio.gather(*(self._beat(replica, period_s) for replica in replicas))
             if not all(results):
-                return  # the driver's next call says why it must stop
+                return  # the driver's next call is refused, which says why it must stop
             self._beaten()
             await asyncio.sleep(max(0.0, period_s - (time.monotonic() - began_s)))
 

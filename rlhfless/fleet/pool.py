@@ -1,9 +1,9 @@
 """The elastic pool of one function: N >= 0 replicas that come and go in the background, within bounds.
 
 A step waits for a start only if it needs the replica (`ready`), or if nothing else is left to draw. A replica that
-comes up is *opened* before it serves: what must have happened to it is the function's own (`opens`), such as the load
-of the step's weights. A replica that leaves gets no work from then on, hands back what it has, and is stopped after
-that. A static fleet is a pool that is never asked to change.
+is up is *opened* before it serves: the function decides what that takes (`opens`), such as the load of the step's
+weights. A replica that leaves gets no more work, hands back the work it has, and is then stopped. A static fleet is a
+pool that is never asked to change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Opens = Callable[[Replica, Call], Awaitable[None]]
 
 
 class Listener(Protocol):
-    """Work that is under way on a pool, as far as it concerns replicas that come and go."""
+    """Work in progress on a pool, which is told of replicas that come and go."""
 
     @property
     def over(self) -> bool: ...
@@ -44,7 +44,7 @@ class Listener(Protocol):
         """No replica will come to a slot."""
 
     async def drain(self, replica: Replica) -> None:
-        """A replica hands back what it has; returns when it has."""
+        """Make a replica hand back the work it has; returns when it has done so."""
 
 
 class Pool(Replicas):
@@ -55,9 +55,9 @@ class Pool(Replicas):
     ) -> None:
         super().__init__(cluster, blueprint, call, timeouts, recorder)
         self.opens: Opens = self._open_own
-        """How a replica that is up comes to serve."""
+        """Makes a replica that is up ready to serve."""
         self.fatal: BaseException | None = None
-        """What ended a start in the background and no other start can mend, such as wrong weights."""
+        """A fault that ended a background start and that no other start can mend, such as wrong weights."""
         self._listeners: list[Listener] = []
         self._closed = False
         self._starts: dict[int, asyncio.Task[Replica]] = {}
@@ -65,43 +65,44 @@ class Pool(Replicas):
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._next: dict[int, Call] = {}
-        """Slots that get a new replica as soon as the one that leaves has left."""
+        """Slots that get a new replica as soon as the replica that is leaving them has stopped."""
 
     @property
     def bounds(self) -> Bounds:
         return self._blueprint.bounds
 
     def watch(self, listener: Listener) -> None:
-        """Tell a listener of replicas that come and go, until it is over."""
+        """Tell a listener of replicas that come and go, as long as it is not `over`."""
         self._listeners = [known for known in self._listeners if not known.over] + [listener]
 
     def state(self, slot: int) -> ReplicaState | None:
-        """Of the replica at a slot; None if there is none, or only one that leaves: another can be asked for then."""
+        """The state of the replica at a slot. None if the slot has no replica, or only one that is leaving: another
+        replica can be asked for then."""
         replica = self.at(slot)
         if replica is not None and replica.state is not ReplicaState.DRAINING:
             return replica.state
         return ReplicaState.STARTING if slot in self._starts or slot in self._next else None
 
     def expects(self, slot: int) -> bool:
-        """Whether a replica serves at a slot, or will."""
+        """Whether a replica serves, or is going to serve, at a slot."""
         return self.state(slot) in (ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING)
 
     @property
     def expected(self) -> int:
-        """Replicas that serve, or will."""
+        """The number of replicas that serve or are going to."""
         return sum(self.expects(slot) for slot in range(len(self.allocations)))
 
     def up(self) -> tuple[Replica, ...]:
-        """Those that can be given weights: up, and done with what they had to do first."""
+        """Replicas that can be given weights: they are up, and not just being opened."""
         alive = (ReplicaState.STALE, ReplicaState.SERVING)
         return tuple(r for r in self.replicas() if r.state in alive and r.name not in self._opening)
 
     # -- replicas that come
 
     async def ready(self, call: Call) -> Replica:
-        """The first replica, started if it is not there: a cold start that the ledger records.
+        """The first replica; if there is none it is started, a cold start that the ledger records.
 
-        A start that waits for its time is called off, and a release that has begun is waited for. Raises what the
+        A start that was planned for later is called off, and a release that has begun is waited for. Raises what the
         start raised.
         """
         while True:
@@ -122,13 +123,14 @@ class Pool(Replicas):
 
     @staticmethod
     async def _started_one(start: asyncio.Task[Replica]) -> None:
-        """Wait for a start. Raises its fault; a start that was called off is none."""
+        """Wait for a start. Raises its fault; a start that was called off is not a fault."""
         await asyncio.wait([start])
         if not start.cancelled():
             start.result()
 
     async def fill(self, count: int) -> None:
-        """Start replicas at the first free slots until there are `count`, all at once. They are up, and not open."""
+        """Start replicas at the first free slots until there are `count`, all at once. They are up then, but not
+        opened."""
         missing = count - len(self.replicas())
         await gather_or_cancel(*(self.start_one(slot) for slot in self._free()[: max(missing, 0)]))
 
@@ -137,7 +139,7 @@ class Pool(Replicas):
         return [slot for slot in range(len(self.allocations)) if self.at(slot) is None]
 
     async def add(self, call: Call, slot: int | None = None) -> Replica:
-        """Start one more, at a slot or at the first that is free; returns when it serves."""
+        """Start one more replica, at `slot` or at the first free slot; returns when it serves."""
         if slot is None:
             slot = next(iter(self._free()), 0)
         replica = await self.start_one(slot)
@@ -153,19 +155,20 @@ class Pool(Replicas):
         return replica
 
     def joined(self, replica: Replica) -> None:
-        """It serves from here on."""
+        """Tell the listeners that a replica serves from here on."""
         for listener in self._listeners:
             listener.joined(self.slot_of(replica))
 
     def missed(self, slot: int) -> None:
-        """No replica will come to a slot."""
+        """Tell the listeners that no replica will come to a slot."""
         for listener in self._listeners:
             listener.missed(slot)
 
     def start(self, slot: int, call: Call, at_s: float | None = None) -> None:
-        """Start one at a slot in the background, not before `at_s` (unix time), nor before one that leaves has left.
+        """Start a replica at a slot in the background, not before `at_s` (unix time), and not before the replica that
+        is leaving the slot has stopped.
 
-        One that waits for its time is begun at once when it is asked for again without one.
+        A start that was planned for later begins at once if this is called again without `at_s`.
         """
         self._call_off_timer(slot)
         wait_s = 0.0 if at_s is None else at_s - time.time()
@@ -189,7 +192,7 @@ class Pool(Replicas):
             self.missed(slot)
 
     def replace_missing(self, call: Call) -> None:
-        """Start in the background what is missing of the fewest."""
+        """Start replicas in the background until there are `bounds.fewest`."""
         free = [slot for slot in range(len(self.allocations)) if self.state(slot) is None]
         for slot in free[: max(self.bounds.fewest - self.expected, 0)]:
             self.start(slot, call)
@@ -203,7 +206,7 @@ class Pool(Replicas):
                 raise failures[-1]
 
     async def _open_own(self, replica: Replica, call: Call) -> None:
-        """For functions without weights of the run (scoring, reference) or with their own (the learner)."""
+        """Open a replica of a function that loads no published weights (scoring, reference, the learner)."""
         version = WeightVersion(call.run_id, call.attempt, 0, "own")
         replica.ask(version)
         replica.loaded(version)
@@ -211,12 +214,13 @@ class Pool(Replicas):
     # -- replicas that leave
 
     async def remove(self, replica: Replica) -> None:
-        """Drain one and stop it; during a step its samples go on elsewhere. Raises what kept it from doing so."""
+        """Drain a replica and stop it; during a step its samples continue on other actors. Raises the fault that
+        prevented it."""
         await self._leave(replica)
 
     def release(self, slot: int) -> bool:
-        """Give a slot's devices back, in the background; a start is called off. Returns False, and does nothing, if
-        no more than the fewest are there."""
+        """Give a slot's devices back, in the background; a start there is called off. Returns False, and does
+        nothing, if there are no more than `bounds.fewest` replicas."""
         if self.expected <= self.bounds.fewest:
             return False
         self._call_off_timer(slot)
@@ -230,7 +234,7 @@ class Pool(Replicas):
         return True
 
     def _leave(self, replica: Replica) -> asyncio.Task[None]:
-        """Let one go in the background. It gets no work from here on."""
+        """Drain and stop a replica in the background. It gets no work from here on."""
         slot = self.slot_of(replica)
         replica.drain()
         if slot not in self._leaving:
@@ -258,7 +262,7 @@ class Pool(Replicas):
             timer.cancel()
 
     async def close(self) -> None:
-        """Call off what is starting, and wait for what is leaving."""
+        """Call off all starts, and wait for the replicas that are leaving."""
         self._closed = True
         self._next.clear()
         for slot in list(self._timers):

@@ -1,11 +1,11 @@
-"""The one Ray of this process: a private one on loopback, or a cluster that is joined; and no other after it.
+"""The one Ray session of this process: a private Ray on loopback, or a cluster that is joined; no other follows it.
 
-Ray's API and Serve's start a Ray of their own when they are called without one. A call that is late, such as a
-deletion that comes after the end, would so start a second Ray that nothing ends. Here is the only place where a Ray
-starts; everywhere else `ray.init` is refused.
+The APIs of Ray and Serve start a Ray by themselves when they are called without one. A late call, such as a deletion
+after the end of the run, would thus start a second Ray that nothing ends. This module alone may start a Ray;
+everywhere else `ray.init` is refused.
 
-A private Ray is for this run alone: it listens on loopback, and asks for a token that only the user can read. What
-listens on a joined cluster is up to its administrator.
+A private Ray is for this run alone: it listens on loopback, and asks for a token that only the user can read. The
+addresses on which a joined cluster listens are up to its administrator.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 REACH_S = 10.0
-"""Longest wait for a cluster's port to answer, and START_S for Ray to start or to let us in. Ray itself would try a
-port where nothing answers for a quarter of an hour."""
+"""Longest wait for a cluster's port to answer; START_S is the longest wait for Ray to start or to accept this process.
+Ray itself would try a port that does not answer for a quarter of an hour."""
 
 START_S = 180.0
 
@@ -55,7 +55,7 @@ _init = ray.init
 
 
 class NoCluster(UserError):
-    """There is no cluster to run on: none at that address, one without devices, or one that is not safe."""
+    """There is no cluster to run on: none answers at the address, it has no devices, or it is not safe to join."""
 
 
 class NoRay(RuntimeError):
@@ -63,10 +63,10 @@ class NoRay(RuntimeError):
 
 
 async def started(start: Callable[[], T], address: str | None) -> T:
-    """What `start` returns, which begins a session in a thread of its own.
+    """Run `start`, which begins a session, in a thread of its own; returns what it returns.
 
-    Raises NoCluster after START_S; the thread, in which Ray may go on trying, is left. A private Ray whose start is
-    cancelled is waited for and ended: a start cannot be called off half-way.
+    Raises NoCluster after START_S; the thread, in which Ray may go on trying, is abandoned. If the start of a private
+    Ray is cancelled, it is waited for and the Ray is ended: a start cannot be stopped half-way.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     found: list[T | Exception] = []
@@ -100,7 +100,7 @@ async def started(start: Callable[[], T], address: str | None) -> T:
 
 
 async def reach(address: str) -> None:
-    """Raises NoCluster if nothing listens at `host:port`. What is no such address, Ray looks up itself."""
+    """Raises NoCluster if nothing listens at `host:port`. Addresses of another form are left to Ray."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -138,9 +138,9 @@ def join(address: str) -> None:
 def start_private(resources: Mapping[str, float]) -> None:
     """Start a Ray on this machine that other machines cannot reach, and other users cannot use."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray runs its workers at niceness 15; here they are the run itself, and the machine is theirs.
+    # Ray runs its workers at niceness 15; here the workers are the run itself, so they get the normal priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Left out, Ray asks for a token, and tells its parts so; "disabled" may come from another cluster's environment.
+    # Without the variable Ray asks for a token; "disabled" may be inherited from the environment of another cluster.
     os.environ.pop(AUTH_MODE, None)
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         private_token(Path.home())
@@ -155,14 +155,14 @@ def end() -> None:
 
 
 def is_lost() -> bool:
-    """Processes of a private Ray have ended, as when its whole process group got a signal: it answers no more."""
+    """Whether processes of a private Ray have ended, for example by a signal to its process group: it cannot answer."""
     node = worker._global_node
     return node is None or bool(node.dead_processes())
 
 
 def private_token(home: Path) -> Path:
-    """The file of Ray's token, which lets anyone who reads it run code. Made if need be; only the user may read it,
-    which Ray itself leaves to the umask. Raises NoCluster if the file cannot be made so."""
+    """The file of Ray's token; anyone who can read it can run code. It is made if it is missing, readable by the user
+    alone (Ray would leave that to the umask). Raises NoCluster if that is not possible."""
     file = home / TOKEN_FOLDER / TOKEN_FILE
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -182,15 +182,15 @@ def _write_token(file: Path) -> None:
     descriptor, new = tempfile.mkstemp(dir=file.parent)  # mode 0600, whatever the umask
     with os.fdopen(descriptor, "w") as stream:
         stream.write(secrets.token_hex(32))
-    with contextlib.suppress(FileExistsError):  # another run was faster
+    with contextlib.suppress(FileExistsError):  # another run has made it meanwhile
         os.link(new, file)
     os.unlink(new)
 
 
 @contextmanager
 def _own_handler() -> Iterator[None]:
-    """What this process does at SIGTERM is as it was before. Ray's core sets a handler that prints a stack trace and
-    aborts the process three seconds later. By way of C: Python sets handlers in its main thread alone."""
+    """Restore this process's SIGTERM handler after the block. Ray's core sets a handler that prints a stack trace and
+    aborts the process three seconds later. Done through libc, because Python sets handlers in its main thread only."""
     sigaction, saved = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(SIGACTION_BYTES)
     sigaction(int(signal.SIGTERM), None, saved)
     try:
@@ -201,8 +201,8 @@ def _own_handler() -> Iterator[None]:
 
 @contextmanager
 def _known_by_loopback() -> Iterator[None]:
-    """Ray knows its node by the loopback address, and all its parts listen there. On Linux it would take the address
-    of the network even if it were given 127.0.0.1; this is what it does on macOS."""
+    """Within the block Ray names its node by the loopback address, and all its processes listen there. On Linux it
+    would use the address of the network even if it were given 127.0.0.1; on macOS it uses loopback."""
     name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
     outside = os.environ.get(name)
     os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
@@ -227,8 +227,9 @@ def _refused(*_: Any, **__: Any) -> Any:
 
 
 def errors_to_log() -> None:
-    """Ray prints every worker that dies to standard output, whatever `log_to_driver` says, and has no switch for it
-    (`listen_error_messages` in ray/_private/worker.py). What a death means for the run, the run says itself."""
+    """Send Ray's messages about dead workers to the log. Ray prints them to standard output whatever `log_to_driver`
+    says, with no switch for it (`listen_error_messages` in ray/_private/worker.py); the run reports such deaths
+    itself."""
 
     def to_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001 (Ray's signature)
         for line in data["lines"]:

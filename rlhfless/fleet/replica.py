@@ -1,4 +1,4 @@
-"""One replica as the driver sees it: its life cycle, its address, and bounded calls that go into the ledger."""
+"""One replica from the driver's side: its life cycle, its address, and bounded calls that go into the ledger."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Clock = Callable[[], float]
 
 
 class Recorder(Protocol):
-    """Where the fleet reports what it holds and what it did."""
+    """The receiver of the fleet's holdings and invocations."""
 
     def add_holding(self, holding: Holding) -> None: ...
 
@@ -41,7 +41,7 @@ class ReplicaLost(RuntimeError):
 
 
 class CallTimeout(RuntimeError):
-    """A call did not return in time. Says what was waited for, where, and for how long."""
+    """A call did not return in time. The message says what was waited for, on which replica, and for how long."""
 
 
 class Replica:
@@ -60,7 +60,7 @@ class Replica:
         self.allocation = allocation
         self.info: ReplicaInfo | None = None
         self.lost = False
-        """It was given up, and not while it was to leave anyway."""
+        """The replica was given up while it was still needed."""
         self._recorder = recorder
         self._clock = clock
         self._launched_s = clock()
@@ -78,12 +78,12 @@ class Replica:
 
     @property
     def learned_step(self) -> int:
-        """Of a learner, as it said when it was last asked."""
+        """The step up to which a learner has learned, as it last reported."""
         return 0 if self.info is None else self.info.step
 
     @property
     def open_device_s(self) -> dict[str, float]:
-        """Device-seconds since the last holding was written, by device kind: for the cost so far."""
+        """Device-seconds since the last holding was written, by device kind; the cost so far includes them."""
         since_s = self._launched_s if self._life is None else self._life.since_s
         if not self.state.holds_device:
             return {}
@@ -106,7 +106,7 @@ class Replica:
         self._record(())
 
     def ask(self, version: WeightVersion) -> None:
-        """A version is wanted: STALE unless it is loaded."""
+        """Ask for a version: the replica is STALE unless that version is loaded."""
         self._record(self._alive.ask(version, self._clock()))
 
     def loaded(self, version: WeightVersion) -> None:
@@ -130,14 +130,14 @@ class Replica:
             self._record(self._life.died(now_s))
 
     def give_up(self, reason: str) -> None:
-        """Write the replica off: calls that wait for it raise ReplicaLost. Idempotent."""
+        """Treat the replica as lost: calls that wait for it raise ReplicaLost. Idempotent."""
         if not self._given_up.done():
             self.lost = self.state is not ReplicaState.DRAINING
             self._given_up.set_result(f"{self.name} (incarnation {self.incarnation}) was given up: {reason}")
         self.gone()
 
     def cut(self) -> None:
-        """Write the holding so far, so that a driver that dies loses little of the ledger."""
+        """Record the holding so far, so that little of the ledger is lost if the driver dies."""
         if self._life is not None:
             self._record(self._life.cut(self._clock()))
 
@@ -190,7 +190,8 @@ class Replica:
     ) -> AsyncIterator[Any]:
         """Call a streaming method; yields its events up to the last, a StreamEnd, which goes into the ledger.
 
-        Raises ReplicaLost, also if nothing comes for `timeout_s`: it beats while it works; or what the method raised.
+        Raises ReplicaLost, also if no event comes for `timeout_s` (a working replica sends beats), or what the method
+        raised.
         """
         events = getattr(self._up.options(stream=True), method).remote(call, *arguments)
         with self._faults(method):
@@ -216,7 +217,7 @@ class Replica:
         return self._handle
 
     async def _answer(self, response: Awaitable[T], timeout_s: float) -> T:
-        """The response. Raises TimeoutError, or ReplicaLost as soon as the replica is given up."""
+        """Await the response. Raises TimeoutError, or ReplicaLost as soon as the replica is given up."""
         task = asyncio.ensure_future(response)
         try:
             either: list[asyncio.Future[Any]] = [task, self._given_up]
@@ -231,7 +232,7 @@ class Replica:
 
     @contextmanager
     def _faults(self, doing: str) -> Iterator[None]:
-        """Ray's errors as ours: the replica is lost, or its method raised something."""
+        """Translate Ray's errors: the replica is lost, or its method raised an error."""
         try:
             yield
         except RayTaskError as error:
@@ -267,7 +268,7 @@ class Replica:
         )
 
     def _check_incarnation(self, incarnation: str) -> None:
-        """Serve revives a dead replica under the same name; its answers are not those of the one we knew."""
+        """Refuse the answers of a replica that Serve has revived under the name of a dead one."""
         if self._life is not None and incarnation != self.incarnation:
             reason = f"it answers as incarnation {incarnation}: it was restarted and has lost its state"
             self.give_up(reason)

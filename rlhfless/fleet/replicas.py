@@ -1,4 +1,4 @@
-"""The replicas of one function: start one, take over what an earlier driver has left, probe, and stop."""
+"""The replicas of one function: start them, take over replicas that an earlier driver left, probe, and stop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rlhfless.spec import TimeoutsSpec
 log = logging.getLogger(__name__)
 
 PROBE_S = 10.0
-"""Longest wait for an answer that costs a replica nothing. Long, because all cores may be at work."""
+"""Longest wait for an answer that costs a replica nothing. Long, because all cores may be busy."""
 
 
 class Replicas:
-    """All replicas of a function, by name and by the number of their allocation, which is their slot."""
+    """All replicas of a function, by name and by slot, which is the number of their allocation."""
 
     def __init__(
         self, cluster: Cluster, blueprint: Blueprint, call: Call, timeouts: TimeoutsSpec, recorder: Recorder
@@ -44,7 +44,7 @@ class Replicas:
 
     @property
     def allocations(self) -> tuple[Allocation, ...]:
-        """Where replicas may sit, one in each."""
+        """The allocations of the slots; each holds one replica."""
         return self._blueprint.allocations
 
     def __getitem__(self, name: str) -> Replica:
@@ -60,11 +60,11 @@ class Replicas:
         return next(slot for slot, allocation in enumerate(self.allocations) if allocation is replica.allocation)
 
     def replicas(self) -> tuple[Replica, ...]:
-        """All that hold a device, in the order in which they were started."""
+        """The replicas that hold a device, in the order in which they were started."""
         return tuple(r for r in self._replicas.values() if r.state.holds_device)
 
     def serving(self) -> tuple[Replica, ...]:
-        """Those that may get traffic."""
+        """Replicas that may get traffic."""
         return tuple(r for r in self._replicas.values() if r.state is ReplicaState.SERVING)
 
     @property
@@ -77,8 +77,8 @@ class Replicas:
     async def start_one(self, slot: int) -> Replica:
         """Start a replica in a slot; returns when it is up (STALE).
 
-        Raises FleetError if the slot is taken or the start fails, or what the replica's constructor raised that the
-        user can mend.
+        Raises FleetError if the slot is taken or the start fails; an error of the replica's constructor that the user
+        can mend is raised as itself.
         """
         await self.remove_dead()
         replica = self._launch(slot)
@@ -103,7 +103,7 @@ class Replicas:
         return replica
 
     async def _call_off(self, replica: Replica) -> None:
-        """A start has failed, or is not wanted any more."""
+        """Remove a replica after its start has failed or been cancelled."""
         replica.gone()
         await asyncio.shield(self._cluster.delete([replica.name]))
 
@@ -125,7 +125,7 @@ class Replicas:
     # -- taking over
 
     async def adopt(self, names: Sequence[str], call: Call) -> None:
-        """Take over replicas that an earlier driver of the run has left; those that do not fit are stopped."""
+        """Take over replicas that an earlier driver of the run left; replicas with other settings are stopped."""
         prefix = self._name("")
         mine = [name for name in names if name.startswith(prefix)]
         self._launches = max([int(name.removeprefix(prefix)) + 1 for name in mine], default=self._launches)
@@ -135,7 +135,7 @@ class Replicas:
         handle = self._cluster.handle(name)
         try:
             reply = await asyncio.wait_for(handle.describe.remote(call), PROBE_S)
-        except Exception as error:  # whatever ails it, it can be replaced
+        except Exception as error:  # whatever the fault, the replica can be replaced
             log.warning("%s of an earlier attempt does not answer and is stopped: %r", name, error)
             await self._cluster.delete([name])
             return
@@ -153,7 +153,7 @@ class Replicas:
     # -- the lost
 
     async def probe_all(self, call: Call) -> None:
-        """Ask all replicas for a sign of life, and give up those that have none."""
+        """Ask all replicas for a sign of life, and give up replicas that do not answer."""
         await gather_or_cancel(*(self._probe(replica, call) for replica in self.replicas() if replica.info))
 
     async def _probe(self, replica: Replica, call: Call) -> None:
@@ -165,7 +165,7 @@ class Replicas:
             replica.give_up(str(silence))
 
     async def remove_dead(self) -> None:
-        """Remove what is left of lost replicas, so that Serve does not revive them and their allocations are free."""
+        """Delete lost replicas, so that Serve does not revive them and their allocations are free."""
         dead = [name for name, replica in self._replicas.items() if replica.state is ReplicaState.DEAD]
         remains = [name for name in dead if name not in self._removed]
         self._removed.update(remains)
@@ -176,7 +176,7 @@ class Replicas:
     async def stop(self, *replicas: Replica) -> None:
         """Drain and stop replicas; returns when their processes are gone and the devices free. Idempotent.
 
-        A replica that a newer attempt of the run has taken over is left to it.
+        A replica that a newer attempt of the run has taken over is not stopped.
         """
         await self.remove_dead()
         running = [replica for replica in replicas if replica.state.holds_device]
@@ -193,9 +193,9 @@ class Replicas:
             replica.gone()
 
     async def _say_stop(self, replica: Replica) -> bool:
-        """Let a replica end its own processes first. One that cannot any more is simply killed after this.
+        """Let a replica end its own processes; the caller then kills it in any case.
 
-        Returns False if it is not ours any more.
+        Returns False if the replica belongs to a newer attempt.
         """
         if replica.state is not ReplicaState.DRAINING or replica.info is None:
             return True

@@ -1,4 +1,4 @@
-"""Running things at the same time, with one error instead of a group of them."""
+"""Coroutines that run at the same time and raise one error instead of a group of errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def _settled(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await what must not be left half done, such as an orderly stop, even if this task is cancelled meanwhile.
+    """Await a coroutine that must not be left half done, such as an orderly stop, even if this task is cancelled.
 
     Raises what the coroutine raised, or else CancelledError after its end.
     """
@@ -55,6 +55,6 @@ async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def is_stopping() -> bool:
-    """This task was told to stop. A fault that came at the same moment may have taken the place of CancelledError."""
+    """Whether this task was cancelled. A fault at the same moment may have taken the place of CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

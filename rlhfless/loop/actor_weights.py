@@ -1,6 +1,6 @@
-"""The weights of the generation actors: the one door through which an actor comes to serve.
+"""The weights of the generation actors: an actor serves only after a load of this module.
 
-A new actor has proved that loads reach every tensor, and has loaded the weights of the step, before it gets work.
+Before a new actor gets work, it has proved that loads reach every tensor, and has loaded the weights of the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ActorWeights:
 
     def __init__(self, pool: Pool, spec: RunSpec) -> None:
         self.served: PublishedWeights
-        """What actors are to serve, also those that start meanwhile: set by `sync`."""
+        """The version for all actors, including actors that start later; set by `sync`."""
         self.perturbed: PublishedWeights
         """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
         self._pool = pool
@@ -31,15 +31,15 @@ class ActorWeights:
         pool.opens = self.open
 
     async def open(self, actor: Replica, call: Call) -> None:
-        """Bring a new actor to the weights that are served. Raises as `load` does."""
+        """Load the current version into a new actor, after the proof of loading. Raises as `load` does."""
         await self.prove_loading(actor, call)
         await self.load(actor, self.served, call)
 
     async def sync(self, published: PublishedWeights, call: Call) -> None:
-        """Bring all actors that are up to published weights; work that is under way hears of each.
+        """Load published weights into all actors that are up; the listeners of the pool are told of each.
 
-        Lost actors are replaced beside the work of the others, and waited for only if no other is up. Raises what their
-        starts raised then; and wrong weights of a new actor, whenever they were found.
+        Replacements of lost actors start in the background, and are waited for only if no other actor is up; then an
+        error of their start is raised. Wrong weights of a new actor are raised whenever they were found.
         """
         if self._pool.fatal is not None:
             raise self._pool.fatal
@@ -48,12 +48,12 @@ class ActorWeights:
         await self._pool.any_up()
         up = self._pool.up()
         for actor in up:
-            actor.ask(published.version)  # from here on, none gets work before it has loaded them
+            actor.ask(published.version)  # from here on, an actor gets no work before it has loaded this version
         await gather_or_cancel(*(self._bring(actor, call) for actor in up))
 
     async def _bring(self, actor: Replica, call: Call) -> None:
-        """Load the weights that are to be served into one actor. If it is lost meanwhile the others go on, and it is
-        replaced; raises ReplicaLost if no other is up: actors that start might be lost to the same weights."""
+        """Load the current version into one actor. If the actor is lost meanwhile, it is replaced and the others go on.
+        Raises ReplicaLost if no other actor is up: new actors might be lost to the same weights."""
         if actor.state is ReplicaState.SERVING:
             return
         try:
@@ -70,7 +70,7 @@ class ActorWeights:
             self._pool.joined(actor)
 
     async def load(self, actor: Replica, published: PublishedWeights, call: Call) -> None:
-        """Load a version into one actor: the one door to SERVING. Does nothing if the actor serves it already.
+        """Load a version into one actor, the only way to SERVING. Does nothing if the actor serves it already.
 
         Raises WeightCheckFailed, CallTimeout, or ReplicaLost.
         """
@@ -85,7 +85,7 @@ class ActorWeights:
             waiting_for=f"the weights of step {published.version.step}",
             work=Work.LOAD_WEIGHTS,
         )
-        # Another sync may have been waiting for the same load, as beside the start of an actor; or it was drained.
+        # Another `sync` may have waited for the same load, as when an actor starts during it; or the actor was drained.
         if actor.state is ReplicaState.STALE:
             actor.loaded(published.version)
 

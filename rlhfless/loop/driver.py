@@ -1,7 +1,7 @@
-"""A run from its start to its end: fleet up, weights out, evaluate, train, evaluate, checkpoint, fleet down.
+"""A run from start to end: start the fleet, publish weights, evaluate, train, evaluate, checkpoint, stop the fleet.
 
-Whatever happens, the functions are stopped, the ledger is written, and the weight store is removed. What dies on the
-way is replaced (rlhfless.loop.recovery); what stops the run leaves a journal and checkpoints to resume from.
+Whatever happens, the functions are stopped, the ledger is written, and the weight store is removed. Replicas that die
+are replaced (rlhfless.loop.recovery). A run that is stopped leaves a journal and checkpoints to resume from.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rlhfless.records import Experience
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished run leaves."""
+    """The results of a finished run."""
 
     before: Mapping[str, float]
     """Held-out figures before the first step; empty without held-out prompts."""
     after: Mapping[str, float]
     steps: int
     wall_s: float
-    """Of this attempt."""
+    """Faults and losses of this attempt."""
     checkpoint: Path
     recovered: Recovered
 
@@ -42,10 +42,10 @@ class Driver:
     session: Session
 
     async def execute(self) -> Outcome:
-        """The whole run, or what is left of it.
+        """The whole run, or the remaining steps of a resumed run.
 
-        Raises what stopped it, such as WeightCheckFailed, RewardError, JournalError, CheckpointError, StaleCall; or
-        the last of too many faults of one step (ReplicaLost, CallTimeout, FleetError).
+        Raises the error that stopped it, such as WeightCheckFailed, RewardError, JournalError, CheckpointError or
+        StaleCall; after too many faults of one step, the last fault (ReplicaLost, CallTimeout, FleetError).
         """
         began_s = time.time()
         async with open_session(self.session) as (run, first):
@@ -55,7 +55,7 @@ class Driver:
         return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.path(steps), recovered)
 
     async def drive(self, run: Run, first: int) -> Recovered:
-        """All steps from `first` on, in the order of the spec's schedule; returns what was recovered on the way.
+        """All steps from `first` on, in the order of the spec's schedule; returns what was recovered.
 
         Raises as `execute` does.
         """
@@ -81,7 +81,7 @@ class RunSteps:
         """The first step that is not done. Step 0 is only evaluated."""
 
     def again(self, step: int) -> None:
-        """After a fault: steps that are under way are given up, and `step` is the next."""
+        """After a fault: abandon the steps in progress; `step` is the next."""
         self._run.under_way.clear()
         self.following = step
 

@@ -1,6 +1,6 @@
-"""How a run ends that does not succeed: what the user is told, the exit code, and whether resuming can help.
+"""The endings of runs that do not succeed: the message to the user, the exit code, and whether resuming can help.
 
-One table. A run can only be resumed if there is something to go on from; that is asked of its folder.
+One table. A run can be resumed only if its folder holds something to resume from.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Ending:
 
     exit_code: int
     resume: bool
-    """Resuming can help."""
+    """Whether resuming can help."""
     advice: str
-    """Before the command that resumes; or what to do instead of it."""
+    """The text before the command that resumes the run, or the advice in place of that command."""
 
 
 ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
@@ -77,9 +77,9 @@ ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
     ((NoCluster,), Ending(TO_MEND, True, "what was drawn and learned is kept. Once the cluster is there, go on with")),
     ((UserError,), Ending(TO_MEND, True, "what was drawn and learned is kept. Once that is mended, go on with")),
 )
-"""The first that fits an error is its ending. An error that is not here is a fault of the program."""
+"""The first entry that matches an error is its ending. An error without an entry is a fault of the program."""
 
-DISK_FULL = Ending(TO_MEND, True, "what was drawn and learned is kept. Make slot, and go on with")
+DISK_FULL = Ending(TO_MEND, True, "what was drawn and learned is kept. Free some space, and go on with")
 UNEXPECTED = Ending(
     PROGRAM_FAULT, True, "what was drawn and learned is kept. If the fault is not met again, this goes on"
 )
@@ -97,7 +97,7 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def told(error: Exception, folder: Path) -> str:
-    """The error as the user is to read it."""
+    """The message that the user gets for an error."""
     ending = ending_of(error)
     if ending is DISK_FULL and isinstance(error, OSError):
         return f"the disk is full: {error.filename or folder} could not be written"
@@ -112,7 +112,7 @@ def hint(advice: str, resume: bool, command: str, folder: Path, steps: int) -> s
     """The last lines of a run that was stopped, empty if there is nothing to say. `command` resumes it."""
     try:
         newest = Checkpoints(folder / CHECKPOINTS_FOLDER, 1).newest()
-    except CheckpointError:  # there is one; the error itself is the run's to tell
+    except CheckpointError:  # a checkpoint exists but is damaged; the run reports that itself
         return f"{advice}: {command}" if resume else advice
     if newest is not None and newest.notes.step >= steps:
         return f"all {steps} steps are done; the model is in {newest.folder}"

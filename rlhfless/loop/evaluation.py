@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: sampled at the training temperature, and greedy beside it."""
+"""Evaluation on held-out prompts: sampled at the training temperature, and greedy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What failed rewards mean for a step (`scoring.on_failure`, `scoring.max_failed`).
+"""The effect of failed rewards on a step (`scoring.on_failure`, `scoring.max_failed`).
 
-Group statistics stay right because a dropped sample is gone before the batch is packed: it is in no mean, no standard
-deviation, no loss and no denominator. It stays in the ledger, with its cause.
+Group statistics stay right because a sample is dropped before the batch is packed: it is in no mean, no standard
+deviation, no loss and no denominator. It stays in the ledger, with the cause of the failure.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from rlhfless.spec import ScoringSpec
 log = logging.getLogger(__name__)
 
 LOGGED_PER_STEP = 10
-"""Failures of a step that are logged one by one; a broken reward fails on all samples, and the trace has them all."""
+"""At most this many failures of a step are logged one by one: a broken reward fails on all samples. The trace has all
+failures."""
 
 
 def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: ScoringSpec) -> ScoredGroups:
-    """The scores of several functions as one per sample.
+    """The scores of several functions, added up to one score per sample.
 
     Raises RewardError at the first failure if the spec says so.
     """
@@ -38,7 +39,7 @@ def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: S
 
 
 def without_failures(experience: Experience, scoring: ScoringSpec, step: int) -> Experience:
-    """What of a step is trained on: all of it, or all but the samples with a failed reward.
+    """The part of a step that is trained on: all samples, or all except those with a failed reward.
 
     Logs failures. Raises RewardError if too many samples failed.
     """
@@ -65,7 +66,7 @@ def log_failures(experience: Experience, step: int) -> None:
 
 
 def _dropped(experience: Experience) -> Experience:
-    """Without the failed samples, and without groups that lose all of theirs."""
+    """The experience without failed samples, and without groups in which all samples failed."""
     kept = (
         Group(group.prompt, tuple(sample for sample in group.samples if not sample.scored.failures))
         for group in experience.groups

@@ -1,10 +1,10 @@
 """The generation stage: samples go to actors, finished groups come back, and work can move while it runs.
 
-Which actor draws what is decided elsewhere (`rlhfless.autoscaling`); here it is carried out. Work moves in
-one way only: samples are aborted where they run, come back with the tokens so far, and go on elsewhere from there.
-Draining an actor, giving a new one something to do, and losing one are all that same move; nothing that was drawn is
-drawn again, except what a dead actor had not delivered. Finished samples go into the journal before they count, and
-what the journal has is not drawn.
+`rlhfless.autoscaling` decides which actor draws which samples; this module carries it out. Work moves in one way only:
+samples are aborted on their actor, come back with the tokens so far, and continue from there on another actor. Draining
+an actor, giving work to a new one and losing one are all this same move. No token is drawn twice, except tokens that a
+dead actor had not delivered. Finished samples go into the journal before they count, and samples that the journal has
+are not drawn.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class GenerationStage:
         clock: Callable[[], float] = time.monotonic,
         at_work: Callable[[], None] = lambda: None,
     ) -> None:
-        """`at_work` is called when the first word of an engine has come: from then on the engines are busy, and the
-        driver has time."""
+        """`at_work` is called at the first message of an engine: from then on the engines are busy, and the driver has
+        time for other work."""
         self._pool = pool
         self._request = request
         self._spec = spec
@@ -70,14 +70,14 @@ class GenerationStage:
         self._called_back: set[int] = set()
         self._lost: set[str] = set()
         self._lost_in_a_row = 0
-        """Actors that were lost, or did not come up, since a sample ended."""
+        """Actors that were lost, or did not come up, since the last sample ended."""
         self._events: asyncio.Queue[_Said | Exception] = asyncio.Queue()
         self._asked_s: float | None = None
         self._busy: BusyCores | None = None
         self.host_busy_cores = 0.0
-        """Of the driver's machine, while the samples were drawn."""
+        """The load of the driver's machine while the samples were drawn."""
         self.over = False
-        """No sample is left, or the stage was given up."""
+        """Whether no sample is left, or the stage was abandoned."""
 
     @property
     def step(self) -> int:
@@ -85,11 +85,12 @@ class GenerationStage:
 
     @property
     def progress(self) -> dict[SampleKey, int]:
-        """Tokens so far of the samples that are running, by the last beats."""
+        """Tokens so far of the running samples, by the last beats."""
         return self._table.progress
 
     async def groups(self) -> AsyncIterator[Group]:
-        """Groups as they are complete. Raises what an actor raised, JournalError, or ReplicaLost if none is left."""
+        """Groups as they become complete. Raises what an actor raised, JournalError, or ReplicaLost if no actor is
+        left."""
         try:
             for group in self._recall():
                 yield group
@@ -105,9 +106,9 @@ class GenerationStage:
                     heard = True
                     self._at_work()
             self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
-            # Each stream still has its end to deliver, which carries the call's entry in the ledger.
+            # Each stream still delivers its end, with the call's entry for the ledger.
             await asyncio.gather(*self._streams)
-            # Only now: what is learned from the step takes time, and the last groups are on their way to be scored.
+            # Only now, when the last groups are being scored: the estimates that the step updates take time.
             if self._asked_s is not None:
                 self._ask(Generated())
         finally:
@@ -121,26 +122,26 @@ class GenerationStage:
         self._happened(Serving(slot))
 
     def missed(self, slot: int) -> None:
-        """No actor will come to a slot; what waits there becomes unassigned."""
+        """No actor will come to a slot; samples that wait there become unassigned."""
         if self._table.lose(slot).size:
             self._happened(Lost(slot, self._table.unassigned), f"no actor came up at slot {slot}")
 
     async def drain(self, actor: Replica) -> None:
-        """Take an actor out of the stage: its samples go on elsewhere. It gets no new ones from here on."""
+        """Take an actor out of the stage: its samples continue on other actors, and it gets no new ones."""
         actor.drain()
         slot = self._slot_of(actor)
         if self._table.lose(slot).size:
             self._happened(Lost(slot, self._table.unassigned))
         limit_s = self._clock() + self._spec.timeouts.drain_s
         while (streams := [task for task, of in self._streams.items() if of is actor]) and self._clock() < limit_s:
-            # An abort may come before the request that it means: it is said again until nothing is left.
+            # An abort may arrive before the request that it aborts, so it is repeated until no sample is left.
             await self._abort(actor, [n for n, request in self._table.on.items() if self._requests[request] is actor])
             await asyncio.wait(streams, timeout=self._spec.generation.progress_interval_s)
 
-    # -- what was decided
+    # -- decisions
 
     def _happened(self, event: Event, loss: str = "") -> None:
-        """Something outside of the stage, perhaps a loss. What it leads to is raised where the groups are read."""
+        """Handle an event from outside the stage; `loss` says why an actor was lost. A fault is raised in `groups`."""
         if self._asked_s is None or self.over:
             return
         try:
@@ -156,7 +157,7 @@ class GenerationStage:
         self._call_back_strays()
 
     def _submit_waiting(self) -> None:
-        """What waits goes to those that serve, in the order in which it was given to them."""
+        """Submit waiting samples to serving actors, in the order in which they were assigned."""
         ready: dict[int, list[int]] = {}
         for number in self._table.waiting:
             ready.setdefault(int(self._table.home[number]), []).append(number)
@@ -186,7 +187,7 @@ class GenerationStage:
         task.add_done_callback(self._streams.pop)
 
     def _call_back_strays(self) -> None:
-        """Samples that are on an actor of another slot than theirs come back from it."""
+        """Call back samples that run on an actor of another slot than the slot they are assigned to."""
         strays: dict[str, list[int]] = {}
         there = [self._pool.at(slot) for slot in range(len(self._pool.allocations))]
         for sample, request in self._table.on.items():
@@ -209,12 +210,12 @@ class GenerationStage:
 
     async def _abort(self, actor: Replica, samples: Sequence[int]) -> None:
         keys = [self._table.items[sample].key for sample in samples]
-        with contextlib.suppress(ReplicaLost):  # its streams say so too
+        with contextlib.suppress(ReplicaLost):  # its streams raise that too
             await actor.call(
                 "abort", self._request.call, keys, timeout_s=self._spec.timeouts.sync_s, waiting_for="an abort"
             )
 
-    # -- what the actors say
+    # -- messages of the actors
 
     async def _stream(self, actor: Replica, number: int, request: GenerateRequest) -> None:
         try:
@@ -241,14 +242,14 @@ class GenerationStage:
                 self._lose(said.request, lost)
 
     def _beat(self) -> None:
-        """Ask what to do now, an interval after it was asked last: each actor beats on its own."""
+        """Ask the policy, at most once per interval: each actor beats on its own."""
         now_s = self._clock()
         if self._asked_s is not None and now_s - self._asked_s >= self._spec.generation.progress_interval_s:
             self._asked_s = now_s
             self._ask(Beat())
 
     def _take(self, request: int, rollouts: Sequence[Rollout]) -> Iterable[Group]:
-        """Keep what has ended, and let go on elsewhere what was aborted; yields the group if it is complete."""
+        """Keep ended samples, and make aborted ones wait for another actor; yields the group if it is complete."""
         mine = [rollout for rollout in rollouts if self._table.is_on(request, rollout.key)]
         ended = [rollout for rollout in mine if rollout.finish_reason != FinishReason.ABORT]
         if ended:
@@ -263,7 +264,7 @@ class GenerationStage:
         yield from self._completed(rollouts[0].prompt_id)
 
     def _lose(self, request: int, error: ReplicaLost) -> None:
-        """A request's actor is lost. All of the actor's are, and with the first of them its slot is."""
+        """A request is lost with its actor. The first lost request of an actor also makes its slot Lost."""
         actor = self._requests[request]
         slot = self._slot_of(actor)
         gone = self._table.lost_with(request)
@@ -279,7 +280,7 @@ class GenerationStage:
             self._submit_waiting()
 
     def _count_loss(self, why: str) -> None:
-        """Raises ReplicaLost if it has been too many in a row."""
+        """Raises ReplicaLost after too many losses in a row."""
         self._lost_in_a_row += 1
         if self._lost_in_a_row > len(self._pool.allocations) * (self._spec.recovery.per_step + 1):
             raise ReplicaLost(f"{self._lost_in_a_row} actors were lost before a single sample ended: {why}")
@@ -293,12 +294,12 @@ class GenerationStage:
     # -- groups
 
     def _recall(self) -> Iterable[Group]:
-        """Take what the journal has of this draw; yields the groups that are complete with it."""
+        """Take the samples of this draw from the journal; yields the groups that are complete with them."""
         if self._journal is None:
             return
         missing = {item.key: item for item in self._table.items}
         for rollout in self._journal.rollouts(self.step):
-            # Another seed means another draw, such as one of a data set that has been edited since.
+            # Another seed means another draw, for example because the data set has been edited since.
             if rollout.key in missing and missing[rollout.key].seed == rollout.seed:
                 self._finished[rollout.prompt_id].append(rollout)
                 del missing[rollout.key]
@@ -321,7 +322,7 @@ class GenerationStage:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What came of a request."""
+    """A message of a request's stream, or the error that ended it."""
 
     request: int
     event: GenerationEvent | ReplicaLost

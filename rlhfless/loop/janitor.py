@@ -1,8 +1,8 @@
 """Removes a run's weights from shared memory when its driver was killed and could not.
 
-A small process that waits at a pipe whose other end the driver holds: when the driver ends, in whatever way, the pipe
-closes. It has a session of its own, so that a signal to the driver's terminal does not end it first, and takes no
-notice of those that Slurm sends to every process of a job.
+A small process that reads from a pipe whose other end the driver holds: when the driver ends, in whatever way, the pipe
+closes. The process has a session of its own, so that a signal to the driver's terminal does not end it first, and
+ignores the signals that Slurm sends to every process of a job.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ for folder in sys.argv[1:]:
 
 
 class Janitor:
-    """Within the block, the folders are removed when this process dies; after it they are left alone or gone anyway.
+    """Within the block, the folders are removed if this process dies. The janitor ends with the block.
 
-    `wanted` False: on a joined cluster the folders may be on another machine, and the learner's lease sees to them.
+    `wanted` False: on a joined cluster the folders may be on another machine, where the learner removes them when its
+    lease runs out.
     """
 
     def __init__(self, folders: Sequence[Path], wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""From a spec to the pools of its functions: which devices each replica gets, and what it is told at its start."""
+"""From a spec to the pools of its functions: which devices each replica gets, and its settings."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.check import PROBE_TOLERANCE
 
 PROBE_TOKENS = 128
-"""Length of the probe: enough that the mean over its tokens is steady, few enough to cost one small prefill."""
+"""Length of the probe: long enough for a steady mean over its tokens, short enough to cost one small prefill."""
 
 PROBE_PROMPTS = 8
-"""Prompts that the probe is put together from, if it can be: the end of a prompt is what is its own."""
+"""The probe is put together from the ends of this many prompts, if there are as many: prompts differ most at the
+end."""
 
 TOKEN_FILE = "store.token"
 
@@ -61,7 +62,7 @@ class Launcher:
     def of(
         cls, spec: RunSpec, prepared: Prepared, call: Call, cluster: Cluster, recorder: Recorder, folder: Path
     ) -> Launcher:
-        """A launcher with a place for the run's weights. `folder` is the run's own."""
+        """A launcher with a folder for the run's weights. `folder` is the run's own."""
         token = _store_token(folder) if spec.weights.store == "http" else ""
         return cls(spec, prepared, call, cluster, recorder, store_folder(spec, call.run_id), token)
 
@@ -204,7 +205,7 @@ class Launcher:
         )
 
     def _hold(self, key: Literal["hold_scoring", "hold_reference"]) -> Bounds:
-        """What the spec says about replicas between two uses."""
+        """The bounds that the spec sets for replicas between two uses."""
         hold: Hold = getattr(self.spec.scaling, key)
         return Bounds(fewest=int(hold == "always"), idle=hold != "never", reason=f"scaling.{key} is {hold}")
 
@@ -217,7 +218,7 @@ class Launcher:
 
 
 def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:
-    """Tokens of the probe `[probe]`: the ends of prompts from all over the data set, over again if they are too few for
+    """Tokens of the probe `[probe]`: the ends of prompts spread over the data set, repeated until there are
     PROBE_TOKENS, or `most_tokens` if that is less."""
     chosen = random.Random(0).sample(range(len(prompts)), min(len(prompts), PROBE_TOKENS))
     ends = [prompts[index].token_ids[-(PROBE_TOKENS // PROBE_PROMPTS) :] for index in chosen]
@@ -226,8 +227,8 @@ def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:
 
 
 def _store_token(folder: Path) -> str:
-    """The secret of the run's store. It outlives the driver, so that a resumed one can take over replicas that know it;
-    only the run's owner may read it."""
+    """The secret of the run's store. It outlives the driver, so that a resumed driver can take over replicas that
+    know it; only the run's owner may read it."""
     file = folder / TOKEN_FILE
     if not file.exists():
         new = file.with_suffix(".new")
@@ -238,20 +239,20 @@ def _store_token(folder: Path) -> str:
 
 
 def store_folders(spec: RunSpec, run_id: str) -> tuple[Path, Path]:
-    """Where the run's weights lie, and where the node's cache of them."""
+    """The folder of the run's weights, and the folder of the node's cache of them."""
     folder = store_folder(spec, run_id)
     return folder, Path(f"{folder}-cache")
 
 
 def remove_stores(spec: RunSpec, run_id: str) -> None:
-    """Remove the run's weights from this machine, unless they are on a joined cluster, which sees to them itself."""
+    """Remove the run's weights from this machine; on a joined cluster the learner removes them."""
     if not spec.placement.ray_address:
         for folder in store_folders(spec, run_id):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def store_folder(spec: RunSpec, run_id: str) -> Path:
-    """Where the run's weights lie: shared memory where there is any, for no disk is as fast."""
+    """The folder of the run's weights: in shared memory if there is any, because no disk is as fast."""
     if spec.weights.folder:
         return Path(spec.weights.folder) / run_id
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
@@ -259,13 +260,14 @@ def store_folder(spec: RunSpec, run_id: str) -> Path:
 
 
 def binding(allocation: Allocation, *, exclusive: bool) -> DeviceBinding:
-    """How a replica in this allocation finds its devices."""
+    """How a replica in this allocation is bound to its devices."""
     kind = "cpu" if allocation.devices[0].kind == CPU_KIND else "cuda"
     return DeviceBinding(kind, tuple(device.index for device in allocation.devices), exclusive)
 
 
 def _rank_allocation(allocation: Allocation, rank: int, ranks: int) -> Allocation:
-    """A rank's part of the learner's allocation: its share of the devices. More ranks than devices share them."""
+    """A rank's part of the learner's allocation: its share of the devices. If there are more ranks than
+    devices, ranks share a device."""
     devices = allocation.devices[rank::ranks] or (allocation.devices[rank % len(allocation.devices)],)
     crowd = -(-ranks // len(allocation.devices))
     return Allocation(devices, allocation.share / crowd)

@@ -1,4 +1,4 @@
-"""The driver's ledger: every holding and invocation, on its way into the trace, with the cost so far."""
+"""The driver's ledger: collects every holding and invocation for the trace, and adds up the cost so far."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlhfless.scaling.step_times import StepTimes, recovery_until_s, step_times
 log = logging.getLogger(__name__)
 
 RECENT_CALLS = 512
-"""Calls per function from which the time of a load is estimated: some tens of steps, so that it follows the run."""
+"""The time of a load is estimated from this many recent calls: some tens of steps, so that it follows the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Earlier:
 
     cost_usd: float = 0.0
     rollouts_of: frozenset[int] = frozenset()
-    """Steps whose rollouts are there."""
+    """Steps with rollouts in the trace."""
     steps: frozenset[int] = frozenset()
     starts: tuple[Holding, ...] = ()
-    """How long starts took."""
+    """Durations of starts."""
 
     @classmethod
     def of(cls, trace: Trace, prices: PriceBook) -> Earlier:
@@ -54,7 +54,7 @@ class Earlier:
 
 
 class Ledger:
-    """Takes records as they come; `write` puts them on disk, now and then and at the end."""
+    """Collects records; `write` puts them on disk, periodically and at the end."""
 
     def __init__(self, writer: TraceWriter, prices: PriceBook, earlier: Earlier | None = None) -> None:
         earlier = earlier or Earlier()
@@ -67,35 +67,35 @@ class Ledger:
         self._behind = False
         self._step = 0
         self._calls: list[Invocation] = []
-        """Of the steps that are under way."""
+        """Calls of the steps in progress."""
         self._drawn: dict[int, list[TracedRollout]] = defaultdict(list)
-        """Of the steps that are under way, by step."""
+        """Rollouts of the steps in progress, by step."""
         self._starts: list[Holding] = list(earlier.starts)
         self._recent: dict[FunctionName, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
     def add_holding(self, holding: Holding) -> None:
-        """A span of time in which a replica held a device, in one state."""
+        """Add a span of time in which a replica held a device, in one state."""
         self._writer.add_holding(holding)
         self._closed_usd += self.prices.cost_usd([holding])
         if holding.state == ReplicaState.STARTING:
             self._starts.append(holding)
 
     def add_invocation(self, invocation: Invocation) -> None:
-        """A call of a function."""
+        """Add a call of a function."""
         self._writer.add_invocation(invocation)
         self._calls.append(invocation)
         self._recent[invocation.function].append(invocation)
 
     def has_rollouts_of(self, step: int) -> bool:
-        """The step's rollouts are in the trace: it was interrupted after that, and is done again."""
+        """Whether the step's rollouts are in the trace: then it was interrupted later, and is done again."""
         return step in self._rollouts_of
 
     def has_step(self, step: int) -> bool:
-        """The step is in the trace."""
+        """Whether the step is in the trace."""
         return step in self._steps
 
     def add_group(self, step: int, group: Group) -> None:
-        """What was drawn for a group, with the scores of its samples."""
+        """Add the rollouts of a group, with the scores of its samples."""
         self._rollouts_of.add(step)
         prompt_tokens = len(group.prompt.token_ids)
         for sample in group.samples:
@@ -103,12 +103,12 @@ class Ledger:
                 self._drawn[step].append(self._writer.add_rollout(step, rollout, sample.scored, prompt_tokens))
 
     def add_decision(self, decision: Decision) -> None:
-        """A decision of the scaler, with all it was decided from."""
+        """Add a decision of the scaler, with its inputs."""
         self._writer.add_decision(decision)
 
     def add_step(self, record: StepRecord, others_since_s: float | None = None) -> None:
-        """A finished step. What was done in it is not asked for any more, but for the calls since others that are under
-        way were begun."""
+        """Add a finished step, and forget its calls, except calls since `others_since_s`, when the other steps in
+        progress began."""
         self._steps.add(record.step)
         self._step = record.step
         self._writer.add_step(record)
@@ -127,29 +127,30 @@ class Ledger:
         return self._closed_usd + open_usd
 
     def mean_start_s(self, function: FunctionName) -> float | None:
-        """How long the function's cold starts took; None if there was none."""
+        """Mean duration of the function's cold starts; None if there was none."""
         starts = cold_starts([holding for holding in self._starts if holding.function is function])
         return math.fsum(end_s - start_s for start_s, end_s in starts) / len(starts) if starts else None
 
     def mean_load_s(self) -> float:
-        """How long an actor's load of weights took, over the recent ones; 0 if there was none."""
+        """Mean duration of an actor's recent weight loads; 0 if there was none."""
         recent = self._recent[FunctionName.GENERATION]
         loads = [call.duration_s for call in recent if call.work is Work.LOAD_WEIGHTS]
         return sum(loads) / len(loads) if loads else 0.0
 
     def done_in_step(self, step: int) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:
-        """What was called for a step that is under way, and what it drew as far as it is in the ledger."""
+        """The calls of a step in progress, and its rollouts that are in the ledger."""
         return tuple(call for call in self._calls if call.step == step), tuple(self._drawn[step])
 
     def step_times(self, begun: StepBegun, end_s: float) -> StepTimes:
-        """Where the time of a step that is under way went so far."""
+        """How the time of a step in progress was spent so far."""
         metrics: dict[str, float] = {}
         if begun.recovers:
             metrics["recovery_s"] = recovery_until_s(begun.step, begun.tried_s, self._calls) - begun.start_s
         return step_times(StepRecord(begun.step, begun.start_s, end_s, metrics), self._calls)
 
     def write(self, pools: Iterable[Pool]) -> None:
-        """Write all rows to disk, with the holdings up to now. Raises OSError if it is full; the rows stay here."""
+        """Write all rows to disk, with the holdings up to now. Raises OSError if the disk is full; the rows are
+        kept."""
         self._written_s = time.monotonic()
         for pool in pools:
             for replica in pool.replicas():
@@ -159,7 +160,7 @@ class Ledger:
         self._behind = False
 
     def keep_up(self, pools: Iterable[Pool], lag_s: float) -> None:
-        """Write all rows if none were written for so long; a full disk is left to `catch_up`."""
+        """Write all rows if none were written for `lag_s`; a full disk is left to `catch_up`."""
         if time.monotonic() - self._written_s >= lag_s:
             try:
                 self.write(pools)
@@ -172,5 +173,5 @@ class Ledger:
             self.write(pools)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
         self._writer.close()

@@ -1,8 +1,8 @@
-"""After a fault: find out which replicas are lost, replace them, and say where the run goes on.
+"""After a fault: find out which replicas are lost, replace them, and decide with which step the run goes on.
 
 A step that failed is done again. That costs little and changes nothing: its finished rollouts come from the journal,
-the learner answers a step that it has taken with the answer it gave, and the ledger counts a step once. A learner that
-was lost goes on from the newest checkpoint, and the steps since then are learned again from the journal.
+the learner repeats its answer for a step that it has already taken, and the ledger counts a step once. A new learner
+starts from the newest checkpoint, and the steps since then are learned again from the journal.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ log = logging.getLogger(__name__)
 
 
 async def clear(run: Run, call: Call) -> None:
-    """Find out which replicas are lost, and make room for others."""
+    """Find out which replicas are lost, and free their allocations."""
     await gather_or_cancel(*(pool.probe_all(call) for pool in run.pools))
     await gather_or_cancel(*(pool.remove_dead() for pool in run.pools))
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What went wrong in one attempt of a run, and what it took to recover."""
+    """The losses in one attempt of a run, and the cost of recovering from them."""
 
     replicas_lost: int
-    """Replicas of any function that died, hung or were restarted while they were needed. What they did went on
-    elsewhere; they were replaced where the run still wanted them."""
+    """Replicas of any function that died, hung or were restarted while they were needed. Their work continued on other
+    replicas, and they were replaced where the run still needed them."""
     steps_again: int
-    """Steps that were done again: the one that failed, and those that a new learner had to take again before it. A lost
-    actor whose samples went to others costs none."""
+    """Steps that were done again: the step that failed, and earlier steps that a new learner had to take again. A lost
+    actor costs no step if its samples went to other actors."""
 
 
 class Recovery:
@@ -51,19 +51,19 @@ class Recovery:
 
     @property
     def recovered(self) -> Recovered:
-        """So far. A fault counts when the run has recovered from it: not the last of too many, and one during the
-        recovery once."""
+        """The recoveries so far. A fault counts when the run has recovered from it: the fault that stops a run does not
+        count, and faults during a recovery count once."""
         return Recovered(sum(pool.lost for pool in self._run.pools), self._steps_again)
 
     async def after(self, step: int, fault: Exception) -> int:
-        """Replace what was lost; returns the step to go on with.
+        """Replace lost replicas; returns the step to go on with.
 
-        Raises the fault itself after `recovery.per_step` recoveries without a new step, what stopped the mending, or
-        CancelledError if the run is told to stop.
+        Raises the fault itself after `recovery.per_step` recoveries without a new step, an error that stopped the
+        recovery, or CancelledError if the run is told to stop.
         """
         if is_stopping():
             raise asyncio.CancelledError from fault
-        # A step that is learned again on the way to the one that failed is no progress.
+        # Learning earlier steps again, before the step that failed, is no progress.
         self._count = self._count + 1 if step <= self._step else 1
         self._step = max(self._step, step)
         limit = self._run.spec.recovery.per_step
@@ -93,11 +93,11 @@ class Recovery:
             return step
         restored = await run.restore()
         await run.open_weights(restored)
-        # Step 0 is the evaluation before the first step; it has been made if anything was learned or is known of it.
+        # Step 0 is the evaluation before the first step; it is done if a step was learned or its figures are known.
         return restored + 1 if restored or run.before else 0
 
     async def _publish_again(self, step: int) -> None:
-        """The files in the store may be what failed: the learner writes those again that are damaged or gone."""
+        """Have the learner write damaged or missing weight files again: they may be the cause of the fault."""
         run = self._run
         version = run.published.version
         if run.learner.replicas()[0].learned_step == version.step and version.step < step:

@@ -1,4 +1,4 @@
-"""What a generation stage draws: prompts, samples, seeds and sampling settings."""
+"""The request to a generation stage: prompts, samples, seeds and sampling settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhfless.spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """What one generation stage is asked to draw."""
+    """The samples that one generation stage is to draw."""
 
     call: Call
     prompts: tuple[Prompt, ...]
@@ -22,7 +22,7 @@ class RolloutRequest:
     work: Work
     seed: int
     seed_step: int
-    """Enters the seeds: the step, or one number for all evaluations, which then differ by the weights alone."""
+    """Part of every seed: the step, or one number for all evaluations, which then differ by the weights alone."""
 
     def items(self, prompt: Prompt) -> tuple[SampleItem, ...]:
         """The samples of one prompt. Their seeds do not depend on where they are drawn."""

@@ -1,4 +1,4 @@
-"""What a step needs of its run: pools of functions, published weights, ledger. Each stage is one method."""
+"""The parts of a run that a step uses: pools of functions, published weights, ledger. Each stage is one method."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HELD_OUT_SEED_STEP = -1
 
 @dataclass
 class Run:
-    """A run that is under way."""
+    """A run in progress."""
 
     run_id: str
     attempt: int
@@ -73,10 +73,10 @@ class Run:
     latest: dict[str, float] = field(default_factory=dict)
     """The metrics that were measured last, by name."""
     published: PublishedWeights = field(init=False)
-    """The newest weights; set by `open_weights` first."""
+    """The newest weights; first set by `open_weights`."""
     clock: StepClock = field(default_factory=StepClock)
     under_way: dict[int, StepContext] = field(default_factory=dict)
-    """The steps that are being drawn or learned from, by number."""
+    """The steps in progress, by number."""
     algorithm: Algorithm = field(init=False)
     """Of the spec."""
 
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def helpers(self) -> tuple[Pool, ...]:
-        """The pools of functions that work on finished groups, and wait between two steps."""
+        """The pools of functions that work on finished groups, and are idle between two steps."""
         return tuple(pool for pool in (self.scoring, self.reward_model, self.reference) if pool)
 
     @property
@@ -100,18 +100,18 @@ class Run:
     # -- weights
 
     async def open_weights(self, step: int) -> None:
-        """Publish the learner's weights as those of `step`, and a perturbed version of them."""
+        """Publish the learner's weights as the version of `step`, and a perturbed version of them."""
         self.weights.perturbed = await self.publish(self.call(step), perturbed=True)
         self.published = await self.publish(self.call(step))
 
     async def sync(self, published: PublishedWeights, call: Call) -> None:
-        """Bring all generation actors to published weights; see ActorWeights.sync."""
+        """Load published weights into all generation actors; see ActorWeights.sync."""
         await self.weights.sync(published, call)
 
     # -- generation
 
     def begin(self, step: int) -> StepContext:
-        """Begin a step, or do it again: which samples it draws, with which seeds and which weights."""
+        """Begin a step, or do it again; the context says which samples it draws, with which seeds and weights."""
         begun = self.clock.begins(step, fleet_is_up=bool(self.generation.up()))
         context = self.under_way[step] = StepContext(begun, self._request_of(step), self.published)
         return context
@@ -144,8 +144,8 @@ class Run:
         )
 
     def generate(self, request: RolloutRequest) -> GenerationStage:
-        """The generation of a step or of an evaluation. An evaluation draws anew each time. The trace is written while
-        the engines are at work."""
+        """The generation of a step or of an evaluation. An evaluation takes nothing from the journal. The trace is
+        written while the engines are at work."""
         stage = GenerationStage(
             self.generation,
             request,
@@ -160,7 +160,7 @@ class Run:
     # -- scoring and reference
 
     def scoring_of(self, call: Call) -> ScoreGroups:
-        """The scoring stage of a step. A replica that was released is started again, at a recorded price."""
+        """The scoring stage of a step. A replica that was released is started again; the ledger records the start."""
 
         async def parts(pool: Pool, groups: Sequence[Group]) -> ScoredGroups:
             return await self._work(await pool.ready(call), Work.SCORE, "score", call, groups)
@@ -187,7 +187,7 @@ class Run:
         return logprobs
 
     def release_idle(self, step: int) -> None:
-        """Scoring and reference have done their work of this step: the policy keeps or releases them."""
+        """Scoring and reference have finished their work of this step: the policy keeps or releases them."""
         for pool in self.helpers:
             self.scaler.idle(pool.function, step)
 
@@ -195,7 +195,7 @@ class Run:
 
     @property
     def _the_learner(self) -> Replica:
-        """Raises ReplicaLost if it is gone: a new one would have the first weights, until it is restored."""
+        """Raises ReplicaLost if the learner is gone: a new learner has the initial weights until it is restored."""
         found = self.learner.replicas()
         if not found:
             raise ReplicaLost("the learner was lost; another goes on from the newest checkpoint")
@@ -207,21 +207,22 @@ class Run:
 
     async def learn(self, call: Call, batch: PackedBatch, sent: asyncio.Event | None = None) -> Mapping[str, float]:
         """The optimiser steps of one training step. `sent` is set when the call has left the driver."""
-        # Fewer where dropped samples leave fewer groups.
+        # There are fewer mini-batches if dropped samples leave fewer groups.
         mini_batches = min(self.spec.mini_batches, batch.denominators.groups)
         return await self._work(self._the_learner, Work.LEARN, "learn", call, batch, mini_batches, sent=sent)
 
     async def publish(
         self, call: Call, *, perturbed: bool = False, sent: asyncio.Event | None = None
     ) -> PublishedWeights:
-        """Write the learner's weights, or a perturbed version of them, to the store, as those of `call`'s step.
+        """Write the learner's weights, or a perturbed version of them, to the store, as the version of `call`'s step.
 
-        Asked for together with `learn` of that step it follows it, without a way through the driver in between.
+        If it is called together with `learn` of that step, the learner runs both in order, with no round trip to the
+        driver in between.
         """
         return await self._work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed, sent=sent)
 
     async def checkpoint(self, step: int) -> Path:
-        """Save the weights that `step` resulted in, with all that a resumed run needs. Raises CheckpointError."""
+        """Save the weights after `step`, with everything that a resumed run needs. Raises CheckpointError."""
         notes = CheckpointNotes(
             run_id=self.run_id,
             attempt=self.attempt,
@@ -240,7 +241,7 @@ class Run:
         return folder
 
     async def restore(self) -> int:
-        """Bring the learner to the newest checkpoint, and to the model itself if there is none; returns its step."""
+        """Load the newest checkpoint into the learner, or the initial model if there is none; returns its step."""
         newest = self.checkpoints.newest()
         if newest is None:
             await self.learner.stop(*(replica for replica in self.learner.replicas() if replica.learned_step))
@@ -255,7 +256,7 @@ class Run:
     async def _work(  # type: ignore[no-untyped-def]
         self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: Any
     ):
-        calls = 2 if work is Work.PUBLISH else 1  # it may have to wait for `learn`
+        calls = 2 if work is Work.PUBLISH else 1  # the call may first wait for `learn`
         return await replica.call(
             method,
             call,
@@ -269,7 +270,7 @@ class Run:
     # -- ledger
 
     def take(self, step: int, experience: Experience) -> None:
-        """Put the rollouts into the ledger, and learn how fast the engines were. A step that is done again counts
+        """Put the rollouts into the ledger, and update the estimates of engine speed. A step that is done again counts
         once."""
         if not self.ledger.has_rollouts_of(step):
             for group in experience.groups:
@@ -289,8 +290,8 @@ class Run:
         self.under_way.pop(record.step, None)
 
     def check_rollouts(self, record: StepRecord, drawn_with: WeightVersion) -> None:
-        """Judge the weights of a step by its samples; raises WeightCheckFailed. A step in which nothing was learned
-        tells nothing."""
+        """Check the weights of a step by its samples; raises WeightCheckFailed. A step in which nothing was learned is
+        not checked."""
         difference_nats = record.metrics.get("rollout_logprob_difference")
         warning = None if difference_nats is None else self.monitor.observe(drawn_with, difference_nats)
         if warning is not None:

@@ -1,4 +1,5 @@
-"""In which order the steps of a run draw and learn. One class per schedule; users bring their own by import path."""
+"""The order in which the steps of a run draw and learn. One class per schedule; a user's own is named by import
+path."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from rlhfless.spec.extension import made
 
 
 class Steps(Protocol):
-    """What a schedule orders. Steps count from 1; each is drawn once and then trained on once, in their order.
+    """The actions that a schedule orders. Steps count from 1; each is drawn once and then trained on once, in order.
 
-    Steps may overlap: the weights that a step draws with are those published last when its rollout begins.
+    Steps may overlap: a step draws with the weights that were published last when its rollout begins.
     """
 
     async def rollout(self, step: int) -> Experience:
@@ -25,10 +26,10 @@ class Steps(Protocol):
 
 
 class Schedule(Protocol):
-    """Drives steps. It is made anew after a fault, and then begins with the first step that is not done."""
+    """Drives steps. After a fault a new schedule is made, which begins with the first step that is not done."""
 
     async def drive(self, steps: Steps, first: int, last: int) -> None:
-        """All steps from `first` to `last`. What a step raises is left to the run, which mends it."""
+        """All steps from `first` to `last`. Errors of a step go to the caller, which recovers."""
 
 
 class Sync:
@@ -47,6 +48,6 @@ BUILT_IN: Mapping[str, str] = MappingProxyType({"sync": f"{__name__}:{Sync.__nam
 
 
 def schedule_of(settings: ScheduleSpec) -> Schedule:
-    """Raises TargetError if a schedule of the user's own cannot be imported."""
+    """The schedule of a spec. Raises TargetError if a user's own schedule cannot be imported."""
     schedule: Schedule = made(settings, BUILT_IN)
     return schedule

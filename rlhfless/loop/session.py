@@ -1,4 +1,4 @@
-"""From a checked spec to a run that is under way, and everything closed again at its end."""
+"""From a checked spec to a run in progress; everything is closed again at its end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TRACE_FOLDER = "trace"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """All that a driver starts from. The folder is the run's own; if it holds earlier attempts, they are resumed."""
+    """The inputs of a driver. The folder is the run's own; if it holds earlier attempts, they are resumed."""
 
     spec: RunSpec
     prepared: Prepared
@@ -61,7 +61,8 @@ class Session:
 
 @asynccontextmanager
 async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
-    """The run with its fleet up and its weights served, and the step to begin with (0: the evaluation before all)."""
+    """The run with its fleet up and its weights served, and the step to begin with (0: the evaluation before step
+    1)."""
     with contextlib.closing(Journal(session.folder / JOURNAL_FILE)) as journal:
         attempt, trace = journal.begin_attempt(), session.folder / TRACE_FOLDER
         earlier = read_trace(trace, tokens=False) if attempt > 1 and trace.exists() else None
@@ -137,7 +138,8 @@ async def _stop(pools: Sequence[Pool]) -> None:
 async def _begin(session: Session, run: Run, cluster: Cluster) -> int:
     """Bring the fleet up; returns the first step.
 
-    A process that dies meanwhile is replaced if the run has been up before. A first start that fails would fail again.
+    If the run has been up before, a process that dies meanwhile is replaced. A first start that fails is not repeated,
+    because it would fail again.
     """
     left = await cluster.running(f"{run.run_id}-")
     await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools))
@@ -154,7 +156,7 @@ async def _begin(session: Session, run: Run, cluster: Cluster) -> int:
 
 
 async def _start(session: Session, run: Run) -> int:
-    """Start what is missing of the fleet, and give it the weights to go on from; returns the first step."""
+    """Start the missing replicas of the fleet, and load the weights to continue from; returns the first step."""
     actors = session.spec.scaling.generation.min_actors
     with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
         others = [pool.ready(run.call(0)) for pool in (*run.helpers, run.learner)]

@@ -1,7 +1,7 @@
 """From a stream of groups to experience: scoring and reference work while generation is still going on.
 
-Each stage takes all groups that are waiting as one call. It waits for a moment before it does (WINDOW_S), because
-groups end in bursts; never once generation has ended.
+Each stage sends all waiting groups in one call. Before the call it waits WINDOW_S for more groups, because groups end
+in bursts; after the end of generation it does not wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 WINDOW_S = 0.03
 """How long a stage waits for more groups after the first. A call costs some 4 ms of transport on cores that generation
-needs. Of a step's 32 groups most come within 30 ms of another, and a step takes seconds."""
+needs. Most of a step's 32 groups come within 30 ms of another group, and a step takes seconds."""
 
 ScoredGroups = Sequence[Sequence[Score]]
 ScoreGroups = Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
@@ -28,12 +28,12 @@ ReferenceLogprobs = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[Floa
 async def collect(
     groups: AsyncIterator[Group], count: int, score: ScoreGroups, reference: ReferenceLogprobs | None
 ) -> Experience:
-    """Run `score` and `reference` on groups as they come; returns when all groups have passed both, with what these
-    stages have added to each sample.
+    """Run `score` and `reference` on groups as they come; returns when all groups have passed both, with the results
+    added to each sample.
 
-    The stages do not wait for more groups once `count` of them have come: what the stream has still to say is not a
-    group. Raises RuntimeError if it ends before, and what a stage or the stream raised; the other stages are cancelled
-    then.
+    Once `count` groups have come, the stages do not wait for more: the stream has no further groups, though it may not
+    have ended. Raises RuntimeError if the stream ends before that, and what a stage or the stream raised; then the
+    other stages are cancelled.
     """
     stages: dict[str, _Stage[Any]] = {"score": _Stage(score)}
     if reference is not None:

@@ -58,8 +58,8 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
 async def taken(
     run: Run, context: StepContext, experience: Experience, kept: Experience, after: Sequence[asyncio.Event]
 ) -> dict[str, float]:
-    """The figures of what was drawn, once it is in the ledger. All of that is done while the learner is at work, which
-    it is `after` its calls have left the driver."""
+    """Put the rollouts into the ledger; returns their figures. It waits for `after`, when the calls to the learner have
+    left the driver, so that this work is done while the learner is busy."""
     for sent in after:
         await sent.wait()
     run.take(context.step, experience)

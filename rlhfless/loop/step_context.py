@@ -1,4 +1,4 @@
-"""What belongs to one step. Two steps can be under way at once, so none of it is the run's."""
+"""The state of one step. Two steps can be in progress at once, so none of this belongs to the run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepBegun:
-    """When a step was begun. Times are unix times."""
+    """When a step began. Times are unix times."""
 
     step: int
     start_s: float
-    """Its first try."""
+    """Begin of its first try."""
     tried_s: float
-    """The try that is under way."""
+    """Begin of the current try."""
     recovers: bool
-    """The step is done again after a fault, or no generation actor was up when it began: up to the first work of this
-    try it is recovering."""
+    """Whether the step is done again after a fault, or no generation actor was up when it began. Then the time until
+    the first work of this try counts as recovery."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class StepContext:
     begun: StepBegun
     request: RolloutRequest
     published: PublishedWeights
-    """The weights that its samples are drawn with."""
+    """The version with which its samples are drawn."""
     stage: GenerationStage | None = None
     """Its generation, once that has begun."""
 
@@ -50,17 +50,17 @@ class StepContext:
 
 
 class StepClock:
-    """When steps begin. A step counts from the end of the step before it, so that closing that one is in it too, unless
-    something else came between; and from its first try if that one failed."""
+    """When steps begin. A step begins at the end of the step before it, so that closing the previous step is counted in
+    this one, unless other work came between. A step that is done again counts from its first try."""
 
     def __init__(self) -> None:
         self._begun_s: dict[int, float] = {}
-        """When the steps that have not ended yet were begun first, by step."""
+        """Begin of the first try of each step that has not ended, by step."""
         self._ended_s: float | None = None
-        """When the last step ended, if nothing but its closing came after it."""
+        """End of the last step; None if other work than closing it came after."""
 
     def begins(self, step: int, *, fleet_is_up: bool) -> StepBegun:
-        """A step is begun, or done again."""
+        """Record that a step begins, or is done again."""
         now_s = time.time()
         recovers = step in self._begun_s or not fleet_is_up
         start_s = self._begun_s.setdefault(step, now_s if self._ended_s is None else self._ended_s)
@@ -68,11 +68,12 @@ class StepClock:
         return StepBegun(step, start_s, now_s, recovers)
 
     def interrupted(self) -> None:
-        """Something else is done that is no part of a step, such as an evaluation."""
+        """Record work that belongs to no step, such as an evaluation."""
         self._ended_s = None
 
     def ended(self, step: int, end_s: float) -> float:
-        """A step is over. Returns since when others are under way; `end_s` if none is."""
+        """Record the end of a step. Returns the begin of the earliest other step in progress; `end_s` if there is
+        none."""
         self._begun_s.pop(step, None)
         self._ended_s = end_s
         return min(self._begun_s.values(), default=end_s)

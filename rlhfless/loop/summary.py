@@ -14,7 +14,7 @@ from rlhfless.scaling.step_times import Phase
 
 
 def drawn_metrics(experience: Experience, kept: Experience) -> dict[str, float]:
-    """What a step has drawn. `kept` is what of it is trained on."""
+    """Figures of the rollouts of a step. `kept` is the part of it that is trained on."""
     samples = experience.samples
     lengths = np.array([sample.model_tokens for sample in samples])
     prompt_tokens = np.array([len(group.prompt.token_ids) for group in experience.groups for _ in group.samples])
@@ -65,7 +65,7 @@ def step_metrics(
 
 
 def tokens_since(at_s: float, experience: Experience) -> int:
-    """Tokens that were drawn and ended after a unix time: the others came from the journal."""
+    """Tokens that were drawn and ended after a unix time: earlier ones came from the journal."""
     rollouts = (rollout for group in experience.groups for rollout in group.rollouts)
     return sum(len(rollout.token_ids) for rollout in rollouts if rollout.finished_s >= at_s)
 

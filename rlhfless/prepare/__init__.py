@@ -1,1 +1,1 @@
-"""What can be known of a run before there is a fleet: data sets, model, rewards, devices. No Ray, no console."""
+"""What can be known about a run before there is a fleet: data sets, model, rewards, devices. No Ray, no console."""

@@ -1,4 +1,4 @@
-"""Rows of a data set, each with the place it came from, so that a fault can be found again.
+"""Rows of a data set, each with its place in the source, so that messages can name it.
 
 A path is a JSONL or Parquet file if there is one; anything else is given to `datasets` (a hub name, with
 its configuration after a colon as in `openai/gsm8k:main`, or a local data set folder).
@@ -19,13 +19,13 @@ from rlhfless.spec.explain import nearest, shown
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".txt")
-# Messages name so many faulty lines; the others are counted.
+# The number of faulty lines that a message names; the others are counted.
 _MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row. `where` is such as `train.jsonl:12`, or `train.parquet row 12` (both count from 1)."""
+    """One row. `where` reads like `train.jsonl:12` or `train.parquet row 12` (both count from 1)."""
 
     where: str
     values: Mapping[str, Any]
@@ -100,7 +100,7 @@ def _dataset(field: str, path: str, split: str) -> list[Row]:
     name, _, configuration = path.partition(":") if not Path(path).exists() else (path, "", "")
     try:
         rows = datasets.load_dataset(name, configuration or None, split=split).to_list()
-    except Exception as error:  # datasets raises dozens of kinds, down to those of the network
+    except Exception as error:  # datasets raises dozens of kinds of error, including network errors
         what = f"{path!r} is no file here, and could not be loaded as a data set: {_first_line(error)}"
         mend = "check the name, the split and the network; a configuration is given as `name:configuration`"
         raise _error(field, what, mend) from error

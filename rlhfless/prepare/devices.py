@@ -1,4 +1,4 @@
-"""The devices of this machine. Without Ray, so that a spec can be checked before anything of it is imported."""
+"""The devices of this machine. Without Ray, so that a spec can be checked before Ray is imported."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ _HUB_ANSWER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """What other stages need to know of the tokenizer."""
+    """What other stages need to know about the tokenizer."""
 
     path: str
     """Folder or hub name."""
     vocabulary_tokens: int
     eos_token_id: int
     pad_token_id: int
-    """The tokenizer's own, or its end-of-sequence token where it has none."""
+    """The tokenizer's padding token, or its end-of-sequence token if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Policy:
     """Of transformers."""
     tokenizer_info: TokenizerInfo
     context_tokens: int | None
-    """Longest prompt + response: the spec's, else the model's own; None if neither sets one."""
+    """Longest prompt + response: the spec's limit, else the model's own; None if neither sets one."""
     shape: ModelShape | None
-    """The sizes that decide how long it takes; None where its config has others."""
+    """The sizes from which its speed is estimated; None if its config does not have them."""
     warnings: tuple[str, ...]
 
 
@@ -62,7 +62,7 @@ def load_policy(spec: ModelSpec) -> Policy:
 
 
 def _check_folder(path: str, field: str) -> None:
-    """A local folder must hold a model; a name that may be the hub's is left to the hub. Raises InputError."""
+    """A local folder must hold a model; a name that may be a hub name is left to the hub. Raises InputError."""
     folder = Path(path)
     if folder.is_dir():
         _check_files(folder, field)
@@ -95,7 +95,7 @@ def _missing_on_hub(name: str) -> str:
         return f"{constants.ENDPOINT} has no model of that name that you may read"
     except HfHubHTTPError:
         return ""  # a mirror without this call may still have the files
-    except Exception as error:  # of whichever HTTP library is beneath: no connection, no answer
+    except Exception as error:  # an error of the HTTP library in use: no connection, no answer
         return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}), nor is it in the local hub cache"
     return ""
 
@@ -128,10 +128,10 @@ def _tokenizer(spec: ModelSpec) -> Any:
 
 
 def _loaded(load: Callable[[], T], field: str, thing: str) -> T:
-    """What `load` gives. Raises InputError with the first line of whatever it raises."""
+    """What `load` returns. Raises InputError with the first line of the error that it raises."""
     try:
         return load()
-    except Exception as error:  # transformers raises many kinds, down to those of the network
+    except Exception as error:  # transformers raises many kinds of error, including network errors
         lines = str(error).strip().splitlines() or [""]
         mend = "check the name, the files and, for a hub name, the network and your login"
         if "trust_remote_code" in str(error):

@@ -1,8 +1,8 @@
-"""The weight files of a model folder, read as far as their headers: which tensors there are, and in which file.
+"""The weight files of a model folder: which tensors there are, and in which file. Only the headers are read.
 
-Files are chosen as transformers chooses them: `model.safetensors`, else the shards of its index, else the same of
-`pytorch_model.bin`. No weight is read, so a model of any size takes milliseconds; of a `.bin` the pickle is read, by
-torch's restricted unpickler.
+Files are chosen as transformers chooses them: `model.safetensors`, else the shards of its index, else
+`pytorch_model.bin` or its shards. No weight is read, so a model of any size takes milliseconds. For a `.bin` file
+the pickle is read, by torch's restricted unpickler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-"""In the order of transformers; with `.index.json` behind it each is the index of shards."""
+"""In the order of transformers. `<name>.index.json` is the index of a file's shards."""
 
 RESTORE = "fetch the file again from where the model came from"
 
@@ -35,7 +35,7 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     floating: bool
-    """Its numbers are floating point."""
+    """Whether its values are floating point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class ModelFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files together."""
         return sum(file.stat().st_size for file in self.files)
 
     def holder(self, names: Iterable[str]) -> str:
-        """The file of these tensors; the checkpoint, if they are in several files or in none."""
+        """The name of the file that holds these tensors; `the checkpoint` if several files or none do."""
         holders = {self.tensors[name].file for name in names if name in self.tensors}
         if len(self.files) == 1 or len(holders) == 1:
             return next(iter(holders), self.files[0]).name
@@ -84,7 +84,7 @@ def read_model_files(folder: Path, field: str) -> ModelFiles:
 
 
 def all_there(folder: Path) -> bool:
-    """Whether the folder has the weight files that it names. A hub cache may have some of them only."""
+    """Whether the folder has all weight files that its index names. A hub cache may have only some of them."""
     try:
         return all(file.is_file() for file in _chosen(folder, "")[0])
     except InputError:
@@ -92,7 +92,7 @@ def all_there(folder: Path) -> bool:
 
 
 def _chosen(folder: Path, field: str) -> tuple[tuple[Path, ...], Mapping[str, str] | None]:
-    """The files to load, and what their index says where there is one. Raises InputError."""
+    """The files to load, and their index (tensor to file) if there is one. Raises InputError."""
     for name in WEIGHT_FILES:
         if (folder / name).exists():
             return (folder / name,), None
@@ -173,7 +173,7 @@ def _of_safetensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def _size_by_header(file: Path) -> int | None:
-    """The size in bytes that a safetensors file should have; None if not even the header tells."""
+    """The size in bytes that a safetensors file should have; None if its header is damaged."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         if length > file.stat().st_size:

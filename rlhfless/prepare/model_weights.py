@@ -1,7 +1,7 @@
-"""Whether the weights of a model are whole, and are those that its configuration describes, before anything starts.
+"""Checks before anything starts that the weights of a model are complete and fit its configuration.
 
-A folder on this machine is looked at, and a hub model whose files are all in the local cache. Anything else is judged
-when the functions load it (rlhfless.functions.loading), by the same account of the same loader.
+The check covers a folder on this machine, and a hub model whose files are all in the local cache. Any other model is
+checked when the functions load it (rlhfless.functions.loading), by the same report of the same loader.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
 
 READ_BYTES = 256 * 2**20
-"""Weights up to this size are read for NaN and infinity, in well under a second. Larger ones are when they are loaded,
-where each value is read anyway."""
+"""Weights up to this size are searched for NaN and infinity here, in well under a second. Larger ones are searched when
+they are loaded, where each value is read anyway."""
 
 Head = Literal["AutoModelForCausalLM", "AutoModelForSequenceClassification"]
 """Class of transformers that loads the model."""
@@ -26,7 +26,7 @@ def weight_problems(
 ) -> list[Problem]:
     """Why the weights at `path`, a folder or a hub name, cannot be used. `field` is the spec's field that names it.
 
-    The files are read in any case; with a config that is not right it is not asked which tensors it wants.
+    The files are read in any case; whether the tensors fit the config is checked only if the config is right.
     """
     folder = _folder(path)
     if folder is None:
@@ -64,10 +64,10 @@ def _misfits(field: str, path: str, files: ModelFiles, head: Head, trust_remote_
 
     config: Any = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
-        return []  # its tensors depend on the quantiser's kernels; the loader has the only word on them
+        return []  # its tensors depend on the quantiser's kernels, so only the loader can judge them
     try:
         blank = build_blank(getattr(transformers, head), config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a model's own code, which raises what it likes
+    except Exception as error:  # a model's own code may raise any error
         first = (str(error).strip().splitlines() or [""])[0]
         what = f"the model that config.json describes cannot be built: {type(error).__name__}: {first}"
         return [Problem(field, what, "correct config.json, or take it again from where the model came from")]

@@ -39,20 +39,20 @@ class Prepared:
     max_model_len: int
     """Longest sequence the engine must hold, in tokens: at most the longest prompt + max_tokens."""
     shape: ModelShape | None
-    """The policy's sizes, for a first guess of its speed; None where they cannot be told."""
+    """The policy's sizes, for a first estimate of its speed; None if its config does not have them."""
     warnings: tuple[str, ...]
 
 
 def preflight(spec: RunSpec) -> Prepared:
-    """Check a spec against the world. Raises InputError with all problems."""
+    """Check a spec against its files, models, rewards and devices. Raises InputError with all problems."""
     with _without_collector():
         return _preflight(spec)
 
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Imports of torch and transformers make objects that stay. Python's cycle collector walks them again and again
-    meanwhile, which is a fifth of the time of `rlhfless validate`, and finds nothing."""
+    """Switch Python's cycle collector off. It would walk the objects that imports of torch and transformers make again
+    and again, a fifth of the time of `rlhfless validate`, and free nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -95,7 +95,7 @@ def _preflight(spec: RunSpec) -> Prepared:
 
 
 def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
-    """What the check gives; or None, with its problems added to the list."""
+    """The result of the check; or None, with its problems added to the list."""
     try:
         return check()
     except InputError as error:
@@ -134,7 +134,7 @@ def _price_problems(spec: RunSpec) -> list[Problem]:
 def _device_problems(spec: RunSpec) -> list[Problem]:
     if spec.placement.ray_address:
         return []
-    # Lazily: it imports torch, and a fault found earlier should not wait for it.
+    # Imported here, because it imports torch: a fault found earlier should not wait for that.
     from rlhfless.prepare.devices import local_devices
     from rlhfless.scaling.placement import PlacementError, helpers, place
 
@@ -167,7 +167,7 @@ def _port_problems(spec: RunSpec) -> list[Problem]:
 
 
 def _folder_problems(field: str, folder: str | None) -> list[Problem]:
-    """Whether files can be made in the folder, or the folder itself be made. Nothing is written."""
+    """Checks, without writing, that the folder can be made and that files can be made in it."""
     if folder is None:
         return []
     here = Path(folder).absolute()

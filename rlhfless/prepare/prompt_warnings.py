@@ -1,4 +1,4 @@
-"""What is allowed in prompts, and worth knowing: unknown tokens, repetitions, columns that are NaN."""
+"""Warnings about prompts that are allowed but unusual: unknown tokens, repetitions, columns that are NaN."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from rlhfless.spec.explain import shown
 def prompt_warnings(
     field: str, rows: Sequence[Row], prompts: Sequence[Prompt], tokenizer: Any, read: frozenset[str] | None
 ) -> list[str]:
-    """Of one source; `field` is the spec's field that names it. `read`: columns that rewards read, None for all."""
+    """The warnings of one source; `field` is the spec's field that names it. `read`: columns that rewards read, None
+    for all."""
     found = [_unknown_tokens(rows, prompts, tokenizer), _repetitions(rows, prompts), *_nan_columns(rows, prompts, read)]
     return [f"{field}: {warning}" for warning in found if warning]
 
 
 def _unknown_tokens(rows: Sequence[Row], prompts: Sequence[Prompt], tokenizer: Any) -> str:
     unknown = tokenizer.unk_token_id
-    # Byte-level tokenizers write every text, and name their end token where one for the unknown is asked for.
+    # Byte-level tokenizers can encode every text; they report their end token as the unknown token.
     if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         return ""
     counts = [prompt.token_ids.count(unknown) for prompt in prompts]

@@ -29,7 +29,7 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PromptSets:
-    """What is trained on, what is only evaluated on, and what the user should know about both."""
+    """The training prompts, the held-out prompts (evaluation only), and the warnings about both."""
 
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
@@ -44,9 +44,9 @@ def load_prompts(
     seed: int,
     read: frozenset[str] | None = None,
 ) -> PromptSets:
-    """Read everything a spec names. `tokenizer` is one of transformers'; no limit where the context is None.
+    """Read all prompts that a spec names. `tokenizer` is a tokenizer of transformers; a context of None is no limit.
 
-    `read` names the columns that rewards read, None for all: it is told where these are NaN. Raises InputError with
+    `read` names the columns that rewards read, None for all; NaN in one of them is a warning. Raises InputError with
     the problems of both sets.
     """
     sources = [("prompts.path", spec.path, spec.split)]
@@ -72,11 +72,11 @@ def load_prompts(
 
 
 class PromptOrder:
-    """Which prompts a step takes.
+    """The prompts of each step.
 
     Shuffled: every epoch has an order of its own. A batch never crosses from one epoch into the next, so that
-    no prompt is in it twice; the fewer than n prompts left over wait for a later order. Not shuffled: the
-    prompts in a circle.
+    no prompt is in it twice; the prompts left over at the end of an epoch (fewer than n) are skipped in that epoch.
+    Not shuffled: the prompts in file order, again from the start after the last.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
@@ -170,7 +170,7 @@ def _text(row: Row, spec: PromptsSpec, tokenizer: Any, faults: _Faults) -> str |
 
 
 def _unicode(row: Row, text: str | None, spec: PromptsSpec, faults: _Faults) -> str | None:
-    """Half of a surrogate pair, as in cut-off JSON escapes, is no text to a tokenizer."""
+    """Refuse half of a surrogate pair, as in cut-off JSON escapes: a tokenizer cannot encode it."""
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
@@ -189,7 +189,7 @@ def _rendered(row: Row, value: str | list[Any], spec: PromptsSpec, tokenizer: An
         return None
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates are programs of the model's author, and raise what they like
+    except Exception as error:  # a template is a program by the model's author, and may raise any error
         mend = "mend the messages, or leave prompts.chat_template out if the model has no template"
         faults.add("the chat template fails", row, f"{type(error).__name__}: {error}", mend)
         return None
@@ -214,14 +214,14 @@ def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: PromptsSpec, fa
 
 
 def _hash_id(text: str, seen: dict[str, int]) -> str:
-    """The hash of the text; `-2` and so on behind it for further prompts with the same text."""
+    """The hash of the text; further prompts with the same text get `-2`, `-3`, ... appended."""
     digest = hashlib.blake2b(text.encode(), digest_size=_ID_BYTES).hexdigest()
     seen[digest] = seen.get(digest, 0) + 1
     return digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
 
 
 def _tokenize(texts: list[str], spec: PromptsSpec, tokenizer: Any) -> list[list[int]]:
-    # A chat template writes the special tokens itself. `verbose`: prompts that are too long are our message.
+    # A chat template writes the special tokens itself. `verbose=False`: prompts that are too long get our own message.
     encoded = tokenizer(texts, add_special_tokens=not spec.chat_template, return_attention_mask=False, verbose=False)
     ids: list[list[int]] = encoded["input_ids"]
     return ids
@@ -237,7 +237,8 @@ def _check_length(row: Row, tokens: int, max_context_tokens: int | None, faults:
 
 
 def _other_columns(row: Row, spec: PromptsSpec) -> dict[str, Any]:
-    """A prompt that a chat template renders stays among them as it was written: rewards may want it so."""
+    """All columns except prompt and id. A prompt that a chat template renders is kept as written, for rewards to
+    read."""
     columns = {name: value for name, value in row.values.items() if name != spec.prompt_field or spec.chat_template}
     return dict(storable_values(columns))
 

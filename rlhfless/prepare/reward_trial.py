@@ -22,7 +22,7 @@ from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import shown
 from rlhfless.text import storable_values
 
-# Columns of a row that are no column of the data set.
+# Columns of a row that do not belong to the data set.
 _OWN = ("prompt", "response", "response_tokens", "finish_reason", "prompt_id", "sample_index")
 _ENDS = (str(FinishReason.STOP), str(FinishReason.LENGTH))
 
@@ -36,7 +36,7 @@ class Trial:
     samples: tuple[Sample, ...]
     scores: tuple[Score, ...]
     wall_s: float
-    """Of the scoring alone, without the start of workers and models."""
+    """Duration of the scoring alone, without the start of workers and models."""
 
 
 def try_rewards(spec: RunSpec, path: Path) -> Trial:
@@ -63,7 +63,7 @@ class _Reader:
         self.problems: list[Problem] = []
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
-        """One per row; with a row that has faults, which are added to `problems`, nothing usable."""
+        """One sample per row. If a row has faults, they are added to `problems` and the result must not be used."""
         return [sample for row in rows for sample in self._sample(row)]
 
     @cached_property
@@ -99,7 +99,8 @@ class _Reader:
         yield Sample(prompt.text, response, tokens, FinishReason(reason), prompt.columns, prompt.prompt_id, index)
 
     def _prompt(self, row: Row) -> Prompt | None:
-        """The row's own prompt, or the one of its `prompt_id`; None, with a fault, if there is neither."""
+        """The prompt in the row, or the spec's prompt with the row's `prompt_id`; None, with a fault, if it has
+        neither."""
         text, name = row.values.get("prompt"), row.values.get("prompt_id")
         columns = {key: value for key, value in row.values.items() if key not in _OWN}
         if isinstance(text, str):
@@ -122,7 +123,7 @@ class _Reader:
 
 
 async def _score(spec: RunSpec, samples: Sequence[Sample]) -> tuple[list[Score], float]:
-    """Scores, and the seconds that they took. As many samples at a time as a step of the run has."""
+    """Scores and the seconds they took. Samples are scored in batches of the size of a step of the run."""
     size = spec.prompts_per_step * spec.samples_per_prompt
     batches = [samples[first : first + size] for first in range(0, len(samples), size)]
     models = _models(spec)

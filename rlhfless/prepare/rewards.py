@@ -1,4 +1,4 @@
-"""What can be checked of the rewards before a run."""
+"""Checks of the rewards before a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhfless.spec.errors import Problem
 
 
 def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
-    """Why the rewards could not score samples of these prompts."""
+    """The reasons for which the rewards could not score samples of these prompts."""
     problems = []
     for index, reward in enumerate(spec.rewards):
         for what in _faults(reward, prompts):
@@ -22,7 +22,7 @@ def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
 
 
 def reward_warnings(spec: RunSpec) -> list[str]:
-    """What is allowed, and worth knowing."""
+    """Warnings about rewards that are allowed but doubtful."""
     warnings = []
     for index, reward in enumerate(spec.rewards):
         if isinstance(reward, LengthPenaltySpec) and reward.free_tokens >= spec.generation.max_tokens:
@@ -34,8 +34,8 @@ def reward_warnings(spec: RunSpec) -> list[str]:
 
 
 def columns_read(rewards: Sequence[RewardSpec]) -> frozenset[str] | None:
-    """Columns of the data set that rewards look at; None if one of them gets all. By convention of the spec, a reward's
-    keys that name a column end in `_field`."""
+    """Columns of the data set that rewards read; None if a reward gets all columns. By convention of the spec, a key of
+    a reward that names a column ends in `_field`."""
     if any(isinstance(reward, PythonRewardSpec | HttpSpec) for reward in rewards):
         return None
     named = [value for reward in rewards for key, value in reward if key.endswith("_field")]
@@ -56,7 +56,7 @@ def _model_faults(reward: RewardModelSpec) -> list[str]:
 
     try:
         config = AutoConfig.from_pretrained(reward.path, trust_remote_code=reward.trust_remote_code)
-    except Exception as error:  # transformers raises many kinds, down to those of the network
+    except Exception as error:  # transformers raises many kinds of error, including network errors
         first = (str(error).strip().splitlines() or [""])[0]
         return [f"cannot read the configuration of {reward.path!r}: {type(error).__name__}: {first}"]
     if config.num_labels != 1:

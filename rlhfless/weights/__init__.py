@@ -1,1 +1,1 @@
-"""Weight versions: their digest, the stores they travel through, and the checks that the right one loaded."""
+"""Weight versions: their digest, the stores that pass them on, and the checks that the right version was loaded."""

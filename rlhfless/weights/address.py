@@ -1,4 +1,4 @@
-"""The address of a store: what is handed to a process on another machine so that it can read from it."""
+"""The address of a store: a process on another machine reads from the store with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StoreAddress:
     folder: str
     """The store's folder, or the node's cache."""
     token: str = field(default="", repr=False)
-    """Bearer token of an HTTP store; locations carry the URL."""
+    """Bearer token of an HTTP store; the location of each version is a full URL."""
 
     def connect(self) -> WeightReader:
         """A reader of the store. Nothing is read yet."""

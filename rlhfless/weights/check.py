@@ -3,18 +3,18 @@
 `consumed`: the digest of the tensors that a load took equals the version's, and none was left out. Finds wrong,
 old or damaged bytes, and loaders that skip tensors.
 
-`read_back`: elements of every tensor that the engine computes with equal those of the learner's live weights, bit for
-bit. Finds old weights that were published as new, a stale or scaled tensor, a packed copy that was not renewed; in any
-dtype, however small the update. It cannot see layers whose values are not the published ones (quantised layers, fused
-experts).
+`read_back`: elements of every tensor in use by the engine equal the same elements of the learner's live weights, bit
+for bit. Finds old weights that were published as new, a stale or scaled tensor, a packed copy that was not renewed; in
+any dtype, however small the update. It cannot see layers whose values are not the published ones (quantised layers,
+fused experts).
 
-`moved`: a perturbed version must change the probe's logprobs, and to the learner's. Done once per engine, at its
-start. Finds engines that take all the bytes and go on serving from a packed copy of the old ones.
+`moved`: a perturbed version must change the probe's logprobs to the values that the learner computes. Done once per
+engine, at its start. Finds engines that take all the bytes but go on serving from a packed copy of the old weights.
 
-`probe`: after each load, the engine's logprobs of a short text equal the learner's, each of them and on average. Finds
-all else: wrong layouts, wrong dtype, another model. It cannot see an update smaller than rounding.
+`probe`: after each load, the engine's logprobs of a short text equal the learner's, for each token and on average.
+Finds all other faults: wrong layouts, wrong dtype, another model. It cannot see an update smaller than rounding.
 
-`rollouts`: what a step's samples say of the same, all through the run (see `rlhfless.weights.monitor`).
+`rollouts`: the same comparison on the samples of each step, during the whole run (see `rlhfless.weights.monitor`).
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ __all__ = [
     "largest_difference",
 ]
 
-# Engine and learner compute the same function with other kernels, so in another order. What that makes of 4-layer
-# models with logits of size 10 was measured: 1.5e-5 in float32 and 0.25 in bfloat16 at most, over 400 versions of each
-# and 127 tokens of each version; float16 follows from the bits of the mantissas (7 and 10). The tolerances are twice
-# that, and stay below what a stale layer does to logprobs under perturbed weights.
+# Engine and learner compute the same function with different kernels, so they add in a different order. The largest
+# difference of logprobs was measured on 4-layer models with logits of size 10, over 400 versions and 127 tokens of each
+# version: 1.5e-5 in float32 and 0.25 in bfloat16; float16 follows from the bits of the mantissas (7 and 10). The
+# tolerances are twice that, and stay below the effect of a stale layer on logprobs under perturbed weights.
 PROBE_TOLERANCE: dict[DType, float] = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.06}
 """Largest |engine - learner| logprob of a probe token, by the engine's dtype, when the spec names none."""
 
 MEAN_TOLERANCE = 0.125
-"""Mean |engine - learner| over the probe's tokens, as a part of the tolerance of the largest: in the same measurement
-the largest mean was a fourteenth of it. Wrong weights are wrong at every token."""
+"""Mean |engine - learner| over the probe's tokens, as a fraction of the tolerance above: in the same measurement
+the largest mean was a fourteenth of it. Wrong weights change every token."""
 
 MEAN_FROM_TOKENS = 32
-"""Tokens from which on the mean is judged: with fewer, the largest alone may make it."""
+"""Fewest tokens for a check of the mean: with fewer, one large difference may dominate it."""
 
 MEASURED_LOGITS = 10.0
 """Size of the logits that the tolerances were measured with."""
 
 
 def check_consumed(version: WeightVersion, expected_tensors: int, digest: str, tensors: int) -> None:
-    """The bytes that a load consumed are those of `version`.
+    """Check that the bytes that a load consumed are the bytes of `version`.
 
     Raises:
         WeightCheckFailed: `consumed`.
@@ -75,11 +75,11 @@ def check_consumed(version: WeightVersion, expected_tensors: int, digest: str, t
 
 
 def check_read_back(version: WeightVersion, compared: Mapping[str, tuple[int, int]]) -> None:
-    """The elements that an engine read back are the learner's.
+    """Check that the elements that an engine read back equal the learner's.
 
     Args:
         version: what the engine has loaded.
-        compared: by tensor: elements compared, and of those, elements that differ.
+        compared: by tensor: the number of elements compared, and how many of them differ.
 
     Raises:
         WeightCheckFailed: `read_back`.
@@ -112,14 +112,14 @@ def mean_difference(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def allowed_difference(probe: Probe, tolerance: float) -> float:
-    """How much of a difference rounding may make. It grows with the size of the logits, and with a model of large ones
-    the least likely tokens of the probe are as unlikely as that: -50 for logits of size 50."""
+    """The largest difference that rounding may cause. It grows with the size of the logits, which is estimated by the
+    logprob of the least likely token of the probe: about -50 for logits of size 50."""
     size = max((abs(logprob) for logprob in probe.logprobs), default=0.0)
     return tolerance * max(1.0, size / MEASURED_LOGITS)
 
 
 def check_probe(version: WeightVersion, probe: Probe, engine_logprobs: Sequence[float], tolerance: float) -> float:
-    """The engine's logprobs of the probe equal the learner's. Returns the largest difference.
+    """Check that the engine's logprobs of the probe equal the learner's. Returns the largest difference.
 
     Raises:
         WeightCheckFailed: `probe`.
@@ -151,22 +151,22 @@ def check_moved(
     after: Sequence[float],
     tolerance: float,
 ) -> float:
-    """Loading the perturbed `version` changed the engine's probe logprobs, to what the learner says they are now.
+    """Check that loading the perturbed `version` changed the engine's probe logprobs to the learner's.
 
-    The change alone is not enough: with one stale layer the others still move the result.
+    The change alone is not enough: with one stale layer the other layers still move the result.
 
     Args:
         version: the perturbed version.
         probe: the learner's logprobs under it.
-        before: the engine's, of the same tokens, under the version before.
-        after: the engine's, under the perturbed version.
+        before: the engine's logprobs of the same tokens under the previous version.
+        after: the engine's logprobs under the perturbed version.
         tolerance: see `PROBE_TOLERANCE`.
 
     Returns:
         The largest change.
 
     Raises:
-        WeightCheckFailed: `moved` if nothing changed, `probe` if it changed to something else.
+        WeightCheckFailed: `moved` if the logprobs did not change, `probe` if they changed to other values.
     """
     change = largest_difference(before, after)
     allowed = allowed_difference(probe, tolerance)

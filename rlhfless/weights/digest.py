@@ -1,8 +1,8 @@
-"""The digest of a set of weights: what makes two versions the same or not.
+"""The digest of a set of weights: two versions are the same if their digests are.
 
 Each tensor is hashed on its own (name, dtype, shape, bytes) with xxh3-128, and the hashes are combined in
 the order of the names. So a reader may take the tensors in any order, layer by layer, and still arrive at
-the publisher's digest - which lets an engine prove what it *consumed* instead of what was offered to it.
+the publisher's digest - so an engine can prove which tensors it *consumed*, not only which were offered to it.
 
 xxh3 is fast (memory bandwidth) and not cryptographic: it finds mistakes, not attackers.
 """
@@ -27,7 +27,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Digest:
-    """A digest in the making. Feed it every tensor once, in any order."""
+    """A digest under construction: `add` every tensor once, in any order."""
 
     def __init__(self) -> None:
         self._hashes: dict[str, bytes] = {}
@@ -56,7 +56,7 @@ class Digest:
         return combined.hexdigest()
 
     def passing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hands `tensors` through and counts only those that the consumer really took."""
+        """Yields `tensors`, and adds only the tensors that the consumer really takes."""
         for name, tensor in tensors:
             self.add(name, tensor)
             yield name, tensor

@@ -1,4 +1,4 @@
-"""What can go wrong with a version. Apart from the rest, so that catching it does not mean importing torch."""
+"""The errors of weight versions, in a module of their own so that code that catches them need not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightFileError(Exception):
 
 
 class WeightCheckFailed(Exception):
-    """A load is not what it claims to be. `check` says which check failed (see `weights.check`)."""
+    """A load is not the version that it should be. `check` says which check failed (see `weights.check`)."""
 
     def __init__(self, check: Check, version: WeightVersion, message: str) -> None:
         super().__init__(f"weight check `{check}` failed for {version.label}: {message}")

@@ -1,6 +1,6 @@
-"""One version, one safetensors file: written so that a reader sees all of it or none, read without a copy.
+"""One safetensors file per version: a reader sees all of it or none of it, and reads it without a copy.
 
-The writer fills a temporary file in the same folder, syncs it and renames it: a name that can be seen is
+The writer fills a temporary file in the same folder, syncs it and renames it: a file that can be seen is
 complete. (`fsync` is what makes that true after a power cut as well. On tmpfs, such as /dev/shm, it does
 nothing and costs nothing.) A file is never changed after its rename, so readers may map it into memory.
 
@@ -49,7 +49,7 @@ _HEADER_ALIGNMENT_BYTES = 64  # a cache line: mapped tensors then start aligned 
 
 
 PRIVATE_MODE = 0o700
-"""Weights may be secret; and a process that can write them decides what the actors draw with."""
+"""For the owner only: weights may be secret, and a process that can write them controls the actors' weights."""
 
 
 def file_name(version: WeightVersion) -> str:
@@ -91,7 +91,7 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], label: str) -> i
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder of which only its owner can list, read or write anything, whatever the umask."""
+    """Make a folder that only its owner can list, read or write, whatever the umask."""
     folder.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
     if stat.S_IMODE(folder.stat().st_mode) != PRIVATE_MODE:
         folder.chmod(PRIVATE_MODE)
@@ -127,7 +127,7 @@ def read_file(path: Path, digest: str) -> Iterator[tuple[str, torch.Tensor]]:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 yield name, file.get_tensor(name)
     except (FileNotFoundError, RuntimeError) as error:
-        # safetensors opens a file twice, and the second time through torch, which says RuntimeError of all that fails
+        # safetensors opens a file twice, the second time through torch, which raises RuntimeError for every failure
         if isinstance(error, RuntimeError) and path.exists():
             raise
         raise WeightFileError(

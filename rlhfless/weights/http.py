@@ -1,11 +1,11 @@
-"""A store over HTTP, for nodes that share no file system: one serves its folder, each of the others caches.
+"""A store over HTTP, for nodes that share no file system: one node serves its folder, each other node has a cache.
 
 Server and client speak plain HTTP with a random bearer token. A reader asks its node's cache first; if
 the version is not there, one reader downloads it while the others of the node wait for the lock, so a
 node pulls each version once. A download is checked against the version's digest before it takes its name
-in the cache, so the rest is as in `FolderStore`: what can be seen is complete and right.
+in the cache, so that, as in `FolderStore`, every version that can be seen is complete and right.
 
-Not done: TLS (run it inside the cluster's network), and anything but whole versions.
+Not done: TLS (run it inside the cluster's network), and transfers of parts of versions.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2  # doubles: 0.2, 0.4, 0.8, 1.6 s, enough for a restart of the server's process
 _LOCK_TIMEOUT_S = 600.0  # longest wait for another reader of the node to finish its download
 _LOCK_POLL_S = 0.02
-_CLOSE_POLL_S = 0.05  # how soon the server notices that it is to close
+_CLOSE_POLL_S = 0.05  # how often the server looks whether it is to close
 _CACHED_VERSIONS = 2  # the newest, and the one before that slower readers may still ask for
 
 
 class HttpStoreServer:
-    """A `WeightStore` in a folder of this node; others read its versions by URL. A context manager."""
+    """A `WeightStore` in a folder of this node; other nodes read its versions by URL. A context manager."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class HttpStoreServer:
             folder: the store.
             host: address to listen on.
             port: 0 for any free one.
-            advertised_host: name in the URLs, where readers know this node by another one than `host`.
-            token: what readers must present, where they know it before the server starts; a random one if left out.
+            advertised_host: host name in the URLs, if readers know this node by another name than `host`.
+            token: the bearer token of readers, if it must be known before the server starts; random by default.
         """
         self.token = token or secrets.token_urlsafe(32)
         self._folder = FolderStore(folder)
@@ -221,7 +221,7 @@ class HttpStore:
             raise ConnectionError(f"the server hung up after {file.tell() - start} of {missing} bytes")
 
     def _drop_old(self, newest: Path) -> None:
-        """Keeps the newest few versions. Readers of the others keep their bytes, as in every folder."""
+        """Keeps the newest few versions. Deleting the others is safe for their readers (see `FolderStore`)."""
         cached = sorted(
             (self._cache.path(version) for version in self._cache.versions()),
             key=lambda path: path.stat().st_mtime_ns,
@@ -232,8 +232,8 @@ class HttpStore:
 
 
 def _is_sound(path: Path, version: WeightVersion) -> bool:
-    """Whether the file is there and whole: one that was cut short is fetched again, for an engine that loads it would
-    be replaced, and load it again. Whether its bytes are the version's is checked by the engine that consumes them."""
+    """Whether the file is there and complete. A file that was cut short must be fetched again: an engine that loads it
+    would fail, be replaced, and load it again. The engine that consumes the bytes checks their digest."""
     try:
         return path.exists() and all(True for _ in read_file(path, version.digest))
     except WeightFileError:

@@ -1,8 +1,8 @@
-"""What a run's own samples say of its weights: the check `rollouts`.
+"""The check `rollouts`: a run's samples show whether its engines have the right weights.
 
-Every sampled token has two logprobs: the engine's, which drew it, and the learner's, under the weights that the engine
-was to have. Their mean difference is rounding, and rounding changes slowly from step to step. A step whose difference
-is many times that of the steps before it was drawn with other weights.
+Every sampled token has two logprobs: the engine's, at sampling, and the learner's, under the weights that the engine
+should have. Their mean difference is rounding, and rounding changes slowly from step to step. If the difference in a
+step is many times the difference in earlier steps, the step was drawn with other weights.
 
 The check needs no probe and sees every token of the run; it comes one step late. It cannot see wrong weights that
 move logprobs by less than rounding does: `read_back` does.
@@ -18,29 +18,31 @@ from rlhfless.spec import DType
 from rlhfless.weights.errors import WeightCheckFailed
 
 RISE = 4.0
-"""A step is suspicious above so many times the median of the steps before it. Over 200 honest steps of the demo in
-bfloat16 the largest ratio was 3.2, between differences far below ROUNDING (2e-5 to 4.5e-4), and 0.43 of what ROUNDING
-makes the least median. Weights that were one step old made 20 in a trial with large updates (5e-4 to 1e-2)."""
+"""A step is suspicious if its difference is above this multiple of the median of the steps before it. Over 200 good
+steps of the demo in bfloat16 the largest ratio was 3.2, between differences far below ROUNDING (2e-5 to 4.5e-4); with
+ROUNDING as the least median it was 0.43. In a trial with large updates, weights one step old gave a ratio of 20 (5e-4
+to 1e-2)."""
 
 REMEMBERED_STEPS = 20
-"""Steps of which the median is taken: the difference moves with the policy's entropy, over tens of steps."""
+"""Number of steps in the median: the difference follows the policy's entropy, over tens of steps."""
 
 FIRST_STEPS = 3
-"""Steps before any is judged."""
+"""Steps before the first step that is judged."""
 
 ROUNDING: dict[DType, float] = {"float32": 1e-5, "float16": 2e-4, "bfloat16": 1e-3}
 """Mean differences, in nats, that are rounding whatever the steps before had: a policy that hardly hesitates has
 differences near 0, and any number of times that means nothing."""
 
 PATIENCE_STEPS = 2
-"""So many suspicious steps in a row stop the run; fewer are a warning. Wrong weights stay wrong until someone acts."""
+"""This many suspicious steps in a row stop the run; fewer are a warning. Wrong weights do not become right again by
+themselves."""
 
 
 class RolloutMonitor:
     """Watches the mean |learner - engine| logprob of a run's steps."""
 
     def __init__(self, dtype: DType, limit_nats: float | None = None) -> None:
-        """`limit_nats`: what is suspicious; told from the steps before if None."""
+        """A step is suspicious above `limit_nats`; None derives the limit from earlier steps."""
         self._floor_nats = ROUNDING[dtype]
         self._given_nats = limit_nats
         self._recent_nats: deque[float] = deque(maxlen=REMEMBERED_STEPS)
@@ -48,7 +50,7 @@ class RolloutMonitor:
 
     @property
     def limit_nats(self) -> float | None:
-        """Above it the next step is suspicious; None as long as nothing can be said."""
+        """Above it the next step is suspicious; None until there are enough steps to judge by."""
         if self._given_nats is not None:
             return self._given_nats
         if len(self._recent_nats) < FIRST_STEPS:
@@ -59,7 +61,7 @@ class RolloutMonitor:
         """Take a step's mean difference; returns a warning if it is suspicious.
 
         Args:
-            version: what the step was drawn with.
+            version: the weights that the step was drawn with.
             difference_nats: mean |learner - engine| logprob of the step's sampled tokens.
 
         Raises:

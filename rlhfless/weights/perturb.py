@@ -1,4 +1,4 @@
-"""A perturbed copy of a model: what the check `moved` loads once at an engine's start."""
+"""A perturbed copy of a model, which the check `moved` loads once at an engine's start."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 import torch
 
 RELATIVE_NOISE = 0.3
-"""Noise relative to a tensor's root mean square: so much that even one layer that stays stale moves logprobs by far
-more than bfloat16's tolerance, and too little for any activation to overflow."""
+"""Noise relative to a tensor's root mean square: large enough that even one stale layer moves logprobs by far more than
+bfloat16's tolerance, small enough that no activation overflows."""
 
 ZERO_TENSOR_NOISE = 0.01
-"""Noise of a tensor that is all zeros, such as a fresh bias, to which nothing can be relative."""
+"""Absolute noise for a tensor of zeros, such as a new bias: its root mean square is 0."""
 
 
 def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """(name, value) -> the value with Gaussian noise that follows from `seed` and the name, and from nothing else.
+    """(name, value) -> the value with Gaussian noise that depends on `seed` and the name alone.
 
     The result has the value's device, dtype and shape. Tensors that are not floating point are returned as they are.
     """
@@ -36,6 +36,6 @@ def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
 
 def perturbed(tensors: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """`perturbed_by` on all of `tensors`."""
+    """All of `tensors`, perturbed as by `perturbed_by`."""
     perturb = perturbed_by(seed)
     return {name: perturb(name, tensor) for name, tensor in tensors.items()}

@@ -1,11 +1,11 @@
-"""Which elements of a version are compared, bit for bit, between the learner and what an engine computes with.
+"""Which elements of a version are compared, bit for bit, between the learner and the layers of an engine.
 
 The learner reads the values from its live weights, not from the file that it published; the engine reads them back
 from the layers that serve. Both sides choose the elements by this module, from the tensor's shape and the probe's
-tokens alone, so that only values travel.
+tokens alone, so that only values are sent.
 
-A grid of rows and columns is taken, because an engine whose layers are packed gives back whole columns: the product
-with a one-hot vector. How many: a learning rate of 1e-6 is as small as they get, and one Adam update, which moves a
+The elements form a grid of rows and columns, because an engine with packed layers gives back whole columns: the product
+with a one-hot vector. Their number: 1e-6 is about the smallest learning rate in use, and one Adam update, which moves a
 weight by about the learning rate, changes 1 in 120 of a bfloat16 tensor's elements where weights are about 0.02 (their
 spacing is 1.2e-4), and 1 in 250 where they are about 0.2 (measured). So a stale tensor of 4,096 sampled elements
 passes with a probability of 0.996^4096 = 7e-8 or less.
@@ -20,17 +20,17 @@ import torch
 from rlhfless.weights.digest import tensor_bytes
 
 SAMPLED_ELEMENTS = 4096
-"""Of each tensor; 8 KiB in bfloat16, so 6 MB for the 723 tensors of a model of 70 B parameters."""
+"""Sampled elements of each tensor; 8 KiB in bfloat16, so 6 MB for the 723 tensors of a model of 70 B parameters."""
 
 SAMPLED_COLUMNS = 32
-"""Of each matrix: reading them back costs an engine what a prefill of 32 tokens costs."""
+"""Sampled columns of each matrix: reading them back costs an engine as much as a prefill of 32 tokens."""
 
 
 def sampled_elements(shape: Sequence[int], tokens: Collection[int]) -> torch.Tensor:
-    """Flat indices `[elements]` of the sampled elements of a tensor of `shape`; all of them in a small one.
+    """Flat indices `[elements]` of the sampled elements of a tensor of `shape`; all elements of a small one.
 
-    Half of the rows are tokens of the probe, because in an embedding only the rows of tokens that occur move. The rest
-    is evenly spread, so that each device of a split layer has some.
+    Half of the rows are tokens of the probe, because in an embedding only the rows of tokens that occur move. The
+    other rows are evenly spread, so that each device of a split layer has some.
     """
     if len(shape) < 2:
         return _spread(shape[0] if shape else 1, SAMPLED_ELEMENTS)

@@ -1,12 +1,12 @@
-"""Where versions live between the learner, which publishes, and the engines, which pull.
+"""The store of versions between the learner, which publishes, and the engines, which pull.
 
-Pulling needs no process group, so engines may come and go, and a late one simply reads the newest version.
+Pulling needs no process group, so engines may come and go, and a late engine simply reads the newest version.
 
 Invariants: a version that can be seen is complete (see `files`); it never changes; its name carries its
 digest, so publishing it twice is harmless. Deleting is always safe for readers: `delete` removes
 the name at once, and the kernel keeps the bytes as long as any reader has the file open or mapped. No
-lock is needed for that. What a reader cannot survive is to be *told* of a version that is deleted before
-it opens it; so `retain` what you announced.
+lock is needed for that. A reader does fail if a version that was *announced* to it is deleted before the
+reader opens it; so `retain` every announced version.
 
 Not done: delta encoding, and stores that several learners publish to (fencing by attempt is the caller's).
 """
@@ -40,13 +40,13 @@ class StoredWeights:
 
     version: WeightVersion
     location: str
-    """What a reader of the same store opens: a path, or a URL."""
+    """The path or URL that a reader of the same store opens."""
     size_bytes: int
     tensors: int
 
 
 class WeightReader(Protocol):
-    """The side of a store that an engine sees."""
+    """The interface of a store for engines."""
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields `(name, tensor)` of all tensors at `location`. The tensors must not be written to.
@@ -58,12 +58,12 @@ class WeightReader(Protocol):
 
 
 class WeightStore(Protocol):
-    """The side of a store that the learner sees."""
+    """The interface of a store for the learner."""
 
     def put(self, run_id: str, attempt: int, step: int, tensors: Mapping[str, torch.Tensor]) -> StoredWeights:
         """Publishes `tensors`; the digest is computed here.
 
-        The same weights again are a no-op, unless what is there was damaged: then they are written again.
+        Publishing the same weights again does nothing, unless the stored file is damaged: then it is written again.
         """
         ...
 
@@ -81,7 +81,7 @@ class WeightStore(Protocol):
 
 
 class FolderStore:
-    """A folder that learner and engines both see: shared memory on one node, or a shared file system."""
+    """A folder that both learner and engines can read: shared memory on one node, or a shared file system."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -124,7 +124,7 @@ class FolderStore:
 
 
 def _is_whole(path: Path, digest: str) -> bool:
-    """The version is there, every byte of it."""
+    """Whether the file of the version is there and complete."""
     if not path.exists():
         return False
     try:

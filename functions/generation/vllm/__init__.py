@@ -1,1 +1,1 @@
-"""The only package that imports vLLM; `adapter.Engine` is its door, and needs no vLLM itself."""
+"""The only package that imports vLLM; `adapter.Engine` is its interface, and does not import vLLM itself."""

@@ -64,14 +64,14 @@ _MODULE = "rlhfless.functions.generation.vllm.loop"
 
 
 class Engine:
-    """A running engine. Make one with `await Engine.start(settings)`."""
+    """A running engine, made by `await Engine.start(settings)`."""
 
     def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], folder: str) -> None:
         self.settings = settings
         self.loaded: WeightVersion | None = None
         """The version that serves; None while it is still the model folder's."""
         self.start_seconds: dict[str, float] = {}
-        """Where the start went, by phase."""
+        """Duration of each phase of the start."""
         self.kv_capacity_tokens = 0
         """Tokens that the KV cache holds; 0 if the engine did not say."""
         self._process = process
@@ -94,7 +94,7 @@ class Engine:
         Raises:
             RuntimeError: vLLM is missing or of another release.
             EngineTimeout: the start took longer than `timeouts.start_s`.
-            EngineDead: the process ended before; the message holds its trace.
+            EngineDead: the process ended during the start; the message holds its trace.
         """
         require_supported_vllm()
         folder = tempfile.mkdtemp(prefix="rlhfless-engine-")  # of sockets, some of which vLLM leaves
@@ -133,14 +133,15 @@ class Engine:
 
         Raises:
             ValueError: a request of this id is in flight.
-            EngineError: the engine refuses the request; too long, say.
+            EngineError: the engine refuses the request, for example because the prompt is too long.
             EngineTimeout: it took longer than `timeouts.generate_s`.
             EngineDead: the engine is lost.
         """
         if request.request_id in self._serials:
             raise ValueError(f"request {request.request_id!r} is in flight already; ids must differ")
         future = self._expect()
-        # The caller may use an id again before the engine's last word on it arrives; a serial number is used once.
+        # The caller may reuse an id before the engine's answer to its first use arrives; serial numbers are never
+        # reused.
         serial = str(next(self._numbers))
         if not self._samples:  # idle until now, so silence counts from here
             self._heard_s = time.monotonic()
@@ -158,7 +159,7 @@ class Engine:
                 self._send(Call(next(self._numbers), "abort", ((serial,),)))
 
     def require_beat(self, limit_s: float) -> None:
-        """Raises EngineDead if the process has work and has not said anything for `limit_s`: it hangs."""
+        """Raises EngineDead if the process has work and has sent nothing for `limit_s`: it hangs."""
         silent_s = time.monotonic() - self._heard_s
         if self._samples and silent_s > limit_s:
             self._fail(EngineDead(f"the engine has been silent for {silent_s:.0f} s, with work to do"))
@@ -207,7 +208,8 @@ class Engine:
         return report
 
     async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Logprobs of `token_ids` [tokens] but the first, given those before, at temperature 1: [tokens - 1].
+        """Logprob of each of `token_ids` [tokens] except the first, given the tokens before it, at temperature 1:
+        [tokens - 1].
 
         Raises:
             EngineBusy: requests are unfinished.
@@ -248,7 +250,7 @@ class Engine:
         return asyncio.get_running_loop().create_future()
 
     def _send(self, message: object) -> None:
-        # A writer to a process that has died learns of it from `_read`, and not from the socket.
+        # If the process has died, `_read` finds out; an error of the socket adds nothing.
         if not self._writer.is_closing():
             self._writer.write(processes.encode(message))
 

@@ -66,7 +66,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def is_eager(settings: EngineSettings) -> bool:
-    """No compilation: what the spec says; on CPU when it says nothing."""
+    """Whether the model runs without compilation: as the spec says, and by default only on CPU."""
     return settings.device == "cpu" if settings.engine.eager is None else settings.engine.eager
 
 
@@ -88,12 +88,12 @@ def has_core_process(settings: EngineSettings) -> bool:
 
 
 def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the engine's process. What the user set wins, save where the adapter would break."""
+    """Environment of the engine's process. A variable that the user set is kept, unless the adapter depends on it."""
     chosen = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # An engine is on one node, whose name may stand for an address of the network.
+        # An engine runs on one node; the node's host name may resolve to an address of the network.
         "VLLM_HOST_IP": LOOPBACK,
         **loopback_environment(),
     }

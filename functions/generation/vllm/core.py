@@ -52,7 +52,7 @@ for workers that wait for it, in which the device is paid for."""
 
 
 class Core:
-    """One vLLM engine. Not thread-safe, and need not be: its process has one loop."""
+    """One vLLM engine. Not thread-safe; it need not be, because its process has one loop."""
 
     def __init__(self, settings: EngineSettings) -> None:
         """Raises RuntimeError on CPUs where numba is imported already."""
@@ -162,7 +162,8 @@ class Core:
         return consumed[0][:3]
 
     def _read_back(self, published: PublishedWeights) -> int:
-        """Compare what the layers compute with with the learner's samples; returns how many tensors were compared."""
+        """Compare the values in use by the layers with the learner's samples; returns how many tensors were
+        compared."""
         core = self._engine.engine_core
         compared: set[str] = set()
         answers: list[dict[str, tuple[int, int]]] = core.collective_rpc(
@@ -191,7 +192,8 @@ class Core:
             apart.call_utility("resume_scheduler")
 
     def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Logprobs of tokens 1.. of `token_ids` [tokens] given those before, at temperature 1: [tokens - 1].
+        """Logprob of each of `token_ids` [tokens] except the first, given the tokens before it, at temperature 1:
+        [tokens - 1].
 
         Raises:
             EngineBusy: requests are unfinished.
@@ -257,7 +259,7 @@ class Core:
 
 
 def _register_model_class(settings: EngineSettings) -> None:
-    """Imports the model's class here and now.
+    """Imports the model's class in this process.
 
     vLLM would start a second Python to inspect it (16 s on one core), because importing might initialise
     CUDA before workers are forked. Workers of this process are not forked but spawned.

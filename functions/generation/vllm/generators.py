@@ -1,7 +1,7 @@
-"""Random generators of requests that go on where another engine stopped.
+"""Random generators of requests that continue where another engine stopped.
 
-A request's generator starts at its seed. One that carries response tokens in its prompt must go on as if it had drawn
-them itself, or the rest would be drawn with the numbers of the first tokens again.
+A request's generator starts at its seed. If the request's prompt ends with response tokens, the generator must continue
+as if it had drawn them itself; otherwise the random numbers of the first tokens would be used again for the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ the vocabulary)."""
 
 
 def advance(generator: torch.Generator, drawn_tokens: int, vocabulary_tokens: int) -> None:
-    """Take from the generator what vLLM's sampler takes for so many tokens.
+    """Take from the generator what vLLM's sampler takes for `drawn_tokens` tokens.
 
     On CPU that is one integer per token, the seed of the token's noise; elsewhere one exponential per entry of the
     vocabulary (vllm/v1/sample/ops/topk_topp_sampler.py), call by call, because a CUDA generator moves by calls.
@@ -35,7 +35,7 @@ def advance(generator: torch.Generator, drawn_tokens: int, vocabulary_tokens: in
 
 @dataclass
 class ContinuedRequestState(CachedRequestState):
-    """vLLM's state of a request in a worker, made when the request is scheduled first."""
+    """vLLM's state of a request in a worker, made when the request is first scheduled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ class ContinuedRequestState(CachedRequestState):
 
 
 def install() -> None:
-    """Let the model runner of this worker make its request states so. Idempotent.
+    """Make the model runner of this worker use ContinuedRequestState. Idempotent.
 
     vLLM's newer runner for GPUs (vllm/v1/worker/gpu) needs nothing: its noise follows from seed and position.
     """

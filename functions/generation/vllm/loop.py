@@ -71,7 +71,7 @@ def _handle(channel: socket.socket, core: Core, message: Submit | Call) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """Our own errors as they are; of others the trace, because unpickling vLLM's would import vLLM."""
+    """Our own errors unchanged; other errors as their trace, because unpickling an error of vLLM would import vLLM."""
     if isinstance(error, EngineError | WeightCheckFailed | WeightFileError):
         return error
     return EngineError("".join(traceback.format_exception(error)))
@@ -90,7 +90,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    """Start the engine, say so, and serve."""
+    """Start the engine, report that it has started, and serve."""
     processes.die_with(int(sys.argv[2]))
     # Ctrl-C goes to all processes of a terminal; this one ends when its adapter does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -106,15 +106,15 @@ def main() -> None:
     except BaseException:
         processes.send(channel, Crashed(traceback.format_exc()))
         raise
-    # The interpreter's own farewell walks a million objects (2 s); nothing of this process is worth keeping.
+    # The interpreter's shutdown would walk a million objects (2 s); nothing of this process is worth keeping.
     os._exit(0)
 
 
 def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:
     """The engine, and the seconds of each part of its start.
 
-    Imports make a million objects that live for ever. The garbage collector would look through them over
-    and over (a third of the start), so it rests until they are there, and never sees them.
+    Imports make a million objects that live for ever. The garbage collector would walk them again and again (a third of
+    the start), so it is off until the imports are done, and those objects are frozen.
     """
     started = time.monotonic()
     gc.disable()

@@ -1,6 +1,7 @@
-"""What the adapter is asked for and what it answers, and the messages between it and the engine's process.
+"""Requests and results of the adapter, and the messages between the adapter and the engine's process.
 
-Plain frozen dataclasses; nothing of vLLM is imported, so callers pay for vLLM neither in time nor in memory.
+Plain frozen dataclasses; nothing of vLLM is imported, so importing this costs callers neither the time nor the memory
+of vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class EngineBusy(EngineError):
 
 
 class EngineDead(EngineError):
-    """The engine's process ended, or its state is unknown after a failed load. Start another."""
+    """The engine's process ended, or its state is unknown after a failed load. Start a new one."""
 
 
 class EngineTimeout(EngineError):
@@ -34,14 +35,14 @@ class EngineTimeout(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """One engine, as the caller wants it."""
+    """The settings of one engine."""
 
     model: str
     """Folder or hub name."""
     tokenizer: str
     dtype: DType
     max_model_len: int | None
-    """Longest prompt + response in tokens; the model's own limit when None."""
+    """Longest prompt + response in tokens; None means the model's own limit."""
     seed: int
     trust_remote_code: bool
     device: Device
@@ -87,11 +88,12 @@ class SampleRequest:
     """0 for all tokens."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the tokenizer's end-of-sequence token."""
+    """In addition to the tokenizer's end-of-sequence token."""
     cache_salt: str | None = None
     """Only requests with the same salt share KV blocks."""
     drawn_tokens: int = 0
-    """The last so many of `token_ids` were drawn with this seed, by whatever engine: the rest goes on from there."""
+    """How many tokens at the end of `token_ids` an engine has already drawn with this seed: sampling continues
+    there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,12 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A completed load, from what the model really consumed."""
+    """A completed load, as counted from what the model consumed."""
 
     digest: str
     tensors: int
     read_back: int
-    """Tensors of which elements were read back from the engine's layers, and were the learner's."""
+    """Tensors that were read back from the engine's layers, and equal to the learner's."""
     size_bytes: int
     seconds: float
 
@@ -153,7 +155,7 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class Started:
     seconds: dict[str, float]
-    """Where the start went: import, configure, build."""
+    """Duration of each phase of the start: import, configure, build."""
     kv_capacity_tokens: int = 0
     """Tokens that the KV cache holds; 0 where the engine does not say."""
 
@@ -189,4 +191,4 @@ class Crashed:
 
 
 Answer = Started | Finished | Refused | Progress | Returned | Crashed
-"""All that the engine's process sends."""
+"""Messages that the engine's process sends."""

@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 _CODE_SPACING, _CODE_START = 7, 3
-"""Codes are 3, 10, 17, ...: a loader that adds to what it loads makes them no codes, instead of others."""
+"""Codes are 3, 10, 17, ...: if a loader adds a small number to what it loads, the result is no code, and not the code
+of another element."""
 
 _UNSAMPLED = -1
 
@@ -46,20 +47,20 @@ _ROUNDS_TO_ZERO = 1e-37
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Sampled elements that one parameter of this worker holds, of one tensor or of several that are fused."""
+    """The sampled elements in one parameter of this worker, from one published tensor or from several fused ones."""
 
     layer: Any
     parameter: str
     shape: torch.Size
-    """Of the parameter, as it is loaded."""
+    """The shape in which the parameter is loaded."""
     parts: tuple[tuple[str, torch.Tensor], ...]
-    """By tensor: which of its sampled elements, `[held of it]`."""
+    """By tensor: the numbers of its sampled elements held here, `[held of the tensor]`."""
     indices: torch.Tensor
-    """`[held]`: where they are in the flat parameter, part by part."""
+    """`[held]`: the positions of the elements in the flattened parameter, part by part."""
     columns: torch.Tensor
-    """`[columns]`: of the parameter as a matrix, those that hold any."""
+    """`[columns]`: the columns of the parameter, as a matrix, with at least one of the elements."""
     column: torch.Tensor
-    """`[held]`: the number in `columns` of each one's column."""
+    """`[held]`: for each element, the index into `columns` of its column."""
 
     @classmethod
     def of(cls, layer: Any, parameter: str, shape: torch.Size, parts: Sequence[_Part]) -> _Held:
@@ -72,7 +73,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of one tensor, what one parameter holds of its sampled elements."""
+    """The sampled elements of one published tensor that one parameter holds."""
 
     tensor: str
     elements: torch.Tensor
@@ -87,7 +88,7 @@ class Chart:
     held: tuple[_Held, ...]
 
     def compare(self, model: torch.nn.Module, samples: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
-        """By tensor that can be read back here: elements compared, and of those, elements that are not the learner's.
+        """For each tensor that can be read back: elements compared, and how many of them differ from the learner's.
 
         `samples` is `Probe.samples`.
         """
@@ -121,7 +122,7 @@ def chart(
     try:
         with recorder.recording(model):
             load_weights(coded)
-    except Exception as error:  # a loader of any model's own: what it loads for good is checked by the probe
+    except Exception as error:  # loaders are code of the model's author; the probe checks what they really load
         log.warning("no weights can be read back from %s, whose loaders fail: %r", type(model).__name__, error)
         recorder.found.clear()
     held = tuple(_Held.of(layer, name, shape, parts) for (layer, name), (shape, parts) in recorder.found.items())
@@ -129,7 +130,7 @@ def chart(
 
 
 def _coded(number: int, elements: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A tensor whose sampled elements say which element of which tensor they are."""
+    """A tensor whose sampled elements are codes for (tensor, element)."""
     codes = number * SAMPLED_ELEMENTS + torch.arange(len(elements), dtype=torch.int32)
     coded = torch.full((shape.numel(),), _UNSAMPLED, dtype=torch.int32)
     coded[elements] = codes * _CODE_SPACING + _CODE_START
@@ -137,7 +138,7 @@ def _coded(number: int, elements: torch.Tensor, shape: torch.Size) -> torch.Tens
 
 
 class _Recorder:
-    """Has the loaders of all parameters fill a scratch parameter instead, and looks the codes up in it."""
+    """Makes the loaders of all parameters fill a scratch parameter instead, and looks up the codes in it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -146,7 +147,7 @@ class _Recorder:
 
     @contextmanager
     def recording(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within the block nothing reaches the model."""
+        """Within the block no load reaches the model."""
         replaced = [
             (tensor, getattr(tensor, "weight_loader", None), self._loader(layer, name, tensor))
             for layer in model.modules()
@@ -191,7 +192,7 @@ def _set_loader(tensor: Any, loader: Callable[..., object] | None) -> None:
 
 
 def _users(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
-    """By parameter: the layers whose `weight` it is; several where embedding and head are tied."""
+    """For each parameter the layers that have it as `weight`; several where embedding and head are tied."""
     users: defaultdict[int, list[torch.nn.Module]] = defaultdict(list)
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -216,7 +217,7 @@ def _read(held: _Held, users: Mapping[int, list[torch.nn.Module]]) -> Iterator[t
 
 @torch.no_grad()
 def _through_product(layer: Any, held: _Held) -> torch.Tensor:
-    """The layer's answers to one-hot vectors: a column of its matrix each."""
+    """The layer's outputs for one-hot vectors; each is a column of its matrix."""
     width = held.shape[-1]
     one_hot = torch.nn.functional.one_hot(held.columns, width).to(layer.weight.device, layer.weight.dtype)
     answers: torch.Tensor = layer.quant_method.apply(layer, one_hot)

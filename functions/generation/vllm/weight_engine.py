@@ -1,7 +1,7 @@
 """vLLM's side of a weight load: a `WeightTransferEngine` that pulls from our store.
 
 It runs inside every worker, through vLLM's four phases (init, start, update, finish), on CPU and CUDA
-alike. Three things are special to it:
+alike. It differs from other weight engines in three ways:
 
 * It hashes the tensors that the model's `load_weights` takes from the iterator, so a load that skipped or
   replaced something shows in the digest.
@@ -53,7 +53,7 @@ class StoreUpdateInfo(WeightTransferUpdateInfo):
 
     location: str
     probe_tokens: tuple[int, ...] = ()
-    """Tokens of the version's probe, by which the elements that are read back are chosen; empty to read none back."""
+    """Tokens of the version's probe; they select the elements that are read back. Empty: none are read back."""
 
 
 class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateInfo]):
@@ -71,7 +71,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         self._expected: set[str] = set()
         self.consumed = Digest()
         self.chart: Chart | None = None
-        """Where the elements that are read back are; made with the first version that asks for it."""
+        """Where the elements to read back are; made with the first version that asks for it."""
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         self._reader = StoreAddress(**init_info.address).connect()  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
 
 def repack_shared_weights(model: torch.nn.Module) -> None:
-    """Redoes the packing of all layers whose weight belongs to another layer too (tied embeddings)."""
+    """Repacks all layers that share their weight with another layer (tied embeddings)."""
     users: defaultdict[int, list[torch.nn.Module]] = defaultdict(list)
     for layer in model.modules():
         for parameter in layer._parameters.values():
@@ -142,7 +142,7 @@ class StoreWorkerExtension:
         return engine.chart.compare(engine.model, samples)
 
 
-# vLLM imports this module in every worker, before it joins a process group, which is what all of these need.
+# vLLM imports this module in every worker before the worker joins a process group; all of these need that.
 generators.install()
 bind_rendezvous_to_loopback()
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, StoreWeightTransferEngine)
