@@ -1,4 +1,5 @@
-"""What a user asks for. Frozen, unknown keys refused; every default lives here and only here."""
+"""The spec of a run, as the user writes it. Frozen; unknown keys are refused; every default lives here and only
+here."""
 
 from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec, KLSpec, Needs, OwnAlgorithmSpec
 from rlhfless.spec.data import DType, HeldOutSpec, ModelSpec, PromptsSpec

@@ -1,7 +1,7 @@
-"""The settings of each algorithm, and what it needs of a run.
+"""The settings of each algorithm, and what it needs from a run.
 
-Each has its own fields and no others; `type` tells them apart (see rlhfless.spec.extension). Needs are said here and
-not by rlhfless.algorithms, because replicas are placed from them before there is any tensor.
+Each algorithm has its own fields and no others; `type` selects it (see rlhfless.spec.extension). Needs are declared
+here and not in rlhfless.algorithms, because replicas are placed by them before there is any tensor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rlhfless.spec.extension import OwnSpec, Seam
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an algorithm needs of a run beside samples with rewards."""
+    """What an algorithm needs from a run in addition to samples with rewards."""
 
     reference: bool = False
     """Logprobs of the frozen reference policy. Without it no reference function is deployed."""
 
     old_logprobs: bool = False
-    """Its advantages are computed from the old logprobs. Where a step has several updates the learner evaluates them
-    before; where it has one, the rollout logprobs stand for them."""
+    """Its advantages are computed from the old logprobs. If a step has several updates, the learner evaluates them
+    before the first; if it has one, the rollout logprobs are used instead."""
 
     values: bool = False
     """Values of a critic."""
@@ -84,7 +84,8 @@ class OwnAlgorithmSpec(OwnSpec):
 
     @property
     def needs(self) -> Needs:
-        """Nothing but samples with rewards. Override it if yours needs more; it may depend on the settings."""
+        """By default only samples with rewards. Override it if your algorithm needs more; it may depend on the
+        settings."""
         return Needs()
 
 

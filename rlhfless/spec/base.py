@@ -1,4 +1,4 @@
-"""What every part of a spec has in common."""
+"""The base class of all parts of a spec."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 class SpecModel(BaseModel):
     """A frozen part of a `RunSpec`.
 
-    Unknown keys are refused: a key that silently does nothing is the fault users fear most. Defaults live
+    Unknown keys are refused: a key that silently does nothing would be hard to find. Defaults live
     here and nowhere else. Each field's docstring is its help text, in the JSON schema and in editors.
     """
 
@@ -18,6 +18,6 @@ class SpecModel(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        # `model:` is a key users expect; pydantic reserves the prefix `model_` for its own methods only.
+        # Users expect a key `model`; pydantic needs the prefix `model_` only for its own methods.
         protected_namespaces=(),
     )

@@ -1,8 +1,7 @@
-"""What a resumed run may change in its spec.
+"""Which fields of its spec a resumed run may change.
 
-A change that would make the run another one is refused by name: its journal, its checkpoints and its figures would
-not belong together any more. Everything else (how long, on how many actors, at which prices, how it is watched) may
-change.
+A change that would make it a different run is refused, naming the field: its journal, checkpoints and figures would no
+longer belong together. All other fields (number of steps, number of actors, prices, logging) may change.
 """
 
 from __future__ import annotations
@@ -34,11 +33,12 @@ MAY_DIFFER = (
     "timeouts",
     "weights",
 )
-"""Fields, with all below them, that a resumed run may change. The learner's change the weights by rounding only."""
+"""Fields that a resumed run may change, with all fields below them. The learner's change the weights by rounding
+only."""
 
 
 def check_resumable(before: RunSpec, now: RunSpec, source: str) -> None:
-    """Raises InputError, naming every field that must not differ and does. `source` says which spec is refused."""
+    """Raises InputError that names every field that differs and must not. `source` names the spec that is refused."""
     problems = [
         Problem(name, f"{new!r}, but the run began with {old!r}", "set it back, or start a run of its own")
         for name, old, new in differences(before, now)
@@ -49,7 +49,7 @@ def check_resumable(before: RunSpec, now: RunSpec, source: str) -> None:
 
 
 def differences(before: RunSpec, now: RunSpec) -> list[tuple[str, Any, Any]]:
-    """(field, value before, value now) of every field that differs; None stands for a field that is not there."""
+    """(field, value before, value now) of every field that differs; None means that the field is missing."""
     old, new = dict(_leaves(before.model_dump(mode="json"))), dict(_leaves(now.model_dump(mode="json")))
     names = dict.fromkeys((*old, *new))
     return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]

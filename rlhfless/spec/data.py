@@ -18,13 +18,13 @@ class ModelSpec(SpecModel):
     """A local folder, or a model hub name such as `Qwen/Qwen3-0.6B`."""
 
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; the model's own when left out."""
+    """Folder or hub name of the tokenizer; by default the model's own."""
 
     dtype: DType = "float32"
-    """Number format the engine serves and the learner publishes the weights in."""
+    """Number format in which the learner publishes the weights and the engine serves them."""
 
     max_context_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Longest prompt + response; the model's own limit when left out."""
+    """Longest prompt + response; by default the model's own limit."""
 
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for models you trust."""
@@ -43,7 +43,7 @@ class HeldOutSpec(SpecModel):
     """Share of the training prompts that is set aside, chosen by the hash of the prompt id and the seed."""
 
     max_prompts: Annotated[int, Field(ge=1)] = 256
-    """Evaluate on at most this many; the first ones of the file."""
+    """Evaluate on at most this many prompts, the first in the file."""
 
     @model_validator(mode="after")
     def _one_source(self) -> HeldOutSpec:
@@ -53,7 +53,7 @@ class HeldOutSpec(SpecModel):
 
 
 class PromptsSpec(SpecModel):
-    """The training prompts. Every other column is handed to the rewards."""
+    """The training prompts. All other columns are passed to the rewards."""
 
     path: str
     """A JSONL or Parquet file, or a hub data set name."""
@@ -65,7 +65,7 @@ class PromptsSpec(SpecModel):
     """Field with the prompt: a string, or a list of chat messages."""
 
     id_field: str | None = None
-    """Field with a stable prompt id; the hash of the prompt when left out."""
+    """Field with a stable prompt id; by default the hash of the prompt."""
 
     chat_template: bool = False
     """Render the prompt with the tokenizer's chat template."""

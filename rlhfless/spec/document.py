@@ -1,8 +1,8 @@
-"""Text to plain data, remembering the line of every key.
+"""Parse text into plain data, with the line of every key.
 
 YAML is read by the core schema of YAML 1.2, not PyYAML's 1.1: `off` and `no` are texts, `1e-6` is a number,
-`010` is ten and dates stay texts. JSON is read as what it is. A key given twice is refused, because one of
-the two would silently do nothing. Deliberately left out: merge keys (`<<`), tags, several documents.
+`010` is ten and dates stay texts. JSON is read as JSON. A key given twice is refused, because one of
+the two would silently do nothing. Deliberately not supported: merge keys (`<<`), tags, several documents.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back: it quotes the texts that the loader would take for numbers."""
+    """Writes YAML that `_Loader` reads back: it quotes texts that the loader would take for numbers."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
@@ -49,7 +49,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Line ends and the like are escaped: a YAML reader would fold them otherwise."""
+    """Escape line ends and similar characters: otherwise a YAML reader would fold them."""
     return dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
 
 
@@ -61,7 +61,7 @@ for _name, _pattern, _first in _CORE_SCHEMA:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Plain data, and for each path in it where the user wrote it (`line 12`)."""
+    """Plain data, and the place at which the user wrote each path (`line 12`)."""
 
     data: Any
     origins: dict[Path, str]
@@ -76,7 +76,7 @@ class DocumentError(ValueError):
 
 
 def parse(text: str) -> Document:
-    """Read YAML or JSON, whichever the text is. Raises DocumentError."""
+    """Read a text as JSON or YAML. Raises DocumentError."""
     return _parse_json(text) if _JSON_START.match(text) else _parse_yaml(text)
 
 
@@ -105,7 +105,7 @@ def _parse_json(text: str) -> Document:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise DocumentError(Problem("", f"not JSON: {error.msg}", origin=place)) from error
-    # JSON is YAML, tabs between tokens apart, so the YAML reader finds the lines and keys given twice.
+    # JSON is YAML except for tabs between tokens, so the YAML reader finds the lines and keys given twice.
     return Document(data, _parse_yaml(text.replace("\t", " ")).origins)
 
 

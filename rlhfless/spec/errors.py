@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 
 class UserError(Exception):
-    """Something the user can mend. Its text is the whole message: what is wrong, where, and the mend."""
+    """An error that the user can mend. Its text is the whole message: what is wrong, where, and the mend."""
 
     status = 2
-    """Exit code of a command that it ends."""
+    """Exit code of a command that this error ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong."""
+    """One fault."""
 
     where: str
-    """Dotted field of the spec, such as `rewards.0.weight`; empty when it belongs to no single field."""
+    """Dotted field of the spec, such as `rewards.0.weight`; empty if the fault belongs to no single field."""
     what: str
     """What is wrong, with the value."""
     mend: str = ""

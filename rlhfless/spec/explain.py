@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in the user's words: the field, its value, and the mend."""
+"""Errors of pydantic, rewritten for the user: the field, its value, and the mend."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rlhfless.spec.errors import Problem
 
 # Longest value quoted in a message.
 _MAX_QUOTE = 80
-# As alike as words with one typing error; below that, the same key in another section is the better guess.
+# The similarity of words with one typing error; below it, the same key in another section is the better guess.
 _TYPING_ERROR = 0.8
-# Things of a kind that a message names; the others are counted.
+# The number of items that a message names; the others are counted.
 _MAX_COUNTED = 8
 
 EXTENSION_ERROR = "extension"
-"""Pydantic's type of the error that a `type` names nothing; its context holds `what` and `mend`."""
+"""Pydantic's error type for a `type` that names nothing; its context holds `what` and `mend`."""
 
 
 @runtime_checkable
@@ -39,17 +39,17 @@ class ChoosesModel(Protocol):
 def explain(
     error: ValidationError, model: type[BaseModel], origins: Mapping[Path, str], data: Any = None
 ) -> list[Problem]:
-    """One `Problem` per error of pydantic's. `origins` says where the user wrote each path; `data` is what was
-    validated, for models with fields that name one of the user's own."""
+    """One `Problem` per error of pydantic. `origins` says where the user wrote each path; `data` is the validated data,
+    which decides the model of fields that name a user's own class."""
     errors = error.errors(include_url=False)
-    # A list whose items are refused is also called too short; that would only mislead.
+    # If its items are refused, pydantic also calls the list too short; that would only mislead.
     below = {loc[:length] for loc in (details["loc"] for details in errors) for length in range(len(loc))}
     told = [details for details in errors if not (details["type"] == "too_short" and details["loc"] in below)]
     return [_problem(details, _Spot(model, data, details["loc"]), origins) for details in told]
 
 
 def shown(value: object) -> str:
-    """The value as Python writes it, cut to a length that a message can hold."""
+    """The `repr` of the value, cut to a length that fits a message."""
     text = repr(value)
     return text if len(text) <= _MAX_QUOTE else text[: _MAX_QUOTE - 1] + "…"
 
@@ -61,7 +61,7 @@ def nearest(word: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key below a model; `rewards.*.weight` for those of a list's items."""
+    """Every dotted key below a model; keys of list items read like `rewards.*.weight`."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         starred = "*." if get_origin(field.annotation) in (tuple, list) else ""
@@ -89,7 +89,7 @@ class _Spot:
     loc: tuple[int | str, ...]
 
     def locate(self) -> tuple[Path, Any]:
-        """The user's path and the annotation there. Pydantic's `loc` also has the tags of unions in it."""
+        """The user's path and the annotation there. Pydantic's `loc` also contains the tags of unions."""
         path: list[str | int] = []
         annotation: Any = self.root
         value = self.data
@@ -106,7 +106,7 @@ class _Spot:
         return tuple(path), annotation
 
     def model(self) -> type[BaseModel]:
-        """The model that the last key of `loc` was looked up in."""
+        """The model in which the last key of `loc` was looked up."""
         above = dataclasses.replace(self, loc=self.loc[:-1])
         return next(iter(models(above.locate()[1])), self.root)
 
@@ -205,7 +205,7 @@ def origin_of(path: Path, origins: Mapping[Path, str]) -> str:
 
 
 def counted(noun: str, items: Iterable[str]) -> str:
-    """`tensor a`, or `3 tensors: a, b, c`; the first _MAX_COUNTED are told and the others counted."""
+    """`tensor a`, or `3 tensors: a, b, c`; the first _MAX_COUNTED are named, and the others counted."""
     told = list(items)
     if len(told) == 1:
         return f"{noun} {told[0]}"

@@ -1,16 +1,15 @@
-"""Seams: fields of the spec that name a part of the run, one that is built in or one of the user's own.
+"""Seams: fields of the spec that name a part of the run, which is built in or the user's own.
 
     algorithm: {type: grpo, clip_high: 0.3}                 built in, by its short name
     algorithm: {type: my_module:LeaveOneOut, scale: 2}      the user's own, by import path, with keys of its own
 
-A short text alone (`algorithm: grpo`) stands for `{type: grpo}`. What an import path names is a class with a
-settings class in its attribute `Settings`, a subclass of OwnSpec: its fields are the keys, and as in every part of
-the spec unknown ones are refused. The class is checked and its keys are validated when the spec is loaded; what is
-in the RunSpec then is an instance of `Settings`, and `made(settings)` makes the thing itself, in whichever process
-needs it.
+A short text alone (`algorithm: grpo`) stands for `{type: grpo}`. An import path names a class whose attribute
+`Settings` is a subclass of OwnSpec: its fields are the keys, and unknown keys are refused as in every part of the spec.
+The class is checked and its keys are validated when the spec is loaded. The RunSpec then holds an instance of
+`Settings`, and `made(settings)` makes the algorithm, schedule or policy itself, in any process that needs it.
 
-Invariant: an OwnSpec travels to other processes as plain data, with the folders to import from. A class of the
-user's cannot: to unpickle it, its module would have to be imported before any code of ours could say from where.
+Invariant: an OwnSpec is sent to other processes as plain data, with the folders to import from. An instance of a
+user's class cannot be: to unpickle it, its module would have to be imported before our code could say from where.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rlhfless.spec.imports import IMPORT_PATH, TargetError, import_paths, load_t
 
 
 class OwnSpec(SpecModel):
-    """One of your own: `type` is its import path, and its other keys are the fields of its `Settings`. See
+    """A class of your own: `type` is its import path, and the other keys are the fields of its `Settings`. See
     docs/extending.md."""
 
     type: str
@@ -42,21 +41,21 @@ class OwnSpec(SpecModel):
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """The annotation of a field that names such a part: `Annotated[BuiltInSpec | OwnSpec, Seam(...)]`."""
+    """The annotation of a field that names a part of the run: `Annotated[BuiltInSpec | OwnSpec, Seam(...)]`."""
 
     noun: str
-    """What it names, in messages: `algorithm`."""
+    """The kind of part, in messages: `algorithm`."""
     built_in: tuple[type[SpecModel], ...]
-    """Settings of the built-in ones, each with its short name as the literal `type`; the first is the default."""
+    """The built-in settings classes, each with its short name as the literal `type`; the first is the default."""
     methods: tuple[str, ...]
-    """What a class of the user's own must have to be one."""
+    """The attributes that a user's own class must have."""
     settings: type[OwnSpec] = OwnSpec
-    """What the `Settings` of a class of the user's own must derive from."""
+    """The base class of the `Settings` of a user's own class."""
 
     def model_of(self, value: Any) -> type[SpecModel]:
-        """The settings class that `value`, as the spec has it, is to be validated by; the default's if it does not say.
+        """The settings class that validates `value`, as written in the spec; the default's if `value` names none.
 
-        Raises PydanticCustomError if it names nothing.
+        Raises PydanticCustomError if the name is unknown.
         """
         name = _name(value)
         if name is None:
@@ -102,7 +101,7 @@ class Seam:
         )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The built-in ones in full. Of the user's own only that there is a `type`: its keys are in its module."""
+        """Built-in settings in full. Of a user's own class only the key `type`: its other keys are in its module."""
         own = {
             "type": "object",
             "description": inspect.getdoc(OwnSpec),
@@ -114,8 +113,8 @@ class Seam:
 
 
 def made(settings: SpecModel, built_in: Mapping[str, str]) -> Any:
-    """The thing itself, made from its settings. `built_in` maps short names to import paths, so that of the built-in
-    ones, too, only the one that is used is imported. Raises TargetError."""
+    """Make the algorithm, schedule or policy from its settings. `built_in` maps short names to import paths, so that
+    only the class in use is imported. Raises TargetError."""
     name = str(getattr(settings, "type", ""))
     return load_target(built_in.get(name, name))(settings)
 
@@ -140,7 +139,7 @@ def _settings_class(found: Any, target: str, base: type[OwnSpec]) -> type[OwnSpe
 
 
 def _name(value: Any) -> str | None:
-    """The `type` that a value of the spec names, if it names one."""
+    """The `type` in a value of the spec, if it has one."""
     named = value.get("type") if isinstance(value, Mapping) else value
     return named if isinstance(named, str) else None
 
@@ -150,5 +149,5 @@ def _error(what: str, mend: str) -> PydanticCustomError:
 
 
 def _dumped(value: SpecModel, info: core_schema.SerializationInfo) -> Any:
-    """By its own class, whichever that is."""
+    """Dump a value by its own class, not by the annotated one."""
     return value.model_dump(mode=info.mode)

@@ -18,17 +18,17 @@ class PlacementSpec(SpecModel):
     scoring functions) have devices of their own, named by `learner_devices`."""
 
     devices: Annotated[int, Field(ge=1)] | None = None
-    """Devices of the run (GPUs, or CPU cores); all that the cluster has when left out."""
+    """Devices of the run (GPUs, or CPU cores); by default all devices of the cluster."""
 
     learner_devices: Annotated[int, Field(ge=1)] = 1
     """Devices set aside for the learner side when disaggregated."""
 
     ray_address: str | None = None
-    """Address of a running Ray cluster; a private one, which only this machine can reach, is started when left out."""
+    """Address of a running Ray cluster. By default a private Ray is started, which only this machine can reach."""
 
     trusted_network: bool = False
     """Join a cluster on other machines although RAY_AUTH_MODE is `disabled`: anyone who reaches its ports can run code
-    there. Only where the network is closed to all others."""
+    there. Only for a network that nobody else can reach."""
 
 
 class GenerationScalingSpec(SpecModel):
@@ -45,16 +45,16 @@ class GenerationScalingSpec(SpecModel):
 
     @property
     def fixed(self) -> bool:
-        """The number of actors is given, and nothing decides about it."""
+        """Whether the number of actors is fixed, so that no policy decides it."""
         return self.min_actors == self.max_actors
 
 
 Hold = Literal["auto", "always", "never"]
-"""Between two uses: the replica stays warm, is released, or whichever the scaling policy decides."""
+"""What happens between two uses: the replica stays warm, it is released, or the scaling policy decides."""
 
 
 Per = Literal["step", "run"]
-"""What a limit is for: each step, or all steps of the run together."""
+"""The span of a limit: each step, or all steps of the run together."""
 
 
 class CheapestSpec(SpecModel):
@@ -63,10 +63,10 @@ class CheapestSpec(SpecModel):
     type: Literal["cheapest"] = "cheapest"
 
     deadline_s: Annotated[float, Field(gt=0)]
-    """Wall clock seconds."""
+    """Wall-clock seconds."""
 
     per: Per = "step"
-    """Whether the deadline is each step's or the whole run's."""
+    """Whether the deadline applies to each step or to the whole run."""
 
 
 class FastestSpec(SpecModel):
@@ -78,17 +78,17 @@ class FastestSpec(SpecModel):
     """US dollars, by the price book."""
 
     per: Per = "step"
-    """Whether the budget is each step's or the whole run's."""
+    """Whether the budget applies to each step or to the whole run."""
 
 
 class WeightedSpec(SpecModel):
-    """A compromise of time and cost, for those without a limit on either."""
+    """A compromise between time and cost, without a limit on either."""
 
     type: Literal["weighted"] = "weighted"
 
     time_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """1 is as fast as the devices allow, 0 as cheap. Time counts relative to the fastest plan of the step and cost
-    relative to the cheapest, so the same weight suits any workload."""
+    """1: as fast as the devices allow; 0: as cheap as they allow. Time counts relative to the fastest plan of the step
+    and cost relative to the cheapest, so the same weight suits any workload."""
 
 
 ContractSpec = Annotated[CheapestSpec | FastestSpec | WeightedSpec, Field(discriminator="type")]
@@ -98,14 +98,15 @@ class ScalingSpec(SpecModel):
     """How many replicas there are, which samples each one draws, and when replicas give their devices back."""
 
     policy: PolicySpec = CostAwareSpec()
-    """What decides during a run, between the bounds below: a name, or `{type: ...}` with keys of its own. `cost_aware`
-    plans each step from forecasts of its lengths, under the contract. `static` has `max_actors` at all times; the
-    others are what others do. All are described in docs/policies.md, and one of your own in docs/extending.md."""
+    """The policy that decides during a run, within the bounds below: a name, or `{type: ...}` with keys of its own.
+    `cost_aware` plans each step from forecasts of its response lengths, under the contract. `static` has `max_actors`
+    at all times; the others are policies of other systems. docs/policies.md describes all of them, and
+    docs/extending.md a policy of your own."""
 
     contract: ContractSpec = WeightedSpec()
-    """What the run is to reach at what price. Left out, time and cost count alike: one percent of the one as much as
-    one percent of the other. A fleet with `min_actors` = `max_actors` costs the same whatever is decided, so only time
-    counts there. Policies other than `cost_aware` leave it aside."""
+    """The goal of the run in time and cost. By default both count alike: one percent of time as much as one percent of
+    cost. A fleet with `min_actors` = `max_actors` costs the same whatever is decided, so only time counts there.
+    Policies other than `cost_aware` ignore the contract."""
 
     generation: GenerationScalingSpec = GenerationScalingSpec()
     hold_scoring: Hold = "auto"
@@ -114,14 +115,14 @@ class ScalingSpec(SpecModel):
     """Between its uses. With `auto` the policy decides; the others are bounds on it, as `min_actors` is."""
 
     prices: str | None = None
-    """Price book (YAML); the bundled one when left out."""
+    """Price book (YAML); by default the bundled one."""
 
 
 class WeightsSpec(SpecModel):
     """The store through which the learner's weights reach the actors."""
 
     store: Literal["folder", "http"] = "folder"
-    """`folder`: a folder that all functions see, in shared memory by default (one node). `http`: the
+    """`folder`: a folder that all functions can read, in shared memory by default (one node). `http`: the
     learner's node serves the files, and every node keeps a cache."""
 
     folder: str | None = None
@@ -129,21 +130,21 @@ class WeightsSpec(SpecModel):
 
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the engine's and the learner's logprobs of the probe tokens, for logprobs of up to
-    10; in proportion for larger ones. The mean over the tokens may be an eighth of it. Chosen by dtype when left
-    out."""
+    10; it grows in proportion for larger ones. The mean over the tokens may be an eighth of it. By default it is chosen
+    by dtype."""
 
     read_back: bool = True
-    """After each load, elements of every tensor are read back from the engine's layers and must be the learner's, bit
-    for bit. Switch it off for an engine that is meant to change weights as it loads them."""
+    """After each load, elements of every tensor are read back from the engine's layers and must equal the learner's,
+    bit for bit. Switch it off for an engine that is meant to change weights as it loads them."""
 
     rollout_difference_limit: Annotated[float, Field(gt=0)] | None = None
     """Largest mean difference, in nats, between the learner's and the engines' logprobs of a step's tokens (metric
-    `rollout_logprob_difference`): one step above it is a warning, the second in a row stops the run. Left out, it is 4
-    times the median of the last 20 steps."""
+    `rollout_logprob_difference`): one step above it gives a warning, the second in a row stops the run. By default it
+    is 4 times the median of the last 20 steps."""
 
 
 class TimeoutsSpec(SpecModel):
-    """Every wait has an end. A run that exceeds one stops, and says which and for what."""
+    """Limits of every wait. When a wait exceeds its limit, the error names the limit and what was waited for."""
 
     start_s: Annotated[float, Field(gt=0)] = 600.0
     """A replica's start: process, model, engine."""
@@ -157,18 +158,18 @@ class TimeoutsSpec(SpecModel):
     """A replica's orderly stop; after that it is killed."""
     stop_s: Annotated[float, Field(gt=0)] = 25.0
     """The orderly stop of the whole run after Ctrl-C or SIGTERM; after that all its processes are killed. Kubernetes
-    and Slurm kill what is left 30 s after SIGTERM, and `docker stop` after 10 s unless told otherwise."""
+    and Slurm kill the remaining processes 30 s after SIGTERM, and `docker stop` after 10 s unless told otherwise."""
 
 
 class RecoverySpec(SpecModel):
-    """What dies is noticed and replaced, and nothing that was drawn is lost (docs/faults.md)."""
+    """Replicas that die are noticed and replaced, and no finished sample is lost (docs/faults.md)."""
 
     lease_s: Annotated[float, Field(gt=0)] = 60.0
-    """A replica that hears nothing from the run for so long gives its device back; one that the run hears nothing
-    from for so long is replaced."""
+    """A replica that gets no message from the run for this long gives its device back; a replica that does not answer
+    the run for this long is replaced."""
 
     beat_s: Annotated[float, Field(gt=0)] = 60.0
-    """A generation engine that is at work and silent for so long is replaced. One iteration must take less."""
+    """A generation engine that has work and is silent for this long is replaced. One iteration must take less."""
 
     per_step: Annotated[int, Field(ge=0)] = 3
-    """So many recoveries of one step; with the next fault the run stops. It can be resumed then."""
+    """Most recoveries of one step; the next fault stops the run. The run can then be resumed."""

@@ -10,10 +10,10 @@ from rlhfless.spec.base import SpecModel
 
 
 class EngineSpec(SpecModel):
-    """Settings of one vLLM engine. Fields left out are chosen for the device."""
+    """Settings of one vLLM engine. Fields that are left out are chosen for the device."""
 
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory for the KV cache of a CPU engine (1 GiB when left out)."""
+    """Memory for the KV cache of a CPU engine (1 GiB by default)."""
 
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Share of a GPU's memory that the engine may use. Ignored on CPU."""
@@ -48,16 +48,16 @@ class GenerationSpec(SpecModel):
     """Sampling temperature. The learner divides its logits by the same number."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling. Anything but 1 biases the ratio between learner and engine, and warns."""
+    """Nucleus sampling. Any value but 1 biases the ratio between learner and engine, and gives a warning."""
 
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample among the k likeliest tokens; 0 for all. Anything but 0 biases the ratio, and warns."""
+    """Sample among the k likeliest tokens; 0 for all. Any value but 0 biases the ratio, and gives a warning."""
 
     stop: tuple[str, ...] = ()
-    """Texts that end a response, beside the end-of-sequence token."""
+    """Texts that end a response, in addition to the end-of-sequence token."""
 
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, beside the end-of-sequence token."""
+    """Tokens that end a response, in addition to the end-of-sequence token."""
 
     progress_interval_s: Annotated[float, Field(gt=0)] = 0.5
     """How often an actor reports the tokens produced so far."""

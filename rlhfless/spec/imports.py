@@ -1,8 +1,8 @@
-"""`package.module:name` to the object: what a spec names of the user's own.
+"""From `package.module:name` to the object: code of the user that a spec names.
 
-The current folder is looked in last, so that a user's own file is found without being installed and cannot
-stand before an installed package of the same name. Other processes have another current folder: they are handed
-`import_paths()` and call `look_in` before they import anything of the user's.
+The current folder is searched last, so that a user's own file is found without being installed and cannot hide an
+installed package of the same name. Other processes have another current folder: they are given `import_paths()` and
+call `look_in` before they import code of the user.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from rlhfless.spec.explain import nearest
 
 IMPORT_PATH = re.compile(r"[\w.]+:[\w.]+")
-"""What an import path looks like. A short name of something built in has no colon."""
+"""The form of an import path. The short name of a built-in class has no colon."""
 
-# Code between the caller and the user's: the files that call it, and the import system's.
+# Frames between our call and the user's code: the calling files, and the import system's.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _NOT_THEIRS = (
     *(os.path.join(_PACKAGE, folder) for folder in ("spec", "rewards")),
@@ -30,7 +30,7 @@ _NOT_THEIRS = (
 
 
 class TargetError(Exception):
-    """The target cannot be imported: which part of it fails, and why."""
+    """The target cannot be imported; `what` says which part of it fails, and why."""
 
     def __init__(self, what: str, mend: str = "") -> None:
         super().__init__(what, mend)
@@ -55,7 +55,7 @@ def load_target(target: str) -> Any:
 
 
 def cause(error: BaseException) -> str:
-    """`ValueError: text (file.py:12)`, with the line at which the user's own code was left."""
+    """`ValueError: text (file.py:12)`, with the last line of the user's own code in the traceback."""
     text = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError):
         return f"{text} ({error.filename}:{error.lineno})"
@@ -65,12 +65,12 @@ def cause(error: BaseException) -> str:
 
 
 def import_paths() -> tuple[str, ...]:
-    """The folders that this process imports from, for another process to `look_in`."""
+    """The folders from which this process imports, for another process to `look_in`."""
     return tuple(path for path in sys.path if path)
 
 
 def look_in(paths: Iterable[str]) -> None:
-    """Import from these folders, too, and before others."""
+    """Search these folders, too, and before others, on every import."""
     sys.path[:0] = [path for path in paths if path not in sys.path]
 
 
@@ -86,5 +86,5 @@ def _module(target: str, module_name: str) -> Any:
             raise TargetError(what, "Start from its folder, or add that to PYTHONPATH") from error
         what = f"{target!r}: importing {module_name!r} needs the module {missing!r}, which is not installed"
         raise TargetError(what) from error
-    except (Exception, SystemExit) as error:  # whatever the user's module does while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise any error while it is imported
         raise TargetError(f"{target!r}: importing {module_name!r} failed: {cause(error)}") from error

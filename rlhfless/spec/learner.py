@@ -39,5 +39,5 @@ class LearnerSpec(SpecModel):
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     threads: Annotated[int, Field(ge=1)] | None = None
-    """CPU threads per rank; all cores shared out among the ranks when left out. Fixed, because the order of
+    """CPU threads per rank; by default all cores, divided among the ranks. Fixed, because the order of
     sums, and with it the last bits of the weights, depends on it."""

@@ -1,8 +1,8 @@
-"""A spec file and overrides to a `RunSpec`, with every problem reported at once.
+"""From a spec file and overrides to a `RunSpec`, with every problem reported at once.
 
-Relative paths in a file count from the file's folder, so that a spec works from anywhere; those in an
-override count from the current folder, as a shell completes them. A name that is no path there
-(`Qwen/Qwen3-0.6B`) is left alone: it may be a hub name. Outputs always count from the current folder.
+Relative paths in a file are relative to the file's folder, so that a spec works from anywhere. Paths in an override are
+relative to the current folder, as a shell completes them. A name that is not a path there (`Qwen/Qwen3-0.6B`) is left
+unchanged: it may be a hub name. Output paths are always relative to the current folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PATH_FIELDS = (
     ("scaling", "prices"),
 )
 _MEND = "rename the file or folder, or write the character in full"
-# A hub name never ends like this, so such a value is a path even where no file is.
+# A hub name never ends like this, so such a value is a path even if no such file exists.
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".yaml", ".yml"})
 
 
@@ -80,7 +80,7 @@ def resolved_yaml(spec: RunSpec) -> str:
 
 
 def _unicode_problems(data: Any, origins: Mapping[document.Path, str]) -> list[Problem]:
-    """Texts of a spec become names of files, metrics and replicas, so what cannot be stored is refused, not escaped."""
+    """Texts of a spec become names of files, metrics and replicas, so texts that cannot be stored are refused."""
     return [
         Problem(dotted(path), _not_unicode(text), _MEND, origin_of(path, origins))
         for path, text in _texts(data)
@@ -104,7 +104,7 @@ def _texts(data: Any, path: document.Path = ()) -> Iterator[tuple[document.Path,
 
 
 def _read(path: Path) -> str:
-    """Raises SpecError if there is no readable text there."""
+    """The text of the file. Raises SpecError if it cannot be read."""
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             raise SpecError(str(path), [Problem("", "is a folder, not a spec file")])
@@ -121,7 +121,7 @@ def _read(path: Path) -> str:
 
 
 def _override(data: dict[str, Any], text: str, origins: dict[document.Path, str]) -> Problem | None:
-    """Apply one `a.b=c` to the data in place, or say why it cannot be."""
+    """Apply one `a.b=c` to the data in place; returns the problem if that is not possible."""
     key, equals, value_text = text.partition("=")
     key = key.strip()
     if not equals or not key or not all(key.split(".")):
@@ -155,7 +155,7 @@ def _override(data: dict[str, Any], text: str, origins: dict[document.Path, str]
 
 
 def _step(here: Any, part: str, path: document.Path, text: str) -> tuple[Any, Problem | None]:
-    """The key or index that leads one level down from `here`."""
+    """The key or index of the next level below `here`, or the problem with it."""
     if isinstance(here, dict):
         return part, None
     if not isinstance(here, list):

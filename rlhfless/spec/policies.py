@@ -1,7 +1,7 @@
 """The keys of the scaling policies, for `scaling.policy` of a run and `policies` of a scenario alike.
 
-Each policy has its own keys and no others; `type` tells them apart (see rlhfless.spec.extension). The defaults of
-policies that others have published are theirs. docs/policies.md describes each policy.
+Each policy has its own keys and no others; `type` selects it (see rlhfless.spec.extension). The defaults of policies of
+other systems are the defaults of those systems. docs/policies.md describes each policy.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 class CostAwareSpec(SpecModel):
-    """The run's own scaler: plans each step from forecasts of its lengths, under the contract."""
+    """RLHFless's own policy: plans each step from forecasts of its response lengths, under the contract."""
 
     type: Literal["cost_aware"] = "cost_aware"
 
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.99
-    """With this probability a deadline is to be kept."""
+    """The probability with which a deadline is to be kept."""
 
 
 class StaticSpec(SpecModel):
@@ -31,7 +31,7 @@ class StaticSpec(SpecModel):
     type: Literal["static"] = "static"
 
     actors: Annotated[int, Field(ge=1)] | None = None
-    """Generation actors; as many as there is room for when left out."""
+    """Number of generation actors; by default as many as the devices allow."""
 
 
 class RayServeSpec(SpecModel):
@@ -40,7 +40,7 @@ class RayServeSpec(SpecModel):
     type: Literal["queue_reactive_ray_serve"] = "queue_reactive_ray_serve"
 
     target_ongoing_requests: Annotated[float, Field(gt=0)] = 2.0
-    """Requests that run or queue, per replica."""
+    """Running and queued requests per replica."""
     upscale_delay_s: Seconds = 30.0
     downscale_delay_s: Seconds = 600.0
     look_back_period_s: Annotated[float, Field(gt=0)] = 30.0
@@ -62,11 +62,11 @@ class KnativeSpec(SpecModel):
     panic_window_share: Annotated[float, Field(gt=0, le=1)] = 0.1
     """`panic-window-percentage`: a panic window of 6 s."""
     panic_threshold: Annotated[float, Field(ge=1)] = 2.0
-    """`panic-threshold-percentage`: panic when the short window asks for so many times the replicas there are."""
+    """`panic-threshold-percentage`: panic when the short window asks for at least this multiple of the replicas."""
     max_scale_up_rate: Annotated[float, Field(gt=1)] = 1000.0
     max_scale_down_rate: Annotated[float, Field(gt=1)] = 2.0
     scale_to_zero_grace_s: Seconds = 30.0
-    """How long the last replica is kept after it was decided to go to zero."""
+    """How long the last replica is kept after the decision to scale to zero."""
     interval_s: Annotated[float, Field(gt=0)] = 2.0
     """`tick-interval`."""
 
@@ -78,45 +78,46 @@ class KedaSpec(SpecModel):
     type: Literal["queue_reactive_keda"] = "queue_reactive_keda"
 
     target_value: Annotated[float, Field(gt=0)] = 5.0
-    """Queue length per replica; KEDA's scalers differ in it, and 5 is what most message queues take."""
+    """Queue length per replica. KEDA's scalers differ; most of its scalers for message queues use 5."""
     polling_s: Annotated[float, Field(gt=0)] = 30.0
-    """`pollingInterval`: how often it looks whether there is work while there is no replica."""
+    """`pollingInterval`: how often KEDA checks for work while there is no replica."""
     cooldown_s: Seconds = 300.0
-    """`cooldownPeriod`: without work for so long, the last replica goes."""
+    """`cooldownPeriod`: the last replica is released after this long without work."""
     sync_s: Annotated[float, Field(gt=0)] = 15.0
     """`--horizontal-pod-autoscaler-sync-period`."""
     tolerance: Annotated[float, Field(ge=0)] = 0.1
     """`--horizontal-pod-autoscaler-tolerance`: a ratio this close to 1 changes nothing."""
     downscale_window_s: Seconds = 300.0
-    """`behavior.scaleDown.stabilizationWindowSeconds`: the highest recommendation of that time counts."""
+    """`behavior.scaleDown.stabilizationWindowSeconds`: the highest recommendation of this time counts."""
     upscale_pods: Annotated[int, Field(ge=1)] = 4
-    """`behavior.scaleUp`: each 15 s at most so many more, or twice as many, whichever is more."""
+    """`behavior.scaleUp`: in each 15 s at most this many replicas more, or twice as many, whichever is more."""
 
 
 class TailSpec(SpecModel):
-    """RLHFuse's fusion of generation with the stages behind it (arXiv 2409.13221)."""
+    """RLHFuse's fusion of generation with the stages after it (arXiv 2409.13221)."""
 
     type: Literal["rlhfuse_tail"] = "rlhfuse_tail"
 
     tail_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Samples left, as a share of the step's, at which the tail is moved together."""
+    """The share of the step's samples that remain when the tail is moved together."""
 
 
 class RLHFlessPaperSpec(SpecModel):
-    """RLHFless as published (arXiv 2602.22718); docs/policies.md says which figure was found where."""
+    """RLHFless as published (arXiv 2602.22718); docs/policies.md gives the source of each figure."""
 
     type: Literal["rlhfless_published"] = "rlhfless_published"
 
     time_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Lambda: the weight of the normalised time against the normalised cost."""
     window: Annotated[int, Field(ge=1)] = 1
-    """Of the EWMA of a prompt's lengths: alpha = 2 / (window + 1), so 1 takes the last visit alone."""
+    """Window of the EWMA of a prompt's lengths: alpha = 2 / (window + 1), so with 1 only the last visit counts."""
     cut_share: Annotated[float, Field(gt=0, le=1)] = 0.7
     """Tau: an actor is cut when this share of its samples has ended."""
     first_guess_tokens: Annotated[float, Field(ge=1)] = 128.0
-    """A response of a prompt never seen, while nothing was seen at all; later the mean of all that was."""
+    """Assumed length of a response before any was seen. Later, a prompt without history gets the mean of all
+    responses."""
     prewarm_buffer_s: Seconds = 5.0
-    """Actors are to be up so long before the next step begins by the shortest step seen."""
+    """Actors are to be up this long before the next step is expected, by the shortest step so far."""
 
 
 POLICY_SEAM = Seam(
@@ -129,5 +130,5 @@ PolicySpec = Annotated[
     CostAwareSpec | StaticSpec | RayServeSpec | KnativeSpec | KedaSpec | TailSpec | RLHFlessPaperSpec | OwnSpec,
     POLICY_SEAM,
 ]
-"""What a live fleet can run. Policies of the simulator alone need to know the future, or are these with another
-placement."""
+"""Policies that a live fleet can run. The other policies of the simulator need to know the future, or are these with
+another placement."""

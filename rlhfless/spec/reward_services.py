@@ -1,4 +1,4 @@
-"""Rewards that ask another party: an HTTP endpoint, or a reward model on a replica of its own."""
+"""Rewards from outside the scoring workers: an HTTP endpoint, or a reward model on a replica of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class HttpSpec(RewardPart):
     url: Annotated[str, Field(pattern=r"^https?://")]
     """Samples are POSTed here as JSON."""
     token_env: str | None = None
-    """Environment variable of the scoring replica whose value is sent as bearer token."""
+    """Environment variable of the scoring replica that holds the bearer token to send."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Samples per request."""
     concurrency: Annotated[int, Field(ge=1)] = 8
@@ -25,7 +25,8 @@ class HttpSpec(RewardPart):
     timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """Longest time one request may take."""
     retries: Annotated[int, Field(ge=0)] = 3
-    """Further attempts after no connection, no answer in time, or status 408, 429 or 5xx; after 0.5, 1, 2, ... s."""
+    """Further attempts if there is no connection, no answer in time, or status 408, 429 or 5xx; after 0.5, 1, 2, ...
+    s."""
 
 
 class RewardModelSpec(RewardPart):
@@ -35,7 +36,7 @@ class RewardModelSpec(RewardPart):
     path: str
     """Folder or hub name, in Hugging Face format, with its tokenizer."""
     dtype: DType = "bfloat16"
-    """Format of weights and products. bfloat16, as reward models are published; float32 is exact but slower."""
+    """Number format of weights and products. bfloat16, as reward models are published; float32 is exact but slower."""
     chat_template: bool = False
     """Score the conversation as the reward model's own template renders it, rather than prompt + response."""
     prompt_field: str | None = None

@@ -1,6 +1,6 @@
 """Rewards that check a response by running something: a maths library, the response itself, a schema.
 
-They run in worker processes (`scoring`), so that one that hangs or dies takes nothing with it.
+They run in worker processes (`scoring`), so that a reward that hangs or dies does no harm to the others.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class MathSpec(RewardPart):
     answer_field: str = "answer"
     """Column with the expected answer: a number, LaTeX, or a solution that ends in `\\boxed{...}` or `#### ...`."""
     extraction: Literal["any", "boxed"] = "any"
-    """Where the response's answer may stand. `any`: a boxed one if there is one, else the last LaTeX expression
-    or plain number. `boxed`: only in `\\boxed{...}`. Within `<answer>...</answer>` alone where there are such tags."""
+    """Where the response's answer may be. `any`: a boxed answer if there is one, else the last LaTeX expression or
+    plain number. `boxed`: only in `\\boxed{...}`. If there are tags `<answer>...</answer>`, only within them."""
     cpu_s: Annotated[float, Field(gt=0)] = 5.0
     """CPU time to parse and compare one answer; a response that takes longer is wrong. CPU time, because on a busy
     machine wall time would make right answers wrong."""
@@ -33,26 +33,27 @@ class CodeSpec(RewardPart):
     tests_field: str = "tests"
     """Column with the tests: pairs of `input` and `output`, test code with asserts, or a list of either."""
     score: Literal["all", "fraction"] = "all"
-    """`all`: 1 if every test passes, else 0, and the first that fails ends it. `fraction`: share of tests passed."""
+    """`all`: 1 if every test passes, else 0, and the first test that fails ends the scoring. `fraction`: share of tests
+    passed."""
     max_tests: Annotated[int, Field(ge=1)] | None = None
-    """Only the first so many tests; all when left out."""
+    """Use only this many tests, the first in the list; by default all."""
     cpu_s: Annotated[int, Field(ge=1)] = 5
     """CPU time of one test."""
     timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """Wall time of one test, for code that waits. Much longer than `cpu_s`, because on a busy machine code that is
-    right takes longer."""
+    """Wall time of one test, for code that waits. Much longer than `cpu_s`, because correct code takes longer on a
+    busy machine."""
     memory_mib: Annotated[int, Field(ge=64)] = 512
     """Address space of one test; Python itself takes some 30 MiB."""
     file_mib: Annotated[int, Field(ge=0)] = 16
     """Largest file a test may write."""
     folder_mib: Annotated[int, Field(ge=1)] = 64
-    """All that a test's folder may hold. Where the kernel allows it the folder lies in memory."""
+    """Total size of the files in a test's folder. The folder is in memory if the kernel allows it."""
     folder_files: Annotated[int, Field(ge=1)] = 1024
-    """Files and folders that a test's folder may hold."""
+    """Most files and folders in a test's folder."""
     open_files: Annotated[int, Field(ge=16)] = 64
-    """Files a test may have open."""
+    """Most files that a test may have open."""
     output_kib: Annotated[int, Field(ge=1)] = 256
-    """A test whose output is longer than this has failed."""
+    """A test with a longer output fails."""
 
     @model_validator(mode="after")
     def _files_fit_in_the_folder(self) -> CodeSpec:
@@ -72,7 +73,7 @@ class JsonSchemaSpec(RewardPart):
     """Column with each row's own schema, as a mapping or as JSON text."""
     extraction: Literal["any", "whole"] = "any"
     """`any`: the whole response, else its last fenced block, else the last object or list in its text. `whole`:
-    nothing may stand around the JSON."""
+    the response must be JSON and nothing else."""
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """Longest time for one response: patterns in a schema can backtrack for ever."""
 

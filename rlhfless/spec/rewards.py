@@ -64,9 +64,10 @@ class FormatSpec(RewardPart):
     )
     """`<think>...</think> <answer>...</answer>`, as in the recipes that follow DeepSeek-R1 (arXiv 2501.12948)."""
     opened: bool = False
-    """The prompt already ends with the first opening tag, as many chat templates do: the response starts within."""
+    """The prompt already ends with the first opening tag, as with many chat templates: the response starts inside
+    it."""
     only: bool = True
-    """Nothing but white space may stand outside the tags."""
+    """Only white space is allowed outside the tags."""
 
     @field_validator("tags")
     @classmethod
@@ -94,7 +95,7 @@ class LengthPenaltySpec(RewardPart):
 
 
 class PythonRewardSpec(RewardPart):
-    """Any callable of yours. See docs/rewards.md for what it is called with."""
+    """A callable of your own. docs/rewards.md describes its arguments."""
 
     type: Literal["python"]
     target: str

@@ -1,4 +1,4 @@
-"""RunSpec: all that a user asks for."""
+"""RunSpec: the whole spec of a run."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ class EvaluationSpec(SpecModel):
     """Evaluation on the held-out prompts, before and after the run and in between."""
 
     every_steps: Annotated[int, Field(ge=1)] | None = None
-    """Also after every so many steps."""
+    """Also evaluate each time this many steps are done."""
 
     samples_per_prompt: Annotated[int, Field(ge=1)] = 1
-    """Samples at the training temperature; a greedy one is always taken beside them."""
+    """Samples at the training temperature; a greedy sample is always drawn in addition."""
 
 
 class CheckpointSpec(SpecModel):
-    """Model and tokenizer in Hugging Face format, with all that a resumed run needs, under the output folder."""
+    """Model and tokenizer in Hugging Face format, with everything that a resumed run needs, under the output folder."""
 
     every_steps: Annotated[int, Field(ge=1)] | None = 20
-    """After every so many steps, and always at the end. A resumed run learns at most so many steps again, from its
-    journal; without a number, all of them."""
+    """Save each time this many steps are done, and always at the end. A resumed run learns at most this many steps
+    again, from its journal; without a number, all of them."""
 
     keep_last: Annotated[int, Field(ge=1)] = 2
-    """So many newest ones are kept, and the best one."""
+    """The number of newest checkpoints that are kept, in addition to the best."""
 
     best_by: str = "reward_mean"
-    """Metric of a step by which the best is known, such as `eval/exact_match`, which then has its last value."""
+    """Metric that decides which checkpoint is the best, such as `eval/exact_match`; between evaluations its last value
+    counts."""
 
 
 class LoggingSpec(SpecModel):
@@ -65,7 +66,7 @@ class RunSpec(SpecModel):
     """One RLHF run."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "run"
-    """Short name, in lower case; part of the output folder's and the replicas' names."""
+    """Short name, in lower case; part of the names of the output folder and of the replicas."""
 
     model: ModelSpec
     prompts: PromptsSpec
@@ -85,7 +86,7 @@ class RunSpec(SpecModel):
     """Optimiser steps per training step, each on its share of the groups."""
 
     schedule: ScheduleSpec = SyncSpec()
-    """In which order steps draw and learn."""
+    """The order in which steps draw and learn."""
 
     optimizer: AdamWSpec = AdamWSpec()
     learner: LearnerSpec = LearnerSpec()
@@ -110,7 +111,7 @@ class RunSpec(SpecModel):
         if self.samples_per_prompt < needs.samples_per_prompt:
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}, but {name} compares the samples of a prompt with "
-                f"each other, and fewer tell it nothing; set it to {needs.samples_per_prompt} or more"
+                f"each other; set it to {needs.samples_per_prompt} or more"
             )
         if needs.values:
             raise ValueError(f"{name} needs values, and no function of a run computes them; name another algorithm")

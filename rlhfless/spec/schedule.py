@@ -1,4 +1,4 @@
-"""The settings of each schedule: in which order the steps of a run draw and learn."""
+"""The settings of each schedule: the order in which the steps of a run draw and learn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhfless.spec.extension import OwnSpec, Seam
 
 
 class SyncSpec(SpecModel):
-    """One step after the other: each draws with the weights that the step before it resulted in."""
+    """One step after the other: each step draws with the weights that the previous step published."""
 
     type: Literal["sync"] = "sync"
 

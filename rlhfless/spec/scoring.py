@@ -1,4 +1,4 @@
-"""How rewards are computed: in how many worker processes, and what happens to a sample whose reward fails."""
+"""How rewards are computed: the number of worker processes, and what happens to samples with a failed reward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rlhfless.spec.base import SpecModel
 
 
 class RewardPart(SpecModel):
-    """What all rewards share."""
+    """The fields that all rewards have."""
 
     name: str | None = None
-    """Name in logs and traces; the type when left out. Names must differ."""
+    """Name in logs and traces; by default the type. Names must differ."""
 
     weight: float = 1.0
     """Factor in the weighted sum that the algorithm sees."""
@@ -35,12 +35,12 @@ class ScoringSpec(SpecModel):
 
     on_failure: OnFailure = "drop"
     """When a reward fails on a sample. `drop`: the sample is left out of its group's statistics and of the loss.
-    `zero`: the part counts 0. `fail`: the run stops. The default is `drop` because a zero says that the response
-    was bad, which a fault of the reward does not know."""
+    `zero`: the part counts 0. `fail`: the run stops. The default is `drop`, because a zero would mean that the
+    response was bad, and a failed reward does not show that."""
 
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The run stops when more than this share of a step's samples has failed. At half of them the reward, and not
-    the responses, is likely to be the fault."""
+    """The run stops when more than this share of a step's samples has failed. If half of them fail, the cause is more
+    likely the reward than the responses."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest time for one batch of finished groups; samples that are not scored by then have failed. Half of
