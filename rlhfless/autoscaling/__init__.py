@@ -1,1 +1,2 @@
-"""The scaling policy of a run on the wall clock: what it is shown, what it is asked, and how its answers are done."""
+"""The scaling policy of a run on the wall clock: its view of the fleet, its events, and the execution of its
+actions."""

@@ -11,11 +11,11 @@ from rlhfless.scaling.latency.prior import prior_of
 from rlhfless.scaling.latency.shape import ModelShape
 
 STEPS_REPLAYED = 20
-"""Steps of a trace that a resumed run learns from: of older steps the fit would keep less than a hundredth."""
+"""A resumed run learns from this many steps of its trace: the fit would give older steps a weight below 1 %."""
 
 
 class EngineSpeeds:
-    """The engines of each kind of device; before its first step a kind has the model of the prior."""
+    """A latency model for each kind of device; before its first step a kind has the model of the prior."""
 
     def __init__(self, shape: ModelShape | None, tensor_parallel: int, max_sequences: int) -> None:
         self._shape = shape
@@ -24,14 +24,14 @@ class EngineSpeeds:
         self._fits: dict[str, LatencyFit] = {}
 
     def model(self, kind: str) -> BentEngine:
-        """The best model that is known of the engines on a kind of device."""
+        """The best known model of the engines on a kind of device."""
         return self._fit(kind).model()
 
     def learn(
         self, invocations: Iterable[Invocation], rollouts: Iterable[TracedRollout], kinds: Mapping[str, str]
     ) -> None:
         """Learns from a step of the ledger. `kinds`: the device kind of each actor, by name; rollouts of other
-        actors are left out."""
+        actors are ignored."""
         calls, rows = list(invocations), list(rollouts)
         for kind in sorted(set(kinds.values())):
             mine = [row for row in rows if kinds.get(row.actor) == kind]

@@ -10,12 +10,12 @@ from rlhfless.records import ReplicaState
 from rlhfless.scaling.policy import Action, Assign, Event, Ints, Lost, Move, Serving, StepBegan, StepView
 
 UP = (ReplicaState.STALE, ReplicaState.SERVING)
-"""States of an actor that works, or will as soon as it has loaded the step's weights."""
+"""States of an actor that serves, or will serve as soon as it has loaded the step's weights."""
 
 
 class EvenSplit:
-    """Gives each prompt, new or lost, to the actor with the fewest samples; an actor that joins gets half of the lead
-    of the busiest one.
+    """Gives each prompt, new or lost, to the actor with the fewest samples; an actor that joins gets half of the
+    difference to the busiest actor.
 
     It starts and releases no actor, and gives samples only to actors that are up.
     """
@@ -35,7 +35,7 @@ class EvenSplit:
 def split_evenly(view: StepView, samples: Ints) -> list[Assign]:
     """Gives unassigned samples to the actors that are up, a prompt at a time, each to the actor with the fewest.
 
-    If no actor is up, to the first that is starting; if none is starting either, the answer is empty.
+    If no actor is up, the first starting actor gets all of them; if none is starting, the answer is empty.
     """
     slots = _slots(view, *UP) or _slots(view, ReplicaState.STARTING)[:1]
     load = {slot: view.samples_at(slot).size for slot in slots}
@@ -53,7 +53,7 @@ def _share(view: StepView, joined: int) -> list[Action]:
     load = {slot: view.samples_at(slot).size for slot in _slots(view, *UP)}
     busiest = max(load, key=lambda slot: (load[slot], -slot), default=joined)
     lead = (load.get(busiest, 0) - load.get(joined, 0)) // 2
-    # The last samples: whole groups, since siblings lie one after the other.
+    # The last samples: these are whole groups, because siblings have consecutive numbers.
     return [Move(busiest, joined, view.samples_at(busiest)[-lead:])] if lead > 0 else []
 
 

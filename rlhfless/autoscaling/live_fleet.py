@@ -1,8 +1,8 @@
-"""The live fleet behind the policies' door: slots with prices and measured times, their replicas, starts and releases.
+"""The live fleet as policies see it: slots with prices and measured times, their replicas, starts and releases.
 
 A slot has an allocation of the placement. Co-located functions hold shares of a device at the same time, so all slots
-may be awake beside each other. There are no sleep tiers, and no KV moves between actors. The learner is always there.
-An actor costs what releasing it would save, so in a fleet that never changes it costs nothing.
+may be awake at the same time. There are no sleep tiers, and no KV moves between actors. The learner is never released.
+The price of an actor is the saving of its release, so in a fleet that never changes it is 0.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlhfless.scaling.prices import SECONDS_PER_HOUR
 from rlhfless.spec import RunSpec
 
 MOVE_S = 0.05
-"""An abort, its way through the driver, and a new request, between actors whose cores are all at work."""
+"""Time of a move: an abort, the way through the driver, and a new request, between actors whose cores are all busy."""
 
 NODE = "cluster"
-"""Devices do not say which node they are on."""
+"""The node of every slot: devices do not say which node they are on."""
 
 
 class LiveFleet:
-    """All slots of a run: those of its generation actors first, then one for each other function."""
+    """All slots of a run: first the slots of its generation actors, then one for each other function."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class LiveFleet:
         speeds: EngineSpeeds,
         max_model_len: int,
     ) -> None:
-        """`pools`: that of the generation actors first; of all others the first replica is the only one."""
+        """`pools`: the pool of the generation actors first. Every other pool has one replica."""
         self._spec = spec
         self._call = call
         self._actors = pools[0]
@@ -84,9 +84,9 @@ class LiveFleet:
         return slot < len(self._actors.allocations) and self._actors.expects(slot)
 
     def start(self, slot: int, at_s: float | None, step: int) -> None:
-        """See rlhfless.autoscaling.policy_runner.Fleet. At once, or at a time to come; either way in the background.
+        """See rlhfless.autoscaling.policy_runner.Fleet. The start happens in the background, at once or later.
 
-        A lost learner is started by the run's recovery: it has to go on from a checkpoint.
+        A lost learner is started by the run's recovery, because it must load a checkpoint.
         """
         pool, number = self._slots[slot]
         if pool.function is FunctionName.LEARNER:
@@ -96,7 +96,8 @@ class LiveFleet:
         pool.start(number, self._at(step), at_s)
 
     def release(self, slot: int, tier: str | None, step: int) -> None:
-        """See rlhfless.autoscaling.policy_runner.Fleet. What the spec's bounds keep stays, which the ledger notes."""
+        """See rlhfless.autoscaling.policy_runner.Fleet. A replica that the spec's bounds keep is not released; the
+        ledger records that."""
         if tier is not None:
             raise PolicyFault(f"slot {slot} is to sleep in {tier!r}: this fleet has no sleep tiers")
         pool, number = self._slots[slot]
@@ -108,8 +109,8 @@ class LiveFleet:
             self._note(step, "keep", f"slot {slot} stays", pool)
 
     def idle(self, function: FunctionName, step: int) -> None:
-        """A function has done its work of a step, and the policy has said what it wants: what the spec does not let
-        wait is released."""
+        """A function has finished its work of a step, and the policy has decided: a replica that the spec does not
+        allow to be idle is released."""
         slot = self.slot_of(function)
         pool, number = self._slots[slot]
         if not pool.bounds.idle and pool.expects(number):
@@ -124,7 +125,7 @@ class LiveFleet:
         return Call(self._call.run_id, self._call.attempt, step)
 
     def _replica_slots(self, pool: Pool) -> list[ReplicaSlot]:
-        """Those of a pool. A start takes as long as the pool's starts have taken on average."""
+        """The slots of a pool. A start takes as long as the pool's starts have taken on average."""
         function = pool.function
         start_s = self._ledger.mean_start_s(function)
         kinds = (
@@ -150,7 +151,7 @@ class LiveFleet:
         ]
 
     def _usd_per_s(self, function: FunctionName, allocation: Allocation) -> float:
-        """What releasing it would save: nothing if it is never released."""
+        """The saving of a release; 0 if the function is never released."""
         bounds = self._spec.scaling.generation
         if function is FunctionName.GENERATION and bounds.fixed:
             return 0.0
@@ -163,7 +164,7 @@ class LiveFleet:
         told = [actor.info.kv_capacity_tokens for actor in alike if actor.info]
         return EngineLimits(
             model=self._speeds.model(kind),
-            # Until an engine has said how much it holds, only its limit of sequences is known.
+            # Until an engine has reported the size of its KV cache, only its limit of sequences is known.
             kv_capacity_tokens=max(told, default=0) or limits.max_sequences * self._max_model_len,
             max_sequences=limits.max_sequences,
         )

@@ -1,9 +1,9 @@
-"""One policy, asked on the wall clock: what happens to a run's generation becomes its events, and its answers are done.
+"""One policy on the wall clock: changes in a run's generation become its events, and its actions are carried out.
 
-The simulator asks the same policies on a virtual clock; `rlhfless.scaling.assignment` says for both which answers are
-refused. A fault of the policy stops the simulator; here it must not cost a run. The actions before the fault stand,
-samples that it leaves unassigned are split evenly, and the policy is asked again at the next event. The first fault is
-logged with its traceback, and all are counted.
+The simulator asks the same policies on a virtual clock; `rlhfless.scaling.assignment` decides for both which actions
+are refused. A fault of the policy stops the simulator, but must not stop a run: actions before the fault stay in
+effect, samples that it leaves unassigned are split evenly, and the policy is asked again at the next event. The first
+fault is logged with its traceback, and all faults are counted.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ log = logging.getLogger(__name__)
 
 
 class Fleet(Protocol):
-    """What a policy sees of a fleet, and may do to it."""
+    """The interface of a fleet for a policy."""
 
     def view(self) -> FleetView:
-        """The slots, with the best figures that are known by now."""
+        """The slots, with the best figures known so far."""
 
     def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
-        """The state of each slot, and how many samples it has."""
+        """The state of each slot, and its number of samples."""
 
     def expects(self, slot: int) -> bool:
-        """Whether a generation actor is up at a slot, or has been asked to come up."""
+        """Whether a generation actor is up or starting at a slot."""
 
     def start(self, slot: int, at_s: float | None, step: int) -> None:
         """See rlhfless.scaling.policy.Start. Raises PolicyFault."""
@@ -59,17 +59,17 @@ class Fleet(Protocol):
 
 @dataclass(slots=True)
 class _Step:
-    """What the policy is shown of a step, and what came of its answers."""
+    """The policy's view of a step, and the effects of its actions."""
 
     table: SampleTable
     view: FleetView
-    """As it was when the step began."""
+    """The fleet when the step began."""
     figures: dict[str, float] = field(default_factory=lambda: {"moved_samples": 0.0})
     ended: bool = False
 
 
 class PolicyRunner:
-    """Asks one policy for one run, or for one stage. Several steps can be under way."""
+    """Asks one policy for one run, or for one stage. Several steps can be in progress."""
 
     def __init__(
         self,
@@ -99,16 +99,16 @@ class PolicyRunner:
         step.figures["actors_wanted"] = float(len(set(table.home[table.left].tolist())))
 
     def end(self, event: StepEnded, number: int) -> None:
-        """A step has ended, and the policy is not asked about it any more."""
+        """A step has ended: the policy is told, and not asked about it again."""
         self.ask(event, number)
         if number in self._steps:
             self._steps[number].ended = True
 
     def ask(self, event: Event, number: int) -> None:
-        """Asks what to do now, in the step with this number, and does it. Does nothing for a step that has ended, or
-        that the policy was not asked about when it began.
+        """Asks the policy about an event in the step with this number, and carries out its actions. Does nothing if the
+        step has ended, or if the policy was not asked at its begin.
 
-        Raises ReplicaLost if samples are left, and no actor is there to draw them or will be.
+        Raises ReplicaLost if samples are left, and no actor is up or starting to draw them.
         """
         step = self._steps.get(number)
         if step is None or step.ended:
@@ -129,7 +129,7 @@ class PolicyRunner:
         return step.table.view(step.view, self._fleet.slots(step.table))
 
     def _carry_out(self, action: Action, step: _Step) -> None:
-        """Does what an action says. Raises PolicyFault, and does nothing, if that cannot be done."""
+        """Carries out an action. Raises PolicyFault, without any effect, if that is not possible."""
         table = step.table
         match action:
             case Assign(slot=slot):
@@ -149,7 +149,7 @@ class PolicyRunner:
                     self._planned(decision, step)
 
     def _planned(self, decision: Decision, step: _Step) -> None:
-        """A step's plan. That no plan can keep the contract is logged when it begins to be so, not at every step."""
+        """Notes a step's plan. That no plan can keep the contract is logged when that begins, not at every step."""
         inputs = decision.inputs
         if "step_s" in inputs:
             step.figures["planned_generation_s"] = float(inputs["step_s"])
@@ -160,7 +160,8 @@ class PolicyRunner:
         self._feasible = feasible
 
     def _split_rest(self, step: _Step) -> None:
-        """Splits what is unassigned, or waits where no actor will be, evenly: every sample has a slot after this."""
+        """Splits samples evenly that are unassigned, or that wait at a slot without an actor to come. After this every
+        sample has a slot."""
         table = step.table
         for slot in sorted(set(table.home[table.left].tolist()) - {UNASSIGNED}):
             if not self._fleet.expects(slot):

@@ -1,8 +1,8 @@
-"""The samples that a generation stage has to draw: how far each one is, which slot has it, which actor draws it.
+"""The samples of a generation stage: the tokens of each sample, its slot, and the actor that draws it.
 
 A sample belongs to the slot that the policy gave it (`rlhfless.scaling.assignment`), and is *on* a request to the
-actor that draws it. The stage makes the second follow the first: a sample on no request goes to its slot as soon as an
-actor serves there, and a sample on a request to another slot is called back from it.
+actor that draws it. The stage brings the two together: a sample on no request goes to its slot as soon as an actor
+serves there, and a sample on a request to another slot is called back.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class SampleTable:
         rank = {prompt_id: number for number, prompt_id in enumerate(prompts)}
         self.step = step
         self.items = list(items)
-        """With the tokens that each sample goes on from."""
+        """Each item with the tokens from which the sample continues."""
         self.on: dict[int, int] = {}
-        """The request of each sample that is on one."""
+        """The request that each sample is on, or none."""
         self.waiting: dict[int, None] = {}
-        """Samples with a slot and on no request, in the order in which they go to the engine."""
+        """Samples with a slot that are on no request, in the order in which they go to the engine."""
         self._numbers = {item.key: number for number, item in enumerate(items)}
         self._prompt_ids = tuple(prompts)
         self._prompt_tokens = np.array(list(prompts.values()), np.int64)
@@ -58,7 +58,7 @@ class SampleTable:
         return self.assignment.unassigned
 
     def view(self, fleet: FleetView, slots: Sequence[SlotView]) -> StepView:
-        """The step at this instant. The columns are shown without a copy, and cannot be written through the view."""
+        """The step at this instant. The columns are read-only views, without a copy."""
         return StepView(
             fleet,
             tuple(slots),
@@ -73,15 +73,15 @@ class SampleTable:
         )
 
     def counts(self, slot: int) -> tuple[int, int]:
-        """How many samples of a slot have drawn a token, and how many have not."""
+        """The number of samples of a slot with at least one token, and the number without."""
         mine = (self.home == slot) & ~self._finished
         drawing = int(np.count_nonzero(mine & (self._tokens > 0)))
         return drawing, int(np.count_nonzero(mine)) - drawing
 
-    # -- what the actors say
+    # -- messages of the actors
 
     def progressed(self, request: int, tokens: Mapping[SampleKey, int], ended: Mapping[SampleKey, Ended]) -> None:
-        """A beat of a request. It may come late: no count goes back."""
+        """A beat of a request. It may come late, so it never lowers a count."""
         for key, count in tokens.items():
             number = self._numbers[key]
             if self.is_on(request, key) and not self._finished[number]:
@@ -91,11 +91,11 @@ class SampleTable:
                 self._end(self._numbers[key], end.tokens, truncated=end.truncated)
 
     def is_on(self, request: int, key: SampleKey) -> bool:
-        """Whether a sample is still on this request. What a request says of any other sample counts for nothing."""
+        """Whether a sample is still on this request. A message of a request about any other sample is ignored."""
         return self.on.get(self._numbers[key]) == request
 
     def came_back(self, rollout: Rollout) -> None:
-        """A request is done with a sample. If the sample has not ended, it goes on from its tokens."""
+        """A request returns a sample. If the sample has not ended, it continues from its tokens."""
         number = self._numbers[rollout.key]
         del self.on[number]
         if rollout.finish_reason != FinishReason.ABORT:
@@ -106,15 +106,16 @@ class SampleTable:
         self._restart(number)
 
     def lost_with(self, request: int) -> Ints:
-        """A request is lost: its samples start again from the tokens that they had brought along. Returns them."""
+        """A request is lost: its samples start again from the tokens that they had at its begin. Returns the
+        samples."""
         gone = np.array([number for number, on in self.on.items() if on == request], np.int64)
         for number in gone.tolist():
             del self.on[number]
-            self._finished[number] = self._truncated[number] = False  # it may have ended, but was not delivered
+            self._finished[number] = self._truncated[number] = False  # the sample may have ended, but was not delivered
             self._restart(number)
         return gone
 
-    # -- what the policy says
+    # -- actions of the policy
 
     def give(self, samples: Ints, slot: int) -> None:
         """Samples that have not ended belong to a slot from here on; samples on no request wait there."""
@@ -125,7 +126,7 @@ class SampleTable:
                 self.waiting[number] = None
 
     def lose(self, slot: int) -> Ints:
-        """The samples of a slot are unassigned from here on. Returns them."""
+        """The samples of a slot become unassigned. Returns them."""
         samples = self.assignment.lose(slot)
         for number in samples.tolist():
             self.waiting.pop(number, None)

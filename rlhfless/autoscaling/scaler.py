@@ -1,7 +1,7 @@
-"""The scaling of a run: its policy, what the policy is told, and what it may do.
+"""The scaling of a run: its policy, the events that the policy gets, and the actions that it may take.
 
-The policy is of the same make as those that the simulator runs (rlhfless.scaling.policies), and knows nothing of where
-it runs. A resumed run's has seen all lengths of its trace, and the speeds of its engines.
+The policy is the same code that the simulator runs (rlhfless.scaling.policies), and does not know where it runs. In a
+resumed run it has seen all lengths of the trace, and the speeds of the run's engines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhfless.spec import CheapestSpec, ContractSpec, CostAwareSpec, FastestSpec
 
 
 class Scaler:
-    """Steers the training steps by the policy, and evaluations by none."""
+    """Runs the policy for training steps, and splits evaluations evenly."""
 
     def __init__(self, policy: Policy, fleet: LiveFleet, speeds: EngineSpeeds, ledger: FleetFigures) -> None:
         self._runner = PolicyRunner(policy, fleet, ledger.add_decision)
@@ -37,28 +37,28 @@ class Scaler:
         self._ledger = ledger
 
     def runner_of(self, step: int, work: Work) -> PolicyRunner:
-        """What decides about samples to be drawn. Evaluations are split evenly, so that the policy learns no lengths
-        from them; so is a step that is in the trace already, because its lengths are known."""
+        """The runner that decides about samples to be drawn. Evaluations are split evenly, so that the policy learns no
+        lengths from them; so is a step that is already in the trace, because its lengths are known."""
         if work is Work.GENERATE and not self._ledger.has_rollouts_of(step):
             return self._runner
         return PolicyRunner(EvenSplit(), self._fleet, self._ledger.add_decision)
 
     def figures(self, step: int) -> Mapping[str, float]:
-        """The metrics of a step; none if the policy did not steer it."""
+        """The metrics of a step; none if the policy was not asked about it."""
         return self._runner.figures(step)
 
     def idle(self, function: FunctionName, step: int) -> None:
-        """A function has done its work of a step."""
+        """A function has finished its work of a step."""
         self._runner.ask(Idle(self._fleet.slot_of(function)), step)
         self._fleet.idle(function, step)
 
     def drawn(self, step: int) -> None:
-        """The rollouts of a step are in the ledger: how fast the engines were is learned from them."""
+        """The rollouts of a step are in the ledger: learn the speed of the engines from them."""
         if self._runner.figures(step):
             self._speeds.learn(*self._ledger.done_in_step(step), self._fleet.kinds())
 
     def step_ended(self, record: StepRecord) -> None:
-        """A step is done, which the policy is told once."""
+        """A step is done; the policy is told once."""
         self._runner.end(StepEnded(record.resumed_s, record.end_s), record.step)
 
 
@@ -70,8 +70,8 @@ def scaler_of(
     ledger: FleetFigures,
     earlier: Trace | None,
 ) -> Scaler:
-    """The scaler that a spec asks for. `pools` are those of all functions, that of the actors first; `earlier` is what
-    earlier attempts of the run have left."""
+    """The scaler that a spec asks for. `pools` are the pools of all functions, the actors' pool first; `earlier` is the
+    trace of earlier attempts of the run."""
     limits = spec.generation.engine
     speeds = EngineSpeeds(prepared.shape, limits.tensor_parallel_size, limits.max_sequences)
     if earlier is not None:
@@ -81,8 +81,8 @@ def scaler_of(
 
 
 def policy_of(spec: RunSpec, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:
-    """The policy of `scaling.policy`. In a resumed run it has seen the lengths of the trace, and what is left of a
-    contract for the whole run is for the steps that are left."""
+    """The policy of `scaling.policy`. In a resumed run it has seen the lengths of the trace, and the rest of a
+    contract for the whole run applies to the remaining steps."""
     scaling = spec.scaling
     done = () if earlier is None else earlier.steps
     contract = _contract(scaling, sum(step.end_s - step.start_s for step in done), spent_usd)

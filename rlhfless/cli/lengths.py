@@ -17,7 +17,7 @@ SHOWN_LEVELS = (0.1, 0.5, 0.9, 0.99)
 
 
 def lengths_report(run_id: str, scores: Sequence[Score]) -> RenderableType:
-    """One row per way to forecast."""
+    """One row per forecaster."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("response lengths", no_wrap=True)
     for heading in ("samples", "rank corr", "pinball", *(f"p{100 * level:g}" for level in SHOWN_LEVELS)):

@@ -1,8 +1,8 @@
 """The command `rlhfless`.
 
-A fault the user can mend is one message on stderr and exit code 2, as for a mistyped option. Anything else is
+An error that the user can mend gives one message on stderr and exit code 2, like a mistyped option. Any other error is
 a fault of the program: one line and exit code 1, and the traceback with `--debug`. Ctrl-C gives 130, SIGTERM 143.
-A run has further codes (rlhfless.loop.endings; docs/design.md).
+A run has further exit codes (rlhfless.loop.endings; docs/design.md).
 
 Every command imports what it needs when it is called, so that `--help` does not wait for torch or Ray.
 """
@@ -28,7 +28,7 @@ class _Group(TyperGroup):
     """Turns exceptions of every command into messages and exit codes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """`--debug` counts wherever it stands: users add it at the end of the command that failed."""
+        """Accept `--debug` at any place: users add it at the end of the command that failed."""
         if "--debug" in args:
             args = ["--debug", *(arg for arg in args if arg != "--debug")]
         return super().parse_args(ctx, args)

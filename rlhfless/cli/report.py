@@ -19,7 +19,7 @@ from rlhfless.telemetry.report import EvaluationRow, FinalReport, FunctionRow, f
 
 
 def final_report(title: str, outcome: Outcome, folder: Path) -> FinalReport:
-    """What the run learned, held and cost: read back from its own trace, as anybody else would."""
+    """The run's results, device time and cost, read back from its own trace as any other reader would."""
     trace = read_trace(folder / "trace")
     summary = summarise(trace, PriceBook.model_validate(trace.meta.prices))
     return FinalReport(
@@ -57,7 +57,7 @@ def function_row(usage: Usage) -> FunctionRow:
 
 
 def trace_report(run_id: str, summary: Summary) -> RenderableType:
-    """The bill of a run, and where the time of its steps went."""
+    """The bill of a run, and how the time of its steps was spent."""
     total = function_row(summary.total)
     title = Text.assemble((run_id, "bold"), f"  {len(summary.steps)} steps for {money(total.cost_usd)}")
     parts: list[RenderableType] = [title, ""]

@@ -1,4 +1,4 @@
-"""`rlhfless rewards`: what rewards say about responses, before a run."""
+"""`rlhfless rewards`: the scores of given responses, before a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     rewards = typer.Typer(help="Look at the rewards of a spec.", no_args_is_help=True)
     rewards.command("test")(try_out)
-    # A group with one command would be that command.
+    # Without this, typer would make a group with one command into that command.
     rewards.callback()(lambda: None)
     app.add_typer(rewards, name="rewards")
 
@@ -74,7 +74,7 @@ def _show(spec: RunSpec, trial: Trial) -> None:
         response = legible(" ".join(sample.response.split()))
         table.add_row(legible(number), Text(response), *values, _number(score.total))
     console = Console(highlight=False)
-    # One line per sample: where a terminal is narrow, the response gives way, and the numbers do not.
+    # One line per sample: on a narrow terminal the response is cut, and the numbers are not.
     left = console.width - Measurement.get(console, console.options.update(width=10_000), table).maximum
     table.columns[1].max_width = min(max(left, _FEWEST_CHARS), _RESPONSE_CHARS)
     console.print(table)
@@ -116,7 +116,7 @@ def _as_json(spec: RunSpec, trial: Trial) -> dict[str, Any]:
 
 
 def _mean_and_std(values: list[float | None] | list[float]) -> dict[str, float | None]:
-    """Over the samples that have a value."""
+    """Mean and standard deviation over the samples that have a value."""
     import numpy as np
 
     there = [value for value in values if value is not None]

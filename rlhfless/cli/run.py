@@ -1,4 +1,4 @@
-"""`rlhfless run`: one run, on this machine or on a Ray cluster that is there."""
+"""`rlhfless run`: one run, on this machine or on an existing Ray cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(
     from rlhfless.prepare.preflight import preflight
     from rlhfless.spec.load import load_spec, resolved_yaml
 
-    # The user's own rewards lie where the command is called.
+    # The user's own rewards are in the folder in which the command is called.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if resume is not None:
@@ -69,9 +69,9 @@ def _require_unicode(folder: Path) -> None:
 
 
 def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tuple[RunSpec, Path]:
-    """Spec and folder of a run to go on with; the spec is the run's own unless another is given.
+    """Spec and folder of a run to resume; the spec is the run's own unless another is given.
 
-    Raises InputError if there is nothing to resume, or the spec differs where it must not.
+    Raises InputError if there is nothing to resume, or if the spec differs in a field that must not change.
     """
     from rlhfless.loop.session import CHECKPOINTS_FOLDER
     from rlhfless.records.checkpoints import Checkpoints
@@ -80,7 +80,7 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
     from rlhfless.spec.load import load_spec
 
     folder = run_folder.absolute()
-    if folder.parent.name == CHECKPOINTS_FOLDER:  # users name the checkpoint just as well
+    if folder.parent.name == CHECKPOINTS_FOLDER:  # users may also name a checkpoint of the run
         folder = folder.parent.parent
     own = folder / SPEC_FILE
     if not own.is_file():
@@ -135,5 +135,5 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
 
 
 def shown(path: Path) -> str:
-    """As short as it can be typed from here."""
+    """The shortest form of the path for this folder's shell."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

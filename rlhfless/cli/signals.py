@@ -1,12 +1,12 @@
 """Ctrl-C and SIGTERM (Kubernetes, Slurm, `docker stop`, a shell's `kill`) end a command the same way: in order.
 
-A run stops in order on the first signal, within `timeouts.stop_s`. A second one only says how to hurry, because what
-starts commands often passes the same signal on twice (`timeout`, a terminal with a wrapper in between). The third, or
-the end of the time, kills every process that the run has started, and the run itself: whatever hangs then, nothing is
-left behind.
+A run stops in order on the first signal, within `timeouts.stop_s`. A second signal only shows how to hurry, because
+launchers often pass the same signal on twice (`timeout`, a terminal with a wrapper in between). The third signal, or
+the end of that time, kills every process that the run has started, and the run itself: no process is left behind,
+whatever hangs.
 
-Python's own way does not do for a run: asyncio answers a second Ctrl-C with an exception in the middle of the clean-up,
-SIGTERM ends the interpreter without any, and Ray makes it an abort.
+Python's defaults do not suit a run: asyncio answers a second Ctrl-C with an exception in the middle of the clean-up,
+SIGTERM ends the interpreter without any clean-up, and Ray turns it into an abort.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 AT_ONCE = 3
-"""The signal, counted from 1, that does not wait for the orderly stop any more."""
+"""The number of the signal, counted from 1, that ends the orderly stop."""
 
 KILL_ROUNDS = 5
 KILL_S = 2.0
-"""A killed process is gone within milliseconds. What it was about to start is found in the next round."""
+"""A killed process is gone within milliseconds. A process that it was just starting is found in the next round."""
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SHOW_CURSOR = "\x1b[?25h"
 
 _terminated = False
-"""SIGTERM came to a command that is no run."""
+"""Whether SIGTERM came to a command other than `run`."""
 
 _is_command = False
-"""This process is the command's own."""
+"""Whether this process runs only the command."""
 
 
 def exit_code() -> int:
-    """Of a command that was interrupted: 128 + the number of the signal."""
+    """The exit code of a command that was interrupted: 128 + the number of the signal."""
     return 128 + (signal.SIGTERM if _terminated else signal.SIGINT)
 
 
 def ignore() -> None:
-    """A command that is no run has cleaned up and is on its way out: another signal would only spoil its exit code.
+    """Ignore signals after a command other than `run` has cleaned up: a signal would only change its exit code.
 
-    In a process that is not the command's own, which has called it as a function, nothing is changed.
+    Does nothing in a process that has called the command as a function.
     """
     for number in SIGNALS if _is_command else ():
         signal.signal(number, signal.SIG_IGN)
 
 
 def terminate_as_ctrl_c() -> None:
-    """From here on SIGTERM does what Ctrl-C does, with its own exit code: everything cleans up on KeyboardInterrupt."""
+    """From here on SIGTERM acts like Ctrl-C, with its own exit code: KeyboardInterrupt triggers all clean-up."""
 
     def received(_: int, frame: FrameType | None) -> None:
         global _terminated
@@ -68,7 +68,7 @@ def terminate_as_ctrl_c() -> None:
         ctrl_c = signal.getsignal(signal.SIGINT)
         if callable(ctrl_c):
             ctrl_c(signal.SIGINT, frame)
-        else:  # a shell ignores SIGINT for what it starts in the background
+        else:  # a shell makes its background commands ignore SIGINT
             raise KeyboardInterrupt
 
     global _is_command
@@ -92,7 +92,7 @@ class OrderlyStop:
     """Runs a coroutine that the signals of this process cancel, once."""
 
     def __init__(self, grace_s: float, say: Callable[[str], None], at_once: Callable[[], None]) -> None:
-        """`say` shows a line to the user; `at_once` removes what no process can remove any more once all are killed."""
+        """`say` shows a line to the user; `at_once` removes files that no process can remove after all are killed."""
         self._grace_s = grace_s
         self._say = say
         self._at_once = at_once
@@ -102,7 +102,7 @@ class OrderlyStop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """`asyncio.run`. Raises Interrupted if a signal stopped it, whatever the clean-up raised then."""
+        """Like `asyncio.run`. Raises Interrupted if a signal stopped it, whatever the clean-up raised."""
         with self._handled():
             try:
                 return asyncio.run(self._main(main))
@@ -113,26 +113,27 @@ class OrderlyStop:
 
     async def _main(self, main: Coroutine[Any, Any, T]) -> T:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        if self._first is not None:  # it came before the loop was there
+        if self._first is not None:  # the signal came before the event loop existed
             main.close()
             raise asyncio.CancelledError
         return await main
 
     @contextmanager
     def _handled(self) -> Iterator[None]:
-        """SIGINT is left alone where it is ignored, as a shell has it for what it starts in the background."""
+        """Handle the signals within the block. An ignored SIGINT stays ignored: a shell does that for background
+        commands."""
         taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._received) for number in taken}
         try:
             yield
         finally:
-            # What hangs at the end of the interpreter is ended by the next signal, and by the clock.
+            # If the end of the interpreter hangs, the next signal or the clock ends it.
             if self._first is None:
                 for number, handler in before.items():
                     signal.signal(number, handler)
 
     def _received(self, number: int, _: FrameType | None) -> None:
-        # While Ray starts its own handler comes first, which sets an alarm that would abort this process.
+        # While Ray starts, its own handler runs first and sets an alarm that would abort this process.
         signal.alarm(0)
         self._count += 1
         if self._count == 1:
@@ -158,7 +159,7 @@ class OrderlyStop:
         self._task.cancel()
 
     def _end(self, why: str) -> NoReturn:
-        # No print and no log: a lock of theirs may be held by the thread that this signal has interrupted.
+        # No print and no log: the interrupted thread may hold one of their locks.
         cursor = _SHOW_CURSOR if sys.stderr.isatty() else ""
         with suppress(OSError):
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{cursor}{why}\n".encode())
@@ -170,8 +171,8 @@ class OrderlyStop:
 
 
 def kill_offspring() -> None:
-    """Kill every process that this one has started, and all that those have started, in whatever session."""
-    # From here on the kernel makes orphans children of this process, so that none can escape by its parent's death.
+    """Kill all descendants of this process, in whatever session they are."""
+    # From here on the kernel makes orphans children of this process, so that no process escapes by its parent's death.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for _ in range(KILL_ROUNDS):

@@ -1,4 +1,4 @@
-"""`rlhfless simulate`: what policies would take on a scenario, or on a recorded run."""
+"""`rlhfless simulate`: time and cost of policies on a scenario, or on a recorded run."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rlhfless.sim.report.columns import COLUMNS, Column
 from rlhfless.sim.report.words import PARTS, contract_text, infeasible
 
 HALVES = (COLUMNS[:5], COLUMNS[5:])
-"""What it comes to, and why: side by side they would not fit a terminal of 80 columns."""
+"""Two tables, results and causes: side by side they would not fit a terminal of 80 columns."""
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:

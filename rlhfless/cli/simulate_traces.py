@@ -33,7 +33,7 @@ def calibrate(folders: Sequence[Path], out: Path) -> None:
 
 
 def replay(folder: Path, policy: str | None, latency: Path | None) -> None:
-    """Prints predicted beside measured seconds; with a policy, what it would have taken."""
+    """Prints predicted and measured seconds; with a policy, the seconds that it would have taken."""
     folder = trace_folder(folder)
     trace = read_trace(folder)
     chosen = None if policy is None else (policy, _policy(policy, trace))
@@ -42,8 +42,8 @@ def replay(folder: Path, policy: str | None, latency: Path | None) -> None:
 
 
 def _policy(name: str, trace: Trace) -> Policy:
-    """Under the contract that the run had; with the keys that it had, if it ran that policy itself. Raises BadParameter
-    for a name that is none."""
+    """The named policy under the contract of the run, with the run's own keys if the run used this policy. Raises
+    BadParameter for an unknown name."""
     scaling = trace.meta.spec.get("scaling") or {}
     contract = TypeAdapter(ContractSpec).validate_python(scaling["contract"]) if "contract" in scaling else None
     run = RunContract(contract or WeightedSpec(), len(trace.steps))
@@ -75,8 +75,8 @@ def replay_table(again: Replay) -> RenderableType:
         over_all.add_row(error.stage, decimal(error.predicted_s), decimal(error.measured_s), *shares)
     cost = f"{money(again.predicted_usd)} predicted, {money(again.measured_usd)} measured"
     legend = (
-        "above: predicted / measured seconds. of the mean: the median error of always saying the mean of the steps "
-        "that were fitted to."
+        "above: predicted / measured seconds. of the mean: the median error of always predicting the mean of the "
+        "fitted steps."
     )
     title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}")
     return Group(title, "", steps, "", over_all, "", f"cost of these steps  {cost}", Text(legend, style="dim"))

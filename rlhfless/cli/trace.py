@@ -1,4 +1,4 @@
-"""`rlhfless trace`: what a recorded run did and cost."""
+"""`rlhfless trace`: the work and cost of a recorded run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TraceFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder
 
 
 def summary(folder: TraceFolder) -> None:
-    """Print the bill of a run, where its steps' time went, and how long its responses were."""
+    """Print the bill of a run, how the time of its steps was spent, and how long its responses were."""
     from rich.console import Console
 
     from rlhfless.cli.report import trace_report
@@ -49,7 +49,8 @@ def compare(first: TraceFolder, second: TraceFolder) -> None:
 
 
 def lengths(folder: TraceFolder) -> None:
-    """Print how well response lengths could be forecast: each step from those before it, beside two simple ways."""
+    """Print how well response lengths could be forecast: each step from the steps before it, compared with two simple
+    forecasts."""
     from rich.console import Console
 
     from rlhfless.cli.lengths import lengths_report

@@ -1,4 +1,4 @@
-"""`rlhfless validate` and `rlhfless schema`: what a spec means, and what it may say."""
+"""`rlhfless validate` and `rlhfless schema`: check a spec, and print what a spec may contain."""
 
 from __future__ import annotations
 

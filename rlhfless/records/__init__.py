@@ -1,4 +1,4 @@
-"""What happened: rollouts and experience, weight versions, and the ledger of holdings and invocations."""
+"""The records of a run: rollouts and experience, weight versions, and the ledger of holdings and invocations."""
 
 from rlhfless.records.experience import Experience, GivenSegment, Group, Sample, Segment, Source
 from rlhfless.records.ledger import (

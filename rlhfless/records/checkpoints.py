@@ -1,9 +1,9 @@
-"""The checkpoints of a run: which there are, which to go on from, and which to keep.
+"""The checkpoints of a run: which exist, which one to resume from, and which to keep.
 
     checkpoints/step-000020/   a Hugging Face model folder, the learner's state, and run.json
 
-The learner writes a folder beside and renames it, so one that has its name is whole. run.json says of which run, step
-and weights it is.
+The learner writes a temporary folder and renames it, so a folder with the right name is complete. run.json names the
+run, step and weights of the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _PREFIX = "step-"
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be written, or is not what it should be. Names the folder."""
+    """A checkpoint cannot be written or read. The message names the folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNotes:
-    """What a checkpoint says of itself, beside model and optimiser."""
+    """The contents of run.json: the identity of a checkpoint."""
 
     run_id: str
     attempt: int
     step: int
     """Training steps that its weights have taken; the data position and all seeds follow from it."""
     digest: str
-    """Of the weights as they were published after that step."""
+    """Digest of the weights that were published after that step."""
     score: float | None
-    """By which the best one is kept; None where it was not measured yet."""
+    """The score that decides which checkpoint is the best; None if it was not measured yet."""
     before: Mapping[str, float]
     """Held-out figures before the first step of the run."""
     version: int = CHECKPOINT_VERSION
@@ -66,24 +66,24 @@ class Checkpoints:
         self._keep_last = keep_last
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """The folder of the checkpoint of a step."""
         return self._folder / f"{_PREFIX}{step:06d}"
 
     def all(self) -> list[Checkpoint]:
-        """Those that are whole, by step. Raises CheckpointError for one of another version."""
+        """The complete checkpoints, by step. Raises CheckpointError for a checkpoint of another format version."""
         return [Checkpoint(path, read_notes(path)) for path in sorted(self._folder.glob(f"{_PREFIX}*"))]
 
     def newest(self) -> Checkpoint | None:
-        """The one to go on from."""
+        """The checkpoint to resume from; None if there is none."""
         return next(reversed(self.all()), None)
 
     def prune(self) -> list[Path]:
-        """Delete all but the last few and the best; returns what went."""
+        """Delete all checkpoints except the last few and the best; returns the deleted folders."""
         found = self.all()
         keep = kept([checkpoint.notes for checkpoint in found], self._keep_last)
         gone = [checkpoint.folder for checkpoint in found if checkpoint.notes.step not in keep]
         for folder in gone:
-            # Out of the way first: a deletion that is cut short must not leave half a checkpoint under its name.
+            # Renamed first: an interrupted deletion must not leave half a checkpoint under the name of a whole one.
             dying = folder.with_name(f".{folder.name}.deleted")
             os.replace(folder, dying)
             shutil.rmtree(dying, ignore_errors=True)
@@ -91,7 +91,7 @@ class Checkpoints:
 
 
 def kept(notes: Sequence[CheckpointNotes], keep_last: int) -> set[int]:
-    """The steps to keep: the last `keep_last`, and the best by score; of equals the later."""
+    """The steps to keep: the last `keep_last`, and the best by score; among equal scores the later."""
     if not notes:
         return set()
     steps = sorted(note.step for note in notes)
@@ -100,7 +100,7 @@ def kept(notes: Sequence[CheckpointNotes], keep_last: int) -> set[int]:
 
 
 def read_notes(folder: Path) -> CheckpointNotes:
-    """What a checkpoint says of itself. Raises CheckpointError if the folder is none, or of another version."""
+    """The notes of a checkpoint. Raises CheckpointError if the folder is not a checkpoint, or has another version."""
     file = folder / NOTES_FILE
     try:
         content = json.loads(file.read_text("utf-8"))

@@ -14,12 +14,12 @@ Key = tuple[int, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Samples of two runs, by what they are called."""
+    """Samples of two runs, compared by their key."""
 
     compared: int
     """In both."""
     identical: int
-    """With the same tokens."""
+    """Number of samples with the same tokens."""
     first_difference: Key | None
     """The first of the samples that differ."""
     only_in_first: int
@@ -27,7 +27,7 @@ class Comparison:
 
     @property
     def fraction(self) -> float:
-        """Share of the compared samples that are token-identical; 1 where none are compared."""
+        """Share of the compared samples that are token-identical; 1 if none were compared."""
         return self.identical / self.compared if self.compared else 1.0
 
 

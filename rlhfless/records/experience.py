@@ -1,9 +1,9 @@
-"""What a step learns from: samples in groups, each with all that the stages of a step add to it.
+"""The data from which a step learns: samples in groups, with the values that the stages of a step add to each sample.
 
 A *sample* is one answer to a prompt, as a list of segments in the order in which the policy read or drew them: the
-prompt, what the model drew, and, between two of its turns, what an environment said (the result of a tool, say). What
-the model drew is the engine's own record, a Rollout: token ids, rollout logprobs, the weight version of each span, and
-why it ended. A *group* is a prompt and its samples; the *experience* of a step is its groups.
+prompt, the model's tokens, and between two turns of the model the tokens of an environment (for example the result of a
+tool). A segment of the model is the engine's own record, a Rollout: token ids, rollout logprobs, the weight version of
+each span, and the reason for its end. A *group* is a prompt and its samples; the *experience* of a step is its groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhfless.records.rollouts import FinishReason, FloatArray, IntArray, Prompt
 
 
 class Source(StrEnum):
-    """Where tokens come from that the policy did not draw."""
+    """The source of tokens that the policy did not draw."""
 
     PROMPT = "prompt"
     ENVIRONMENT = "environment"
@@ -75,7 +75,7 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """What the model wrote."""
+        """The text that the model drew."""
         return "".join(rollout.text for rollout in self.rollouts)
 
     @property
@@ -110,11 +110,12 @@ class Group:
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
-        """All that the model drew."""
+        """All rollouts of the group."""
         return tuple(rollout for sample in self.samples for rollout in sample.rollouts)
 
     def adding(self, **columns: Sequence[Any]) -> Group:
-        """With what stages add to the samples: by field of Sample, a value for each sample in their order."""
+        """The group with values added to its samples: for each field of Sample, one value per sample, in their
+        order."""
         rows = zip(self.samples, *columns.values(), strict=True)
         return replace(self, samples=tuple(replace(row[0], **dict(zip(columns, row[1:], strict=True))) for row in rows))
 
@@ -136,5 +137,5 @@ class Experience:
         return tuple(sample.scored for sample in self.samples)
 
     def failed(self) -> Iterator[Sample]:
-        """The samples that a reward gave no number for."""
+        """The samples for which a reward failed."""
         return (sample for sample in self.samples if sample.scored.failures)

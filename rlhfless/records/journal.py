@@ -1,14 +1,14 @@
 """The journal of a run: every finished rollout is on disk before it counts.
 
-One SQLite file. A step that was interrupted is done again from its rows, and only what is missing is drawn. Rows go
-when a checkpoint has made them needless.
+One SQLite file. A step that was interrupted is done again from its rows, and only the missing samples are drawn. Rows
+are deleted when a checkpoint has made them needless.
 
-Durability: a transaction outlives the process that wrote it, whatever kills it. A power failure may take the last
+Durability: a transaction outlives the process that wrote it, whatever kills it. A power failure may lose the last
 transactions, never a part of one; those samples are drawn again, with their seeds. Waiting for the disk at every
-group would cost more than that is worth.
+group would cost more time than drawing those samples again.
 
 The journal also hands out attempt numbers and is the fence of the run's folder: once a newer attempt has begun, an
-older driver can write nothing any more.
+older driver can no longer write.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _COLUMNS = (
 
 
 class JournalError(UserError):
-    """The journal cannot be read or written: disk full, say, or a file that is none. Names the file."""
+    """The journal cannot be read or written, for example because the disk is full. The message names the file."""
 
 
 class StaleAttempt(UserError):
@@ -61,12 +61,12 @@ class StaleAttempt(UserError):
 
 
 class Journal:
-    """The journal in one file, which is made if need be. Belongs to one thread."""
+    """The journal in one file, which is made if it is missing. Belongs to one thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.attempt = 0
-        """This driver's attempt; 0 until `begin_attempt`, and nothing can be added before."""
+        """This driver's attempt; 0 until `begin_attempt`, and rollouts cannot be added before."""
         with self._errors():
             self._database = sqlite3.connect(path, timeout=LOCK_S, isolation_level=None)
             self._database.execute("PRAGMA journal_mode=WAL")
@@ -83,7 +83,8 @@ class Journal:
         return self.attempt
 
     def add(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write finished rollouts of a step; they are on disk when this returns. One that is there stays as it is.
+        """Write finished rollouts of a step; they are on disk when this returns. A rollout that is there already is not
+        changed.
 
         Raises StaleAttempt, or JournalError when it cannot be written; nothing is written then.
         """
@@ -148,7 +149,7 @@ class Journal:
 
 
 def has_rollouts(path: Path) -> bool:
-    """Whether a journal holds anything that a resumed run would not draw again. What cannot be read may hold it."""
+    """Whether a journal holds rollouts, which a resumed run would not draw again. True also if it cannot be read."""
     if not path.is_file():
         return False
     try:
@@ -159,7 +160,7 @@ def has_rollouts(path: Path) -> bool:
 
 
 def _row(rollout: Rollout) -> tuple[object, ...]:
-    """In the order of `_COLUMNS`."""
+    """The values of a rollout, in the order of `_COLUMNS`."""
     spans = json.dumps([(span.version, span.start, span.end) for span in rollout.version_spans])
     return (
         rollout.prompt_id,

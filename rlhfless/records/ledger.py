@@ -1,4 +1,4 @@
-"""The two kinds of record everything is billed, explained and simulated from."""
+"""The two kinds of record from which a run is billed, explained and simulated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FunctionName(StrEnum):
 
 
 class ReplicaState(StrEnum):
-    """States of a replica; rlhfless.scaling.lifecycle has the transitions, and those that do not exist."""
+    """States of a replica; rlhfless.scaling.lifecycle defines their transitions."""
 
     STARTING = "starting"
     STALE = "stale"
@@ -78,7 +78,7 @@ class Work(StrEnum):
     PUBLISH = "publish"
     CHECKPOINT = "checkpoint"
     RESTORE = "restore"
-    """Going on from a checkpoint."""
+    """Loading a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Invocation:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision of the scaler, with all it was decided from."""
+    """A decision of the scaler, with its inputs."""
 
     step: int
     at_s: float  # unix time
@@ -122,11 +122,11 @@ class StepRecord:
     """One training step."""
 
     step: int
-    start_s: float  # unix time: of its first try, if it was done again after a fault
+    start_s: float  # unix time; if the step was done again after a fault, the begin of its first try
     end_s: float
     metrics: dict[str, float]
 
     @property
     def resumed_s(self) -> float:
-        """Unix time from which on the step went through without a fault: `start_s` if it had none."""
+        """Unix time of the begin of the try without a fault: `start_s` if there was no fault."""
         return self.start_s + self.metrics.get("recovery_s", 0.0)

@@ -18,7 +18,7 @@ def write_part(path: Path, schema: pa.Schema, rows: Sequence[tuple[Any, ...]]) -
     columns = zip(*rows, strict=True)
     arrays = [pa.array(column, type=field.type) for field, column in zip(schema, columns, strict=True)]
     table = pa.Table.from_arrays(arrays, schema=schema)
-    # Dictionaries suit names, which repeat. On logprobs, which do not, they cost ten times all the rest.
+    # Dictionaries suit names, which repeat. For logprobs, which do not, they take ten times as long as all the rest.
     names = [field.name for field in schema if field.type == pa.string()]
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", use_dictionary=names)

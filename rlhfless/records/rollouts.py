@@ -1,4 +1,4 @@
-"""Prompts, what an engine draws for them, and the scores of that."""
+"""Prompts, the responses that an engine draws for them, and the scores of the responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other columns; rewards get them."""
+    """The row's other columns, for rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What an engine drew for one sample, up to a reason to end: its answer to a request, and a row of the journal.
+    """The response that an engine drew for one sample: its answer to a request, and a row of the journal.
 
-    `logprobs` are *rollout* logprobs: the engine's, of the sampled tokens, at the sampling temperature.
+    `logprobs` are *rollout* logprobs: the engine's logprobs of the sampled tokens at the sampling temperature.
     """
 
     prompt_id: str
@@ -78,12 +78,12 @@ class Score:
 
     total: float
     parts: Mapping[str, float]
-    """By name, before their weights. Those that failed are missing, or 0 if the spec says so."""
+    """Value of each part by name, before its weight. A failed part is missing, or 0 if the spec says so."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Why parts failed, by their names."""
+    """The cause of each failed part, by name."""
 
     def plus(self, other: Score) -> Score:
-        """The score of both: other parts of the same rollout."""
+        """The sum of this score and the score of other parts of the same rollout."""
         return Score(self.total + other.total, {**self.parts, **other.parts}, {**self.failures, **other.failures})
 
 

@@ -1,4 +1,4 @@
-"""The trace of a run: all it did, as Parquet files that bill it, explain it and replay it.
+"""The trace of a run: its records as Parquet files, from which it is billed, explained and replayed.
 
     trace/
       meta.json                     run, attempt, price book and spec of the run, machine
@@ -47,7 +47,7 @@ META_FILE = "meta.json"
 
 @dataclass(frozen=True, slots=True)
 class TraceMeta:
-    """What the records of a run mean: which attempt wrote them, at which prices, for which spec, on what machine."""
+    """The context of a run's records: the attempt that wrote them, the prices, the spec and the machine."""
 
     run_id: str
     attempt: int
@@ -56,7 +56,7 @@ class TraceMeta:
     spec: Mapping[str, Any]
     """The RunSpec as JSON values."""
     machine: Mapping[str, Any]
-    """Such as the result of `describe_machine()`."""
+    """The result of `describe_machine()`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 class TraceWriter:
-    """Appends to the trace in `folder`, which is made if need be. Rows are kept in memory until `flush`.
+    """Appends to the trace in `folder`, which is made if it is missing. Rows are kept in memory until `flush`.
 
-    Records are made rows of when they are written: a step waits for the one, and not for the other.
+    Records are turned into rows only in `flush`, so that a step does not wait for it.
     With `record_tokens` the token ids and logprobs of every rollout are kept as well: the bulk of a trace.
     Raises TraceError if `folder` holds another run, or this run's attempt or a later one.
     """
@@ -165,9 +165,10 @@ class TraceWriter:
         self._add("decisions", decision)
 
     def flush(self, step: int) -> None:
-        """Writes all records added so far. `step` is only the name of the parts; it may be flushed many times.
+        """Writes all records added so far. `step` is only used in the names of the parts; a step may be flushed many
+        times.
 
-        Those that could not be written (OSError: disk full) stay in memory for the next flush.
+        Records that could not be written (OSError: disk full) stay in memory for the next flush.
         """
         self._step = step
         for name, records in self._records.items():
@@ -178,7 +179,7 @@ class TraceWriter:
                 records.clear()
 
     def close(self) -> None:
-        """Flushes what is left. Adding to a closed writer raises TraceError; closing twice does nothing."""
+        """Flushes the remaining rows. Adding to a closed writer raises TraceError; closing twice does nothing."""
         if not self._closed:
             self.flush(self._step)
             self._closed = True
@@ -198,7 +199,7 @@ class TraceWriter:
 
 
 def _rollout_row(record: tuple[TracedRollout, Rollout | None]) -> tuple[Any, ...]:
-    """Of a rollout, and of its tokens if they are recorded."""
+    """The row of a rollout, with its tokens if they are recorded."""
     traced, drawn = record
     return (
         traced.step,
@@ -265,7 +266,7 @@ def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
 
 
 def trace_folder(folder: str | os.PathLike[str]) -> Path:
-    """The trace of a run, by its own folder or the run's."""
+    """The folder of a trace, given that folder or the run's."""
     inner = Path(folder) / "trace"
     return inner if inner.is_dir() else Path(folder)
 

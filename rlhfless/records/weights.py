@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """Weights are the same exactly if run, attempt, step and digest are."""
+    """The identity of weights: they are the same if run, attempt, step and digest are."""
 
     run_id: str
     attempt: int
@@ -34,23 +34,23 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the learner says of a version, to check that an engine really serves it: a short text with its logprobs, and
-    elements of the weights themselves."""
+    """The learner's data to check that an engine really serves a version: a short text with its logprobs, and elements
+    of the weights themselves."""
 
     token_ids: tuple[int, ...]  # [probe]
     logprobs: tuple[float, ...]  # [probe - 1]: of token i + 1 given tokens up to i, temperature 1
     samples: Mapping[str, bytes] = field(default_factory=dict)
-    """By tensor: the elements that rlhfless.weights.samples chooses, in the published dtype; empty where the engine's
-    weights are not read back."""
+    """By tensor: the elements that rlhfless.weights.samples chooses, in the published dtype. Empty if weights
+    are not read back from the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """What the learner announces after writing a version to the store."""
+    """The learner's announcement of a version that it has written to the store."""
 
     version: WeightVersion
     location: str
-    """Where the store keeps it: a path, or a URL."""
+    """Its location in the store: a path, or a URL."""
     size_bytes: int
     tensors: int
     probe: Probe

@@ -1,8 +1,8 @@
-"""Progress on the terminal: a table that redraws itself, or plain lines where there is no terminal.
+"""Progress on the terminal: a table that redraws itself, or plain lines if there is no terminal.
 
-`live` and `lines` say the same things; only the frame differs. Steps count from 1, so the last one has the
-number of steps; an emission without `step_s` (an evaluation) is a note and no step. Nothing waits for this:
-drawing is a thread that reads what the run has told it.
+`live` and `lines` show the same figures in different frames. Steps count from 1, so the last one has the
+number of steps; an emission without `step_s` (an evaluation) is a note, not a step. The run never waits for
+the console: a thread draws the latest figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.sinks import NO_SAMPLES
 from rlhfless.text import legible, tolerant
 
-# Steps shown in the table, and averaged for the time that is left.
+# Steps shown in the table, and averaged to estimate the remaining time.
 _RECENT_STEPS = 8
 # Four frames a second: seconds tick, and a remote terminal is not flooded.
 _FRAMES_PER_S = 4
@@ -38,7 +38,7 @@ _EVAL = "eval/"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wait:
-    """Something that goes on at the moment."""
+    """A wait in progress."""
 
     what: str
     began: float
@@ -46,7 +46,7 @@ class _Wait:
 
 
 class Console:
-    """What the user sees of a run; also a MetricSink.
+    """The progress of a run on the terminal; also a MetricSink.
 
     `live` falls back to `lines` unless the stream is a terminal that can redraw.
     """
@@ -82,7 +82,7 @@ class Console:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Says what is being waited for and for how long; for what takes long, such as a start."""
+        """Shows what is being waited for, and for how long; for long waits, such as a start."""
         began, what = self._now(), legible(what)
         if self._live is None:
             self._print(f"{what} ...")
@@ -93,7 +93,7 @@ class Console:
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
-        """As `waiting`, for a stage of a step: shown while it lasts, and not written down line by line."""
+        """Like `waiting`, for a stage of a step: shown while it lasts, without a line of its own."""
         with self._stage(what, self._now()):
             yield
 
@@ -115,11 +115,11 @@ class Console:
             self._print(self._step_line(step, values) if is_step else self._evaluation_line(step, values))
 
     def show(self, content: RenderableType) -> None:
-        """Prints something for good, above whatever is being redrawn."""
+        """Prints content permanently, above the table that is being redrawn."""
         self._terminal.print(Text(legible(content)) if isinstance(content, str) else content)
 
     def close(self) -> None:
-        """Leaves the last frame standing. What is shown after that follows below it."""
+        """Stops redrawing; the last frame stays. Later output follows below it."""
         if self._live is not None:
             self._live.stop()
 
@@ -139,7 +139,7 @@ class Console:
         self._terminal.print(line, soft_wrap=True, markup=False)
 
     def _left_s(self) -> float | None:
-        """Time left, at the mean pace of the recent steps; None before the first."""
+        """Remaining time at the mean pace of recent steps; None before the first step."""
         if not self._recent:
             return None
         pace_s = sum(values["step_s"] for _, values in self._recent) / len(self._recent)
@@ -217,6 +217,6 @@ class Console:
 
 
 def _recovered(values: Mapping[str, float]) -> str:
-    """What a step says of the faults in it; empty if there were none."""
+    """The recovery time of a step; empty if there was no fault."""
     recovery_s = values.get("recovery_s", 0.0)
     return f" ({decimal(recovery_s, 1)} s of it recovery)" if recovery_s else ""

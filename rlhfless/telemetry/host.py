@@ -1,4 +1,4 @@
-"""How busy this machine is."""
+"""The load of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BusyCores:
         self._busy_s = _busy_s()
 
     def mean(self) -> float:
-        """Over the time up to now."""
+        """Mean number of busy cores since this was made."""
         passed_s = time.monotonic() - self._began_s
         return (_busy_s() - self._busy_s) / passed_s if passed_s > 0 else 0.0
 

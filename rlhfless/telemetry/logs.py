@@ -1,7 +1,7 @@
 """Logging of a run's driver: everything to run.log, warnings to the terminal, the run's id on every line.
 
-Modules log with `logging.getLogger(__name__)` and know nothing of this. Our own loggers write from INFO on,
-those of libraries from WARNING on.
+Modules log with `logging.getLogger(__name__)`. Our own loggers write messages from INFO on, loggers of libraries from
+WARNING on.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class RunLog:
         self._ours.setLevel(self._level_before)
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
-            with suppress(OSError):  # a full disk: the run itself says so
+            with suppress(OSError):  # the disk is full; the run itself reports that
                 handler.close()
 
 
 class _Legible(logging.Formatter):
-    """Messages quote what rewards, libraries and replicas say: any text at all."""
+    """Escapes messages: they may quote any text of rewards, libraries and replicas."""
 
     def format(self, record: logging.LogRecord) -> str:
         return legible(super().format(record))
@@ -75,7 +75,7 @@ class _RunId(logging.Filter):
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever sys.stderr is at the moment: a live display replaces it while it draws."""
+    """Writes to the current sys.stderr: a live display replaces it while it draws."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -35,18 +35,18 @@ class Kind(StrEnum):
     GAUGE = "gauge"
     """Each value stands for itself."""
     COUNTER = "counter"
-    """The total so far, which never falls."""
+    """The total so far; it never falls."""
     HISTOGRAM = "histogram"
-    """Many values per step, of which the distribution counts."""
+    """Many values per step; their distribution is of interest."""
 
 
-# How a name ends in its unit, and what Prometheus writes there instead.
+# The unit suffix of a name, and its replacement for Prometheus.
 _ENDINGS = {Unit.SECONDS: "_s", Unit.TOKENS_PER_SECOND: "_tokens_per_s"}
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A declaration. In a family, `name` is all up to the slash and `label` says what stands after it."""
+    """A declaration. In a family, `name` is the part before the slash and `label` names the part after it."""
 
     name: str
     unit: Unit
@@ -63,7 +63,7 @@ class Metric:
 
 
 class UndeclaredMetric(ValueError):
-    """A value was emitted under a name that is not in METRICS. Names it, and the nearest one that is."""
+    """A value was emitted under a name that is not in METRICS. The message names the nearest declared metric."""
 
     def __init__(self, name: str) -> None:
         near = difflib.get_close_matches(name, METRICS, n=1)
@@ -91,12 +91,12 @@ METRICS = _table(
         Metric("response_tokens", _TOKENS, "Response lengths", Kind.HISTOGRAM),
         Metric("response_tokens_mean", _TOKENS, "Mean response length"),
         Metric("response_tokens_max", _TOKENS, "Longest response"),
-        Metric("truncated", _RATIO, "Responses cut at the longest length"),
+        Metric("truncated", _RATIO, "Responses that were cut off at the longest length"),
         Metric("cached_prompt_tokens", _RATIO, "Prompt tokens whose KV came from the prefix cache"),
         # Time and money
         Metric("step_s", _S, "Wall time of the step"),
         Metric("outside_s", _S, "Wall time of the step in which no function worked"),
-        Metric("recovery_s", _S, "Wall time of the step before the try that went through; none of the others has it"),
+        Metric("recovery_s", _S, "Wall time of the step before its successful try; in no other metric"),
         Metric("generation_s", _S, "Wall time in which generation worked"),
         Metric("scoring_s", _S, "Wall time in which scoring worked"),
         Metric("reference_s", _S, "Wall time in which the reference worked"),
@@ -107,9 +107,9 @@ METRICS = _table(
         Metric("cost_usd", Unit.USD, "Cost of all holdings so far", Kind.COUNTER),
         # The fleet
         Metric("actors", Unit.NONE, "Generation actors that took part in the step"),
-        Metric("actors_wanted", Unit.NONE, "Generation actors that the scaling policy gave work at the step's begin"),
+        Metric("actors_wanted", Unit.NONE, "Generation actors that got work at the begin of the step"),
         Metric("moved_samples", Unit.NONE, "Samples that the scaling policy moved from one actor to another"),
-        Metric("planned_generation_s", _S, "What generation was to take by the policy's plan; see generation_s"),
+        Metric("planned_generation_s", _S, "Predicted wall time of generation, by the policy's plan; see generation_s"),
         Metric("policy_faults", Unit.NONE, "Failures of the scaling policy so far; see docs/faults.md", Kind.COUNTER),
         Metric("host_busy_cores", Unit.NONE, "CPU cores of the driver's machine that were busy during generation"),
         Metric("cold_starts", Unit.NONE, "Cold starts so far, of all functions", Kind.COUNTER),
@@ -120,11 +120,11 @@ METRICS = _table(
         Metric("gradient_norm", Unit.NONE, "Norm of the gradient before it is clipped, mean over the optimiser steps"),
         Metric("gradient_norm_max", Unit.NONE, "Largest norm of the gradient of an optimiser step"),
         Metric("skipped_updates", Unit.NONE, "Optimiser steps left out because the gradient was not finite"),
-        Metric("algorithm", Unit.NONE, "What an algorithm of one's own reports of its loss", label="name"),
+        Metric("algorithm", Unit.NONE, "A figure that a user's own algorithm reports with its loss", label="name"),
         Metric("entropy", _NATS, "Mean entropy of the policy over response tokens"),
         Metric("ratio", Unit.NONE, "Mean probability ratio, current to old policy"),
-        Metric("clipped_low", _RATIO, "Tokens whose gradient the lower clip takes away"),
-        Metric("clipped_high", _RATIO, "Tokens whose gradient the upper clip takes away"),
+        Metric("clipped_low", _RATIO, "Tokens without gradient because of the lower clip"),
+        Metric("clipped_high", _RATIO, "Tokens without gradient because of the upper clip"),
         Metric("old_kl", _NATS, "KL divergence of the current from the old policy, per token"),
         Metric("reference_kl", _NATS, "KL divergence of the current policy from the reference, per token"),
         Metric("importance_weight", Unit.NONE, "Mean importance weight, old policy to engine, uncapped"),
@@ -134,7 +134,7 @@ METRICS = _table(
         Metric("rollout_logprob_difference_max", _NATS, "Largest |learner - engine| logprob"),
     ]
 )
-"""All metrics there are, by name."""
+"""All metrics by name."""
 
 
 def resolve(name: str) -> tuple[Metric, str | None]:

@@ -1,4 +1,4 @@
-"""Numbers as people read them. What was not measured (None) is a dash."""
+"""Numbers formatted for people. A value that was not measured (None) is a dash."""
 
 from __future__ import annotations
 

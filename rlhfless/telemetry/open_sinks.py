@@ -14,8 +14,8 @@ def open_sinks(logging: LoggingSpec, folder: Path, run_id: str, *others: MetricS
     Raises PortInUse if `logging.metrics_port` is taken.
     """
     sinks: list[MetricSink] = list(others)
-    # Imported where needed: most runs want neither, and each takes a quarter of a second to import. The
-    # exporter comes first, because it alone may be refused.
+    # Imported here, because most runs need neither, and each takes a quarter of a second to import. The
+    # exporter comes first, because only it can fail.
     if logging.metrics_port is not None:
         from rlhfless.telemetry.prometheus import PrometheusSink
 

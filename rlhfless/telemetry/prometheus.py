@@ -1,7 +1,7 @@
 """A Prometheus exporter on the loopback interface, with a registry of its own.
 
 Only metrics that were emitted are exposed: a gauge that was never set would read 0. Loopback only, because
-metrics name the run; to have them elsewhere, put a proxy in front.
+metrics name the run; use a proxy to read them from other machines.
 """
 
 from __future__ import annotations

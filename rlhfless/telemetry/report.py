@@ -25,7 +25,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True, slots=True)
 class FunctionRow:
-    """What one function held and did. See rlhfless.scaling.accounting.Usage."""
+    """The device time and work of one function. See rlhfless.scaling.accounting.Usage."""
 
     name: str
     invocations: int
@@ -38,21 +38,21 @@ class FunctionRow:
 
 @dataclass(frozen=True, slots=True)
 class FinalReport:
-    """All that the report says."""
+    """The contents of the report."""
 
     title: str
     """Such as `run demo-7f3a succeeded`."""
     steps: int
     wall_s: float
     replicas_lost: int
-    """Replicas that were lost on the way, and made up for."""
+    """Replicas that were lost, and replaced if they were still needed."""
     steps_again: int
     """Steps that were done again after a fault."""
     evaluations: tuple[EvaluationRow, ...]
     functions: tuple[FunctionRow, ...]
     total: FunctionRow
     files: tuple[tuple[str, Path], ...]
-    """What lies where, such as `("checkpoint", Path(...))`."""
+    """Files and folders by name, such as `("checkpoint", Path(...))`."""
 
 
 def render_report(report: FinalReport) -> RenderableType:

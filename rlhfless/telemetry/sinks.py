@@ -1,4 +1,4 @@
-"""Where metrics go. A sink gets one emission per training step; `MetricSinks` checks and hands it to all."""
+"""The destinations of metrics. A sink gets one emission per training step; `MetricSinks` checks it for all sinks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NO_SAMPLES: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 class MetricSink(Protocol):
-    """Takes metrics somewhere."""
+    """A destination of metrics."""
 
     def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
         """Takes the values of one step, and for histograms all samples of it."""
 
     def close(self) -> None:
-        """Writes out what is left and gives everything back. Nothing is emitted after that."""
+        """Writes the remaining values and frees all resources. No emission may follow."""
 
 
 class MetricSinks:
@@ -52,8 +52,8 @@ class MetricSinks:
 class JsonlSink:
     """One JSON object per emission: `step`, `time_s` (unix), the values, and the samples as lists.
 
-    Appends, so that a resumed run goes on in the same file. A value that is no number (NaN, infinity) is
-    `null`, because JSON has no word for it.
+    Appends, so that a resumed run goes on in the same file. NaN and infinity are `null`, because JSON cannot
+    write them.
     """
 
     def __init__(self, path: Path) -> None:

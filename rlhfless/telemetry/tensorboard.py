@@ -13,7 +13,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rlhfless.telemetry.sinks import NO_SAMPLES
 
-# TensorBoard draws 30 buckets whatever it is given; more would only make the file larger.
+# TensorBoard always draws 30 buckets; more would only make the file larger.
 _BUCKETS = 30
 
 

@@ -1,16 +1,19 @@
-"""The two bounds: `cost_aware` with more knowledge of the lengths than any policy can have. Only a simulator has it."""
+"""The two bounds: `cost_aware` with knowledge of the lengths that only a simulator can have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhfless.scaling.lengths import QUANTILE_LEVELS
+from rlhfless.scaling.lengths.forecast import runs
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policies.cost_aware.forecasters import Clairvoyant, DistributionOracle, Forecaster
-from rlhfless.scaling.policy import Ints, Policy
+from rlhfless.scaling.policies.cost_aware.forecasters import Forecaster, RemainingLengths
+from rlhfless.scaling.policy import Ints, Policy, StepView
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.draw import synthetic
 from rlhfless.sim.scenarios.scenario import CLAIRVOYANT, Scenario
@@ -22,6 +25,44 @@ LENGTHS = 256
 """How many equally likely lengths stand for a prompt's distribution: its 99.8 % quantile is the last of them."""
 
 
+class Clairvoyant(Forecaster):
+    """Knows each length. `lengths` takes a step's number, and gives the tokens of its samples [samples]."""
+
+    def __init__(self, lengths: Callable[[int], Ints]) -> None:
+        self._lengths = lengths
+
+    def look(self, view: StepView) -> RemainingLengths:
+        samples = np.flatnonzero(~view.finished)
+        left = self._lengths(view.step)[samples] - view.tokens[samples]
+        return RemainingLengths(samples, np.array([0.5]), np.arange(samples.size), np.maximum(left, 1.0)[:, None])
+
+
+class DistributionOracle(Forecaster):
+    """Knows the distribution of each prompt's lengths, which siblings are drawn from independently.
+
+    `quantiles` takes a step's number, and gives for each prompt K lengths [groups, K], ascending, that are equally
+    likely: its quantiles at (k + 0.5) / K.
+    """
+
+    def __init__(self, quantiles: Callable[[int], NDArray[np.float64]]) -> None:
+        self._quantiles = quantiles
+
+    def look(self, view: StepView) -> RemainingLengths:
+        table = self._quantiles(view.step)
+        samples = np.flatnonzero(~view.finished)
+        kind, first = runs(view.group[samples], view.tokens[samples])
+        group, tokens, count = view.group[samples[first]], view.tokens[samples[first]], table.shape[1]
+        # Of the K lengths those up to the tokens drawn are ruled out; the levels are those of the rest.
+        flat = table + (np.arange(len(table)) * (table.max() + 1))[:, None]
+        out = np.searchsorted(flat.ravel(), tokens + group * (table.max() + 1), side="right") - group * count
+        rank = out[:, None] + (count - out)[:, None] * QUANTILE_LEVELS - 0.5
+        left = np.clip(np.floor(rank).astype(np.int64), 0, count - 1)
+        right = np.minimum(left + 1, count - 1)
+        share = np.clip(rank - left, 0.0, 1.0)
+        total = table[group[:, None], left] * (1 - share) + table[group[:, None], right] * share
+        return RemainingLengths(samples, QUANTILE_LEVELS, kind, np.maximum(total - tokens[:, None], 1.0))
+
+
 def bound(
     name: str,
     settings: CostAwareSpec,
@@ -30,36 +71,23 @@ def bound(
     batches: Sequence[RolloutBatch],
     seed: int,
 ) -> Policy:
-    """The clairvoyant, which knows each length, or the oracle that knows each prompt's distribution.
+    """The clairvoyant, which knows each length, or the oracle, which knows each prompt's distribution of lengths.
 
     Raises InputError if the workload's distributions are not known.
     """
-    knows = _clairvoyant(batches) if name == CLAIRVOYANT else _oracle(scenario, batches, seed)
-    return CostAware(settings, run, knows)
+    if name == CLAIRVOYANT:
+        forecaster: Forecaster = Clairvoyant({batch.step: batch.response_tokens for batch in batches}.__getitem__)
+    else:
+        forecaster = _oracle(scenario, batches, seed)
+    return CostAware(settings, run, forecaster)
 
 
-def _clairvoyant(batches: Sequence[RolloutBatch]) -> Forecaster:
-    by_step = {batch.step: batch.response_tokens for batch in batches}
-
-    def lengths(step: int) -> Ints:
-        return by_step[step]
-
-    return Clairvoyant(lengths)
-
-
-def _oracle(scenario: Scenario, batches: Sequence[RolloutBatch], seed: int) -> Forecaster:
+def _oracle(scenario: Scenario, batches: Sequence[RolloutBatch], seed: int) -> DistributionOracle:
     workload = scenario.workload
     if not isinstance(workload, LognormalWorkload | BimodalWorkload):
         what = f"the lengths of a workload of type {workload.type} are known, but not their distributions"
         raise InputError(scenario.name, [Problem("policies", what, "leave `distribution_oracle` out")])
     generator = synthetic(scenario, workload, seed)
     by_step = {batch.step: batch for batch in batches}
-    known: dict[int, NDArray[np.float64]] = {}
-
-    def quantiles(step: int) -> NDArray[np.float64]:
-        if step not in known:
-            known.clear()
-            known[step] = generator.quantiles(by_step[step], LENGTHS)
-        return known[step]
-
-    return DistributionOracle(quantiles)
+    # A step's quantiles are asked for at each of its events, and never again after it.
+    return DistributionOracle(lru_cache(maxsize=1)(lambda step: generator.quantiles(by_step[step], LENGTHS)))

@@ -49,16 +49,16 @@ class StepFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Devices:
-    """What the policy may hold."""
+class DeviceSupply:
+    """The devices that the policy may hold."""
 
     count: Mapping[str, int]
-    """Devices by device kind."""
+    """Number of devices by kind."""
     reserved: bool
     """Whether devices that are not held are paid for as well."""
 
 
-def step_figures(trace: Trace, prices: PriceBook, devices: Devices) -> list[StepFigures]:
+def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list[StepFigures]:
     """One entry per step. Raises PriceError for a device kind without a price, LedgerError for broken holdings."""
     ends = [record.end_s for record in trace.steps]
     last_s = max((holding.end_s for holding in trace.holdings), default=0.0)
@@ -94,7 +94,7 @@ def step_figures(trace: Trace, prices: PriceBook, devices: Devices) -> list[Step
     return figures
 
 
-def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, devices: Devices) -> float:
+def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, devices: DeviceSupply) -> float:
     """What devices cost in a window while they are not held."""
     held: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     for holding in holdings:

@@ -11,7 +11,7 @@ from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import POLICIES, PolicyKind, policy_kind
 from rlhfless.scaling.policies.registry import PolicyError, configured
 from rlhfless.sim.experiment.bounds import bound
-from rlhfless.sim.experiment.figures import Devices, StepFigures, step_figures
+from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.build import Layout, price_book, setup
 from rlhfless.sim.scenarios.draw import batches
@@ -30,7 +30,7 @@ BOUNDS = frozenset({CLAIRVOYANT, DISTRIBUTION_ORACLE})
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class FleetShape:
     """The devices that a policy may use."""
 
     placement: PlacementSpec
@@ -52,7 +52,7 @@ class Task:
 
     scenario: Scenario
     entry: PolicyEntry
-    fleet: Fleet
+    fleet: FleetShape
     contracts: tuple[ContractSpec, ...]
     seed: int
     traced: bool = False
@@ -64,7 +64,7 @@ class RunResult:
     """What came of a run."""
 
     label: str
-    fleet: Fleet
+    fleet: FleetShape
     seed: int
     steps: tuple[StepFigures, ...]
     infeasible: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ def _policy_of(entry: PolicyEntry) -> str:
     return BOUNDED if entry.name in BOUNDS else entry.name
 
 
-def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
+def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
     """The entry's own placement; else the one that the policy is about; else the scenario's.
 
     Raises InputError for devices that no actor would use.
@@ -115,7 +115,7 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> Fleet:
         what = f"{entry.shown} gives no work to devices that prefill only ({placement.prefill_devices})"
         mend = f"leave placement.prefill_devices out, or set it in the `placement` of one of {having} alone"
         raise InputError(scenario.name, [Problem("placement.prefill_devices", what, mend)])
-    return Fleet(placement)
+    return FleetShape(placement)
 
 
 def settings_of(scenario: Scenario, entry: PolicyEntry) -> SpecModel:
@@ -149,7 +149,7 @@ def run(task: Task) -> RunResult:
     trace = simulation.close()
     count = {machines.kind: machines.devices for machines in scenario.cluster.machines}
     count[scenario.cluster.machines[0].kind] = layout.devices
-    figures = step_figures(trace, prices, Devices(count, kind.reserved))
+    figures = step_figures(trace, prices, DeviceSupply(count, kind.reserved))
     kept = (trace, tuple(drawn)) if task.traced else (None, ())
     plans = [decision.inputs for decision in trace.decisions if decision.kind == "plan"]
     infeasible = tuple(str(inputs["reason"]) for inputs in plans if inputs.get("feasible") is False)

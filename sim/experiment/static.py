@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfless.sim.experiment.rows import Totals
-from rlhfless.sim.experiment.run import Fleet
+from rlhfless.sim.experiment.run import FleetShape
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import PlacementSpec
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
 
 
-def fleets(scenario: Scenario) -> list[Fleet]:
+def fleets(scenario: Scenario) -> list[FleetShape]:
     """Every fleet of the scenario's first kind that the model fits on: co-located on 1, 2, 3, ... actors' devices; and
     apart, with every number of actors beside a learner of 1, 2, 4, ... times the devices it needs."""
     machines, each = scenario.cluster.machines[0], scenario.engine.tensor_parallel
     needed = timing.learner_devices_needed(scenario, machines.kind)
-    found: list[Fleet] = []
+    found: list[FleetShape] = []
     if scenario.schedule == "sync":
         sizes = range(each, machines.devices + 1, each)
-        found += [Fleet(PlacementSpec(mode="colocated"), size) for size in sizes if size >= needed]
+        found += [FleetShape(PlacementSpec(mode="colocated"), size) for size in sizes if size >= needed]
     learner = needed
     while learner <= machines.devices - each:
         placement = PlacementSpec(mode="disaggregated", learner_devices=learner)
-        found += [Fleet(placement, learner + size) for size in range(each, machines.devices - learner + 1, each)]
+        found += [FleetShape(placement, learner + size) for size in range(each, machines.devices - learner + 1, each)]
         learner *= 2
     return found
 

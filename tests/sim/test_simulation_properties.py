@@ -36,8 +36,8 @@ from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import POLICIES, make_policy
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policies.cost_aware.forecasters import Clairvoyant, DistributionOracle
 from rlhfless.scaling.policy import Policy
+from rlhfless.sim.experiment.bounds import Clairvoyant, DistributionOracle
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup

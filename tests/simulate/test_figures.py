@@ -11,7 +11,7 @@ from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, St
 from rlhfless.records.traces import Trace, TraceMeta
 from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook
 from rlhfless.sim.experiment.contracts import ContractError, in_order, judged, resolved
-from rlhfless.sim.experiment.figures import Devices, StepFigures, step_figures
+from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.experiment.rows import Totals, objective, steps_of
 from rlhfless.sim.experiment.static import best, fleets
 from rlhfless.sim.scenarios.scenario import Scenario
@@ -52,7 +52,7 @@ def trace() -> Trace:
 
 
 def test_windows_by_hand() -> None:
-    first, second = step_figures(trace(), book(), Devices({"h100": 2}, reserved=False))
+    first, second = step_figures(trace(), book(), DeviceSupply({"h100": 2}, reserved=False))
     assert (first.time_s, first.step_s) == (10.0, 10.0)
     assert (second.time_s, second.step_s) == (6.0, 5.0)  # one second of waiting before it
     assert (first.cold_device_s, first.busy_device_s, first.idle_device_s) == pytest.approx((2.0, 6.0, 2.0))
@@ -62,17 +62,17 @@ def test_windows_by_hand() -> None:
 
 
 def test_reserved_and_owned_devices_are_paid_for_while_nobody_holds_them() -> None:
-    _, second = step_figures(trace(), book(), Devices({"h100": 2}, reserved=True))
+    _, second = step_figures(trace(), book(), DeviceSupply({"h100": 2}, reserved=True))
     assert second.usd == pytest.approx(2 * 6 * 0.001 + 6 * 0.0001)
     owned = book(owned=Owned(released_value=0.25))
-    _, second = step_figures(trace(), owned, Devices({"h100": 2}, reserved=False))
+    _, second = step_figures(trace(), owned, DeviceSupply({"h100": 2}, reserved=False))
     # 4 of 12 device-seconds are held; of the other 8 other users pay a quarter.
     assert second.usd == pytest.approx((4 + 8 * 0.75) * 0.001 + 6 * 0.0001)
 
 
 def test_what_the_seller_rounds_up_is_shared_out() -> None:
     minutes = book(billing=Billing(granularity_s=60.0, source="test", as_of=TODAY))
-    steps = step_figures(trace(), minutes, Devices({"h100": 2}, reserved=False))
+    steps = step_figures(trace(), minutes, DeviceSupply({"h100": 2}, reserved=False))
     assert sum(step.usd for step in steps) == pytest.approx(60 * 0.001 + 16 * 0.0001)
 
 

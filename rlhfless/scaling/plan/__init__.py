@@ -9,7 +9,7 @@ from rlhfless.scaling.plan.contract import (
     contract_for_step,
 )
 from rlhfless.scaling.plan.cost import CapacityError
-from rlhfless.scaling.plan.options import DeviceOption, FleetOptions, Speculation, Standby
+from rlhfless.scaling.plan.options import DeviceOption, FleetOptions, Standby
 from rlhfless.scaling.plan.planner import ActorPlan, Plan, plan
 from rlhfless.scaling.plan.responses import Responses, responses
 
@@ -24,7 +24,6 @@ __all__ = [
     "Plan",
     "Responses",
     "RunContract",
-    "Speculation",
     "Standby",
     "Weighted",
     "contract_for_step",

@@ -43,15 +43,14 @@ class GroupTimes:
         context = step.prompt_tokens[prompt]
         brings = _first_of_run(prompt) if actor is None else _last_of_group(prompt, actor)
         costs_s = self._prefill_s(device, step)[prompt]
-        per_iteration = device.speculation.tokens_per_iteration
-        reading_s = device.engine.context_s * tokens * (context + (tokens - 1) / 2) / per_iteration
+        reading_s = device.engine.context_s * tokens * (context + (tokens - 1) / 2)
         self._curve = device.curve
-        self._lengths = _sums(tokens / per_iteration)
+        self._lengths = _sums(tokens)
         self._rest = _sums(reading_s + np.where(brings, costs_s, 0.0))
         # What a group that begins with this sample prefills although its list has charged it to the one before.
         again_s = np.append(np.where(_first_of_run(prompt), 0.0, costs_s), 0.0)
         longest = np.maximum.accumulate(tokens) if step.longest is None or actor is not None else step.longest
-        end_s, start_s = self._pieces(np.concatenate(([0.0], longest / per_iteration)))
+        end_s, start_s = self._pieces(np.concatenate(([0.0], longest)))
         if (most := float((tokens + context).max())) > device.kv_capacity_tokens:
             raise CapacityError(
                 f"{device.kind}: kv_capacity_tokens is {device.kv_capacity_tokens}, too little for a response that has "

@@ -12,28 +12,6 @@ from rlhfless.scaling.plan.curve import IterationCurve, fit_curve
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
-    """Speculative decoding: each iteration drafts `depth` tokens and verifies them with one more."""
-
-    depth: int
-    acceptance: float
-    """Probability that a drafted token is accepted, given that all before it were."""
-    draft_s: float = 0.0
-    """Seconds to draft one token for the whole batch; about 0 for drafts by n-gram look-up."""
-
-    def __post_init__(self) -> None:
-        if self.depth < 0:
-            raise ValueError(f"speculation depth is {self.depth}; give 0 (none) or more")
-        if not 0 <= self.acceptance < 1:
-            raise ValueError(f"speculation acceptance is {self.acceptance}; give a probability below 1")
-
-    @property
-    def tokens_per_iteration(self) -> float:
-        """Expected tokens per sequence and iteration (Leviathan et al., arXiv 2211.17192)."""
-        return float((1 - self.acceptance ** (self.depth + 1)) / (1 - self.acceptance))
-
-
-@dataclass(frozen=True, slots=True)
 class Standby:
     """Actors that can work after the same wait."""
 
@@ -62,7 +40,6 @@ class DeviceOption:
     usd_per_s: float
     """Price of all devices of one actor."""
     standby: tuple[Standby, ...]
-    speculation: Speculation = Speculation(0, 0.0)
 
     def __post_init__(self) -> None:
         if self.max_sequences < 1:
@@ -74,11 +51,8 @@ class DeviceOption:
 
     @cached_property
     def curve(self) -> IterationCurve:
-        """a(B) up to `max_sequences`, with speculation: an iteration verifies B (depth + 1) tokens."""
-        depth = self.speculation.depth
-        drafts_s = depth * self.speculation.draft_s
-        sizes = range(1, self.max_sequences + 1)
-        return fit_curve([self.engine.iteration_s(size * (depth + 1)) + drafts_s for size in sizes])
+        """a(B) up to `max_sequences`."""
+        return fit_curve([self.engine.iteration_s(size) for size in range(1, self.max_sequences + 1)])
 
     def with_standby(self, standby: tuple[Standby, ...]) -> DeviceOption:
         """The same kind with other actors on it; the curve, which takes milliseconds to fit, comes along."""

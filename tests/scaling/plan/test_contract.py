@@ -11,7 +11,6 @@ from pydantic import TypeAdapter
 from rlhfless.scaling.plan import (
     CheapestUnderDeadline,
     FastestUnderBudget,
-    Speculation,
     Standby,
     Weighted,
     contract_for_step,
@@ -57,8 +56,6 @@ def test_weights_are_the_same_for_every_step():
         (lambda: contract_for_step(WeightedSpec(), steps_left=0), "steps_left is 0"),
         (lambda: Standby("cold", -1, 0), "cold: actors is -1"),
         (lambda: Standby("cold", 1, math.inf), "cold: wait_s is inf"),
-        (lambda: Speculation(-1, 0.5), "depth is -1"),
-        (lambda: Speculation(1, 1.0), "acceptance is 1"),
         (lambda: device(Straight(), max_sequences=0), "gpu: max_sequences is 0"),
         (lambda: device(Straight(), kv_capacity_tokens=0), "gpu: kv_capacity_tokens is 0"),
         (lambda: device(Straight(), usd_per_s=-1), "gpu: usd_per_s is -1"),

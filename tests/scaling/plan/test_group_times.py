@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import Roofline, Straight, device, drained_s
 
-from rlhfless.scaling.plan import CapacityError, Speculation, kernel, responses
+from rlhfless.scaling.plan import CapacityError, kernel, responses
 from rlhfless.scaling.plan.cost import GroupTimes
 from rlhfless.scaling.plan.curve import MOST_PIECES, fit_curve
 from rlhfless.scaling.plan.kernel import Taken
@@ -52,20 +52,6 @@ def test_memory_limits_a_wave_by_the_final_lengths():
 def test_a_response_that_no_device_can_hold_is_refused():
     with pytest.raises(CapacityError, match="gpu: kv_capacity_tokens is 20"):
         times_of(Straight(), [30], [0], [0], kv_capacity_tokens=20)
-
-
-def test_speculation_takes_fewer_and_longer_iterations():
-    # Depth 1 at acceptance 0.5: 1.5 tokens an iteration, each of which verifies 2 B tokens and drafts once.
-    speculation = Speculation(1, 0.5, draft_s=0.25)
-    times = times_of(Straight(), [6, 6], [0, 1], [0, 0], speculation=speculation)
-    assert times.one_s(0, 2) == pytest.approx(6 / 1.5 * (1 + 0.5 * 4 + 0.25))
-
-
-def test_speculation_without_a_draft_changes_nothing():
-    plain = times_of(Roofline(), [6, 9], [0, 1], [5, 7])
-    assert times_of(Roofline(), [6, 9], [0, 1], [5, 7], speculation=Speculation(0, 0.9)).one_s(0, 2) == plain.one_s(
-        0, 2
-    )
 
 
 groups = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=12)

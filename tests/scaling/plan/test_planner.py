@@ -14,7 +14,6 @@ from rlhfless.scaling.plan import (
     CheapestUnderDeadline,
     FastestUnderBudget,
     Plan,
-    Speculation,
     Standby,
     Weighted,
     plan,
@@ -124,15 +123,6 @@ def test_siblings_are_split_where_that_pays():
     made = plan(step, fleet(device(Straight(1e-3, 1.0), warm(2))), Weighted(1.0))
     assert [actor.samples.size for actor in made.actors] == [4, 4]
     assert made.split_prompts == 1
-
-
-def test_speculation_is_part_of_the_time():
-    plain = plan(THREE, fleet(device(Roofline(), warm(1))), Weighted(0.0))
-    deep = device(Roofline(), warm(1), speculation=Speculation(3, 0.7))
-    tokens_per_iteration = (1 - 0.7**4) / 0.3
-    assert plan(THREE, fleet(deep), Weighted(0.0)).step_s == pytest.approx(
-        plain.step_s / tokens_per_iteration, rel=1e-3
-    )
 
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=7)

@@ -13,7 +13,7 @@ from views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, replica_s
 from rlhfless.scaling.plan import CheapestUnderDeadline, Plan, RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin
-from rlhfless.scaling.policies.cost_aware.forecasters import Clairvoyant, PredictedLengths
+from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
 from rlhfless.scaling.policies.cost_aware.planner import Assignment
 from rlhfless.scaling.policies.cost_aware.prewarm import gain_usd, is_due
 from rlhfless.scaling.policy import (
@@ -32,6 +32,7 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
+from rlhfless.sim.experiment.bounds import Clairvoyant
 from rlhfless.spec import CheapestSpec, CostAwareSpec, WeightedSpec
 from rlhfless.spec.fleet import ContractSpec
 
@@ -179,12 +180,12 @@ def test_lost_samples_go_to_actors_that_are_awake_or_wait_for_the_same_slot() ->
 def test_all_sleep_after_generation_and_wake_ahead_of_the_next_step() -> None:
     policy = knowing(WeightedSpec(time_weight=1.0))
     for begin_s in (0.0, 60.0):
-        crew = dealt(policy.decide(begin_s, StepBegan(), fresh()))
+        actors = dealt(policy.decide(begin_s, StepBegan(), fresh()))
         actions = list(policy.decide(begin_s + 20, Generated(), view({}, 0)))
         policy.decide(begin_s + 60, StepEnded(begin_s, begin_s + 60), view({}, 0))
     assert [a for a in actions if isinstance(a, Release)] == [Release(slot, "host") for slot in range(3)]
     # The learner took 40 s after generation in the step before, and waking takes 2 s.
-    assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(crew, 60 + 20 + 40 - 2)
+    assert {a.slot: a.at_s for a in actions if isinstance(a, Start)} == dict.fromkeys(actors, 60 + 20 + 40 - 2)
 
 
 def test_starts_for_later_steps_are_looked_at_in_steps_1_2_4_8() -> None:

@@ -10,13 +10,9 @@ from views import UP, fleet_of, replica_slot, view_of
 
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS
 from rlhfless.scaling.policies.cost_aware.completion import alive, ends_by, unfinished_of
-from rlhfless.scaling.policies.cost_aware.forecasters import (
-    Clairvoyant,
-    DistributionOracle,
-    PredictedLengths,
-    RemainingLengths,
-)
+from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths, RemainingLengths
 from rlhfless.scaling.policy import StepView
+from rlhfless.sim.experiment.bounds import Clairvoyant, DistributionOracle
 
 FLEET = fleet_of(replica_slot(0), replica_slot(1))
 

@@ -1,12 +1,12 @@
-"""How long the responses of a step will be, as the run's own predictor says, or one of two oracles. Pure.
+"""Forecasts of the response lengths of a step. Pure.
 
-A forecast is a table of quantiles of what each unfinished sample has still to draw, so that planning and migration need
-not know what made it. The oracles' knowledge is handed in by the simulator; no view holds it.
+A forecast is a table of quantiles of the remaining tokens of each unfinished sample, so that planning and migration
+need not know which forecaster made it: the run's own predictor, or one of the simulator's two oracles, which have
+knowledge that no view holds (rlhfless.sim.experiment.bounds).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhfless.scaling.lengths import QUANTILE_LEVELS, LengthPredictor
-from rlhfless.scaling.lengths.forecast import mean_weights, runs
+from rlhfless.scaling.lengths.forecast import mean_weights
 from rlhfless.scaling.policy import Ints, StepView
 
 Floats = NDArray[np.float64]
@@ -118,41 +118,3 @@ class PredictedLengths(Forecaster):
         assert self._predictor is not None
         self._predictor.look(view.step, view.tokens, view.finished, view.truncated)
         self._predictor.step_ended(view.step)
-
-
-class Clairvoyant(Forecaster):
-    """Knows each length. `lengths` takes a step's number, and gives the tokens of its samples [samples]."""
-
-    def __init__(self, lengths: Callable[[int], Ints]) -> None:
-        self._lengths = lengths
-
-    def look(self, view: StepView) -> RemainingLengths:
-        samples = np.flatnonzero(~view.finished)
-        left = self._lengths(view.step)[samples] - view.tokens[samples]
-        return RemainingLengths(samples, np.array([0.5]), np.arange(samples.size), np.maximum(left, 1.0)[:, None])
-
-
-class DistributionOracle(Forecaster):
-    """Knows the distribution of each prompt's lengths, which siblings are drawn from independently.
-
-    `quantiles` takes a step's number, and gives for each prompt K lengths [groups, K], ascending, that are equally
-    likely: its quantiles at (k + 0.5) / K.
-    """
-
-    def __init__(self, quantiles: Callable[[int], NDArray[np.float64]]) -> None:
-        self._quantiles = quantiles
-
-    def look(self, view: StepView) -> RemainingLengths:
-        table = self._quantiles(view.step)
-        samples = np.flatnonzero(~view.finished)
-        kind, first = runs(view.group[samples], view.tokens[samples])
-        group, tokens, count = view.group[samples[first]], view.tokens[samples[first]], table.shape[1]
-        # Of the K lengths those up to the tokens drawn are ruled out; the levels are those of the rest.
-        flat = table + (np.arange(len(table)) * (table.max() + 1))[:, None]
-        out = np.searchsorted(flat.ravel(), tokens + group * (table.max() + 1), side="right") - group * count
-        rank = out[:, None] + (count - out)[:, None] * QUANTILE_LEVELS - 0.5
-        left = np.clip(np.floor(rank).astype(np.int64), 0, count - 1)
-        right = np.minimum(left + 1, count - 1)
-        share = np.clip(rank - left, 0.0, 1.0)
-        total = table[group[:, None], left] * (1 - share) + table[group[:, None], right] * share
-        return RemainingLengths(samples, QUANTILE_LEVELS, kind, np.maximum(total - tokens[:, None], 1.0))
