@@ -8,6 +8,7 @@ streamed, with a progress beat in between; single tokens never cross a process b
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,9 +76,10 @@ class GenerationFunction(Function):
     async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:
         """Load and check a version; returns its label. Idempotent: a version that is loaded is not loaded again.
 
-        Raises WeightCheckFailed, after which the replica serves nothing until a load has passed.
+        Raises WeightCheckFailed, after which the replica serves nothing until a load has passed, and StoreNotShared.
         """
         self.admit(call)
+        self._settings.engine.store.require_shared()
         start_s = time.time()
         async with self._loading:
             if self._loaded is None or self._loaded.version != published.version:
@@ -92,9 +94,10 @@ class GenerationFunction(Function):
         """Load a perturbed version, which must move the probe's logprobs to where the learner says.
 
         Done once, before the first real load: it finds tensors, such as tied heads, that stay stale. Raises
-        WeightCheckFailed.
+        WeightCheckFailed, StoreNotShared.
         """
         self.admit(call)
+        self._settings.engine.store.require_shared()
         start_s = time.time()
         async with self._loading:
             self._loaded = None
@@ -147,6 +150,12 @@ class GenerationFunction(Function):
         start_s = time.time()
         await self._engine.stop()
         return self.reply(None, start_s)
+
+    def clean_up(self) -> None:
+        """The node's cache of the weights outlives processes; other actors of the run on this node are abandoned,
+        too."""
+        if self._settings.engine.store.kind == "http":
+            shutil.rmtree(self._settings.engine.store.folder, ignore_errors=True)
 
     @contextmanager
     def _engine_faults(self, doing: str) -> Iterator[None]:

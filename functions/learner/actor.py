@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -108,10 +107,29 @@ class RankActor:
         while len(self._published) > KEPT_STEPS:
             self._store.delete(self._published.pop(0))
 
-    def save(self, folder: str, notes: Mapping[str, Any]) -> None:
-        """See LearnerRank.save."""
-        self._rank.save(Path(folder), notes)
+    def save(self, location: str, notes: Mapping[str, Any]) -> None:
+        """See LearnerRank.save. `location` is a folder or a URL."""
+        from rlhfless.functions.learner.checkpoint import written_to
 
-    def restore(self, folder: str) -> None:
-        """See LearnerRank.restore."""
-        self._rank.restore(Path(folder))
+        with written_to(location) as folder:
+            self._rank.save(folder, notes)
+
+    def restore(self, location: str) -> None:
+        """See LearnerRank.restore. `location` is a folder or a URL."""
+        from rlhfless.functions.learner.checkpoint import readable_at
+
+        with readable_at(location) as folder:
+            self._rank.restore(folder)
+
+    def meets(self, token: str) -> str | None:
+        """None if a file that the run wrote can be read here, and one be written beside it; else what is wrong."""
+        from rlhfless.records.checkpoints import files_of
+
+        files, path = files_of(token)
+        answer = f"{path}-{self._number}"
+        try:
+            files.pipe_file(answer, files.cat_file(path))
+            files.rm_file(answer)
+        except Exception as error:  # every kind of store has errors of its own
+            return f"node {self.node()}: {type(error).__name__}: {error}"
+        return None

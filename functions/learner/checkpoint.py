@@ -1,6 +1,7 @@
 """Checkpoints: a Hugging Face model folder that anything can load, with the optimiser's state beside it.
 
-A folder is written under a temporary name, synced and renamed: a checkpoint that has its name is whole.
+A folder is written under a temporary name, synced and renamed: a checkpoint that has its name is whole. To an object
+store it is copied from a folder, and run.json, without which it is none, comes last.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 
 from rlhfless.functions.learner.publishing import cast_to, substituted
-from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError
+from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, files_of, is_url, remove
 from rlhfless.spec import ModelSpec
 
 STATE_FILE = "learner_state.pt"
@@ -48,6 +51,54 @@ def save_checkpoint(
             f"the checkpoint {folder} could not be written ({error}); {free_mib} MiB are free there. "
             "Earlier checkpoints are untouched: make room and resume the run"
         ) from error
+
+
+@contextmanager
+def written_to(location: str) -> Iterator[Path]:
+    """Where to write a checkpoint; after the block it is at `location`, a folder or a URL.
+
+    Raises CheckpointError if it cannot be copied there.
+    """
+    if not is_url(location):
+        yield Path(location)
+        return
+    with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as scratch:
+        folder = Path(scratch) / location.rsplit("/", 1)[-1]
+        yield folder
+        try:
+            _upload(folder, location)
+        except CheckpointError:
+            raise
+        except Exception as error:  # every kind of store has errors of its own
+            raise CheckpointError(
+                f"the checkpoint could not be copied to {location} ({type(error).__name__}: {error}). Earlier "
+                "checkpoints are untouched: mend that and resume the run"
+            ) from error
+
+
+@contextmanager
+def readable_at(location: str) -> Iterator[Path]:
+    """A folder with the checkpoint at `location`, a folder or a URL. Raises CheckpointError if it cannot be copied."""
+    if not is_url(location):
+        yield Path(location)
+        return
+    with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as scratch:
+        files, path = files_of(location)
+        try:
+            files.get(f"{path}/", scratch, recursive=True)
+        except Exception as error:  # every kind of store has errors of its own
+            raise CheckpointError(f"the checkpoint {location} cannot be read: {error}") from error
+        yield Path(scratch)
+
+
+def _upload(folder: Path, location: str) -> None:
+    remove(location)  # an earlier attempt may have left a part of it
+    files, path = files_of(location)
+    names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
+    for name in sorted(names, key=lambda name: name == NOTES_FILE):
+        target = f"{path}/{name}"
+        files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        files.put_file(str(folder / name), target)
 
 
 def load_state(folder: Path, device: torch.device) -> dict[str, Any]:

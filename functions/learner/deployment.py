@@ -110,11 +110,19 @@ class LearnerFunction(Function):
         self._step = call.step
         return self.reply(metrics, start_s, Usage(input_tokens=len(batch.tokens), sequences=batch.sequences))
 
-    async def restore(self, call: Call, folder: str) -> Reply[None]:
+    async def meets(self, call: Call, token: str) -> Reply[tuple[str, ...]]:
+        """What keeps ranks from reading a file that the run has written, and from writing beside it; empty if all
+        can."""
+        self.admit(call)
+        start_s = time.time()
+        found: list[str | None] = await self._all("meets", token)
+        return self.reply(tuple(sorted({fault for fault in found if fault})), start_s)
+
+    async def restore(self, call: Call, location: str) -> Reply[None]:
         """Go on from a checkpoint, as if its step were the last that was learned. Idempotent."""
         self.admit(call)
         start_s = time.time()
-        await self._all("restore", folder)
+        await self._all("restore", location)
         self._learning, self._step = None, call.step
         return self.reply(None, start_s)
 
@@ -147,12 +155,12 @@ class LearnerFunction(Function):
             except TimeoutError:
                 raise TimeoutError(f"publish: no call asked to learn step {step} within {limit_s:.0f} s") from None
 
-    async def checkpoint(self, call: Call, folder: str, notes: Mapping[str, Any]) -> Reply[str]:
-        """Save model, optimiser and the run's `notes`, beside and renamed. Returns the folder."""
+    async def checkpoint(self, call: Call, location: str, notes: Mapping[str, Any]) -> Reply[str]:
+        """Save model, optimiser and the run's `notes`, beside and renamed. Returns the location."""
         self.admit(call)
         start_s = time.time()
-        await self._answers("save", [self._ranks[0].save.remote(folder, notes)])
-        return self.reply(folder, start_s)
+        await self._answers("save", [self._ranks[0].save.remote(location, notes)])
+        return self.reply(location, start_s)
 
     async def stop(self, call: Call) -> Reply[None]:
         """End the ranks; the front answers nothing useful after that."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
+from rlhfless.weights.address import StoreAddress
 
 if TYPE_CHECKING:
     from rlhfless.weights.store import WeightStore
@@ -29,7 +30,9 @@ class StoreHome:
         from rlhfless.weights.store import FolderStore
 
         if not self.token:
-            return FolderStore(self.folder)
+            store = FolderStore(self.folder)
+            StoreAddress("folder", self.folder).mark()
+            return store
         return HttpStoreServer(self.folder, host=host, token=self.token)
 
 

@@ -73,8 +73,7 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
 
     Raises InputError if there is nothing to resume, or if the spec differs in a field that must not change.
     """
-    from rlhfless.loop.session import CHECKPOINTS_FOLDER
-    from rlhfless.records.checkpoints import Checkpoints
+    from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER, checkpoints_of
     from rlhfless.spec.compare import check_resumable
     from rlhfless.spec.errors import InputError, Problem
     from rlhfless.spec.load import load_spec
@@ -90,7 +89,7 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
         )
     loaded = load_spec(spec or own, overrides)
     check_resumable(load_spec(own), loaded, str(spec or "--set"))
-    newest = Checkpoints(folder / CHECKPOINTS_FOLDER, loaded.checkpoint.keep_last).newest()
+    newest = checkpoints_of(folder, loaded.checkpoint).newest()
     if newest is not None and newest.notes.step >= loaded.steps:
         what = f"{loaded.steps}, and the run has done {newest.notes.step}: nothing is left to do"
         raise InputError("--resume", [Problem("steps", what, "go further with, say, `--set steps=...`")])
@@ -121,12 +120,12 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
         outcome = stop.run(Driver(Session(spec, prepared, run_id, folder, console, sinks)).execute())
     except Interrupted as interrupted:
         console.close()
-        typer.echo(hint(INTERRUPTED, True, resume, folder, spec.steps) or NOTHING_DRAWN, err=True)
+        typer.echo(hint(INTERRUPTED, True, resume, folder, spec) or NOTHING_DRAWN, err=True)
         raise typer.Exit(interrupted.exit_code) from None
     except Exception as error:
         console.close()
         ending = ending_of(error)
-        last = hint(ending.advice, ending.resume, resume, folder, spec.steps)
+        last = hint(ending.advice, ending.resume, resume, folder, spec)
         raise RunStopped("\n".join([told(error, folder), last]).rstrip(), ending.exit_code) from error
     finally:
         sinks.close()

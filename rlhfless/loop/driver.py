@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.loop.evaluation import evaluate_held_out
@@ -31,7 +30,7 @@ class Outcome:
     steps: int
     wall_s: float
     """Faults and losses of this attempt."""
-    checkpoint: Path
+    checkpoint: str
     recovered: Recovered
 
 
@@ -52,7 +51,7 @@ class Driver:
             recovered = await self.drive(run, first)
         steps = self.session.spec.steps
         after = {name.removeprefix("eval/"): v for name, v in run.latest.items() if name.startswith("eval/")}
-        return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.path(steps), recovered)
+        return Outcome(run.before, after, steps, time.time() - began_s, run.checkpoints.location(steps), recovered)
 
     async def drive(self, run: Run, first: int) -> Recovered:
         """All steps from `first` on, in the order of the spec's schedule; returns what was recovered.

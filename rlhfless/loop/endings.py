@@ -14,10 +14,11 @@ from rlhfless.fleet.ray_session import NoCluster, NoRay
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.base import FunctionBroken, StaleCall
 from rlhfless.functions.generation.vllm.messages import EngineError
-from rlhfless.loop.session import CHECKPOINTS_FOLDER, JOURNAL_FILE
-from rlhfless.records.checkpoints import CheckpointError, Checkpoints
+from rlhfless.loop.session import JOURNAL_FILE
+from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
 from rlhfless.records.journal import StaleAttempt, has_rollouts
 from rlhfless.rewards import RewardError
+from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import UserError
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
@@ -108,14 +109,14 @@ def told(error: Exception, folder: Path) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def hint(advice: str, resume: bool, command: str, folder: Path, steps: int) -> str:
+def hint(advice: str, resume: bool, command: str, folder: Path, spec: RunSpec) -> str:
     """The last lines of a run that was stopped, empty if there is nothing to say. `command` resumes it."""
     try:
-        newest = Checkpoints(folder / CHECKPOINTS_FOLDER, 1).newest()
+        newest = checkpoints_of(folder, spec.checkpoint).newest()
     except CheckpointError:  # a checkpoint exists but is damaged; the run reports that itself
         return f"{advice}: {command}" if resume else advice
-    if newest is not None and newest.notes.step >= steps:
-        return f"all {steps} steps are done; the model is in {newest.folder}"
+    if newest is not None and newest.notes.step >= spec.steps:
+        return f"all {spec.steps} steps are done; the model is in {newest.location}"
     if not resume:
         return advice
     if newest is None and not has_rollouts(folder / JOURNAL_FILE):

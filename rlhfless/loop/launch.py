@@ -63,7 +63,7 @@ class Launcher:
         cls, spec: RunSpec, prepared: Prepared, call: Call, cluster: Cluster, recorder: Recorder, folder: Path
     ) -> Launcher:
         """A launcher with a folder for the run's weights. `folder` is the run's own."""
-        token = _store_token(folder) if spec.weights.store == "http" else ""
+        token = _store_token(folder) if serves_by_http(spec) else ""
         return cls(spec, prepared, call, cluster, recorder, store_folder(spec, call.run_id), token)
 
     def pools(self) -> tuple[Pool, Pool, Pool | None, Pool | None, Pool]:
@@ -238,6 +238,13 @@ def _store_token(folder: Path) -> str:
     return file.read_text()
 
 
+def serves_by_http(spec: RunSpec) -> bool:
+    """The weights travel by HTTP, and not by a folder that all functions share."""
+    if spec.weights.store == "auto":
+        return spec.placement.ray_address is not None
+    return spec.weights.store == "http"
+
+
 def store_folders(spec: RunSpec, run_id: str) -> tuple[Path, Path]:
     """The folder of the run's weights, and the folder of the node's cache of them."""
     folder = store_folder(spec, run_id)
@@ -245,7 +252,7 @@ def store_folders(spec: RunSpec, run_id: str) -> tuple[Path, Path]:
 
 
 def remove_stores(spec: RunSpec, run_id: str) -> None:
-    """Remove the run's weights from this machine; on a joined cluster the learner removes them."""
+    """Remove the run's weights from this machine; on the nodes of a joined cluster, `remove_everywhere` does."""
     if not spec.placement.ray_address:
         for folder in store_folders(spec, run_id):
             shutil.rmtree(folder, ignore_errors=True)

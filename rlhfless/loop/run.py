@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rlhfless.algorithms.base import Algorithm, algorithm_of
@@ -34,7 +33,7 @@ from rlhfless.records import (
     WeightVersion,
     Work,
 )
-from rlhfless.records.checkpoints import CheckpointNotes, Checkpoints
+from rlhfless.records.checkpoints import CheckpointError, CheckpointNotes, Checkpoints
 from rlhfless.records.journal import Journal
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
@@ -221,7 +220,7 @@ class Run:
         """
         return await self._work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed, sent=sent)
 
-    async def checkpoint(self, step: int) -> Path:
+    async def checkpoint(self, step: int) -> str:
         """Save the weights after `step`, with everything that a resumed run needs. Raises CheckpointError."""
         notes = CheckpointNotes(
             run_id=self.run_id,
@@ -233,25 +232,38 @@ class Run:
         )
         self.clock.interrupted()
         self.ledger.write(self.pools)  # a resumed run does not do these steps again
-        folder = self.checkpoints.path(step).absolute()
-        notes_json = notes.as_json()
-        await self._work(self._the_learner, Work.CHECKPOINT, "checkpoint", self.call(step), str(folder), notes_json)
+        location, notes_json = self.checkpoints.location(step), notes.as_json()
+        await self._work(self._the_learner, Work.CHECKPOINT, "checkpoint", self.call(step), location, notes_json)
         self.checkpoints.prune()
         self.journal.forget(step)
-        return folder
+        return location
 
     async def restore(self) -> int:
         """Load the newest checkpoint into the learner, or the initial model if there is none; returns its step."""
         newest = self.checkpoints.newest()
         if newest is None:
             await self.learner.stop(*(replica for replica in self.learner.replicas() if replica.learned_step))
-            await self.learner.ready(self.call(0))
+            await self._require_shared(await self.learner.ready(self.call(0)))
             return 0
         step = newest.notes.step
         replica = await self.learner.ready(self.call(step))
-        await self._work(replica, Work.RESTORE, "restore", self.call(step), str(newest.folder.absolute()))
+        await self._require_shared(replica)
+        await self._work(replica, Work.RESTORE, "restore", self.call(step), newest.location)
         self.before = newest.notes.before
         return step
+
+    async def _require_shared(self, learner: Replica) -> None:
+        """Raises CheckpointError if the learner, on whichever nodes it is, does not see the checkpoints of the run."""
+        with self.checkpoints.token() as token:
+            limit_s = self.spec.timeouts.call_s
+            faults = await learner.call(
+                "meets", self.call(0), token, timeout_s=limit_s, waiting_for="a look at the checkpoints"
+            )
+        if faults:
+            raise CheckpointError(
+                f"the learner cannot use {token.rpartition('/')[0]}, where this run keeps its checkpoints "
+                f"({'; '.join(faults)}). Set checkpoint.url to a folder that its nodes share, or to an object store"
+            )
 
     async def _work(  # type: ignore[no-untyped-def]
         self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: Any

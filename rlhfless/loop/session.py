@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from rlhfless.autoscaling.scaler import scaler_of
 from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.each_node import on_each_node, remove_folders
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.pool import RECOVERABLE, Pool
 from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
@@ -26,7 +26,7 @@ from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.prepare.prompts import PromptOrder
-from rlhfless.records.checkpoints import CheckpointError, Checkpoints
+from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
 from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
@@ -38,8 +38,10 @@ from rlhfless.weights.monitor import RolloutMonitor
 
 log = logging.getLogger(__name__)
 
+REMOVE_S = 10.0
+"""Longest wait for the nodes of a cluster to remove a run's weights: seconds for a process, none for the files."""
+
 JOURNAL_FILE = "journal.sqlite"
-CHECKPOINTS_FOLDER = "checkpoints"
 TRACE_FOLDER = "trace"
 
 
@@ -56,7 +58,7 @@ class Session:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder / CHECKPOINTS_FOLDER, self.spec.checkpoint.keep_last)
+        return checkpoints_of(self.folder, self.spec.checkpoint)
 
 
 @asynccontextmanager
@@ -126,8 +128,15 @@ async def _fleet(
                 if is_stopping():
                     ledger.keep_up(pools, 0.0)  # the stop may be cut short
                 await to_the_end(_stop(pools))
-                for folder in folders:
-                    shutil.rmtree(folder, ignore_errors=True)
+                await to_the_end(_remove(folders, cluster, everywhere=bool(spec.placement.ray_address)))
+
+
+async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool) -> None:
+    """The run's weights, here or on all nodes: shared memory outlives the processes that wrote to it."""
+    names = [str(folder) for folder in folders]
+    if everywhere and not cluster.lost:
+        await asyncio.to_thread(on_each_node, remove_folders, names, timeout_s=REMOVE_S)
+    await asyncio.to_thread(remove_folders, names)
 
 
 async def _stop(pools: Sequence[Pool]) -> None:
@@ -167,7 +176,7 @@ async def _start(session: Session, run: Run) -> int:
         newest = run.checkpoints.newest()
         if newest and newest.notes.digest != run.published.version.digest:
             raise CheckpointError(
-                f"{newest.folder} was saved with weights {newest.notes.digest}, and gives "
+                f"{newest.location} was saved with weights {newest.notes.digest}, and gives "
                 f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
             )
         await gather_or_cancel(*(run.weights.prove_loading(actor, run.call(step)) for actor in run.generation.up()))

@@ -2,26 +2,33 @@
 
     checkpoints/step-000020/   a Hugging Face model folder, the learner's state, and run.json
 
-The learner writes a temporary folder and renames it, so a folder with the right name is complete. run.json names the
-run, step and weights of the checkpoint.
+They are in a folder, or in an object store that fsspec knows by its URL. In a folder the learner writes under a
+temporary name and renames, so a checkpoint with the right name is complete; an object store has no such name, and there
+run.json is written last. It names the run, step and weights of the checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+
+from rlhfless.spec import CheckpointSpec
 from rlhfless.spec.errors import UserError
 
 NOTES_FILE = "run.json"
 
 CHECKPOINT_VERSION = 1
+
+CHECKPOINTS_FOLDER = "checkpoints"
 
 _PREFIX = "step-"
 
@@ -52,42 +59,106 @@ class CheckpointNotes:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint on disk."""
+    """A complete checkpoint."""
 
-    folder: Path
+    location: str
+    """Folder or URL."""
     notes: CheckpointNotes
 
 
 class Checkpoints:
-    """The folder `checkpoints` of a run."""
+    """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep_last: int) -> None:
-        self._folder = folder
+    def __init__(self, where: str | Path, keep_last: int) -> None:
+        """`where` is a folder, or the URL of one in an object store.
+
+        Raises CheckpointError if nothing that is installed can read such a URL.
+        """
+        self._where = str(where)
+        self._files, self._root = files_of(self._where)
         self._keep_last = keep_last
 
-    def path(self, step: int) -> Path:
-        """The folder of the checkpoint of a step."""
-        return self._folder / f"{_PREFIX}{step:06d}"
+    def location(self, step: int) -> str:
+        """The folder or URL of the checkpoint of a step."""
+        where = self._where if is_url(self._where) else str(Path(self._where).absolute())
+        return f"{where.rstrip('/')}/{_PREFIX}{step:06d}"
 
     def all(self) -> list[Checkpoint]:
-        """The complete checkpoints, by step. Raises CheckpointError for a checkpoint of another format version."""
-        return [Checkpoint(path, read_notes(path)) for path in sorted(self._folder.glob(f"{_PREFIX}*"))]
+        """The complete checkpoints, by step. Raises CheckpointError for a checkpoint of another format version, and for
+        an object store that cannot be read."""
+        try:
+            found = sorted(self._files.glob(f"{self._root.rstrip('/')}/{_PREFIX}*"))
+            whole = [path for path in found if not is_url(self._where) or self._files.exists(f"{path}/{NOTES_FILE}")]
+        except Exception as error:  # every kind of store has errors of its own
+            raise CheckpointError(f"the checkpoints at {self._where} cannot be read: {error}") from error
+        return [Checkpoint(self._url(path), read_notes(self._url(path))) for path in whole]
 
     def newest(self) -> Checkpoint | None:
         """The checkpoint to resume from; None if there is none."""
         return next(reversed(self.all()), None)
 
-    def prune(self) -> list[Path]:
-        """Delete all checkpoints except the last few and the best; returns the deleted folders."""
+    def prune(self) -> list[str]:
+        """Delete all checkpoints except the last few and the best; returns the locations of those deleted."""
         found = self.all()
         keep = kept([checkpoint.notes for checkpoint in found], self._keep_last)
-        gone = [checkpoint.folder for checkpoint in found if checkpoint.notes.step not in keep]
-        for folder in gone:
-            # Renamed first: an interrupted deletion must not leave half a checkpoint under the name of a whole one.
-            dying = folder.with_name(f".{folder.name}.deleted")
-            os.replace(folder, dying)
-            shutil.rmtree(dying, ignore_errors=True)
+        gone = [checkpoint.location for checkpoint in found if checkpoint.notes.step not in keep]
+        for location in gone:
+            remove(location)
         return gone
+
+    @contextmanager
+    def token(self) -> Iterator[str]:
+        """The location of a file that is there within the block, for others to look for.
+
+        Raises CheckpointError if it cannot be written.
+        """
+        path = f"{self._root.rstrip('/')}/.token-{uuid.uuid4().hex}"
+        try:
+            self._files.makedirs(self._root, exist_ok=True)
+            self._files.pipe_file(path, b"rlhfless")
+        except Exception as error:  # every kind of store has errors of its own
+            raise CheckpointError(f"nothing can be written to {self._where}: {error}") from error
+        try:
+            yield self._url(path)
+        finally:
+            self._files.rm_file(path)
+
+    def _url(self, path: str) -> str:
+        return str(self._files.unstrip_protocol(path)) if is_url(self._where) else path
+
+
+def is_url(location: str) -> bool:
+    """The location is in an object store, or another place that fsspec knows, and not a path."""
+    return "://" in location
+
+
+def files_of(location: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of a location, and the location in it. Raises CheckpointError if none is installed for it."""
+    try:
+        files, path = url_to_fs(location)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"checkpoint.url {location!r}: {error}") from error
+    return files, str(path)
+
+
+def remove(location: str) -> None:
+    """Delete a checkpoint, or what is there of one."""
+    files, path = files_of(location)
+    if is_url(location):
+        if files.exists(f"{path}/{NOTES_FILE}"):  # first: the others do not make a checkpoint without it
+            files.rm_file(f"{path}/{NOTES_FILE}")
+    elif files.exists(path):
+        # Renamed first: an interrupted deletion must not leave half a checkpoint under the name of a whole one.
+        folder = Path(path)
+        path = str(folder.rename(folder.with_name(f".{folder.name}.deleted")))
+    if files.exists(path):
+        files.rm(path, recursive=True)
+
+
+def checkpoints_of(run_folder: Path, spec: CheckpointSpec) -> Checkpoints:
+    """The checkpoints of a run: in its folder, or in one of its name at `checkpoint.url`. Raises CheckpointError."""
+    where = f"{spec.url.rstrip('/')}/{run_folder.name}" if spec.url else str(run_folder / CHECKPOINTS_FOLDER)
+    return Checkpoints(where, spec.keep_last)
 
 
 def kept(notes: Sequence[CheckpointNotes], keep_last: int) -> set[int]:
@@ -99,14 +170,14 @@ def kept(notes: Sequence[CheckpointNotes], keep_last: int) -> set[int]:
     return {*steps[-keep_last:], best.step}
 
 
-def read_notes(folder: Path) -> CheckpointNotes:
-    """The notes of a checkpoint. Raises CheckpointError if the folder is not a checkpoint, or has another version."""
-    file = folder / NOTES_FILE
+def read_notes(location: str | Path) -> CheckpointNotes:
+    """The notes of a checkpoint. Raises CheckpointError if there is no checkpoint, or one of another version."""
+    files, path = files_of(str(location))
     try:
-        content = json.loads(file.read_text("utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder} is no checkpoint of a run: {file.name}: {error}") from error
+        content = json.loads(files.cat_file(f"{path}/{NOTES_FILE}"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{location} is no checkpoint of a run: {NOTES_FILE}: {error}") from error
     version = content.get("version")
     if version != CHECKPOINT_VERSION:
-        raise CheckpointError(f"{folder} has version {version}, and this rlhfless knows {CHECKPOINT_VERSION}")
+        raise CheckpointError(f"{location} has version {version}, and this rlhfless knows {CHECKPOINT_VERSION}")
     return CheckpointNotes(**content)

@@ -121,9 +121,10 @@ class ScalingSpec(SpecModel):
 class WeightsSpec(SpecModel):
     """The store through which the learner's weights reach the actors."""
 
-    store: Literal["folder", "http"] = "folder"
-    """`folder`: a folder that all functions can read, in shared memory by default (one node). `http`: the
-    learner's node serves the files, and every node keeps a cache."""
+    store: Literal["auto", "folder", "http"] = "auto"
+    """`folder`: a folder that all functions can read, in shared memory by default (one node). `http`: the learner's
+    node serves the files, and every node keeps a cache. `auto`: `http` on a cluster that is joined, whose functions may
+    sit on several nodes, and `folder` otherwise."""
 
     folder: str | None = None
     """Folder of the store, or of the node cache."""

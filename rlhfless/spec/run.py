@@ -29,7 +29,12 @@ class EvaluationSpec(SpecModel):
 
 
 class CheckpointSpec(SpecModel):
-    """Model and tokenizer in Hugging Face format, with everything that a resumed run needs, under the output folder."""
+    """Model and tokenizer in Hugging Face format, with everything that a resumed run needs."""
+
+    url: str | None = None
+    """Where checkpoints are kept, in a folder named as the run: a folder, or a URL that fsspec knows (`s3://...`,
+    `gs://...`; with its package installed). The learner writes there, from whichever node it is on, and the run lists
+    them. By default they are under the output folder, which the learner's node must share then."""
 
     every_steps: Annotated[int, Field(ge=1)] | None = 20
     """Save each time this many steps are done, and always at the end. A resumed run learns at most this many steps

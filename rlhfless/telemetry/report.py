@@ -51,7 +51,7 @@ class FinalReport:
     evaluations: tuple[EvaluationRow, ...]
     functions: tuple[FunctionRow, ...]
     total: FunctionRow
-    files: tuple[tuple[str, Path], ...]
+    files: tuple[tuple[str, Path | str], ...]
     """Files and folders by name, such as `("checkpoint", Path(...))`."""
 
 

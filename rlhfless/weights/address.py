@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from rlhfless.spec.errors import UserError
 
 if TYPE_CHECKING:
     from rlhfless.weights.store import WeightReader
+
+
+MARKER = ".learner"
+"""A file in the folder that the learner writes to."""
+
+
+class StoreNotShared(UserError):
+    """A store that should be one folder for all nodes is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +30,18 @@ class StoreAddress:
     """The store's folder, or the node's cache."""
     token: str = field(default="", repr=False)
     """Bearer token of an HTTP store; the location of each version is a full URL."""
+
+    def mark(self) -> None:
+        """To be called by the learner, after which `require_shared` passes on all nodes that share the folder."""
+        (Path(self.folder) / MARKER).touch()
+
+    def require_shared(self) -> None:
+        """Raises StoreNotShared if this node's folder is not the learner's."""
+        if self.kind == "folder" and not (Path(self.folder) / MARKER).exists():
+            raise StoreNotShared(
+                f"weights.folder {self.folder!r} on node {os.uname().nodename} is not the folder that the learner "
+                "writes to. Set weights.store to http, or weights.folder to one that all nodes share"
+            )
 
     def connect(self) -> WeightReader:
         """A reader of the store. Nothing is read yet."""

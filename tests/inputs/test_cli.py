@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -165,7 +166,7 @@ def interrupted(spec, tmp_path):
     from rlhfless.spec.load import load_spec, resolved_yaml
 
     folder = tmp_path / "runs" / "run-1"
-    checkpoint = Checkpoints(folder / "checkpoints", 1).path(3)
+    checkpoint = Path(Checkpoints(folder / "checkpoints", 1).location(3))
     checkpoint.mkdir(parents=True)
     notes = CheckpointNotes("run-1", 1, 3, "ab", None, {})
     (checkpoint / NOTES_FILE).write_text(json.dumps(notes.as_json()))

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhfless.algorithms.batch import mini_batches, select
+from rlhfless.functions.learner.checkpoint import readable_at, written_to
 from rlhfless.functions.learner.rank import default_threads
-from rlhfless.records.checkpoints import CheckpointError
+from rlhfless.records.checkpoints import CheckpointError, files_of
 from rlhfless.spec import AdamWSpec, GRPOSpec, KLSpec
 
 PROBE = (1, 7, 3, 22, 9)
@@ -258,6 +259,27 @@ def test_checkpoint_loads_anywhere_and_resumes_bit_for_bit(learner, batch, tmp_p
         rank.learn(batch, 1)
         resumed = rank.weights()
     assert all(torch.equal(expected[name], value) for name, value in resumed.items())
+
+
+def test_a_checkpoint_in_an_object_store(learner, batch, tmp_path):
+    """fsspec's own store in memory: the same files as in a folder, and the same weights from them."""
+    location = f"memory://{tmp_path.name}/run/step-000001"
+    files, path = files_of(location)
+    with learner() as rank:
+        for _ in range(2):  # the second replaces the first
+            with written_to(location) as folder:
+                rank.save(folder)
+        rank.save(tmp_path / "here")
+        expected = rank.weights()
+    here = sorted(file.name for file in (tmp_path / "here").iterdir())
+    assert sorted(name.rsplit("/", 1)[-1] for name in files.ls(path, detail=False)) == here
+    with learner() as rank:
+        rank.learn(batch, 1)
+        with readable_at(location) as folder:
+            rank.restore(folder)
+        assert all(torch.equal(expected[name], value) for name, value in rank.weights().items())
+    with pytest.raises(CheckpointError, match="step-000009 cannot be read"), readable_at(f"{location[:-1]}9"):
+        pass
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(learner, tmp_path, monkeypatch):

@@ -21,12 +21,19 @@ from rlhfless.functions.base import FunctionBroken, StaleCall
 from rlhfless.functions.generation.vllm.messages import EngineDead, EngineTimeout
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.endings import hint
-from rlhfless.loop.session import CHECKPOINTS_FOLDER, JOURNAL_FILE
+from rlhfless.loop.session import JOURNAL_FILE
 from rlhfless.prepare import preflight
 from rlhfless.records import FinishReason, Rollout, WeightVersion
-from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, CheckpointNotes, Checkpoints
+from rlhfless.records.checkpoints import (
+    CHECKPOINTS_FOLDER,
+    NOTES_FILE,
+    CheckpointError,
+    CheckpointNotes,
+    Checkpoints,
+)
 from rlhfless.records.journal import Journal, JournalError, StaleAttempt
 from rlhfless.rewards import RewardError
+from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem, UserError
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
@@ -44,8 +51,13 @@ def journalled(folder: Path) -> None:
     journal.close()
 
 
+FIVE_STEPS = RunSpec.model_validate(
+    {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "rewards": [{"type": "exact_match"}], "steps": 5}
+)
+
+
 def checkpointed(folder: Path, step: int) -> None:
-    path = Checkpoints(folder / CHECKPOINTS_FOLDER, 1).path(step)
+    path = Path(Checkpoints(folder / CHECKPOINTS_FOLDER, 1).location(step))
     path.mkdir(parents=True)
     (path / NOTES_FILE).write_text(json.dumps(CheckpointNotes("run", 1, step, "ab", None, {}).as_json()))
 
@@ -126,16 +138,16 @@ def test_debug_shows_where_it_came_from(stopped: Any) -> None:
 @pytest.mark.parametrize(("step", "expected"), [(5, "all 5 steps are done; the model is in "), (4, "go on: resume it")])
 def test_a_checkpoint_is_something_to_go_on_from(step: int, expected: str, tmp_path: Path) -> None:
     checkpointed(tmp_path, step)
-    assert hint("go on", True, "resume it", tmp_path, 5).startswith(expected)
+    assert hint("go on", True, "resume it", tmp_path, FIVE_STEPS).startswith(expected)
 
 
 def test_an_empty_journal_is_not(tmp_path: Path) -> None:
     journal = Journal(tmp_path / JOURNAL_FILE)
     journal.begin_attempt()
     journal.close()
-    assert hint("go on", True, "resume it", tmp_path, 5) == ""
+    assert hint("go on", True, "resume it", tmp_path, FIVE_STEPS) == ""
 
 
 def test_what_cannot_be_read_may_be(tmp_path: Path) -> None:
     (tmp_path / JOURNAL_FILE).write_bytes(b"no database, and long enough to be looked at" * 100)
-    assert hint("go on", True, "resume it", tmp_path, 5) == "go on: resume it"
+    assert hint("go on", True, "resume it", tmp_path, FIVE_STEPS) == "go on: resume it"

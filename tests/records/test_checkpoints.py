@@ -6,10 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, CheckpointNotes, Checkpoints, kept
+from rlhfless.records.checkpoints import (
+    NOTES_FILE,
+    CheckpointError,
+    CheckpointNotes,
+    Checkpoints,
+    checkpoints_of,
+    kept,
+)
+from rlhfless.spec import CheckpointSpec
 
 
 def notes(step: int, score: float | None = 0.0) -> CheckpointNotes:
@@ -17,7 +26,7 @@ def notes(step: int, score: float | None = 0.0) -> CheckpointNotes:
 
 
 def write(folder: Path, step: int, score: float | None = 0.0) -> None:
-    path = Checkpoints(folder, 1).path(step)
+    path = Path(Checkpoints(folder, 1).location(step))
     path.mkdir(parents=True)
     (path / "model.safetensors").write_bytes(b"weights")
     (path / NOTES_FILE).write_text(json.dumps(notes(step, score).as_json()))
@@ -27,7 +36,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, score in ((10, 0.2), (20, 0.9), (30, 0.4), (40, 0.3), (50, 0.1)):
         write(tmp_path, step, score)
     checkpoints = Checkpoints(tmp_path, keep_last=2)
-    assert [folder.name for folder in checkpoints.prune()] == ["step-000010", "step-000030"]
+    assert [Path(location).name for location in checkpoints.prune()] == ["step-000010", "step-000030"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020", "step-000040", "step-000050"]
     newest = checkpoints.newest()
     assert newest is not None
@@ -59,3 +68,33 @@ def test_half_a_checkpoint_and_one_of_another_version_are_no_checkpoints(tmp_pat
     file.unlink()
     with pytest.raises(CheckpointError, match=r"step-000001 is no checkpoint of a run: run\.json"):
         Checkpoints(tmp_path, 1).newest()
+
+
+def test_in_an_object_store(tmp_path: Path) -> None:
+    """fsspec's own store in memory. A checkpoint whose notes are missing is still being copied, or half deleted."""
+    files = MemoryFileSystem()
+    where = f"memory://{tmp_path.name}/run"
+    checkpoints = Checkpoints(where, keep_last=1)
+    assert checkpoints.newest() is None
+    for step in (1, 2, 3):
+        location = checkpoints.location(step)
+        assert location == f"{where}/step-00000{step}"
+        files.pipe_file(f"{location}/model/weights", b"weights")
+        if step < 3:
+            files.pipe_file(f"{location}/{NOTES_FILE}", json.dumps(notes(step).as_json()).encode())
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.notes.step == 2
+    assert checkpoints.prune() == [f"memory:///{tmp_path.name}/run/step-000001"]
+    assert not files.exists(checkpoints.location(1))
+    with checkpoints.token() as token:
+        assert files.cat_file(token) == b"rlhfless"
+    assert not files.exists(token)
+
+
+def test_a_url_that_nothing_installed_can_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint\.url 'nosuch://bucket/run-1'"):
+        checkpoints_of(tmp_path / "run-1", CheckpointSpec(url="nosuch://bucket"))
+    assert checkpoints_of(tmp_path / "run-1", CheckpointSpec()).location(2) == str(
+        tmp_path / "run-1" / "checkpoints" / "step-000002"
+    )

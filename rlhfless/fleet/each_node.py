@@ -1,0 +1,44 @@
+"""Small pieces of work on every node of the cluster, whatever is on it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+log = logging.getLogger(__name__)
+
+
+def on_each_node(work: Callable[..., object], *arguments: object, timeout_s: float) -> dict[str, object]:
+    """What `work` returned on each node that is alive, by the node's address.
+
+    A node on which it did not end within `timeout_s`, or raised, or which was lost, is not among them; the log says so.
+    """
+    calls: dict[Any, str] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            task: Any = ray.remote(work)
+            placed = task.options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+            calls[placed.remote(*arguments)] = node["NodeManagerAddress"]
+    ended, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
+    for call in late:
+        log.warning("%s did not end within %.0f s on node %s", work.__name__, timeout_s, calls[call])
+    results: dict[str, object] = {}
+    for call in ended:
+        try:
+            results[calls[call]] = ray.get(call)
+        except RayError as error:
+            log.warning("%s failed on node %s: %s", work.__name__, calls[call], error)
+    return results
+
+
+def remove_folders(folders: Sequence[str]) -> None:
+    """To be called on a node: remove these folders, as far as they are there."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
