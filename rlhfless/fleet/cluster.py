@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -68,8 +69,9 @@ class Cluster:
         self._reading = asyncio.Lock()
 
     @classmethod
-    async def start(cls, spec: PlacementSpec) -> Cluster:
-        """Start a private Ray on this machine, or join the one at `spec.ray_address`.
+    async def start(cls, spec: PlacementSpec, code: Path | None = None) -> Cluster:
+        """Start a private Ray on this machine, or join the one at `spec.ray_address`, with the user's code if it is to
+        travel (rlhfless.fleet.user_code).
 
         Raises NoCluster if there is no cluster at that address, if it offers no devices, or if it would be joined
         over a network without a token.
@@ -77,7 +79,7 @@ class Cluster:
         if spec.ray_address:
             ray_session.require_token(spec, os.environ)
             await ray_session.reach(spec.ray_address)
-        cluster = await ray_session.started(lambda: cls._start(spec), spec.ray_address)
+        cluster = await ray_session.started(lambda: cls._start(spec, code), spec.ray_address)
         if not cluster.devices:
             raise NoCluster(
                 f"the Ray cluster at {spec.ray_address} offers no devices; start its nodes with, say, "
@@ -86,9 +88,9 @@ class Cluster:
         return cluster
 
     @classmethod
-    def _start(cls, spec: PlacementSpec) -> Cluster:
+    def _start(cls, spec: PlacementSpec, code: Path | None) -> Cluster:
         if spec.ray_address:
-            ray_session.join(spec.ray_address)
+            ray_session.join(spec.ray_address, code)
         else:
             ray_session.start_private({_resource(device): 1.0 for device in local_devices()})
         _make_router_configs_one_at_a_time()

@@ -128,10 +128,12 @@ def require_token(spec: PlacementSpec, environment: Mapping[str, str]) -> None:
     )
 
 
-def join(address: str) -> None:
-    """Connect this process to a cluster. Raises ConnectionError if there is none."""
+def join(address: str, code: Path | None = None) -> None:
+    """Connect this process to a cluster. `code`: a folder that all processes of the run have as their working
+    directory. Raises ConnectionError if there is no cluster."""
+    environment: dict[str, Any] = {} if code is None else {"runtime_env": {"working_dir": str(code)}}
     with _own_handler():
-        _init(address=address, **_QUIET)
+        _init(address=address, **environment, **_QUIET)
     _after_start()
 
 

@@ -17,6 +17,7 @@ from rlhfless.fleet.each_node import on_each_node, remove_folders
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.pool import RECOVERABLE, Pool
 from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
+from rlhfless.fleet.user_code import check_on_nodes, gathered, targets
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.loop.janitor import Janitor
@@ -69,9 +70,14 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
         attempt, trace = journal.begin_attempt(), session.folder / TRACE_FOLDER
         earlier = read_trace(trace, tokens=False) if attempt > 1 and trace.exists() else None
         with contextlib.closing(_ledger(session, attempt, earlier)) as ledger:
+            joined = bool(session.spec.placement.ray_address)
+            code = gathered(session.spec, session.folder) if joined else None
             with session.console.waiting("starting Ray"):
-                cluster = await Cluster.start(session.spec.placement)
+                cluster = await Cluster.start(session.spec.placement, code)
             try:
+                if joined and targets(session.spec):
+                    with session.console.waiting("importing your modules on every node"):
+                        await asyncio.to_thread(check_on_nodes, session.spec)
                 async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
                     yield under_way
             finally:

@@ -161,6 +161,40 @@ def test_a_resumed_run_takes_over_what_its_killed_driver_left(
     assert replicas(folder.name) == {}
 
 
+TRAVELS = """
+import shutil, sys
+from pathlib import Path
+from rlhfless.fleet.each_node import on_each_node
+from rlhfless.fleet.ray_session import end, join
+from rlhfless.fleet.user_code import gathered, import_faults
+from rlhfless.spec import RunSpec
+
+folder, address = Path(sys.argv[1]), sys.argv[2]
+sys.path.insert(0, str(folder / "mine"))
+reward = {"type": "python", "name": "own", "target": "own_reward:score"}
+spec = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "rewards": [reward]})
+code = gathered(spec, folder / "run")
+join(address, code)
+for gone in (folder / "mine", code):
+    shutil.rmtree(gone)
+print(on_each_node(import_faults, ["own_reward:score"], timeout_s=60))
+print(on_each_node(import_faults, ["other_reward:score"], timeout_s=60))
+end()
+"""
+
+
+def test_the_users_modules_travel_to_the_nodes(cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "helper.py").write_text("SCORE = 1.0")
+    (tmp_path / "mine" / "own_reward.py").write_text("from helper import SCORE\ndef score(**_): return SCORE")
+    command = [sys.executable, "-c", TRAVELS, str(tmp_path), cluster]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found, lacking = done.stdout.splitlines()[-2:]
+    assert found.endswith(": None}")
+    assert "there is no module 'other_reward'" in lacking
+
+
 def test_a_killed_driver_leaves_nothing_behind_after_the_lease(cluster: str, assets: Path, tmp_path: Path) -> None:
     changes = {"placement": {"ray_address": cluster}, "recovery": {"lease_s": LEASE_S}, "timeouts": {"drain_s": 3}}
     folder = killed_after("step  1/50", write_spec(assets, tmp_path, steps=50, **changes), tmp_path / "log")

@@ -52,7 +52,7 @@ async def test_what_else_goes_wrong_is_raised_as_it_is(monkeypatch: pytest.Monke
 
 
 def starts(*, fails_with: Exception | None = None, waits_for: threading.Event | None = None) -> Callable[..., Cluster]:
-    def start(_: PlacementSpec) -> Cluster:
+    def start(_: PlacementSpec, __: Path | None = None) -> Cluster:
         if waits_for is not None:
             waits_for.wait(10)
         raise fails_with or PermissionError("nobody hears this")
@@ -93,7 +93,7 @@ async def test_a_private_start_that_is_called_off_is_waited_for_and_ended(monkey
     ended: list[str] = []
     up = threading.Event()
 
-    def start(_: PlacementSpec) -> Cluster:
+    def start(_: PlacementSpec, __: Path | None = None) -> Cluster:
         up.wait(10)
         ended.append("started")
         raise PermissionError("nobody hears this")

@@ -1,0 +1,129 @@
+"""The user's own modules (rewards, algorithm, schedule, policy) on the nodes of a cluster that is joined.
+
+On one machine all processes import from the same folders. Other nodes have none of them, so the modules that the spec
+names travel with the run: copied into one folder, which Ray hands to every process of the run as its working directory.
+A module that is installed (in an image, say) is imported from there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from rlhfless.fleet.each_node import on_each_node
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import UserError
+from rlhfless.spec.extension import OwnSpec
+from rlhfless.spec.imports import TargetError, load_target
+from rlhfless.spec.rewards import PythonRewardSpec
+
+SUFFIXES = frozenset({".py", ".json", ".toml", ".txt", ".yaml", ".yml"})
+"""Modules, and small files that modules read. Models and data sets do not travel this way."""
+
+MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 2_000, 32 << 20, 1 << 20
+"""Bounds on what travels: Ray keeps it in its control store, and unpacks it once on each node."""
+
+NOT_THEIRS = frozenset({"__pycache__", "node_modules", "site-packages"})
+"""Folders that are never copied; nor are hidden ones, and virtual environments."""
+
+IMPORT_S = 120.0
+"""Longest wait for a node to import the user's modules: a new process there, and whatever they import."""
+
+
+class CodeNotThere(UserError):
+    """Modules that the spec names cannot be brought to the nodes, or not imported there."""
+
+
+def targets(spec: BaseModel) -> tuple[str, ...]:
+    """The import paths of all parts of the spec that are the user's own."""
+    return tuple(sorted(set(_targets(spec))))
+
+
+def _targets(value: object) -> Iterator[str]:
+    if isinstance(value, OwnSpec):
+        yield value.type
+    elif isinstance(value, PythonRewardSpec):
+        yield value.target
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _targets(getattr(value, name))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _targets(item)
+
+
+def gathered(spec: RunSpec, run_folder: Path) -> Path | None:
+    """A folder in the run's with the modules that the spec names and what lies beside them; None if all are installed.
+
+    Raises CodeNotThere if it is too much.
+    """
+    folders = {folder for target in targets(spec) if (folder := _folder_of(target)) is not None}
+    if not folders:
+        return None
+    code = run_folder / "code"
+    shutil.rmtree(code, ignore_errors=True)
+    left = [MOST_FILES, MOST_BYTES]
+    for folder in sorted(folders):
+        _copy(folder, code, left)
+    return code
+
+
+def check_on_nodes(spec: RunSpec) -> None:
+    """Every node can import what the spec names. Raises CodeNotThere, with the node."""
+    faults = on_each_node(import_faults, targets(spec), timeout_s=IMPORT_S)
+    for node, fault in faults.items():
+        if fault is not None:
+            raise CodeNotThere(
+                f"node {node}: {fault}. What a spec's own modules import must lie beside them, or be installed on all "
+                "nodes"
+            )
+
+
+def import_faults(paths: Sequence[str]) -> str | None:
+    """To be called on a node: the first of these import paths that cannot be imported there, and why."""
+    try:
+        for path in paths:
+            load_target(path)
+    except TargetError as error:
+        return str(error)
+    return None
+
+
+def _folder_of(target: str) -> Path | None:
+    """The folder from which a target is imported; None if it is installed."""
+    load_target(target)  # as it was when the spec was checked: the current folder is searched, too
+    found = importlib.util.find_spec(target.partition(":")[0].partition(".")[0])
+    if found is None or found.origin is None:
+        return None
+    file = Path(found.origin)
+    folder = file.parent.parent if found.submodule_search_locations else file.parent
+    installed = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return None if installed & {folder, *folder.parents} else folder
+
+
+def _copy(folder: Path, into: Path, left: list[int]) -> None:
+    """`left`: files and bytes that may still be copied. What an earlier folder has put there stays."""
+    for here, folders, names in os.walk(folder):
+        folders[:] = [
+            name
+            for name in folders
+            if name not in NOT_THEIRS and name[0] != "." and not (Path(here, name) / "pyvenv.cfg").exists()
+        ]
+        for name in names:
+            file, target = Path(here, name), into / Path(here).relative_to(folder) / name
+            if file.suffix not in SUFFIXES or target.exists() or file.stat().st_size > MOST_FILE_BYTES:
+                continue
+            left[0], left[1] = left[0] - 1, left[1] - file.stat().st_size
+            if min(left) < 0:
+                raise CodeNotThere(
+                    f"{str(folder)!r}, which holds modules that the spec names, has more than {MOST_FILES} files or "
+                    f"{MOST_BYTES >> 20} MiB of code. Move the modules to a folder of their own, or install them"
+                )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, target)
