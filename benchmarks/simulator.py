@@ -33,7 +33,7 @@ from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import Action, Assign, Beat, Event, Lost, Move, Policy, Start, StepBegan, StepView
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 
@@ -101,7 +101,7 @@ def fleet(actors: int) -> Setup:
     )
     scoring = ServiceShape(slot_setup("cpu-0", "cpu-core", 0, 1.0), FunctionName.SCORING, Work.SCORE, 1e-3, 0.0)
     learner = LearnerShape(slot_setup("learner", "h100", 0, 60.0), 1.0, 1e-6, 4e-6, 2.0)
-    transport = Transport(TransportKind.NCCL, 50e9, 0.2, 14_000_000_000)
+    transport = Transport("nccl", 50e9, 0.2, 14_000_000_000)
     links = Links(BEAT_S, 0.01, 57_344 / 50e9)
     return Setup(generation, (scoring,), learner, transport, links, "sync", node_s=120.0, max_tokens=MAX_TOKENS, seed=0)
 

@@ -89,7 +89,7 @@ class Fleet:
         self._touched.add(slot)
         self._turns[slot] += 1
         self._waiting[slot] = at_s
-        self._allocation()
+        self._begin_waiting()
 
     def start_later(self, slot: int, at_s: float) -> None:
         """Asks for a replica at a time to come; void if one is asked for before."""
@@ -111,7 +111,7 @@ class Fleet:
             self._sleep(slot, at_s, tier)
         elif replica is not None:
             self._end(slot, max(at_s, replica.busy_s))
-        self._allocation()
+        self._begin_waiting()
 
     def ask(self, step: int, at_s: float) -> None:
         """From now on, actors need the weights after `step` training steps: actors with others are STALE."""
@@ -176,7 +176,7 @@ class Fleet:
     def _label(self, slot: int) -> str:
         return f"{self._functions[slot]}-{slot}"
 
-    def _allocation(self) -> None:
+    def _begin_waiting(self) -> None:
         """Replicas that wait, and whose devices are free, begin; in the order in which they were asked for."""
         for slot, asked_s in list(self._waiting.items()):
             if self._devices.held(slot) is None:
@@ -229,7 +229,7 @@ class Fleet:
         replica.note(replica.life.died(at_s))
         self._waiting.pop(slot, None)
         self._end(slot, at_s, free_s=at_s + self.setup.node_s)
-        self._allocation()
+        self._begin_waiting()
 
     def _up(self, slot: int, at_s: float) -> bool:
         replica = self.replicas[slot]

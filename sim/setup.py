@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Literal
 
 from rlhfless.records import FunctionName, Work
@@ -19,13 +18,8 @@ from rlhfless.sim.engine import EngineShape, PricedModel
 _ROUNDING = 1e-9
 
 
-class TransportKind(StrEnum):
-    """How weights reach an actor."""
-
-    FOLDER = "folder"
-    HTTP = "http"
-    NCCL = "nccl"
-    P2P = "p2p"
+TransportKind = Literal["folder", "http", "nccl", "p2p"]
+"""How weights reach an actor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,7 @@ class Transport:
     def load_s(self, readers: int) -> float:
         """Until `readers` actors that begin together have the weights: a broadcast and a chain of peers take as long
         as one, and only a server's link is divided."""
-        copies = readers if self.kind is TransportKind.HTTP else 1
+        copies = readers if self.kind == "http" else 1
         return self.fixed_s + copies * self.size_bytes / self.bandwidth_bytes_per_s
 
 

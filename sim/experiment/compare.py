@@ -79,7 +79,9 @@ def compare(
     with Workers(jobs, on_progress) as workers:
         for index, entries in enumerate(rounds):
             tasks = {entry.shown: _tasks(scenario, entry, found) for entry in entries}
-            later = sum(_runs(scenario, entry) for entries in rounds[index + 1 :] for entry in entries)
+            later = scenario.seeds * sum(
+                _runs_of_seed(scenario, each) for after in rounds[index + 1 :] for each in after
+            )
             results = iter(workers.run([task for each in tasks.values() for task in each], later))
             for entry in entries:
                 mine = [[next(results) for _ in range(_runs_of_seed(scenario, entry))] for _ in range(scenario.seeds)]
@@ -123,10 +125,6 @@ def _tasks(scenario: Scenario, entry: PolicyEntry, found: Results) -> list[Task]
 
 def _runs_of_seed(scenario: Scenario, entry: PolicyEntry) -> int:
     return len(fleets(scenario)) if entry.name == BEST_STATIC else 1
-
-
-def _runs(scenario: Scenario, entry: PolicyEntry) -> int:
-    return scenario.seeds * _runs_of_seed(scenario, entry)
 
 
 def _contracts(scenario: Scenario, entry: PolicyEntry, found: Results, seed: int) -> tuple[ContractSpec, ...]:

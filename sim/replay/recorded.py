@@ -19,7 +19,7 @@ from rlhfless.scaling.policy import Action, Assign, Event, Ints, Start, StepBega
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.replay.calibrate import max_sequences
 from rlhfless.sim.replay.latency_file import LatencyFile
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
 
 BLOCK_TOKENS = 16
 MOVE_S = 0.01
@@ -56,7 +56,7 @@ def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
         tuple(ActorShape(_slot_setup(allocations[FunctionName.GENERATION, name]), shape, prices) for name in actors),
         tuple(services),
         learner,
-        Transport(TransportKind.FOLDER, 1.0, latency.load_weights_s, 0),
+        Transport("folder", 1.0, latency.load_weights_s, 0),
         Links(_beat_s(trace), MOVE_S),
         "sync",
         0.0,

@@ -122,7 +122,8 @@ def gantt(
     calls: dict[str, list[Invocation]] = {}
     for call in invocations:
         calls.setdefault(call.incarnation, []).append(call)
-    for holding in sorted(holdings, key=_is_awake):
+    # A replica that is awake is drawn over replicas that sleep on the same device.
+    for holding in sorted(holdings, key=lambda holding: holding.state is not ReplicaState.SLEEPING):
         low, high = max(holding.start_s, start_s), min(holding.end_s, end_s)
         if low < high and holding.device in row:
             states = [(holding.state, STATE_COLOURS[holding.state], low, high, 0.4)]
@@ -144,11 +145,6 @@ def _worked(calls: Sequence[Invocation], low: float, high: float) -> Iterator[tu
         spans = union((call.start_s, call.end_s) for call in calls if call.work is work)
         for begin, end in clip(spans, low, high):
             yield work, WORK_COLOURS[work], begin, end, 0.28
-
-
-def _is_awake(holding: Holding) -> bool:
-    """A replica that is awake is drawn over those that sleep on the same device."""
-    return holding.state is not ReplicaState.SLEEPING
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

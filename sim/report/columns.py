@@ -28,17 +28,17 @@ class Column:
 
     def span(self, row: Row) -> str:
         """The interval; empty where it is the mean alone."""
-        interval = self.pick(row)
-        if interval is None or interval.low == interval.high:
-            return ""
-        return f"{self._number(interval.low)} to {self._number(interval.high)}"
+        interval = self._spread(row)
+        return f"{self._number(interval.low)} to {self._number(interval.high)}" if interval else ""
 
     def half(self, row: Row) -> str:
         """Half the width of the interval; empty where it is the mean alone."""
+        interval = self._spread(row)
+        return f"±{self._number((interval.high - interval.low) / 2)}" if interval else ""
+
+    def _spread(self, row: Row) -> Interval | None:
         interval = self.pick(row)
-        if interval is None or interval.low == interval.high:
-            return ""
-        return f"±{self._number((interval.high - interval.low) / 2)}"
+        return None if interval is None or interval.low == interval.high else interval
 
     def _number(self, value: float) -> str:
         return f"{100 * value:,.{self.digits}f}" if self.percent else f"{value:,.{self.digits}f}"

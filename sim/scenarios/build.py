@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.latency.devices import device_of
+from rlhfless.scaling.latency.startup import start_s
 from rlhfless.scaling.placement import Allocation, Device
-from rlhfless.scaling.prices import DevicePrice, Owned, PriceBook, Residency, load_price_book
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, DevicePrice, Owned, PriceBook, Residency, load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import PlacementSpec
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec.errors import InputError, Problem
 
-SECONDS_PER_HOUR = 3600.0
 MOVE_S = 0.01
 """Seconds until a moved sample is at its new actor by its tokens: a request on the cluster's network."""
 
@@ -130,7 +130,7 @@ class Layout:
         slow_from = machines.devices - int(machines.stragglers * machines.devices)
         return [
             ActorShape(
-                SlotSetup(Allocation(devices, 1.0), node, timing.start_s(model), wakes),
+                SlotSetup(Allocation(devices, 1.0), node, start_s(model), wakes),
                 shape,
                 prices,
                 machines.straggler_slowdown if _number(devices[-1]) >= slow_from else 1.0,
@@ -145,7 +145,7 @@ class Layout:
         slot_setup = SlotSetup(
             Allocation(tuple(self.learner_side), 1.0),
             self._first.devices[0][0],
-            timing.start_s(scenario.model.shape),
+            start_s(scenario.model.shape),
             {"host_weights": timing.learner_wake_s(scenario, kind, count)},
         )
         evaluated = 1 - 1 / scenario.learner.mini_batches  # all but the first
@@ -174,7 +174,7 @@ class Layout:
         side = tuple(self.learner_side[-devices:])
         wake_s = model.total_bytes / (len(side) * device.host_bytes_per_s.value)
         slot_setup = SlotSetup(
-            Allocation(side, 1.0), self._first.devices[-1][0], timing.start_s(model), {"host_weights": wake_s}
+            Allocation(side, 1.0), self._first.devices[-1][0], start_s(model), {"host_weights": wake_s}
         )
         token_s = timing.forward_token_s(scenario, kind, len(side))
         return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
@@ -191,7 +191,7 @@ def setup(scenario: Scenario, layout: Layout, seed: int) -> Setup:
             layout.actors(),
             layout.services(),
             layout.learner(),
-            Transport(TransportKind(transport.kind), per_actor, transport.fixed_s, size),
+            Transport(transport.kind, per_actor, transport.fixed_s, size),
             Links(scenario.beat_s, MOVE_S, kv_token_s),
             scenario.schedule,
             scenario.cluster.provisioning_s,

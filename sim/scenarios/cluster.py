@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhfless.scaling.latency.devices import load_devices
+from rlhfless.sim.setup import TransportKind
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.explain import nearest
 
@@ -94,7 +95,7 @@ class ClusterSpec(SpecModel):
 class TransportSpec(SpecModel):
     """How weights reach the actors at the beginning of a step."""
 
-    kind: Literal["folder", "http", "nccl", "p2p"] = "p2p"
+    kind: TransportKind = "p2p"
     """`http` divides one server's link among all that pull; the others do not."""
 
     device_bytes_per_s: Positive = 6.4e9

@@ -11,7 +11,7 @@ from rlhfless.scaling.latency.devices import DeviceSheet, device_of
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
-from rlhfless.scaling.latency.startup import START_S, START_S_PER_PARAMETER, SleepTier, wake_s
+from rlhfless.scaling.latency.startup import SleepTier, wake_s
 from rlhfless.sim.replay.latency_file import load_latency
 from rlhfless.sim.scenarios.model import EngineSpec, FittedLatency, KernelsLatency
 from rlhfless.sim.scenarios.scenario import Scenario
@@ -90,17 +90,11 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
     return tokens
 
 
-def start_s(shape: ModelShape) -> float:
-    """A cold start until the engine is up, without its weights."""
-    return START_S + START_S_PER_PARAMETER * shape.parameters
-
-
 def wake_times_s(
     engine: EngineSpec, shape: ModelShape, device: DeviceSheet, store_bytes_per_s: float
 ) -> Mapping[str, float]:
     """By sleep tier, until the engine is up again."""
-    tiers = (SleepTier.HOST_WEIGHTS, SleepTier.PROCESS)
-    return {str(tier): wake_s(tier, shape, device, store_bytes_per_s, engine.tensor_parallel) for tier in tiers}
+    return {str(tier): wake_s(tier, shape, device, store_bytes_per_s, engine.tensor_parallel) for tier in SleepTier}
 
 
 def sleeping_usd_per_hour(scenario: Scenario) -> float:

@@ -42,7 +42,7 @@ from rlhfless.sim.events import Interrupted
 from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
 
 PLACES, GROUPS, SIBLINGS = 3, 4, 3
@@ -195,7 +195,7 @@ def setup() -> Setup:
     actors = [ActorShape(slot_setup(f"h100-{slot}", "h100"), shape, PricedModel(MODEL, 8)) for slot in range(PLACES)]
     scoring = ServiceShape(slot_setup("cpu-0", "cpu-core"), FunctionName.SCORING, Work.SCORE, 0.001, 0.0)
     learner = LearnerShape(slot_setup("h100-9", "h100"), 0.1, 0.0, 0.0, 0.1)
-    transport = Transport(TransportKind.FOLDER, 1e9, 0.1, 1)
+    transport = Transport("folder", 1e9, 0.1, 1)
     return Setup(tuple(actors), (scoring,), learner, transport, Links(0.5, 0.01), "sync", 0.0, 500, 0)
 
 

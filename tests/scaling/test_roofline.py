@@ -11,7 +11,7 @@ from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.latency.devices import DeviceSheet, UnknownDevice, device_of, load_devices
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
-from rlhfless.scaling.latency.startup import SleepTier, cold_start_s, wake_s
+from rlhfless.scaling.latency.startup import SleepTier, start_s, wake_s, weight_load_s
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -156,13 +156,12 @@ def test_a_cold_start_as_it_was_measured() -> None:
     # 7 billion parameters: 33.7 + 1.95 x 7 = 47.4 s by the fit; 45.0 to 46.7 s were measured.
     seven = ModelShape.of_config(LLAMA_8B | {"num_hidden_layers": 27})
     billions = seven.parameters / 1e9
-    assert cold_start_s(seven, store_bytes_per_s=1.75e9) == pytest.approx(33.7 + 1.95 * billions)
-    assert cold_start_s(seven, 1.75e9, node_s=60) == pytest.approx(93.7 + 1.95 * billions)
+    assert start_s(seven) + weight_load_s(seven, 1.75e9) == pytest.approx(33.7 + 1.95 * billions)
 
 
 def test_deeper_sleep_takes_longer_to_wake_from() -> None:
-    host, process, nothing = (wake_s(tier, SHAPE, device(), 2e9) for tier in SleepTier)
+    host, process = (wake_s(tier, SHAPE, device(), 2e9) for tier in SleepTier)
     assert host == pytest.approx(0.1 + SHAPE.total_bytes / 5e10)
     assert process == pytest.approx(0.1 + SHAPE.total_bytes / 2e9)
-    assert host < process < nothing == cold_start_s(SHAPE, 2e9)
+    assert host < process < start_s(SHAPE) + weight_load_s(SHAPE, 2e9)
     assert wake_s(SleepTier.HOST_WEIGHTS, SHAPE, device(), 2e9, tensor_parallel=2) < host

@@ -15,7 +15,7 @@ from rlhfless.scaling.prices import DevicePrice, PriceBook, Residency
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
 
 MODEL = LinearModel()
@@ -43,7 +43,7 @@ MEMORY = PriceBook(
 """The same, with a price for host memory."""
 
 LINKS = Links(beat_s=0.5, move_s=0.01, kv_token_s=0.001)
-FOLDER = Transport(TransportKind.FOLDER, 1e9, 0.1, 200_000_000)  # 0.3 s
+FOLDER = Transport("folder", 1e9, 0.1, 200_000_000)  # 0.3 s
 
 
 SERVING_S = 5.0 + 2.0 + 0.3

@@ -45,7 +45,6 @@ from rlhfless.scaling.policy import (
 )
 from rlhfless.scaling.step_times import Phase
 from rlhfless.sim.fleet import SimulationError
-from rlhfless.sim.setup import TransportKind
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.work import first_come_first_served
 
@@ -85,9 +84,9 @@ def test_a_start_ahead_of_time() -> None:
 
 
 def test_weights_by_transport() -> None:
-    http = dataclasses.replace(FOLDER, kind=TransportKind.HTTP)
+    http = dataclasses.replace(FOLDER, kind="http")
     assert http.load_s(4) == pytest.approx(0.1 + 4 * 0.2)
-    for kind in (TransportKind.FOLDER, TransportKind.NCCL, TransportKind.P2P):
+    for kind in ("folder", "nccl", "p2p"):
         assert dataclasses.replace(FOLDER, kind=kind).load_s(4) == pytest.approx(0.3)
 
 

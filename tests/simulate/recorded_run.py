@@ -17,7 +17,7 @@ from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport, TransportKind
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 
@@ -77,7 +77,7 @@ def _setup(actors: int) -> Setup:
         tuple(ActorShape(slot_setup(i % 2), shape, prices) for i in range(actors)),
         (scoring,),
         learner,
-        Transport(TransportKind.FOLDER, 1.0, LOAD_S, 0),
+        Transport("folder", 1.0, LOAD_S, 0),
         Links(0.5, 0.01),
         "sync",
         0.0,

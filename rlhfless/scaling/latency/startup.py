@@ -29,8 +29,6 @@ class SleepTier(StrEnum):
     """The process, and its weights in host memory (vLLM's sleep level 1)."""
     PROCESS = "process"
     """The process alone (level 2)."""
-    NOTHING = "nothing"
-    """Gone: waking is a cold start."""
 
 
 def weight_load_s(shape: ModelShape, bytes_per_s: float) -> float:
@@ -38,9 +36,9 @@ def weight_load_s(shape: ModelShape, bytes_per_s: float) -> float:
     return shape.total_bytes / bytes_per_s
 
 
-def cold_start_s(shape: ModelShape, store_bytes_per_s: float, node_s: float = 0.0) -> float:
-    """From asking for a replica to one that can serve; `node_s` is how long the machine itself takes."""
-    return node_s + START_S + START_S_PER_PARAMETER * shape.parameters + weight_load_s(shape, store_bytes_per_s)
+def start_s(shape: ModelShape) -> float:
+    """A cold start until the engine is up, without the load of its weights."""
+    return START_S + START_S_PER_PARAMETER * shape.parameters
 
 
 def wake_s(
@@ -49,6 +47,4 @@ def wake_s(
     """From sleep to a replica that can serve. Each device of a replica has its own way to host memory."""
     if tier is SleepTier.HOST_WEIGHTS:
         return WARM_UP_S + weight_load_s(shape, tensor_parallel * device.host_bytes_per_s.value)
-    if tier is SleepTier.PROCESS:
-        return WARM_UP_S + weight_load_s(shape, store_bytes_per_s)
-    return cold_start_s(shape, store_bytes_per_s)
+    return WARM_UP_S + weight_load_s(shape, store_bytes_per_s)

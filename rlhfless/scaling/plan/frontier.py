@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rlhfless.scaling.plan.cost import GroupTimes
-from rlhfless.scaling.plan.groups import Allocations, Candidate, Partition, fill, heal
+from rlhfless.scaling.plan.groups import Candidate, Partition, TierActors, fill, heal
 from rlhfless.scaling.plan.options import FleetOptions, orders
 from rlhfless.scaling.plan.polish import polish
 from rlhfless.scaling.plan.responses import Ints, Responses, lists
@@ -47,9 +47,9 @@ class Frontier:
         self._tried: dict[float, Partition | float] = {}
         """By limit; where there is none, the seconds of work that are left over."""
         self._least_s = min(
-            allocations.ready_s + allocations.times.one_s(candidate.samples - 1, candidate.samples)
+            tier.ready_s + tier.times.one_s(candidate.samples - 1, candidate.samples)
             for candidate in self._candidates
-            for allocations in candidate.allocations
+            for tier in candidate.tiers
         )
 
     def under(self, limit_s: float) -> Partition | None:
@@ -152,7 +152,7 @@ class Frontier:
 
 
 def _cheaper(plan: Partition) -> tuple[float, float, int]:
-    return plan.usd, plan.step_s, len(plan.allocations)
+    return plan.usd, plan.step_s, len(plan.tiers)
 
 
 def _candidates(step: Responses, options: FleetOptions, listed: int, order: Ints) -> list[Candidate]:
@@ -164,18 +164,16 @@ def _candidates(step: Responses, options: FleetOptions, listed: int, order: Ints
     times = [GroupTimes(device, step, order) if device.actors else None for device in options.devices]
     found = []
     for way in orders(options, order.size):
-        allocations = [
-            allocation
-            for index, stop in way
-            for allocation in _allocations(options, index, int(run_begins[stop]), times[index])
+        tiers = [
+            tier for index, stop in way for tier in _tier_actors(options, index, int(run_begins[stop]), times[index])
         ]
-        found.append(Candidate(listed, order.size, tuple(allocations), run_begins))
+        found.append(Candidate(listed, order.size, tuple(tiers), run_begins))
     return found
 
 
-def _allocations(options: FleetOptions, index: int, stop: int, times: GroupTimes | None) -> list[Allocations]:
+def _tier_actors(options: FleetOptions, index: int, stop: int, times: GroupTimes | None) -> list[TierActors]:
     """The actors of a kind, the soonest first, tier by tier."""
     device, sync_s = options.devices[index], options.weight_sync_s
     if times is None:
         return []
-    return [Allocations(device, tier, tier.actors, tier.wait_s + sync_s, times, stop) for tier in device.ready]
+    return [TierActors(device, tier, tier.actors, tier.wait_s + sync_s, times, stop) for tier in device.ready]

@@ -27,7 +27,7 @@ from rlhfless.scaling.plan.responses import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Allocations:
+class TierActors:
     """Some actors of one kind in one tier, with the times of all groups on them."""
 
     device: DeviceOption
@@ -40,32 +40,32 @@ class Allocations:
     """Where in the list they stop."""
 
 
-class Group(NamedTuple):
+class ActorGroup(NamedTuple):
     """The samples [begin, end) of a list on one actor."""
 
     begin: int
     end: int
-    allocations: Allocations
+    tier: TierActors
     work_s: float
 
     @property
     def finish_s(self) -> float:
         """When it ends, from the start of the step. The actor is paid for until then, and from then no more."""
-        return self.allocations.ready_s + self.work_s
+        return self.tier.ready_s + self.work_s
 
     @property
     def usd(self) -> float:
-        return self.finish_s * self.allocations.device.usd_per_s
+        return self.finish_s * self.tier.device.usd_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A list, and the allocations in the order in which they take from its long end."""
+    """A list, and the tiers in the order in which they take from its long end."""
 
     listed: int
     """Which of the step's lists."""
     samples: int
-    allocations: tuple[Allocations, ...]
+    tiers: tuple[TierActors, ...]
     run_begins: Ints
     """[samples + 1]: for each cut, the first cut at or after it that keeps siblings together."""
 
@@ -78,17 +78,17 @@ class Partition:
     begins: Ints
     """[groups]: each ends where the one before begins, the first one at the end of the list."""
     work_s: Floats  # [groups]
-    allocations: tuple[int, ...]
-    """[groups]: index into the candidate's allocations."""
+    tiers: tuple[int, ...]
+    """[groups]: index into the candidate's tiers."""
     step_s: float
     usd: float
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[ActorGroup, ...]:
         """One for each actor."""
         ends = (self.candidate.samples, *self.begins.tolist())
-        allocations = (self.candidate.allocations[index] for index in self.allocations)
-        return tuple(map(Group, self.begins.tolist(), ends, allocations, self.work_s.tolist()))
+        tiers = (self.candidate.tiers[index] for index in self.tiers)
+        return tuple(map(ActorGroup, self.begins.tolist(), ends, tiers, self.work_s.tolist()))
 
 
 def fill(
@@ -97,18 +97,18 @@ def fill(
     """The partition of this pass; or, if the actors do not suffice, how many seconds one of them would take for what
     is left; or infinity if it would cost more than `most_usd`.
 
-    `gather_or_cancel` cuts through siblings only where a group could not hold all of them.
+    `together` cuts through siblings only where a group could not hold all of them.
     """
     begins, work_s = np.empty(max_actors, np.int64), np.empty(max_actors)
     end, usd, step_s, left_s, taken = candidate.samples, 0.0, 0.0, math.inf, list[int]()
-    for index, allocations in enumerate(candidate.allocations):
-        done, actors = len(taken), min(allocations.actors, max_actors - len(taken))
+    for index, tier in enumerate(candidate.tiers):
+        done, actors = len(taken), min(tier.actors, max_actors - len(taken))
         got = Taken(
             *kernel.take(
-                allocations.times.table,
+                tier.times.table,
                 candidate.run_begins,
-                limit_s - allocations.ready_s,
-                allocations.stop,
+                limit_s - tier.ready_s,
+                tier.stop,
                 actors,
                 together,
                 end,
@@ -117,14 +117,14 @@ def fill(
             )
         )
         if got.actors:
-            end, step_s = got.end, max(step_s, allocations.ready_s + got.most_s)
-            usd += (got.actors * allocations.ready_s + got.sum_s) * allocations.device.usd_per_s
+            end, step_s = got.end, max(step_s, tier.ready_s + got.most_s)
+            usd += (got.actors * tier.ready_s + got.sum_s) * tier.device.usd_per_s
             taken += [index] * got.actors
         if usd > most_usd:
             return math.inf
         if end == 0:
             return Partition(candidate, begins[: len(taken)], work_s[: len(taken)], tuple(taken), step_s, usd)
-        left_s = allocations.times.one_s(0, end)
+        left_s = tier.times.one_s(0, end)
     return left_s
 
 
@@ -142,7 +142,7 @@ def heal(cut: Partition, limit_s: float) -> Partition:
             before -= 1
         for moved in (whole, before):
             if lower.begin < moved < upper.end:
-                pair = _group(moved, upper.end, upper.allocations), _group(lower.begin, moved, lower.allocations)
+                pair = _group(moved, upper.end, upper.tier), _group(lower.begin, moved, lower.tier)
                 late = max(group.finish_s for group in pair) > limit_s
                 if not late and sum(group.usd for group in pair) <= upper.usd + lower.usd:
                     groups[index : index + 2] = pair
@@ -153,11 +153,11 @@ def heal(cut: Partition, limit_s: float) -> Partition:
 
 def moved_to(cut: Partition, begins: Ints, work_s: Floats) -> Partition:
     """The same actors with their groups begun elsewhere [groups]; adds up what that takes and costs."""
-    allocations = [cut.candidate.allocations[index] for index in cut.allocations]
-    ends_s = work_s + [each.ready_s for each in allocations]
-    usd = float(ends_s @ [each.device.usd_per_s for each in allocations])
-    return Partition(cut.candidate, begins, work_s, cut.allocations, float(ends_s.max()), usd)
+    tiers = [cut.candidate.tiers[index] for index in cut.tiers]
+    ends_s = work_s + [each.ready_s for each in tiers]
+    usd = float(ends_s @ [each.device.usd_per_s for each in tiers])
+    return Partition(cut.candidate, begins, work_s, cut.tiers, float(ends_s.max()), usd)
 
 
-def _group(begin: int, end: int, allocations: Allocations) -> Group:
-    return Group(begin, end, allocations, allocations.times.one_s(begin, end))
+def _group(begin: int, end: int, tier: TierActors) -> ActorGroup:
+    return ActorGroup(begin, end, tier, tier.times.one_s(begin, end))

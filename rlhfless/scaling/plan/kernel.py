@@ -53,7 +53,7 @@ def take(
     work_s: Floats,
 ) -> tuple[int, int, float, float]:
     """`begins` and `work_s` [actors]: each of so many actors in turn takes as many of the longest samples before `end`
-    as it can end within the limit, until `stop`. `run_begins` [n + 1] is where siblings stay `gather_or_cancel`.
+    as it can end within the limit, until `stop`. `run_begins` [n + 1] is where siblings stay together, if `together`.
 
     Returns a `Taken`.
     """

@@ -141,12 +141,12 @@ def _actors(step: Responses, cut: Partition, lists: list[Ints]) -> tuple[ActorPl
         order, work_s = _drained(step, cut, order)
     return tuple(
         ActorPlan(
-            group.allocations.device.kind,
-            group.allocations.standby.tier,
+            group.tier.device.kind,
+            group.tier.standby.tier,
             order[group.begin : group.end][::-1].copy(),
-            group.allocations.ready_s,
-            group.allocations.ready_s + work,
-            (group.allocations.ready_s + work) * group.allocations.device.usd_per_s,
+            group.tier.ready_s,
+            group.tier.ready_s + work,
+            (group.tier.ready_s + work) * group.tier.device.usd_per_s,
         )
         for group, work in zip(cut.groups, work_s, strict=True)
     )
@@ -166,8 +166,8 @@ def _drained(step: Responses, cut: Partition, order: Ints) -> tuple[Ints, list[f
     begins = np.array([group.begin for group in cut.groups])
     ends = np.array([group.end for group in cut.groups])
     seconds: Floats = np.empty(len(cut.groups))
-    for device in {id(group.allocations.device): group.allocations.device for group in cut.groups}.values():
-        mine = np.array([group.allocations.device is device for group in cut.groups])
+    for device in {id(group.tier.device): group.tier.device for group in cut.groups}.values():
+        mine = np.array([group.tier.device is device for group in cut.groups])
         seconds[mine] = GroupTimes(device, step, order, actor).time_s(begins[mine], ends[mine])
     return order, seconds.tolist()
 

@@ -27,7 +27,7 @@ def polish(cut: Partition, limit_s: float) -> Partition:
     for turn in range(2 * ROUNDS):
         pairs: dict[tuple[int, int], list[int]] = {}
         for upper in range(turn % 2, begins.size - 1, 2):
-            kinds = (id(cut.candidate.allocations[cut.allocations[index]].times) for index in (upper, upper + 1))
+            kinds = (id(cut.candidate.tiers[cut.tiers[index]].times) for index in (upper, upper + 1))
             pairs.setdefault((next(kinds), next(kinds)), []).append(upper)
         for alike in pairs.values():
             _move(cut, np.array(alike), limit_s, begins, work_s)
@@ -36,14 +36,12 @@ def polish(cut: Partition, limit_s: float) -> Partition:
 
 def _move(cut: Partition, uppers: Ints, limit_s: float, begins: Ints, work_s: Floats) -> None:
     """Moves the cut between each `uppers` group and the next; all upper ones are of one kind, and all lower ones."""
-    allocations = [
-        [cut.candidate.allocations[cut.allocations[index]] for index in (upper, upper + 1)] for upper in uppers.tolist()
-    ]
-    ready_s = np.array([[each.ready_s for each in pair] for pair in allocations])
-    usd_per_s = np.array([[each.device.usd_per_s for each in pair] for pair in allocations])
+    tiers = [[cut.candidate.tiers[cut.tiers[index]] for index in (upper, upper + 1)] for upper in uppers.tolist()]
+    ready_s = np.array([[each.ready_s for each in pair] for pair in tiers])
+    usd_per_s = np.array([[each.device.usd_per_s for each in pair] for pair in tiers])
     ends = np.concatenate(([cut.candidate.samples], begins))
     at, pair_s = begins[uppers], np.empty((uppers.size, 2))
-    upper, lower = (each.times.table for each in allocations[0])
+    upper, lower = (each.times.table for each in tiers[0])
     cuts = begins[uppers + 1], at, ends[uppers]
     kernel.move_cuts(upper, lower, ready_s, usd_per_s, limit_s, REACH, *cuts, pair_s)
     begins[uppers] = at

@@ -43,9 +43,13 @@ def make_way(now: PolicyContext, slots: Iterable[int]) -> list[Action]:
 
 
 def put_to_sleep(now: PolicyContext, slot: int) -> Release:
-    """Into the tier that wakes soonest. A replica that has not come up yet, or has no tier, gives its devices back."""
-    starting = now.view.slots[slot].state is ReplicaState.STARTING
-    return Release(slot, None if starting else quickest_tier(now.layout.replica_slots[slot]))
+    """Puts a replica into the tier that wakes soonest; without any tier it gives its devices back."""
+    return leave(now, slot, quickest_tier(now.layout.replica_slots[slot]))
+
+
+def leave(now: PolicyContext, slot: int, tier: str | None) -> Release:
+    """Puts a replica into a tier; without one, or if it has not come up yet, it gives its devices back."""
+    return Release(slot, None if now.view.slots[slot].state is ReplicaState.STARTING else tier)
 
 
 def quickest_tier(replica_slot: ReplicaSlot) -> str | None:

@@ -11,7 +11,7 @@ from rlhfless.scaling.policy import ReplicaSlot
 WARM, STARTING, COLD = "warm", "starting", "cold"
 
 
-class FleetOffers:
+class FleetOptionsCache:
     """Makes FleetOptions, and keeps the curve of an engine model as long as the model stays the same."""
 
     def __init__(self) -> None:

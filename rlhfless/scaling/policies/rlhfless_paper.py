@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.records import FunctionName
 from rlhfless.scaling.plan import responses
 from rlhfless.scaling.plan.cost import GroupTimes
 from rlhfless.scaling.plan.responses import Floats
-from rlhfless.scaling.policies.fleet_actions import Inputs, make_way, note, quickest_tier, rescue, start
+from rlhfless.scaling.policies.fleet_actions import Inputs, leave, make_way, note, quickest_tier, rescue, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, Layout, PolicyContext
-from rlhfless.scaling.policies.fleet_options import FleetOffers
+from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
 from rlhfless.scaling.policy import (
     UNASSIGNED,
     Action,
@@ -50,7 +50,7 @@ class RLHFlessPaper:
     def __init__(self, settings: RLHFlessPaperSpec) -> None:
         self._settings = settings
         self._contexts = Contexts()
-        self._offers = FleetOffers()
+        self._fleet_options = FleetOptionsCache()
         self._means: dict[str, float] = {}
         self._seen_tokens, self._seen = 0.0, 0
         self._began_s = 0.0
@@ -129,7 +129,7 @@ class RLHFlessPaper:
         """
         view, layout, prompts = now.view, now.layout, len(now.view.prompt_ids)
         step = responses(predicted[view.group], view.group, view.prompt_tokens)
-        times = GroupTimes(self._offers.device(layout.replica_slots[layout.generation[0]]), step, order)
+        times = GroupTimes(self._fleet_options.device(layout.replica_slots[layout.generation[0]]), step, order)
         sweep = range(1, min(len(layout.generation), prompts) + 1)
         cuts = [ends[np.arange(actors + 1) * prompts // actors] for actors in sweep]
         work_s = [times.time_s(cut[:-1], cut[1:]) for cut in cuts]
@@ -216,8 +216,7 @@ def _near_learner(layout: Layout) -> tuple[int, ...]:
 
 
 def _leave(now: PolicyContext, slot: int) -> Release:
-    starting = now.view.slots[slot].state is ReplicaState.STARTING
-    return Release(slot, None if starting else _tier(now.layout, slot))
+    return leave(now, slot, _tier(now.layout, slot))
 
 
 def _tier(layout: Layout, slot: int) -> str | None:

@@ -14,7 +14,7 @@ from rlhfless.scaling.plan import CheapestUnderDeadline, Plan, RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin
 from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
-from rlhfless.scaling.policies.cost_aware.planner import Assignment
+from rlhfless.scaling.policies.cost_aware.planner import SlotAssignment
 from rlhfless.scaling.policies.cost_aware.prewarm import gain_usd, is_due
 from rlhfless.scaling.policy import (
     Action,
@@ -202,7 +202,7 @@ def test_what_one_more_actor_is_worth_in_a_step() -> None:
 
 
 def test_an_actor_that_starts_for_later_steps_keeps_the_step_until_it_is_up() -> None:
-    before = Assignment((0, 1), (1.0, 1.0), (np.array([4, 5, 0]), np.array([1])), np.array([0, 1, -1, -1, 0, 0]))
+    before = SlotAssignment((0, 1), (1.0, 1.0), (np.array([4, 5, 0]), np.array([1])), np.array([0, 1, -1, -1, 0, 0]))
     after = before.wait_for([2, 3, 4], 40.0)  # one sample stays, so only two can wait
     assert after.slots == (0, 1, 2, 3)
     assert after.ready_s == (1.0, 1.0, 40.0, 40.0)
@@ -211,7 +211,7 @@ def test_an_actor_that_starts_for_later_steps_keeps_the_step_until_it_is_up() ->
 
 
 def test_a_group_of_one_sample_has_none_to_wait_with() -> None:
-    before = Assignment((0,), (1.0,), (np.array([0]),), np.array([0]))
+    before = SlotAssignment((0,), (1.0,), (np.array([0]),), np.array([0]))
     after = before.wait_for([1, 2], 40.0)
     assert after.slots == (0,)
     assert [samples.tolist() for samples in after.samples] == [[0]]

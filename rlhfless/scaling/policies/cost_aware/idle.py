@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.records import FunctionName
 from rlhfless.scaling.policies.cost_aware.estimators import Recent, StartTimes
-from rlhfless.scaling.policies.fleet_actions import Inputs, note
+from rlhfless.scaling.policies.fleet_actions import Inputs, leave, note
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
-from rlhfless.scaling.policy import Action, Release, Start
+from rlhfless.scaling.policy import Action, Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,10 @@ def release(now: PolicyContext, slot: int, state: IdleState) -> list[Action]:
     """Brings an idle replica to a state."""
     if state.stays:
         return []
-    starting = now.view.slots[slot].state is ReplicaState.STARTING
-    tier = None if starting else state.tier
-    choice = f"slot {slot} gives its devices back" if tier is None else f"slot {slot} sleeps in {tier}"
+    left = leave(now, slot, state.tier)
+    choice = f"slot {slot} gives its devices back" if left.tier is None else f"slot {slot} sleeps in {left.tier}"
     inputs: Inputs = {"function": str(now.layout.replica_slots[slot].function), "usd": state.usd}
-    return [Release(slot, tier), note(now, "release", choice, inputs)]
+    return [left, note(now, "release", choice, inputs)]
 
 
 def waiting_usd_per_s(now: PolicyContext) -> float:
@@ -120,8 +119,7 @@ class IdleScheduler:
         actions: list[Action] = []
         for slot in now.layout.others:
             if slot in self._wanted_s and not now.layout.shared(slot) and now.absent(slot):
-                up_s = self._starts.wake_s(now.layout.replica_slots[slot], now.view.slots[slot].tier)
-                actions.append(Start(slot, now.at_s + self._wanted_s[slot].value - up_s))
+                actions.append(self._ahead(now, slot, now.view.slots[slot].tier, self._wanted_s[slot].value))
         return actions
 
     def look(self, now: PolicyContext, generated_s: float) -> list[Action]:
@@ -157,9 +155,12 @@ class IdleScheduler:
         if self._after.count:
             for slot in actors:
                 if slot in tiers and not now.layout.shared(slot):
-                    up_s = self._starts.wake_s(now.layout.replica_slots[slot], tiers[slot])
-                    actions.append(Start(slot, now.at_s + self.after_s(forecast.tokens) - up_s))
+                    actions.append(self._ahead(now, slot, tiers[slot], self.after_s(forecast.tokens)))
         return actions
+
+    def _ahead(self, now: PolicyContext, slot: int, tier: str | None, gap_s: float) -> Start:
+        """Starts a replica from a tier so that it is up at the end of a gap."""
+        return Start(slot, now.at_s + gap_s - self._starts.wake_s(now.layout.replica_slots[slot], tier))
 
     def idle(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
         """A function beside generation has done its work of the step."""

@@ -24,7 +24,7 @@ from rlhfless.scaling.policies.cost_aware.estimators import StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
 from rlhfless.scaling.policies.cost_aware.prewarm import asleep_instead, gain_usd, is_due
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
-from rlhfless.scaling.policies.fleet_options import COLD, FleetOffers
+from rlhfless.scaling.policies.fleet_options import COLD, FleetOptionsCache
 from rlhfless.scaling.policy import Ints, StepView
 
 CAUTION_STEP = 0.2
@@ -48,7 +48,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class SlotAssignment:
     """The samples of each actor of a plan, on slots."""
 
     slots: tuple[int, ...]  # [actors]
@@ -56,7 +56,7 @@ class Assignment:
     samples: tuple[Ints, ...]  # [actors]: in the order in which they go to the engine
     home: Ints  # [samples]
 
-    def wait_for(self, slots: Sequence[int], ready_s: float) -> Assignment:
+    def wait_for(self, slots: Sequence[int], ready_s: float) -> SlotAssignment:
         """Gives each of these slots one sample of the largest group, to be up before the step ends."""
         largest = max(range(len(self.slots)), key=lambda index: self.samples[index].size)
         slots = slots[: self.samples[largest].size - 1]
@@ -64,7 +64,7 @@ class Assignment:
         home = self.home.copy()
         home[taken] = slots
         samples = (*self.samples[:largest], kept, *self.samples[largest + 1 :], *taken[:, None])
-        return Assignment((*self.slots, *slots), (*self.ready_s, *(ready_s for _ in slots)), samples, home)
+        return SlotAssignment((*self.slots, *slots), (*self.ready_s, *(ready_s for _ in slots)), samples, home)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class StepPlan:
     """A step's plan, on slots."""
 
     plan: Plan
-    assignment: Assignment
+    assignment: SlotAssignment
     prewarm: tuple[int, ...]
     """Slots to start for later steps."""
     confidence: float
@@ -95,17 +95,21 @@ class Tried:
 
 
 def plan_step(
-    now: PolicyContext, lengths: RemainingLengths, request: PlanRequest, offers: FleetOffers, starts: StartTimes
+    now: PolicyContext,
+    lengths: RemainingLengths,
+    request: PlanRequest,
+    fleet_options: FleetOptionsCache,
+    starts: StartTimes,
 ) -> StepPlan:
     """Options -> the most cautious plan that can be made -> samples to slots -> slots to prewarm."""
     standby = {slot: starts.standby(now, slot) for slot in now.layout.generation}
-    options, behind = offers.options(now, standby)
+    options, behind = fleet_options.options(now, standby)
     found = _safest(now.view, lengths, request, options)
     assignment = assign(found.plan, behind, found.step)
     cold = [slot for slot, (tier, _) in standby.items() if tier == COLD and slot not in assignment.slots]
     prewarm: tuple[int, ...] = ()
     if cold and request.steps_left > 1 and is_due(request.steps_done, found.plan):
-        prewarm = _prewarm(now, found, request, offers, starts, standby, cold)
+        prewarm = _prewarm(now, found, request, fleet_options, starts, standby, cold)
     late = [slot for slot in prewarm if now.layout.shared(slot) and standby[slot][1] > found.plan.step_s]
     if late:
         up_s = max(standby[slot][1] for slot in late)
@@ -145,13 +149,13 @@ def _prewarm(
     now: PolicyContext,
     found: Tried,
     request: PlanRequest,
-    offers: FleetOffers,
+    fleet_options: FleetOptionsCache,
     starts: StartTimes,
     standby: Mapping[int, tuple[str, float]],
     cold: Sequence[int],
 ) -> tuple[int, ...]:
     """The `cold` slots that a plan would use if they slept, if that is worth their starts (`prewarm`)."""
-    richer, behind = offers.options(now, asleep_instead(now.layout, standby, starts))
+    richer, behind = fleet_options.options(now, asleep_instead(now.layout, standby, starts))
     other = plan(found.step, richer, found.contract, waiting_usd_per_s=request.waiting_usd_per_s)
     chosen = tuple(slot for slot in assign(other, behind, found.step).slots if slot in cold)
     price = sum(now.layout.replica_slots[slot].usd_per_s * standby[slot][1] for slot in chosen)
@@ -182,7 +186,7 @@ def even_ranks(count: int) -> Floats:
     return ranks + 0.5 ** (bits + 1)
 
 
-def assign(found: Plan, behind: Mapping[tuple[str, str], Sequence[int]], step: Responses) -> Assignment:
+def assign(found: Plan, behind: Mapping[tuple[str, str], Sequence[int]], step: Responses) -> SlotAssignment:
     """Puts a plan's actors on the slots behind each (kind, tier), in their order."""
     free = {key: iter(slots) for key, slots in behind.items()}
     slots = tuple(next(free[actor.kind, actor.tier]) for actor in found.actors)
@@ -195,4 +199,4 @@ def assign(found: Plan, behind: Mapping[tuple[str, str], Sequence[int]], step: R
         home[actor.samples] = slot
         # The longest first; of samples that cannot be told apart, siblings side by side.
         samples.append(actor.samples if step.order is None else step.order[np.sort(position[actor.samples])[::-1]])
-    return Assignment(slots, tuple(actor.ready_s for actor in found.actors), tuple(samples), home)
+    return SlotAssignment(slots, tuple(actor.ready_s for actor in found.actors), tuple(samples), home)

@@ -23,7 +23,7 @@ from rlhfless.scaling.policies.cost_aware.planner import PlanRequest, StepPlan, 
 from rlhfless.scaling.policies.cost_aware.replan import Replanner, is_due
 from rlhfless.scaling.policies.fleet_actions import assign_to_least, awake_beside, make_way, start
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
-from rlhfless.scaling.policies.fleet_options import FleetOffers
+from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
 from rlhfless.scaling.policy import (
     Action,
     Assign,
@@ -54,11 +54,11 @@ class CostAware:
         self._run = run
         self._forecaster = forecaster
         self._contexts = Contexts()
-        self._offers = FleetOffers()
+        self._fleet_options = FleetOptionsCache()
         self._starts = StartTimes()
         self._idle = IdleScheduler(self._starts)
         self._deadline = DeadlineMargin(settings.confidence)
-        self._replanner = Replanner(self._offers, self._idle, self._starts)
+        self._replanner = Replanner(self._fleet_options, self._idle, self._starts)
         contracts = (run.contract, *run.step_contracts)
         self._spending = Spending(wanted=any(isinstance(contract, FastestSpec) for contract in contracts))
         self._began_s: float | None = None
@@ -107,7 +107,7 @@ class CostAware:
         lengths = self._forecaster.look(now.view)
         before = dataclasses.replace(self._forecast, tokens=float(lengths.means.sum()) + _prompt_tokens(now.view))
         request = self._request(now, before.tokens)
-        made = plan_step(now, lengths, request, self._offers, self._starts)
+        made = plan_step(now, lengths, request, self._fleet_options, self._starts)
         state, self._forecast = self._replanner.begin(now, lengths, made, before)
         if not made.waits:
             self._deadline.planned(made.plan.step_s, state.last_s)

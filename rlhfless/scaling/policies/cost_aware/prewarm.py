@@ -9,7 +9,7 @@ It is looked at in the steps 1, 2, 4, 8 ... of a run, and whenever a deadline ca
 
 Where generation shares its devices, an actor that still starts when generation ends would be in the way of the other
 functions. So if the step is shorter than a cold start, each of the new actors gets one sample
-(`Assignment.wait_for`): the step lasts until they are up, once.
+(`SlotAssignment.wait_for`): the step lasts until they are up, once.
 """
 
 from __future__ import annotations

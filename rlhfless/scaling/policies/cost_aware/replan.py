@@ -30,7 +30,7 @@ from rlhfless.scaling.policies.cost_aware.migration import (
 from rlhfless.scaling.policies.cost_aware.planner import StepPlan
 from rlhfless.scaling.policies.fleet_actions import Inputs, make_way, note, start
 from rlhfless.scaling.policies.fleet_layout import Layout, PolicyContext
-from rlhfless.scaling.policies.fleet_options import FleetOffers
+from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
 from rlhfless.scaling.policy import Action, Flags, Ints, Move
 
 LEFT_SHARE = 0.75
@@ -65,8 +65,8 @@ def is_due(now: PolicyContext, last: StepForecast) -> bool:
 class Replanner:
     """State of one run: its engines, and their pace."""
 
-    def __init__(self, offers: FleetOffers, idle: IdleScheduler, starts: StartTimes) -> None:
-        self._offers = offers
+    def __init__(self, fleet_options: FleetOptionsCache, idle: IdleScheduler, starts: StartTimes) -> None:
+        self._fleet_options = fleet_options
         self._idle = idle
         self._starts = starts
         self._pace = Pace(0)
@@ -113,7 +113,7 @@ class Replanner:
             # Of the slots as they are: a fleet that learns anything new of an engine shows new slots.
             devices: list[DeviceOption | None] = [None] * now.slots
             for slot in now.layout.generation:
-                devices[slot] = self._offers.device(now.layout.replica_slots[slot])
+                devices[slot] = self._fleet_options.device(now.layout.replica_slots[slot])
             self._layout, self._engines = now.layout, EngineTable(devices)
         freed = np.zeros(now.slots)
         for slots in now.layout.alike:
