@@ -4,13 +4,13 @@ Device-seconds of a function are split three ways:
 
     cold   held while STARTING (waking included)
     busy   held in any other state, while an invocation of the same incarnation was running
-    idle   the rest: waiting, draining, suspect, and asleep where the book has no price for sleep of its own
+    idle   otherwise: waiting, draining, suspect, and asleep if the book has no price for sleep
 
-so that busy + idle + cold = provisioned, and the cost is the sum of holdings x price whatever was done in
-them. A replica that sleeps in host memory with a price of its own is billed for that, and holds no device. Invocations
+so that busy + idle + cold = provisioned, and the cost is the sum of holdings x price, whatever work was done in
+them. If sleep in host memory has a price, a sleeping replica is billed at that price, and holds no device. Invocations
 that overlap are counted once: a device is busy or not. Work during a cold start is part of the start.
 
-Where the time of a step went is in rlhfless.scaling.step_times.
+rlhfless.scaling.step_times splits the time of a step.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.step_times import StepTimes, calls_within, step_times
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
-"""Of the response length: the median, and the tail that decides how long a step takes."""
+"""Quantiles of the response length: the median, and the tail that decides how long a step takes."""
 
 
 class LedgerError(ValueError):
-    """Holdings that cannot be billed: they overlap, or end before they start. Names the incarnation."""
+    """Holdings that cannot be billed: they overlap, or end before they start. The message names the incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one function, or the whole run, held and did."""
+    """The device time and work of one function, or of the whole run."""
 
     name: str
     """A function's name, or `total`."""
@@ -67,7 +67,7 @@ class Summary:
     """A run in figures."""
 
     functions: tuple[Usage, ...]
-    """One per function that held or did anything, in the order of FunctionName."""
+    """One entry per function with holdings or invocations, in the order of FunctionName."""
     total: Usage
     steps: tuple[StepTimes, ...]
     response_tokens: Mapping[float, float]
@@ -172,7 +172,7 @@ def check_holdings(holdings: Iterable[Holding]) -> None:
 def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
     """Start and end of every start and wake-up.
 
-    One that the ledger holds in pieces, cut by flushes, is one; so is one that holds several devices.
+    A start that flushes of the ledger have cut into pieces counts once; so does a start that holds several devices.
     """
     spans = {
         (holding.replica, holding.incarnation, holding.start_s, holding.end_s)
@@ -215,7 +215,7 @@ def _reward_by_step(rollouts: Iterable[TracedRollout]) -> dict[int, float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Of any finite numbers: numbers of an older trace may be so large that their sum is no float."""
+    """The mean of any finite numbers; in an older trace they may be so large that their sum overflows."""
     try:
         return math.fsum(values) / len(values)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Which slot has which sample: what Assign, Move and Lost do, and which answers of a policy are refused. Pure.
+"""Which slot has which sample: the effects of Assign, Move and Lost, and the answers of a policy that are refused. Pure.
 
 The live loop and the simulator keep the same two columns, `home` and `finished`, and both check and change them by
 this module alone. A sample that has ended belongs to no slot. Every other sample belongs to one slot, or is
@@ -9,14 +9,14 @@ it stand.
 
 | action | is refused if | else |
 |---|---|---|
-| any | it names a slot without slot for a generation actor, a sample that the step does not have, or a sample twice | |
+| any | it names a slot that is not for a generation actor, a sample that the step does not have, or a sample twice | |
 | Assign | a sample has ended, or belongs to a slot | the samples belong to the slot |
-| Move | a sample belongs to another slot than the source, or to none; or its KV is to travel and no connector moves it | the samples that have not ended belong to the target |
+| Move | a sample belongs to another slot than the source, or to none; or its KV is to be moved and no connector does that | the samples that have not ended belong to the target |
 | Release | samples belong to the slot | the fleet drains the replica |
 
 Ended samples in a Move are left out silently, because a sample may end after the policy saw it: while the policy decides,
 or while an earlier action of the same answer waits for the end of an iteration. So are the samples that a source which
-prefills only has handed on by itself. An Assign has no such excuse: unassigned samples are not drawn by any actor.
+prefills only has handed on by itself. For an Assign that cannot happen: unassigned samples are not drawn by any actor.
 
 Lost is an event, not an action: all samples of the slot are unassigned, and the policy is told which.
 
@@ -24,9 +24,9 @@ After an answer to StepBegan or Lost every unfinished sample belongs to a slot (
 and after any answer no slot to which it gave samples is without a replica that is up, or has been asked to come up. A
 Start for a time to come does not count: it is meant for a later step.
 
-What follows a fault is each fleet's own. The simulator stops. The live loop logs and counts the fault, and splits what
-it leaves unassigned, or at a slot without a replica, evenly among the actors that there are. If there is none and none
-will come, the samples are the fleet's loss and not the policy's fault.
+Each fleet has its own response to a fault. The simulator stops. The live loop logs and counts the fault, and splits
+samples that are unassigned, or at a slot without a replica, evenly among the existing actors. If there is no actor and
+none is starting, the samples are a loss of the fleet and not a fault of the policy.
 """  # noqa: E501 (a table)
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlhfless.scaling.policy import UNASSIGNED, Action, Assign, Flags, Ints, Mov
 
 
 class PolicyFault(Exception):
-    """A policy asked for what the fleet cannot do, or left samples unassigned. Says which."""
+    """A policy asked for an action that the fleet cannot do, or left samples unassigned. The message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Assignment:
     home: Ints
     """`[samples]`: the slot that each belongs to, or UNASSIGNED."""
     finished: Flags
-    """`[samples]`: it has ended. The owner sets this, and the `home` to UNASSIGNED with it."""
+    """`[samples]`: whether each has ended. The owner sets this, and at the same time `home` to UNASSIGNED."""
     slots: int
     """Generation has the slots 0 to `slots` - 1."""
     moves_kv: bool = False

@@ -1,6 +1,6 @@
-"""Loops as machine code: what is looked at so often that calls of numpy would take most of the time.
+"""Loops as machine code, for code that runs so often that calls of numpy would take most of the time.
 
-Such loops work on arrays that are handed to them, and allocate none. Each file of them calls nothing compiled in
+Such loops work on arrays that are passed to them, and allocate none. Each file of them calls nothing compiled in
 another file: the compiler's cache on disk looks at the file of a function, not at what it calls.
 """
 
@@ -24,18 +24,19 @@ def compiled(function: F) -> F:
 
 
 def part(function: F) -> F:
-    """The same, of what is only called from machine code: without a way in from Python it compiles in less time."""
+    """The same for a function that is only called from machine code: without an entry from Python it compiles
+    faster."""
     return _jit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def inlined(function: F) -> F:
-    """The same, put where it is called: for what returns a record, which no function can, and for what is long and
-    called once, which then is optimised once."""
+    """The same, inlined at its call: for a function that returns a record, which compiled functions cannot, and for a
+    long function with one call, which is then optimised once."""
     return _jit(function, inline="always")
 
 
 def _jit(function: F, **options: Any) -> F:
     try:
         return cast(F, njit(cache=True, **LIGHT, **options)(function))
-    except RuntimeError:  # no folder that could be written, as in some containers: compiled anew by each process
+    except RuntimeError:  # no folder is writable, as in some containers: each process compiles again
         return cast(F, njit(**LIGHT, **options)(function))

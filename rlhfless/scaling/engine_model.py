@@ -1,4 +1,4 @@
-"""How long an engine takes: the one protocol behind every latency model, and the closed form for many iterations.
+"""The times of an engine: the protocol of every latency model, and the closed form for many iterations.
 
 Between two changes of its batch an engine decodes with a constant number of sequences B, and its total context C grows
 by B tokens an iteration. A model that is linear in the context can therefore be summed: k iterations take
@@ -22,11 +22,11 @@ class EngineModel(Protocol):
         ...
 
     def iteration_s(self, sequences: int) -> float:
-        """a(B): seconds of one decode iteration of so many sequences, without what `context_s` counts."""
+        """a(B): seconds of one decode iteration of B sequences, without the part that `context_s` counts."""
         ...
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        """Seconds to prefill so many new tokens behind `context_tokens` that are cached already."""
+        """Seconds to prefill `tokens` new tokens after `context_tokens` that are cached already."""
         ...
 
 

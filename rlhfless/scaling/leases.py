@@ -1,6 +1,6 @@
-"""What machines cost when time is rounded up, and when released ones are still paid for. Pure.
+"""The cost of machines whose time is rounded up, so that a released machine may still be paid for. Pure.
 
-A *lease* is the time from which a device is held, by whichever replicas, until no replica holds it. The seller bills a
+A *lease* is the time in which a device is held, by any replicas, until no replica holds it. The seller bills a
 lease in whole multiples of the granularity and no less than a minimum. A replica that takes the device before that time
 is over finds it paid: the lease goes on. So rounding is a property of the sequence of holdings, not of any one of them.
 """
@@ -22,7 +22,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A device, from when it was taken until it was given back, and until when it is paid for."""
+    """The time of a device from taking it until giving it back, and until it is no longer paid for."""
 
     device: str
     device_kind: str
@@ -39,7 +39,7 @@ class Lease:
 
 
 def billed_s(held_s: float, billing: Billing | None) -> float:
-    """What the seller bills for a machine that was kept for so long."""
+    """The seconds that the seller bills for a machine that was kept for `held_s`."""
     if billing is None or held_s <= 0:
         return max(held_s, 0.0)
     at_least_s = max(held_s, billing.minimum_s)
@@ -62,7 +62,7 @@ def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[Lease]:
 
 
 def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
-    """What the holdings cost with what sellers round up: `cost_usd`, and paid time in which no replica held the device.
+    """The cost of the holdings with rounding by sellers: `cost_usd`, and paid time in which no replica held the device.
 
     Equal to `cost_usd` where no kind has `billing`. Raises PriceError for a kind without a price.
     """

@@ -15,8 +15,8 @@ Transitions that deliberately do not exist:
 - STARTING, SLEEPING or SUSPECT -> SERVING. New, woken and recovered replicas may hold any weights, or none.
 - SERVING -> SLEEPING | RETIRED. A replica with traffic is drained first; never killed first.
 - DRAINING -> SERVING. A drain is not called off: its requests have moved already.
-- DEAD -> anything. What was written off may still be running: if it came back, two replicas would hold one
-  place. The process may return under a new incarnation, which is a new life.
+- DEAD -> anything. A replica that was given up may still be running: if it came back, two replicas would have one
+  slot. The process may return under a new incarnation, which is a new life.
 - RETIRED -> anything. Its device has been given back.
 - anything but SUSPECT -> DEAD. There is one way to die; a death seen with certainty is suspicion and verdict
   at the same instant (`died`).
@@ -48,11 +48,11 @@ TRANSITIONS: Mapping[ReplicaState, frozenset[ReplicaState]] = MappingProxyType(
 """All transitions there are."""
 
 ENTRY_STATES = frozenset({_S.STARTING, _S.STALE})
-"""A life begins by starting, or as STALE when a replica is found that was started elsewhere."""
+"""A life begins as STARTING, or as STALE if the replica was started by another driver."""
 
 
 class IllegalTransition(RuntimeError):
-    """An event that the state of the replica does not allow: a fault of the caller. Names both states."""
+    """An event that the state of the replica does not allow: a fault of the caller. The message names both states."""
 
     def __init__(self, replica: str, before: ReplicaState, after: ReplicaState) -> None:
         allowed = ", ".join(sorted(TRANSITIONS[before])) or "nothing: this life is over"
@@ -63,7 +63,7 @@ class IllegalTransition(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """Which life this is. A restarted replica keeps its name and gets a new incarnation."""
+    """The identity of a life. A restarted replica keeps its name and gets a new incarnation."""
 
     function: FunctionName
     replica: str
@@ -114,7 +114,7 @@ class Lifecycle:
         return self._to(_S.STALE, at_s)
 
     def ask(self, version: WeightVersion, at_s: float) -> tuple[Holding, ...]:
-        """From now on `version` is wanted. A replica that serves another one is STALE at once."""
+        """From now on `version` is asked for. A replica that serves another version is STALE at once."""
         if not TRANSITIONS[self._state]:
             raise self._illegal(_S.STALE)
         closed = self._to(_S.STALE, at_s) if self._state is _S.SERVING and version != self._asked else ()
@@ -122,13 +122,14 @@ class Lifecycle:
         return closed
 
     def loaded(self, version: WeightVersion, at_s: float) -> tuple[Holding, ...]:
-        """A load of `version` completed, with its checks. One overtaken by a newer `ask` changes nothing."""
+        """A load of `version` completed, with its checks. A load of an older version than the last `ask` changes
+        nothing."""
         if self._state is _S.STALE and version != self._asked:
             return ()
         return self._to(_S.SERVING, at_s)
 
     def drain(self, at_s: float) -> tuple[Holding, ...]:
-        """Its router has stopped; what runs may finish."""
+        """Routing to it has stopped; running requests may finish."""
         return self._to(_S.DRAINING, at_s)
 
     def sleep(self, at_s: float) -> tuple[Holding, ...]:
@@ -144,17 +145,17 @@ class Lifecycle:
         return self._to(_S.RETIRED, at_s)
 
     def suspect(self, at_s: float) -> tuple[Holding, ...]:
-        """A probe or a request failed: no traffic until a probe succeeds or it is written off."""
+        """A probe or a request failed: no traffic until a probe succeeds or it is given up."""
         return self._to(_S.SUSPECT, at_s)
 
     def recovered(self, at_s: float) -> tuple[Holding, ...]:
-        """A probe of a suspect succeeded. What it did meanwhile is unknown, so it loads its weights again."""
+        """A probe of a suspect succeeded. Its state is unknown, so it loads its weights again."""
         if self._state is not _S.SUSPECT:
             raise self._illegal(_S.STALE)
         return self._to(_S.STALE, at_s)
 
     def died(self, at_s: float) -> tuple[Holding, ...]:
-        """It is written off, or its process is known to be gone. The end of this incarnation."""
+        """It is given up, or its process is known to be gone. The end of this incarnation."""
         closed = () if self._state is _S.SUSPECT else self._to(_S.SUSPECT, at_s)
         return closed + self._to(_S.DEAD, at_s)
 

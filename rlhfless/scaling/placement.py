@@ -29,7 +29,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Room for one replica: its devices, and the share it holds of each."""
+    """The devices of one replica, and its share of each."""
 
     devices: tuple[Device, ...]
     share: float
@@ -47,11 +47,11 @@ class Placement:
 
 
 class PlacementError(ValueError):
-    """The devices do not suffice; the text says what for and how many are there."""
+    """There are too few devices; the message says for what, and how many there are."""
 
 
 def helpers(spec: RunSpec) -> list[FunctionName]:
-    """The functions with one replica that a run has beside generation and learner."""
+    """The functions of a run other than generation and the learner; each has one replica."""
     wanted = {
         FunctionName.SCORING: True,
         FunctionName.REWARD_MODEL: bool(spec.reward_models),
@@ -119,7 +119,7 @@ def _sides(spec: PlacementSpec, devices: Sequence[Device]) -> tuple[Sequence[Dev
 def _with_shares(
     chosen: Mapping[FunctionName, Sequence[tuple[Device, ...]]],
 ) -> dict[FunctionName, tuple[Allocation, ...]]:
-    """A replica's share is that of its most crowded device, so that every device's shares add up to at most 1."""
+    """Gives a replica the share of its most crowded device, so that the shares of every device add up to at most 1."""
     crowd = Counter(
         device.name for allocations in chosen.values() for allocation in allocations for device in set(allocation)
     )

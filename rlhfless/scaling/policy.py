@@ -1,12 +1,12 @@
-"""What a fleet and its scaling policy say to each other: events in, actions out, the clock handed in. Pure.
+"""The interface between a fleet and its scaling policy: events in, actions out, the clock handed in. Pure.
 
-The live fleet asks a policy on the wall clock, the simulator on a virtual one: the policy that was checked there is the
-one that runs here. A policy is asked at every event below and answers with actions, which are carried out in their
+The live fleet asks a policy on the wall clock, the simulator on a virtual one: the policy that was simulated is the
+policy that runs. A policy is asked at every event below and answers with actions, which are carried out in their
 order. It sees no response length before its sample has ended, and no future.
 
 An action that the fleet cannot carry out is a fault of the policy. So is an answer after which an unfinished sample
 belongs to no slot, or to a slot where no replica is up or has been asked to come up. `rlhfless.scaling.assignment`
-has these rules, for both fleets; what can be started, released and put to sleep is each fleet's own.
+has these rules, for both fleets; each fleet itself decides what can be started, released and put to sleep.
 """
 
 from __future__ import annotations
@@ -29,62 +29,63 @@ UNASSIGNED = -1
 """The slot of a sample that has ended, was lost, or was not given to a slot yet."""
 
 
-# -- what there is
+# -- the fleet
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine in a slot can hold, and how long it takes."""
+    """The capacity and the latency model of an engine in a slot."""
 
     model: EngineModel
     kv_capacity_tokens: int
     max_sequences: int
-    """Most sequences that it runs at once."""
+    """Most sequences that run at once."""
     prefill_only: bool = False
     """Its samples leave after their first token, with their KV, to decode elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSlot:
-    """Slot for one replica of a function. A slot is the index of a slot in its fleet."""
+    """The properties of a slot, which holds one replica of a function. Actions name a slot by its index in the
+    fleet."""
 
     function: FunctionName
     kind: str
     """Device kind, as the price book names it."""
     devices: tuple[str, ...]
-    """Names of its devices. Slots that share a device take turns on it, unless they may be `beside` each other: one
-    replica at a time is awake there, and one that is started or woken meanwhile waits until that one sleeps or is
-    released."""
+    """Names of its devices. Slots that share a device take turns on it, unless they are `beside`: one replica at a time
+    is awake there, and a replica that is started or woken meanwhile waits until the first sleeps or is released."""
     node: str
     usd_per_s: float
-    """Of all its devices while a replica holds them."""
+    """Price of all its devices while a replica holds them."""
     start_s: float
-    """A cold start until it is up, without the load of the weights."""
+    """Seconds of a cold start until the replica is up, without the load of the weights."""
     wake_s: Mapping[str, float]
-    """By sleep tier: until it is up again, without the load of the weights."""
+    """By sleep tier: seconds until the replica is up again, without the load of the weights."""
     resident_usd_per_s: Mapping[str, float]
-    """By sleep tier: what it costs to sleep there."""
+    """By sleep tier: the price of sleep."""
     engine: EngineLimits | None = None
-    """In a slot for generation."""
+    """Set in slots for generation; None in others."""
     beside: bool = False
-    """It may be awake beside others on its devices: CPU cores, or a device with memory for both."""
+    """Its replica may be awake at the same time as others on its devices: CPU cores, or a device with memory for
+    both."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The slots, and how long moves between them take. Latency models are the best that are known by now."""
+    """The slots, and the times of moves between them. Latency models are the best known so far."""
 
     replica_slots: tuple[ReplicaSlot, ...]
     load_s: float
-    """Weights of a version into one actor."""
+    """Seconds to load the weights of a version into one actor."""
     move_s: float
     """Seconds until a sample is at another actor by its tokens; its KV is computed again there."""
     kv_token_s: float
-    """Seconds per token more if its KV travels too; infinite where no connector does that."""
+    """Additional seconds per token if its KV is moved too; infinite if no connector does that."""
     beat_s: float
-    """Between two beats of a step."""
+    """Seconds between two beats of a step."""
     max_tokens: int
-    """The longest response."""
+    """Tokens of the longest possible response."""
 
     def generation(self) -> tuple[int, ...]:
         """Slots for generation actors."""
@@ -93,21 +94,21 @@ class FleetView:
         )
 
 
-# -- how it stands
+# -- its state
 
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """A slot at the instant it is shown."""
+    """A slot at the time of the view."""
 
     state: ReplicaState | None
-    """None: no replica."""
+    """The state of its replica; None if it has none."""
     tier: str | None = None
-    """The tier it sleeps in."""
+    """The tier in which it sleeps."""
     running: int = 0
-    """Samples that decode."""
+    """The number of samples that decode."""
     waiting: int = 0
-    """Samples that prefill, or wait for the replica to be ready."""
+    """The number of samples that prefill, or wait for the replica to be ready."""
 
     @property
     def working(self) -> bool:
@@ -116,7 +117,7 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """A step and the fleet, at the instant at which they are shown. The arrays are the fleet's own: read only."""
+    """A step and the fleet at the time of an event. The arrays are the fleet's own: read only."""
 
     fleet: FleetView
     slots: tuple[SlotView, ...]
@@ -125,7 +126,7 @@ class StepView:
     prompt_tokens: Ints  # [groups]
     group: Ints  # [samples], ascending
     tokens: Ints
-    """`[samples]`: drawn so far, by the last beat; the whole response once it is finished."""
+    """`[samples]`: tokens drawn so far, by the last beat; the whole response once it is finished."""
     finished: Flags  # [samples]
     truncated: Flags  # [samples]: ended by max_tokens, not by itself
     home: Ints  # [samples]: slot, or UNASSIGNED
@@ -142,7 +143,7 @@ def read_only(column: NDArray[N]) -> NDArray[N]:
     return seen
 
 
-# -- what happens
+# -- events
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +168,18 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Time went on; `tokens` and `finished` are new."""
+    """Time has passed; `tokens` and `finished` are up to date."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The last sample of the step has ended. Actors that stay idle from here on cost money."""
+    """The last sample of the step has ended. Actors that stay awake from here on cost money without work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A function other than generation has done its work of the step. Its replica stays up unless it is released; a
-    function that has work and no replica is started then, and waited for."""
+    """A function other than generation has finished its work of the step. Its replica stays up unless it is released. A
+    function that gets work and has no replica is started then, and waited for."""
 
     slot: int
 
@@ -194,7 +195,7 @@ class StepEnded:
 Event = StepBegan | Serving | Lost | Beat | Generated | Idle | StepEnded
 
 
-# -- what to do
+# -- actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,22 +208,22 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Takes samples from one slot to another, with their tokens. Samples that have ended meanwhile are left out."""
+    """Takes samples from one slot to another, with their tokens. Samples that have ended meanwhile are ignored."""
 
     source: int
     target: int
     samples: Ints
     with_kv: bool = False
-    """Their KV travels too, where there is a connector; else it is computed again at the target."""
+    """Whether their KV is moved too, by a connector; otherwise it is computed again at the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Starts a replica at a slot that has none, or wakes the one that sleeps there."""
+    """Starts a replica at a slot that has none, or wakes the replica that sleeps there."""
 
     slot: int
     at_s: float | None = None
-    """Not before then: to be ready for a step that is foreseen. Void if the replica is asked for earlier."""
+    """The earliest time of the start, for a step that is expected. Void if the replica is asked for earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Writes a decision and what it was made from to the ledger."""
+    """Writes a decision and its inputs to the ledger."""
 
     decision: Decision
 
@@ -248,5 +249,5 @@ class Policy(Protocol):
     """Decides where samples are drawn, and which replicas are up."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
-        """What to do now. Between two steps the view shows the last one."""
+        """The actions to take now. Between two steps the view shows the last step."""
         ...

@@ -1,11 +1,11 @@
-"""The price book: what a device costs while it is held, working or not.
+"""The price book: the price of a device while it is held, working or not.
 
 A YAML file that the user edits; `prices.yaml` beside this module is the default, docs/prices.md the guide. Every
 figure carries its source and date, because rental prices differ by a factor of three between sellers and change by
 the month.
 
-The bill of a run (`cost_usd`) is time held x price, to the second. What a seller rounds up belongs to the machine under
-the devices, which outlives any one holding: `rlhfless.scaling.leases` adds it, for plans that rent and return machines.
+The bill of a run (`cost_usd`) is time held x price, to the second. Rounding by a seller concerns the machine, which
+outlives any one holding: `rlhfless.scaling.leases` adds it, for plans that rent and return machines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class PriceError(UserError):
-    """A device kind without a price. The message names it and the kinds there are."""
+    """A device kind without a price. The message names it and the known kinds."""
 
 
 Usd = Annotated[float, Field(ge=0)]
@@ -39,7 +39,7 @@ Source = Annotated[str, Field(min_length=1)]
 
 
 class SpotPrice(SpecModel):
-    """The same device, cheaper, and taken away at times."""
+    """The same device at a lower price, which the seller may take away."""
 
     usd_per_hour: Usd
     """US dollars per hour of one whole device."""
@@ -48,7 +48,7 @@ class SpotPrice(SpecModel):
     """How often one device is taken away, on average."""
 
     source: Source
-    """Where both figures were read; an assumption should say so."""
+    """The source of both figures; an assumption should say that it is one."""
 
     as_of: date
     """When they were read."""
@@ -58,20 +58,20 @@ class Billing(SpecModel):
     """How the seller counts the time of a machine."""
 
     granularity_s: Seconds = 0.0
-    """Time is rounded up to a multiple of this; 0 bills what was used."""
+    """Time is rounded up to a multiple of this; 0 bills the time used."""
 
     minimum_s: Seconds = 0.0
     """Shortest time that is billed."""
 
     source: Source
-    """Where the seller says so."""
+    """The source of these terms."""
 
     as_of: date
     """When it was read."""
 
 
 class Provisioning(SpecModel):
-    """Getting a machine that is not there yet."""
+    """Getting a machine that is not running yet."""
 
     lag_s: Seconds
     """From asking for a machine to a device that a replica can start on."""
@@ -84,7 +84,7 @@ class Provisioning(SpecModel):
 
 
 class Residency(SpecModel):
-    """Keeping a replica asleep: it has given its device to others, and keeps its weights in host memory."""
+    """A sleeping replica: it has released its device, and keeps its weights in host memory."""
 
     usd_per_hour: Usd
     """US dollars per hour of one sleeping replica's host memory."""
@@ -100,7 +100,7 @@ class Owned(SpecModel):
     """Hardware that is paid for whether it is used or not; the device's `usd_per_hour` is what owning it costs."""
 
     released_value: Annotated[float, Field(ge=0, le=1)]
-    """Share of the price that a released device is worth, because another job uses it; 0 if none does."""
+    """Share of the price that a released device earns, because another job uses it; 0 if none does."""
 
 
 class DevicePrice(SpecModel):
@@ -119,19 +119,19 @@ class DevicePrice(SpecModel):
     """When it was read."""
 
     spot: SpotPrice | None = None
-    """Where it can be had as spot capacity."""
+    """Its terms as spot capacity, if it can be had so."""
 
     billing: Billing | None = None
-    """How time is counted; to the second without it."""
+    """How time is billed; by default to the second."""
 
     provisioning: Provisioning | None = None
-    """How long a new machine takes; none without it: the machine is there."""
+    """How long a new machine takes; by default machines are there from the start."""
 
     residency: Residency | None = None
-    """What a replica asleep off its device costs; the whole price of the device without it."""
+    """The price of a replica that sleeps in host memory; by default the whole price of the device."""
 
     owned: Owned | None = None
-    """That it is owned, not rented."""
+    """Set for devices that are owned, not rented."""
 
     @model_validator(mode="after")
     def _owned_is_not_rented(self) -> DevicePrice:
@@ -141,12 +141,12 @@ class DevicePrice(SpecModel):
 
     @property
     def released_usd_per_hour(self) -> float:
-        """What still has to be paid for a device after it was released: nothing, unless it is owned."""
+        """The cost of a device after its release: 0, unless it is owned."""
         return 0.0 if self.owned is None else self.usd_per_hour * (1 - self.owned.released_value)
 
     @property
     def saved_usd_per_hour(self) -> float:
-        """What releasing a device saves."""
+        """The saving per hour of releasing a device."""
         return self.usd_per_hour - self.released_usd_per_hour
 
 
@@ -157,7 +157,7 @@ class PriceBook(SpecModel):
     """One entry per device kind."""
 
     cpu_kind: str = "cpu-core"
-    """The device kind of a device that is a CPU core."""
+    """The device kind of a CPU core."""
 
     @field_validator("devices")
     @classmethod
@@ -175,7 +175,7 @@ class PriceBook(SpecModel):
         return self
 
     def device(self, kind: str) -> DevicePrice:
-        """All that the book says about a kind. Raises PriceError for a kind that it does not have."""
+        """The entry of a kind. Raises PriceError for a kind that the book does not have."""
         for device in self.devices:
             if device.kind == kind:
                 return device
@@ -190,12 +190,13 @@ class PriceBook(SpecModel):
         return self.device(kind).usd_per_hour
 
     def occupies(self, holding: Holding) -> bool:
-        """Whether its device is paid for: neither without a device, nor asleep where sleep has a price of its own."""
+        """Whether the device of a holding is paid for. It is not if the replica holds no device, or sleeps at a price
+        for sleep."""
         asleep = holding.state is ReplicaState.SLEEPING
         return holding.state.holds_device and not (asleep and self.device(holding.device_kind).residency is not None)
 
     def cost_usd(self, holdings: Iterable[Holding]) -> float:
-        """What the holdings cost: device-seconds x price of their state.
+        """The cost of the holdings: device-seconds x price of their state.
 
         Raises PriceError for a device kind without a price.
         """

@@ -1,9 +1,9 @@
-"""Where the wall time of a step went, from its record and the invocations alone. Pure.
+"""How the wall time of a step was spent, from its record and the invocations alone. Pure.
 
 It is split by kind of work. Kinds of work overlap (scoring runs while generation goes on). `outside_s` is the time in
 which no function did a step's real work: calls on their way, weights being published and loaded, the driver's own
-bookkeeping. `recovery_s` is what a fault cost: the tries of the step that failed, the replacement of what was lost,
-the steps that a new learner had to take again, and the wait for new replicas.
+bookkeeping. `recovery_s` is the time lost by a fault: the failed tries of the step, the replacement of lost
+replicas, the steps that a new learner had to take again, and the wait for new replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhfless.scaling.intervals import Interval, length, union
 
 
 class Phase(StrEnum):
-    """What a step's time was spent on."""
+    """A kind of work in a step."""
 
     GENERATION = "generation"
     HELD_OUT = "held_out"
@@ -49,21 +49,21 @@ PHASES: Mapping[Work, Phase] = MappingProxyType(
 )
 
 OVERHEAD = frozenset({Work.PUBLISH, Work.LOAD_WEIGHTS})
-"""What is done only because learner and engines are apart: a single process would not have it."""
+"""Work that exists only because learner and engines are separate; a single process would not have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where the wall time of one step went."""
+    """The wall time of one step, by kind of work."""
 
     step: int
     wall_s: float
     phases_s: Mapping[Phase, float]
     """Wall time in which work of this phase ran, from the end of the recovery on. Phases may overlap."""
     outside_s: float
-    """Wall time in which no function worked; moving weights (OVERHEAD) is no work."""
+    """Wall time in which no function worked; moving weights (OVERHEAD) does not count as work."""
     recovery_s: float
-    """Wall time before the try that went through; work in it is in no phase, and in no other figure but `wall_s`."""
+    """Wall time before the successful try; work in it is in no phase, and in no other figure but `wall_s`."""
 
 
 def step_times(step: StepRecord, invocations: Iterable[Invocation]) -> StepTimes:
@@ -99,7 +99,7 @@ def recovery_until_s(step: int, tried_s: float, invocations: Iterable[Invocation
 
 
 def calls_within(steps: Iterable[StepRecord], invocations: Iterable[Invocation]) -> Iterator[list[Invocation]]:
-    """For each step the calls that may overlap it, so that a long run is not gone through once per step."""
+    """For each step the calls that may overlap it, without a pass over the whole run for each step."""
     ordered = sorted(invocations, key=attrgetter("start_s"))
     latest_s = list(accumulate((call.end_s for call in ordered), max))
     for step in steps:

@@ -1,4 +1,4 @@
-"""The plan of a step's generation. Pure; docs/plan.md says what is decided, from what, and how."""
+"""The plan of a step's generation. Pure; docs/plan.md describes its inputs, decisions and methods."""
 
 from rlhfless.scaling.plan.contract import (
     CheapestUnderDeadline,

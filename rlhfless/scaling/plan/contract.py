@@ -1,7 +1,7 @@
-"""What a plan is asked for: the contract of one step.
+"""The goal of a plan: the contract of one step.
 
-The contract of a run (`RunContract`) may be for all its steps together; `contract_for_step` cuts the step's share from
-what is left of it.
+The contract of a run (`RunContract`) may be for all its steps together; `contract_for_step` computes a step's share of
+the rest.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, WeightedSpec
 
 @dataclass(frozen=True, slots=True)
 class RunContract:
-    """What a run tells its policy."""
+    """The contract of a run, for its policy."""
 
     contract: ContractSpec = WeightedSpec()  # noqa: RUF009 (frozen)
-    """What the user asked for."""
+    """The contract of the spec."""
     steps: int = 1
-    """Of the whole run: a contract per run is shared out among them."""
+    """Steps of the whole run; a contract per run is divided among them."""
     step_contracts: tuple[ContractSpec, ...] = ()
-    """One per step where they differ from step to step; `contract` for the steps beyond them."""
+    """One contract per step if they differ; `contract` applies to the steps after the last of these."""
 
     def of_step(self, step: int) -> ContractSpec:
-        """Of the step with this number in the run, from 0 on."""
+        """The contract of the step with this number in the run, counted from 0."""
         return self.step_contracts[step] if step < len(self.step_contracts) else self.contract
 
 
@@ -84,11 +84,11 @@ def contract_for_step(
     other_s: float = 0.0,
     other_usd: float = 0.0,
 ) -> Contract:
-    """The step's share of the contract: an equal part of what is left for each of `steps_left` steps.
+    """The step's share of the contract: an equal part of the rest for each of `steps_left` steps.
 
-    `spent_s` and `spent_usd` are what the run took so far; `other_s` and `other_usd` are what a step takes beside
-    generation. They are subtracted from a step's contract as from a run's. If nothing is left the contract is
-    infeasible, and says so when it is planned.
+    `spent_s` and `spent_usd` are the time and cost of the run so far; `other_s` and `other_usd` are the time and cost
+    of a step outside generation. Both are subtracted, for a contract per step as for one per run. If nothing is left,
+    the contract is infeasible, and the plan reports that.
 
     Raises ValueError for `steps_left` below 1.
     """

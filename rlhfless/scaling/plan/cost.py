@@ -1,4 +1,4 @@
-"""How long one actor takes for any group of a list, in closed form.
+"""The time of one actor for any group of a list, in closed form.
 
 A list holds samples from short to long; a group is a contiguous part [i, j) of it. The sequences of a group start
 together and drain as they end. With a(B) in straight pieces (`curve.py`), bends c_h at the knots b_h, the iterations
@@ -11,9 +11,9 @@ Attention adds g (l p + l (l - 1) / 2) per sequence, and each prompt is prefille
 sums, so the time of any group is O(pieces), and the longest group under a time limit is one binary search.
 
 A group may exceed what the engine runs at once (KV tokens, with each sequence's final length set aside, or its
-limit of sequences). Then the longest of its sequences that fit go first, and each that waits comes in when another
-ends and adds its tokens at the rate of a full batch of its like: a(B) / B seconds a token, with B the mean of how many
-fit from it upwards and downwards in the list. That is exact for waves of equal lengths.
+limit of sequences). Then the longest sequences that fit go first, and each waiting sequence is admitted when another
+ends. It adds its tokens at the rate of a full batch of similar sequences: a(B) / B seconds a token, with B the mean of
+the numbers that fit from it upwards and downwards in the list. That is exact for waves of equal lengths.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rlhfless.scaling.plan.responses import Floats, Ints, Responses
 
 
 class CapacityError(ValueError):
-    """One response alone exceeds the KV cache of a device; the text says which."""
+    """One response alone exceeds the KV cache of a device; the message names the device."""
 
 
 class GroupTimes:
     """Times of all groups of one list on one kind of device.
 
-    `order` [samples] are the samples from short to long. `actor` [samples], in that order, cuts the list into groups
-    that are given already: then a prompt is prefilled again in each group, wherever in it its samples lie.
+    `order` [samples] are the samples from short to long. `actor` [samples], in that order, gives the groups of a list
+    that is already cut: then a prompt is prefilled again in each group, wherever its samples are in the group.
     """
 
     def __init__(self, device: DeviceOption, step: Responses, order: Ints, actor: Ints | None = None) -> None:
@@ -47,7 +47,7 @@ class GroupTimes:
         self._curve = device.curve
         self._lengths = _sums(tokens)
         self._rest = _sums(reading_s + np.where(brings, costs_s, 0.0))
-        # What a group that begins with this sample prefills although its list has charged it to the one before.
+        # The prefill of a group that begins with this sample, which the list has charged to the group before.
         again_s = np.append(np.where(_first_of_run(prompt), 0.0, costs_s), 0.0)
         longest = np.maximum.accumulate(tokens) if step.longest is None or actor is not None else step.longest
         end_s, start_s = self._pieces(np.concatenate(([0.0], longest)))
@@ -56,7 +56,7 @@ class GroupTimes:
                 f"{device.kind}: kv_capacity_tokens is {device.kv_capacity_tokens}, too little for a response that has "
                 f"{most:.0f} tokens with its prompt; offer only devices with more memory, or cap the lengths"
             )
-        # In a list that keeps unequal siblings together a short one lies among long ones, and is counted as one.
+        # In a list that keeps unequal siblings together, a short sample among long ones counts as a long one.
         as_longest = actor is None and step.order is None
         held = (longest if as_longest else tokens) + np.where(brings, context, 0.0)
         floor, waiting_s = self._waves(device, _sums(held), float(context.max()))
@@ -80,9 +80,9 @@ class GroupTimes:
         return np.stack(ends), np.stack([slope * sums + self._rest for slope in curve.slopes_s])
 
     def _waves(self, device: DeviceOption, kv_tokens: Floats, longest_prompt: float) -> tuple[Ints, Floats]:
-        """For each end j of a group, `floor[j]` is the first sample of those that the engine runs at once; and sums of
-        what each sample takes that waits."""
-        # A group that begins amid siblings holds their prompt too: room for one more prompt is kept free.
+        """For each end j of a group, `floor[j]` is the first of the samples that the engine runs at once; and sums of
+        the seconds that each waiting sample takes."""
+        # A group that begins among siblings holds their prompt too, so memory for one more prompt is kept free.
         room = device.kv_capacity_tokens - longest_prompt
         ends = np.arange(kv_tokens.size)
         by_memory = np.minimum(np.searchsorted(kv_tokens, kv_tokens - room, side="left"), ends - 1)
@@ -115,7 +115,7 @@ def _first_of_run(prompt: Ints) -> NDArray[np.bool_]:
 
 
 def _last_of_group(prompt: Ints, actor: Ints) -> NDArray[np.bool_]:
-    """The longest sibling of each prompt in each group: it is the first to run, and brings the prompt."""
+    """The longest sibling of each prompt in each group: it runs first, so it is charged with the prompt."""
     pairs = actor * (int(prompt.max()) + 1) + prompt
     last = np.zeros(prompt.size, bool)
     last[prompt.size - 1 - np.unique(pairs[::-1], return_index=True)[1]] = True

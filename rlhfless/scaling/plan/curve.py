@@ -1,7 +1,7 @@
 """The iteration time a(B) of an engine as straight pieces, so that draining groups can be summed in O(1).
 
 An engine's a(B) may be any function of the batch. It is tabulated up to the largest batch and replaced by straight
-lines between some of its own points, as few as keep every value within `TOLERANCE`.
+lines between some of its points, as few as keep every value within `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOLERANCE = 1e-3
-"""Largest relative error of a piece. A tenth of the percent that a plan may miss the optimum by."""
+"""Largest relative error of a piece: a tenth of the one percent by which a plan may miss the optimum."""
 
 MOST_PIECES = 12
-"""A staircase (batches padded to captured sizes) would need two pieces a step; the tolerance is doubled until so many
-suffice, because each piece is one more array of the length of the step."""
+"""Most pieces. A staircase (batches padded to captured sizes) would need two pieces for each stair; the tolerance is
+doubled until this many suffice, because each piece is one more array of the length of the step."""
 
 
 @dataclass(frozen=True, slots=True)

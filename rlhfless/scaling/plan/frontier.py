@@ -19,14 +19,14 @@ from rlhfless.scaling.plan.polish import polish
 from rlhfless.scaling.plan.responses import Ints, Responses, lists
 
 RESOLUTION = 1.004
-"""Two limits this close (0.4 percent) are not told apart: a plan may miss the optimum by one percent."""
+"""Two limits this close (0.4 percent) count as equal: a plan may miss the optimum by one percent."""
 
 SHORTER = 0.8
-"""Where small batches are the cheaper ones (a(B) / B rises), limits below the one asked for are tried in such steps."""
+"""If small batches are cheaper (a(B) / B rises), limits below the given limit are tried in steps of this ratio."""
 
 OVERSHOOT = 2.0
-"""Where a limit failed, so many times of what was left over, spread over all actors, is added to it: shorter groups
-work less efficiently, and too little costs another pass, too much hardly any."""
+"""After a limit has failed, this multiple of the seconds of work left over, divided by the actors, is added to it. More
+than 1, because shorter groups work less efficiently: too small a step costs another pass, too large a step little."""
 
 PROVEN = 1.008
 """A plan under weights is taken when it is proven that no limit gives one better by more than 0.8 percent."""
@@ -45,7 +45,7 @@ class Frontier:
             for candidate in _candidates(step, options, listed, order)
         ]
         self._tried: dict[float, Partition | float] = {}
-        """By limit; where there is none, the seconds of work that are left over."""
+        """By limit: the plan, or the seconds of work left over if there is none."""
         self._least_s = min(
             tier.ready_s + tier.times.one_s(candidate.samples - 1, candidate.samples)
             for candidate in self._candidates
@@ -64,7 +64,7 @@ class Frontier:
         return found
 
     def cheapest(self) -> Partition:
-        """The cheapest plan there is."""
+        """The cheapest plan of all."""
         found = self.under(math.inf)
         assert found is not None  # without a limit one actor does all
         return found
@@ -79,7 +79,7 @@ class Frontier:
             return None
         plain = self._least(lambda plan: plan.usd <= budget_usd)
         polished = polish(plain, plain.step_s)
-        # What polishing saves here it saves nearby, and it may be spent on time.
+        # What polishing saves here can be spent on time nearby.
         within_usd = budget_usd * plain.usd / polished.usd if polished.usd else math.inf
         bold = self._least(lambda plan: plan.usd <= within_usd)
         if bold.step_s < plain.step_s and (better := polish(bold, bold.step_s)).usd <= budget_usd:
@@ -123,7 +123,7 @@ class Frontier:
         return heal(polish(best, limit_s), limit_s)
 
     def _least(self, wanted: Callable[[Partition], bool]) -> Partition:
-        """The plan under the least limit for which it is wanted; that without a limit must be."""
+        """The plan under the least limit for which `wanted` is true; it must be true without a limit."""
         best, low_s = self.cheapest(), self._least_s
         guess_s = max(low_s, best.step_s / self._max_actors)
         while low_s * RESOLUTION < best.step_s:

@@ -28,7 +28,7 @@ from rlhfless.scaling.plan.responses import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class TierActors:
-    """Some actors of one kind in one tier, with the times of all groups on them."""
+    """The actors of one kind in one tier, with the times of all groups on them."""
 
     device: DeviceOption
     standby: Standby
@@ -37,7 +37,7 @@ class TierActors:
     """From the start of the step until the new weights are loaded."""
     times: GroupTimes
     stop: int = 0
-    """Where in the list they stop."""
+    """The position in the list at which they stop."""
 
 
 class ActorGroup(NamedTuple):
@@ -50,7 +50,7 @@ class ActorGroup(NamedTuple):
 
     @property
     def finish_s(self) -> float:
-        """When it ends, from the start of the step. The actor is paid for until then, and from then no more."""
+        """Seconds from the start of the step until it ends. The actor is paid for until then, and not longer."""
         return self.tier.ready_s + self.work_s
 
     @property
@@ -63,7 +63,7 @@ class Candidate:
     """A list, and the tiers in the order in which they take from its long end."""
 
     listed: int
-    """Which of the step's lists."""
+    """The index of the list among the step's lists."""
     samples: int
     tiers: tuple[TierActors, ...]
     run_begins: Ints
@@ -94,8 +94,8 @@ class Partition:
 def fill(
     candidate: Candidate, limit_s: float, max_actors: int, *, most_usd: float = math.inf, together: bool = False
 ) -> Partition | float:
-    """The partition of this pass; or, if the actors do not suffice, how many seconds one of them would take for what
-    is left; or infinity if it would cost more than `most_usd`.
+    """The partition of this pass. If the actors do not suffice, the seconds that one of them would take for the rest;
+    infinity if the partition would cost more than `most_usd`.
 
     `together` cuts through siblings only where a group could not hold all of them.
     """
@@ -152,7 +152,7 @@ def heal(cut: Partition, limit_s: float) -> Partition:
 
 
 def moved_to(cut: Partition, begins: Ints, work_s: Floats) -> Partition:
-    """The same actors with their groups begun elsewhere [groups]; adds up what that takes and costs."""
+    """The same actors with other begins [groups] of their groups; computes its time and cost."""
     tiers = [cut.candidate.tiers[index] for index in cut.tiers]
     ends_s = work_s + [each.ready_s for each in tiers]
     usd = float(ends_s @ [each.device.usd_per_s for each in tiers])

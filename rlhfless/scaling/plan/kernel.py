@@ -1,6 +1,6 @@
 """The inner loops of a plan, compiled: times of groups, the pass that cuts a list, and moving its cuts.
 
-`cost`, `groups` and `polish` say what they compute; nothing else calls them.
+`cost`, `groups` and `polish` describe them, and are their only callers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rlhfless.scaling.plan.responses import Floats, Ints
 
 
 class Times(NamedTuple):
-    """Of all groups of one list on one kind of device. With n samples:"""
+    """Times of all groups of one list on one kind of device. With n samples:"""
 
     end_s: Floats  # [pieces, n + 1]
     start_s: Floats  # [pieces, n + 1]
@@ -23,15 +23,15 @@ class Times(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What some actors have taken from the long end of a list."""
+    """The result of a pass of some actors over the long end of a list."""
 
     actors: int
     end: int
-    """What is left is the samples before it."""
+    """The samples before this position are left."""
     sum_s: float
-    """Their work, added up."""
+    """The sum of their work."""
     most_s: float
-    """The work of the one that has most."""
+    """The largest work of one of them."""
 
 
 @compiled
@@ -106,7 +106,7 @@ def move_cuts(
 
 @part
 def _usd(upper_s: float, lower_s: float, usd_per_s: Floats, pair: int, limit_s: float) -> float:
-    """What a pair costs; infinite where one of the two ends too late."""
+    """The cost of a pair; infinite if one of the two ends too late."""
     if max(upper_s, lower_s) > limit_s:
         return float("inf")
     usd: float = upper_s * usd_per_s[pair, 0] + lower_s * usd_per_s[pair, 1]
@@ -129,7 +129,7 @@ def _longest_group(times: Times, end: int, limit_s: float) -> tuple[int, float]:
     last sample does."""
     begin, seconds = _without_repeat(times, end, limit_s)
     seconds += times.again_s[begin]
-    # A group that begins amid siblings prefills their prompt again.
+    # A group that begins among siblings prefills their prompt again.
     while begin < end and seconds > limit_s:
         begin += 1
         seconds = _one_s(times, begin, end) if begin < end else 0.0
@@ -157,7 +157,7 @@ def _without_repeat(times: Times, end: int, limit_s: float) -> tuple[int, float]
 
 @part
 def _first(ascending: Floats, least: float, low: int, high: int) -> int:
-    """The first place from `low` to before `high` that is not less; `high` if there is none."""
+    """The first index in [low, high) whose value is not below `least`; `high` if there is none."""
     while low < high:
         middle = (low + high) // 2
         if ascending[middle] < least:

@@ -1,4 +1,4 @@
-"""What the fleet offers for a step: kinds of devices, and how soon actors on them can work."""
+"""The fleet options of a step: kinds of devices, and how soon actors on them can work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Standby:
     """`warm`, the name of a sleeping tier, or `cold`."""
     actors: int
     wait_s: float
-    """From the start of the step until it is up: 0 if warm, else the time to wake or to start. It is paid for."""
+    """From the start of the step until an actor is up: 0 if warm, else the time to wake or to start. It is paid for."""
 
     def __post_init__(self) -> None:
         if self.actors < 0:
@@ -30,7 +30,7 @@ class Standby:
 
 @dataclass(frozen=True)
 class DeviceOption:
-    """One kind of device, as the devices of one actor."""
+    """One kind of device, with the figures of one actor on it."""
 
     kind: str
     engine: EngineModel
@@ -55,7 +55,7 @@ class DeviceOption:
         return fit_curve([self.engine.iteration_s(size) for size in range(1, self.max_sequences + 1)])
 
     def with_standby(self, standby: tuple[Standby, ...]) -> DeviceOption:
-        """The same kind with other actors on it; the curve, which takes milliseconds to fit, comes along."""
+        """The same kind with other actors on it. It keeps the curve, which takes milliseconds to fit."""
         other = replace(self, standby=standby)
         vars(other)["curve"] = self.curve
         return other
@@ -67,13 +67,13 @@ class DeviceOption:
 
     @property
     def actors(self) -> int:
-        """How many there are in all tiers."""
+        """The number of actors in all tiers."""
         return sum(s.actors for s in self.standby)
 
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """All that a plan may use. Keep the object between steps: it remembers the engines' curves."""
+    """All actors that a plan may use."""
 
     devices: tuple[DeviceOption, ...]
     max_actors: int

@@ -1,7 +1,7 @@
 """The plan of one step's generation: how many actors, of which kind, from which tier, and which samples each one gets.
 
-Pure and deterministic: the same responses, options and contract give the same plan. What is decided from what is in
-docs/plan.md.
+Pure and deterministic: the same responses, options and contract give the same plan. docs/plan.md describes
+its inputs and decisions.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class ActorPlan:
     ready_s: float
     """From the start of the step until it can work: its wait, and the load of the new weights."""
     finish_s: float
-    """From the start of the step until its last sample ends. It is paid for until then, and may go then."""
+    """From the start of the step until its last sample ends. It is paid for until then, and can be released then."""
     usd: float
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do in a step, what it will take, and why."""
+    """The actors of a step and their work, its predicted time and cost, and the reason."""
 
     contract: Contract
-    """As asked for."""
+    """The contract that was asked for."""
     feasible: bool
     nearest: Contract
-    """The nearest contract that can be kept, which the plan keeps; the one asked for if feasible."""
+    """The nearest contract that can be kept, which the plan keeps; equal to `contract` if that is feasible."""
     actors: tuple[ActorPlan, ...]
-    """Those with the longest samples first."""
+    """The actors with the longest samples come first."""
     wake: dict[tuple[str, str], int]
-    """How many to wake or start, by kind and tier."""
+    """The number of actors to wake or start, by kind and tier."""
     release: dict[str, int]
-    """How many warm ones have no work in this step, by kind."""
+    """The number of warm actors without work in this step, by kind."""
     step_s: float
     """When the last actor ends."""
     usd: float
@@ -59,7 +59,7 @@ class Plan:
     """Prompts whose siblings are on more than one actor."""
     reason: str
     time_usd_per_s: float
-    """What a second of the step was worth: 0 under a deadline, infinite under a budget, else by the weights."""
+    """The value of a second of the step: 0 under a deadline, infinite under a budget, else by the weights."""
 
     def record(self, step: int, at_s: float) -> Decision:
         """The decision as the trace keeps it."""
@@ -82,8 +82,8 @@ class Plan:
 def plan(step: Responses, options: FleetOptions, contract: Contract, *, waiting_usd_per_s: float = 0.0) -> Plan:
     """Plans a step. An infeasible contract gives the plan of the nearest feasible one, and says so.
 
-    `waiting_usd_per_s` is what a second of the step costs beside its actors: under a deadline the plan may end before
-    it for that, and under weights a second counts for so much more. A budget is for the actors alone.
+    `waiting_usd_per_s` is the cost of a second of the step in addition to its actors. Under a deadline the plan may
+    therefore end before it; under weights it is added to the value of a second. A budget is for the actors alone.
 
     Raises CapacityError if one response alone exceeds the KV cache of a device on offer.
     """
@@ -155,8 +155,8 @@ def _actors(step: Responses, cut: Partition, lists: list[Ints]) -> tuple[ActorPl
 def _drained(step: Responses, cut: Partition, order: Ints) -> tuple[Ints, list[float]]:
     """The groups' exact times where siblings differ in length, and the list with each group sorted by length.
 
-    While cutting, a group's samples are taken to end in the order of the list, and siblings that do not lie side by
-    side to prefill their prompt twice; so the exact time is no longer than the one that was planned with.
+    The cuts assume that a group's samples end in the order of the list, and that siblings that are not adjacent
+    prefill their prompt twice. So the exact time is never longer than the assumed time.
     """
     actor = np.empty(order.size, np.int64)
     for index, group in enumerate(cut.groups[::-1]):
@@ -173,7 +173,7 @@ def _drained(step: Responses, cut: Partition, order: Ints) -> tuple[Ints, list[f
 
 
 def _tiers(actors: tuple[ActorPlan, ...], options: FleetOptions) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
-    """How many actors to wake, and how many warm ones are not needed."""
+    """The number of actors to wake, and of warm actors that are not needed."""
     used = Counter((actor.kind, actor.tier) for actor in actors)
     wake: dict[tuple[str, str], int] = {}
     release: dict[str, int] = {}

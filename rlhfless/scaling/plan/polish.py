@@ -2,8 +2,8 @@
 
 `groups.fill` is optimal where a(B) is a straight line and no group waits for memory. Elsewhere the best cut between two
 neighbours may lie below the largest group that the limit allows: at the gap of two modes of lengths, or where the
-batch is full. All pairs are looked at together, first the even ones and then the odd ones: a coarse row of cuts, then
-a fine one around the best. A cut is moved only if that lowers the cost and keeps the limit.
+batch is full. All pairs are handled together, first the even and then the odd pairs: a coarse row of cuts, then
+a fine row around the best. A cut is moved only if that lowers the cost and keeps the limit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from rlhfless.scaling.plan.groups import Partition, moved_to
 from rlhfless.scaling.plan.responses import Floats, Ints
 
 ROUNDS = 1
-"""A moved cut changes what is best for its neighbours, but a second round gains little (benchmarks/plan.py)."""
+"""A moved cut changes the best cuts of its neighbours, but a second round gains little (benchmarks/plan.py)."""
 
 REACH = 8
-"""So many positions are tried to each side, in steps; in each of two rows."""
+"""The number of positions that are tried to each side, in each of two rows."""
 
 
 def polish(cut: Partition, limit_s: float) -> Partition:
@@ -35,7 +35,8 @@ def polish(cut: Partition, limit_s: float) -> Partition:
 
 
 def _move(cut: Partition, uppers: Ints, limit_s: float, begins: Ints, work_s: Floats) -> None:
-    """Moves the cut between each `uppers` group and the next; all upper ones are of one kind, and all lower ones."""
+    """Moves the cut between each `uppers` group and the next; all upper groups are of one kind, and all lower groups of
+    one kind."""
     tiers = [[cut.candidate.tiers[cut.tiers[index]] for index in (upper, upper + 1)] for upper in uppers.tolist()]
     ready_s = np.array([[each.ready_s for each in pair] for pair in tiers])
     usd_per_s = np.array([[each.device.usd_per_s for each in pair] for pair in tiers])

@@ -13,7 +13,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """What a step has to generate. Make it with `responses`."""
+    """The samples that a step has to generate; made by `responses`."""
 
     tokens: Floats
     """[samples]: predicted response tokens, the prompt not counted."""
@@ -23,10 +23,10 @@ class Responses:
     """[prompts]."""
     order: Ints | None = None
     """[samples]: the only list to cut, from short to long as far as is known, siblings side by side. For lengths that
-    stand for distributions: which sibling is the long one is not known then, and no group may be chosen by it."""
+    stand for distributions: then it is not known which sibling is the long one, so no group may depend on it."""
     longest: Floats | None = None
-    """[samples], in that order, ascending: the length by which a group that ends with this sample is taken to have
-    ended; without it, its longest."""
+    """[samples], in that order, ascending: the assumed length of a group that ends with this sample; by default its
+    longest sample."""
 
 
 def responses(tokens: ArrayLike, prompt: ArrayLike, prompt_tokens: ArrayLike) -> Responses:
@@ -52,9 +52,9 @@ def responses(tokens: ArrayLike, prompt: ArrayLike, prompt_tokens: ArrayLike) ->
 def lists(step: Responses) -> list[Ints]:
     """The orders in which a plan may cut the samples into groups, from short to long.
 
-    The one that is given. Else first the one that keeps siblings side by side, by the longest of them. If their lengths
-    differ, also the one by each sample's own length, in which siblings lie apart: it wins where splitting pays. Equal
-    ones are in the order of their indices.
+    The given order, if there is one. Otherwise first the order that keeps siblings side by side, by the longest of
+    them. If their lengths differ, also the order by each sample's own length, which separates siblings: it wins if
+    splitting pays. Equal lengths are in the order of their indices.
     """
     if step.order is not None:
         return [step.order]
