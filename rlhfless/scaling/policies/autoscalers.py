@@ -1,4 +1,4 @@
-"""How Ray Serve, Knative and KEDA count replicas: from the requests that run or queue, averaged over windows. Pure.
+"""The autoscaling rules of Ray Serve, Knative and KEDA, from running and queued requests averaged over windows. Pure.
 
 Each is asked at its own interval, and answers with the number of replicas that it wants. docs/policies.md has the
 sources of the defaults.
@@ -14,7 +14,7 @@ from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
 
 
 class Window:
-    """A count over time, which stays the same between two records; averages over its last part."""
+    """A count over time, constant between two records; averages over its last part."""
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
@@ -26,7 +26,8 @@ class Window:
             self._pieces.popleft()
 
     def mean(self, at_s: float, length_s: float) -> float:
-        """Over the last `length_s`, or since the first record if that is later; the count itself at the first."""
+        """The mean over the last `length_s`, or since the first record if that is later; at the first record its
+        count."""
         total, until_s = 0.0, at_s
         since_s = max(at_s - length_s, self._pieces[0][0])
         for from_s, count in reversed(self._pieces):
@@ -42,10 +43,10 @@ class Autoscaler(Protocol):
     """A decision rule for the number of replicas."""
 
     interval_s: float
-    """Between two decisions."""
+    """Seconds between two decisions."""
 
     def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
-        """How many replicas to have; `replicas` were asked for so far, and `ongoing` counts all requests."""
+        """The number of replicas to have; `replicas` were asked for last, and `ongoing` counts all requests."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Actions that all policies take alike: starting, making way, releasing, and assigning samples. Pure."""
+"""Actions that several policies share: starting, making way, releasing, and assigning samples. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhfless.scaling.policy import (
 )
 
 Inputs = dict[str, float | int | str | bool]
-"""What a decision was made from, as the ledger keeps it."""
+"""The inputs of a decision, for the ledger."""
 
 
 def note(now: PolicyContext, kind: str, choice: str, inputs: Inputs) -> Note:
@@ -32,7 +32,7 @@ def note(now: PolicyContext, kind: str, choice: str, inputs: Inputs) -> Note:
 
 
 def start(now: PolicyContext, slots: Iterable[int]) -> list[Action]:
-    """Starts or wakes the replicas of these slots that are not there."""
+    """Starts or wakes replicas at those of the slots that have none awake."""
     return [Start(slot) for slot in slots if now.absent(slot)]
 
 
@@ -58,14 +58,14 @@ def quickest_tier(replica_slot: ReplicaSlot) -> str | None:
 
 
 def take_turns(now: PolicyContext, event: Event, actors: Sequence[int]) -> list[Action]:
-    """What policies do that weigh no costs: a replica on devices that other functions want sleeps when its work of the
-    step is done, and a lost actor is started again."""
+    """The actions of policies that weigh no costs: a replica on devices that other functions use sleeps when its work
+    of the step is done, and a lost actor is started again."""
     match event:
         case Lost(slot, samples):
             return rescue(now, slot, samples)
         case Generated():
             return [put_to_sleep(now, slot) for slot in actors if now.layout.shared(slot) and now.awake(slot)]
-        case Idle(slot) if now.layout.shared(slot) and now.awake(slot):  # it may have made way already
+        case Idle(slot) if now.layout.shared(slot) and now.awake(slot):  # the replica may have made way already
             return [put_to_sleep(now, slot)]
     return []
 
@@ -74,8 +74,8 @@ def rescue(now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
     """After a loss: the slot gets a new actor, and its samples go to the actors that are awake, or wait for the new
     one.
 
-    An actor that had nothing to do, on devices that others take turns on, is started again when its turn comes. One
-    that decodes what prefill actors hand over has something to do until all samples have ended.
+    An actor without work, on devices that other functions use, is started again only at its next turn. An actor that
+    decodes for prefill actors has work until all samples have ended.
     """
     handed = bool(now.layout.prefill) and slot in now.layout.generation and now.left > 0
     if not samples.size and not handed and now.layout.shared(slot):
@@ -98,7 +98,8 @@ def assign_groups(now: PolicyContext, slots: Sequence[int]) -> list[Action]:
 
 
 def assign_to_least(samples: Ints, slots: Sequence[int], loads: Ints) -> list[Action]:
-    """Gives samples to the slots with the least, in blocks, so that siblings stay together. `loads` is by slot."""
+    """Gives samples to the slots with the smallest loads, in blocks, so that siblings stay together. `loads` is by
+    slot."""
     if not samples.size:
         return []
     shares = shares_to_least(samples.size, loads[list(slots)])
@@ -107,7 +108,7 @@ def assign_to_least(samples: Ints, slots: Sequence[int], loads: Ints) -> list[Ac
 
 
 def shares_to_least(samples: int, loads: Ints) -> Ints:
-    """How many of so many samples each slot [slots] gets, for loads that come as close as they can."""
+    """The number of `samples` that each slot [slots] gets, so that the loads become as equal as possible."""
     order = np.argsort(loads, kind="stable")
     filled = loads[order]
     # The lowest slots rise together: with k of them the common level is (their sum + samples) / k.

@@ -1,4 +1,4 @@
-"""What a policy sees when it is asked: the time, the step, and which slots share devices. Pure."""
+"""The context in which a policy is asked: the time, the step, and which slots share devices. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.policy import UNASSIGNED, Ints, ReplicaSlot, StepView
 
 RELEASABLE = frozenset({ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING})
-"""States in which a replica holds its devices and can be released; a start that is under way is called off."""
+"""States in which a replica holds its devices and can be released; a start in progress is called off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What follows from the slots alone."""
+    """Properties of the fleet that depend on the slots alone."""
 
     replica_slots: tuple[ReplicaSlot, ...]
     generation: tuple[int, ...]
@@ -29,11 +29,11 @@ class Layout:
     """For each slot, the slots that take turns with it on a device."""
     learner_nodes: frozenset[str]
     alike: tuple[Ints, ...]
-    """Slots for generation actors that decode, in sets that differ in nothing but where they are."""
+    """Slots for generation actors that decode, in sets of slots that differ only in their place."""
 
     @classmethod
     def of(cls, replica_slots: tuple[ReplicaSlot, ...]) -> Layout:
-        """Raises ValueError if no slot can decode."""
+        """The layout of these slots. Raises ValueError if no slot can decode."""
         engines = [
             (slot, replica_slot.engine)
             for slot, replica_slot in enumerate(replica_slots)
@@ -67,7 +67,7 @@ class Layout:
         return cls(replica_slots, generation, prefill, others, neighbours, nodes, sets)
 
     def shared(self, slot: int) -> bool:
-        """Whether another function may want the devices of a slot."""
+        """Whether another function uses devices of a slot."""
         return _shared(self.replica_slots, self.neighbours, slot)
 
     def max_sequences(self, slot: int) -> int:
@@ -82,7 +82,7 @@ def _shared(replica_slots: Sequence[ReplicaSlot], neighbours: Sequence[frozenset
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """When a policy is asked, and what it sees."""
+    """The time and the view with which a policy is asked."""
 
     at_s: float
     view: StepView
@@ -93,7 +93,7 @@ class PolicyContext:
         return self.view.slots[slot].state in RELEASABLE
 
     def absent(self, slot: int) -> bool:
-        """Whether there is no replica or one that sleeps, so that a Start does anything there."""
+        """Whether there is no replica, or a sleeping one, so that a Start has an effect."""
         return self.view.slots[slot].state in (None, ReplicaState.SLEEPING)
 
     @property
@@ -108,7 +108,7 @@ class PolicyContext:
 
     @property
     def tokens(self) -> float:
-        """Drawn so far in the step, with a prompt for each sample."""
+        """Tokens drawn so far in the step, with a prompt for each sample."""
         return float(self.view.tokens.sum() + self.view.prompt_tokens[self.view.group].sum())
 
     @property
@@ -117,7 +117,7 @@ class PolicyContext:
 
 
 class Contexts:
-    """Makes contexts, and keeps the layout of the fleet that was shown last: slots hardly ever change."""
+    """Makes contexts, and caches the layout of the last fleet: slots seldom change."""
 
     def __init__(self) -> None:
         self._layout: Layout | None = None

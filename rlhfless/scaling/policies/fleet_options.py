@@ -1,4 +1,4 @@
-"""What a fleet offers the planner for a step: kinds of devices, and how soon an actor on each can work. Pure."""
+"""The options of the planner for a step: kinds of devices, and how soon an actor on each can work. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WARM, STARTING, COLD = "warm", "starting", "cold"
 
 
 class FleetOptionsCache:
-    """Makes FleetOptions, and keeps the curve of an engine model as long as the model stays the same."""
+    """Makes FleetOptions, and caches the curve of an engine model as long as the model stays the same."""
 
     def __init__(self) -> None:
         self._devices: dict[str, DeviceOption] = {}
@@ -30,8 +30,8 @@ class FleetOptionsCache:
     def options(
         self, now: PolicyContext, standby: Mapping[int, tuple[str, float]]
     ) -> tuple[FleetOptions, dict[tuple[str, str], list[int]]]:
-        """What the planner may use of the slots in `standby` (slot: tier, seconds until an actor there is up), and
-        the slots behind each (kind, tier)."""
+        """The options that the slots in `standby` give (slot: tier, seconds until an actor there is up), and the slots
+        of each (kind, tier)."""
         behind: dict[tuple[str, str], list[int]] = {}
         for slot, (tier, _) in standby.items():
             behind.setdefault((now.layout.replica_slots[slot].kind, tier), []).append(slot)

@@ -1,8 +1,8 @@
 """A fleet that follows its queue, as Ray Serve, Knative and KEDA do: it knows requests, not steps. Pure.
 
-A router gives each sample to the replica with the fewest. What an engine has not begun can still go elsewhere: when a
-new replica serves, it takes its share of what waits. A replica that is one too many gets nothing more, finishes
-what it has, and goes.
+A router gives each sample to the replica with the fewest samples. Samples that an engine has not begun can still move:
+when a new replica serves, it takes its share of the waiting samples. A superfluous replica gets no more samples,
+finishes the samples it has, and is released.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class QueueReactive:
         return now.layout.generation[: max(self._replicas, 1)]
 
     def _begin(self, now: PolicyContext) -> list[Action]:
-        """With no replica left, the requests that wait call for one at once."""
+        """If there is no replica, waiting requests start one at once."""
         notes = [action for action in self._scale(now, now.view.group.size) if isinstance(action, Note)]
         actors = self._actors(now)
         begin = [*make_way(now, actors), *start(now, actors)]
@@ -64,7 +64,7 @@ class QueueReactive:
         return [*notes, *begin, *assign_to_least(np.arange(now.view.group.size), up, now.loads)]
 
     def _scale(self, now: PolicyContext, ongoing: int) -> list[Action]:
-        """Asks the autoscaler, and starts and releases what it wants."""
+        """Asks the autoscaler, and starts and releases replicas accordingly."""
         actions: list[Action] = []
         generation = now.layout.generation
         if now.at_s - self._asked_s >= self._autoscaler.interval_s:

@@ -1,4 +1,4 @@
-"""All policies by name, and how to make one: built in, or one of the user's own by import path."""
+"""All policies by name, and how to make one: a built-in policy, or the user's own by import path."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class PolicyKind:
     settings: type[SpecModel]
     make: Callable[[Any, RunContract], Policy]
     placement: Literal["colocated", "disaggregated"] | None = None
-    """The placement that it is about; None: any."""
+    """The placement for which it is made; None: any."""
     prefill: bool = False
-    """It gives work to actors that prefill only."""
+    """Whether it gives work to actors that prefill only."""
     reserved: bool = False
-    """Its users rent all devices for the whole run: what it does not hold is paid for as well."""
+    """Whether its users rent all devices for the whole run, so that devices that are not held are paid for as well."""
 
 
 def _contractless(make: Callable[[Any], Policy]) -> Callable[[Any, RunContract], Policy]:
-    """Of a policy that leaves the contract aside."""
+    """Makes a policy that ignores the contract."""
     return lambda settings, run: make(settings)  # noqa: ARG005
 
 

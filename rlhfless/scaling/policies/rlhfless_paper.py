@@ -1,13 +1,13 @@
 """RLHFless as published (arXiv 2602.22718), with all its mechanisms that act during a run. Pure.
 
 At a step's begin, prompts are sorted by the EWMA of their own lengths; for each number of actors N the list is cut into
-N contiguous groups of equal count, and N is what a weighted sum of normalised time and cost finds best. The longest
-group goes to the learner's node. While the step runs, an actor whose group is done to the share tau hands what is left
-to actors that are through with their own groups and may run more sequences; an actor that has nothing left goes, except
-as many as are needed to take what will still be cut. Before the next step actors start ahead of time, by the shortest
-step seen so far.
+N contiguous groups of equal count, and N minimises a weighted sum of normalised time and cost. The longest group goes
+to the learner's node. While the step runs, an actor that has finished the share tau of its group moves the remaining
+samples to actors that have finished their own groups and may run more sequences. An actor without samples is released,
+unless it is needed to take samples that will still be moved. Before the next step actors start ahead of time, by the
+shortest step seen so far.
 
-docs/policies.md says what is known of each mechanism, and what had to be filled in.
+docs/policies.md says what the paper specifies of each mechanism, and what had to be filled in.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RLHFlessPaper:
         self._shortest_s = math.inf
         self._actors: tuple[int, ...] = ()
         self._owner: Ints = np.empty(0, np.int64)
-        """[samples]: the slot whose group a sample is in; UNASSIGNED once it was cut from it."""
+        """[samples]: the slot of a sample's group; UNASSIGNED once the sample was cut from it."""
         self._size: Ints = np.empty(0, np.int64)
         """[slots]: samples of its own group."""
         self._finished = 0
@@ -81,7 +81,7 @@ class RLHFlessPaper:
             case Idle(slot):
                 learner = now.layout.replica_slots[slot].function is FunctionName.LEARNER
                 gone = [_leave(now, slot)] if now.awake(slot) else []
-                # Where steps overlap, some are up for the next one already.
+                # If steps overlap, some actors are up for the next step already.
                 shared = [p for p in self._actors if now.layout.shared(p) and now.absent(p)]
                 return [*gone, *(self._prewarm(now.layout, shared) if learner else ())]
             case StepEnded(start_s, end_s):
@@ -118,7 +118,7 @@ class RLHFlessPaper:
         return actions
 
     def _predicted(self, view: StepView) -> Floats:
-        """[groups]: the EWMA of each prompt; for a new one the mean of all, or the first guess."""
+        """[groups]: the EWMA of each prompt; for a new prompt the mean of all, or the first guess."""
         unseen = self._seen_tokens / self._seen if self._seen else self._settings.first_guess_tokens
         return np.maximum([self._means.get(name, unseen) for name in view.prompt_ids], 1.0)
 
@@ -153,7 +153,7 @@ class RLHFlessPaper:
         return actions + self._release(now, left, own_left)
 
     def _cut(self, now: PolicyContext, left: Ints, own_left: Ints) -> list[Action]:
-        """`left` and `own_left` [slots] are brought up to date with what is moved."""
+        """Moves the rests of groups; updates `left` and `own_left` [slots]."""
         actions: list[Action] = []
         for source in self._actors:
             tail, whole = int(own_left[source]), int(self._size[source])
@@ -174,7 +174,7 @@ class RLHFlessPaper:
         return actions
 
     def _release(self, now: PolicyContext, left: Ints, own_left: Ints) -> list[Action]:
-        """Empty actors go, except as many as are needed to take what will still be cut."""
+        """Releases empty actors, except as many as are needed to take samples that will still be cut."""
         to_come = sum(
             math.ceil((1 - self._settings.cut_share) * self._size[slot]) for slot in self._actors if own_left[slot] > 0
         )
@@ -201,7 +201,7 @@ class RLHFlessPaper:
     def _prewarm(self, layout: Layout, slots: Sequence[int]) -> list[Action]:
         """Starts actors of this step again, so as to be up before the next step begins, by the shortest step so far.
 
-        Actors that share devices with the learner can start only when the learner is through.
+        Actors that share devices with the learner can start only when the learner has finished.
         """
         if math.isinf(self._shortest_s):
             return []
@@ -220,7 +220,7 @@ def _leave(now: PolicyContext, slot: int) -> Release:
 
 
 def _tier(layout: Layout, slot: int) -> str | None:
-    """The tier in which a replica sleeps; None where sleep costs what the devices cost and no other function pays for
+    """The tier in which a replica sleeps; None if sleep costs as much as the devices and no other function pays for
     them."""
     replica_slot, tier = layout.replica_slots[slot], quickest_tier(layout.replica_slots[slot])
     if tier is None or layout.shared(slot) or replica_slot.resident_usd_per_s[tier] < replica_slot.usd_per_s:
@@ -229,6 +229,6 @@ def _tier(layout: Layout, slot: int) -> str | None:
 
 
 def _up_s(layout: Layout, slot: int) -> float:
-    """From the tier in which it sleeps until a replica is up, without its weights."""
+    """Seconds from the tier in which a replica sleeps until it is up, without its weights."""
     replica_slot, tier = layout.replica_slots[slot], _tier(layout, slot)
     return replica_slot.start_s if tier is None else replica_slot.wake_s[tier]

@@ -1,9 +1,9 @@
-"""Fleets that never change: what verl and OpenRLHF do. Pure.
+"""Fleets that never change, as in verl and OpenRLHF. Pure.
 
-All actors work in every step, with equal shares of the prompts. Where generation shares its devices with other
-functions (verl), a replica that is done sleeps, with its weights in host memory, and wakes for its next turn. Where it
-does not (OpenRLHF), no device is ever given back. Where there are actors that prefill only (DistServe, arXiv
-2401.09670), all prompts begin with them.
+All actors work in every step, with equal shares of the prompts. If generation shares its devices with other functions
+(verl), a replica that has finished sleeps, with its weights in host memory, and wakes for its next turn. If it does not
+(OpenRLHF), no device is ever given back. If there are actors that prefill only (DistServe, arXiv 2401.09670), all
+prompts begin there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""RLHFuse's fusion of generation with the stages behind it (arXiv 2409.13221, section 4). Pure.
+"""RLHFuse's fusion of generation with the stages after it (arXiv 2409.13221, section 4). Pure.
 
-Generation begins as on a static fleet. Once only a tail of the samples is left, they are all moved, once a step, to the
-fewest actors that can take them, and the devices of the other actors are free for scoring and reference, which begin on
-what is complete. The actors that have most of the tail already are the ones that take it.
+Generation begins as on a static fleet. Once only a tail of the samples is left, all of it is moved, once a step, to the
+fewest actors that can take it, and the devices of the other actors are free for scoring and reference, which begin on
+complete groups. The actors that already have most of the tail take it.
 
-How few: none of them may get more sequences than it decodes about as fast as one, nor more than its KV memory holds if
+The limit: no actor may get more sequences than it decodes about as fast as one, nor more than its KV memory holds if
 all of them grow to the longest response.
 """
 
@@ -41,7 +41,7 @@ class TailMigration:
         self._tail_share = settings.tail_share
         self._contexts = Contexts()
         self._gathered = False
-        """The step's tail was moved already."""
+        """Whether the step's tail was moved already."""
 
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)

@@ -1,15 +1,15 @@
-"""The completion model: how long each actor will still work, and when it ends, from quantiles of what its samples have
-still to draw. Pure.
+"""The completion model: the remaining work and the end of each actor, from quantiles of the remaining tokens of its
+samples. Pure.
 
 Of an actor's samples, S(k) are expected to be alive after k more iterations, with a context of C(k) tokens, and all
-have ended with probability exp(-N(k)). All three are sums over samples (`counting.count_alive`), so putting the samples
-of two actors together is adding their rows: a migration is judged by that. How long an actor works and when it has
-ended follows from them (`kernel.trial`).
+have ended with probability exp(-N(k)). All three are sums over samples (`counting.count_alive`), so to put the samples
+of two actors together is to add their rows: migrations are judged by that. The work of an actor and the time of its end
+follow from them (`kernel.trial`).
 
-What a sample has still to draw is counted in tokens; what it waits to be admitted, in iterations (`queue_iterations`).
-In the batch it draws a token in each iteration, so it ends after the iterations of its wait and those of its tokens.
-While it waits it is alive, but not in the batch: it holds no context. How long the longest response of the step is does
-not depend on waits at all (`longest_response`).
+The rest of a sample is counted in tokens; its wait for admission in iterations (`queue_iterations`). In the batch it
+draws one token per iteration, so it ends after the iterations of its wait plus its remaining tokens. While it waits it
+is alive, but not in the batch: it holds no context. The length of the longest response of the step does not depend on
+waits (`longest_response`).
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from rlhfless.scaling.policies.cost_aware.kernel import Speeds
 from rlhfless.scaling.policy import Flags, Ints, StepView
 
 GRID_STEP = 1.25
-"""Each point of the grid of iterations lies so many times as far ahead as the one before."""
+"""Ratio of two successive points of the grid of iterations."""
 
 _EDGES = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.9995, 0.9999, 1.0])
 RANKS: Floats = (_EDGES[1:] + _EDGES[:-1]) / 2
-"""A sample's distribution as so many lengths, of which the longest are fine: they decide when an actor ends."""
+"""The ranks at which a sample's distribution is evaluated. They are dense near 1: long samples decide when an actor
+ends."""
 WEIGHTS: Floats = np.diff(_EDGES)
 
 
 FINEST = 128
-"""Where samples wait, points of the grid are no closer than the whole of it by so many."""
+"""If samples wait, points of the grid are at least the length of the grid divided by this apart."""
 
 
 def grid_to(most: float, apart: float = math.inf) -> Floats:
-    """Iterations, or tokens, ahead: 0, 4, 8, 12 and then ever further apart, by `apart` at most, up to `most`."""
+    """Points in iterations (or tokens) from now: 0, 4, 8, 12 and then ever further apart, by `apart` at most, up to
+    `most`."""
     points, at = [0.0, 4.0, 8.0], 12.0
     while at < most:
         points.append(at)
@@ -51,20 +53,20 @@ def grid_to(most: float, apart: float = math.inf) -> Floats:
 
 
 FEW = 16
-"""Of an actor with so many samples or fewer, each sample counts for itself in whether any is alive."""
+"""If an actor has at most this many samples, each counts separately in the probability that any is alive."""
 
 AROUND = 64
-"""So many neighbours in a sorted list are alike."""
+"""This many neighbours in a sorted list count as alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """What is expected to be alive at each slot."""
+    """The samples that are expected to be alive at each slot."""
 
     grid: Floats  # [T], iterations
     columns: Floats
-    """[3, slots, T]: sequences, tokens of context of those in the batch, and -log of the probability that all have
-    ended."""
+    """[3, slots, T]: sequences, tokens of context of the sequences in the batch, and -log of the probability that all
+    have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,9 @@ class Unfinished:
     home: Ints
     """[rows]: the slot of each."""
     context: Ints
-    """[rows]: what it has drawn, with its prompt."""
+    """[rows]: tokens of its prompt and the tokens drawn."""
     begun: Flags
-    """[rows]: whether it has drawn anything."""
+    """[rows]: whether it has drawn a token."""
 
     def of(self, some: Ints) -> Unfinished:
         """Some of the rows."""
@@ -92,16 +94,17 @@ def unfinished_of(lengths: RemainingLengths, view: StepView, home: Ints) -> Unfi
 
 
 def ranks_of(lengths: RemainingLengths) -> Ranks:
-    """Where `RANKS` lie among the levels of a forecast; a length that is known stands for itself."""
+    """The positions of `RANKS` among the levels of a forecast; a known length is its only level."""
     if lengths.known:
         return Ranks(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1), np.ones(1))
     return Ranks(*lengths.between(RANKS), WEIGHTS)
 
 
 def queue_iterations(rows: Unfinished, most: Ints, count: Ints) -> Floats:
-    """[rows]: iterations until a sample that waits is admitted; 0 for those that an engine runs at once: `most` of the
-    `count` at each slot [slots]. They are taken to wait from long to short; the next one is admitted when the
-    work of all before it has been done by all sequences that run, but for the halves of what runs."""
+    """[rows]: iterations until a sample that waits is admitted; 0 for samples that an engine runs at once: `most` of
+    the `count` at each slot [slots]. Samples are assumed to wait from long to short. The next sample is admitted when
+    the running sequences together have done the work of all samples before it, except half of the running samples'
+    work."""
     delay = np.zeros(rows.home.size)
     if (count > most).any():
         lengths = rows.lengths
@@ -115,13 +118,14 @@ def queue_iterations(rows: Unfinished, most: Ints, count: Ints) -> Floats:
 
 
 def alive(rows: Unfinished, slots: int, most: Ints, few: Flags | None = None, grid: Floats | None = None) -> Alive:
-    """What is expected of all slots; `most` [slots] is how many sequences an engine there runs at once, `few`
-    [slots] whether each of its samples counts for itself (see `FEW`); on this `grid`, or one that is long enough."""
+    """The samples expected to be alive at all slots. `most` [slots] is how many sequences an engine there runs at once,
+    `few` [slots] whether each of its samples counts separately (see `FEW`). Without a `grid` a long enough one is
+    made."""
     lengths, count = rows.lengths, np.bincount(rows.home, minlength=slots)
     delay = queue_iterations(rows, most, count)
     if grid is None:
         most_iterations = float((lengths.table[:, -1][lengths.kind] + delay).max())
-        # Waits go on at an even pace: at their end as at their beginning, a point for each half of a mean response.
+        # Samples are admitted at an even pace, so the grid has a point for each half of a mean response up to its end.
         apart = max(float(lengths.means.mean()) / 2, most_iterations / FINEST) if delay.any() else math.inf
         grid = grid_to(most_iterations, apart)
     columns = np.zeros((3, slots, grid.size))
@@ -133,18 +137,18 @@ def alive(rows: Unfinished, slots: int, most: Ints, few: Flags | None = None, gr
 
 
 def longest_response(rows: Unfinished, slots: int) -> tuple[Floats, Floats]:
-    """[T] and [T]: tokens, and -log of the probability that no sample has more than so many still to draw."""
+    """[T] and [T]: tokens, and -log of the probability that no sample has more tokens left."""
     count = np.bincount(rows.home, minlength=slots)
-    found = alive(rows, slots, most=count)  # where each is admitted at once, iterations are tokens
+    found = alive(rows, slots, most=count)  # if each sample is admitted at once, iterations are tokens
     return found.grid, np.asarray(found.columns[ENDED].sum(axis=0))
 
 
 def ends_by(lengths: RemainingLengths, samples: Ints, confidence: float) -> Floats:
-    """[rows]: by which length a group is over that ends at a row of a list, so that all groups of the list are with
-    this probability. `samples` [rows] are rows of `lengths`, in the order of the list.
+    """[rows]: the length at which a group that ends at a row of the list has ended, such that with this probability all
+    groups of the list have. `samples` [rows] are rows of `lengths`, in the order of the list.
 
-    Each sample may take longer with the same small probability, so a group's length depends on what is in it, not on
-    how many; but none is longer than what all samples of the list together are over by.
+    Each sample may take longer with the same small probability, so a group's length depends on its samples, not on
+    their number; and no group is longer than the length at which all samples of the list have ended.
     """
     run, first = runs(lengths.kind[samples])
     counts = np.diff(first, append=samples.size)
@@ -163,10 +167,10 @@ def ends_by(lengths: RemainingLengths, samples: Ints, confidence: float) -> Floa
 
 
 class EngineTable:
-    """The engines at all slots, as the completion model needs them."""
+    """The figures of the engines at all slots that the completion model needs."""
 
     def __init__(self, devices: Sequence[DeviceOption | None]) -> None:
-        """By slot: its kind, None where nothing is generated."""
+        """`devices`: by slot its kind of device, None for a slot of another function."""
         kinds = list({id(device): device for device in devices if device is not None}.values())
         index = {id(device): number for number, device in enumerate(kinds)}
         curves = [device.curve for device in kinds]
@@ -189,7 +193,8 @@ class EngineTable:
 
 
 def _crossing(falling: Floats, at: Floats, limit: float) -> Floats:
-    """[rows]: where rows that fall to 0 come below the limit, between the points `at`; 0 if they start so."""
+    """[rows]: where rows that fall to 0 cross the limit, interpolated between the points `at`; 0 if they start
+    below."""
     over = falling > limit
     begins, end = over[:, 0], over.shape[1] - 1
     last = (end - over[:, ::-1].argmax(axis=1)) * begins

@@ -1,4 +1,5 @@
-"""What is expected to be alive at each point of a grid of iterations: compiled loops that only `completion` calls."""
+"""The samples expected to be alive at each point of a grid of iterations: compiled loops that only `completion`
+calls."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ SEQUENCES, CONTEXT, ENDED = 0, 1, 2
 """Columns: S, sequences expected to be alive; C, tokens of context of those in the batch; N, -log P(all have ended)."""
 
 SURE = 0.999
-"""No sample is more certain than that to be alive, so that sums stay finite."""
+"""Largest probability that a sample is alive, so that sums stay finite."""
 
 
 class Ranks(NamedTuple):
-    """Where in a row of quantiles the lengths lie that stand for a distribution. All [ranks]."""
+    """The positions in a row of quantiles of the lengths that represent a distribution. All [ranks]."""
 
     left: Ints  # column of the quantile before it
-    right: Ints  # and of the one behind it
+    right: Ints  # column of the quantile after it
     share: Floats  # how far it is from one to the other
     weight: Floats  # probability that it stands for
 
@@ -45,14 +46,13 @@ def count_alive(
     waiting: Floats,
     columns: Floats,
 ) -> None:
-    """Adds up what is alive at each point k of the `grid` [T], in iterations. With a chance of s(k) that a sample has
-    not ended by then, and its context c, at a slot
+    """Adds up the samples alive at each point k of the `grid` [T], in iterations. With the probability s(k) that a
+    sample has not ended by then, and its context c, at a slot
 
         S(k) = sum of s(k)
         C(k) = sum of s(k) (c + k - delay), of samples in the batch: k >= delay
-        N(k) = sum of -log(1 - s(k)) where `few` [slots] says that each sample counts for itself; else S(k), which it
-        is
-               where it matters, late
+        N(k) = sum of -log(1 - s(k)) if `few` [slots] says that each sample counts separately;
+               else S(k), which is nearly equal late in the step, where it matters
 
     `table` [kinds, Q] has the quantiles, in tokens. `scratch` [T], `waiting` [2, slots, T] and `columns` [3, slots,
     T] are 0."""
@@ -124,7 +124,8 @@ def _add_samples(
     scratch: Floats,
     columns: Floats,
 ) -> None:
-    """Where a sample may end; and, where it counts `alone`, how likely it is alive at each point; for so many alike."""
+    """Adds `count` alike samples: where they may end and, if they count `alone`, the probability to be alive at each
+    point."""
     slot, kind, delay = rows.home[row], rows.kind[row], rows.delay[row]
     cell, last = 0, grid.size - 1
     for rank in range(ranks.weight.size):
@@ -147,7 +148,8 @@ def _add_samples(
 
 @part
 def _add_waiting(rows: Counted, row: int, count: int, grid: Floats, waiting: Floats) -> None:
-    """Until which point so many alike wait, and hold no context: what `_add_samples` counted is taken off."""
+    """Subtracts, up to the point of their admission, the context that `_add_samples` counted for `count` alike
+    samples."""
     slot, cell = rows.home[row], 0
     while cell < grid.size - 1 and grid[cell] < rows.delay[row]:
         cell += 1

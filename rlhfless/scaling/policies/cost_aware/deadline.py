@@ -1,8 +1,8 @@
-"""How much of a step's time is kept in reserve, so that its deadline is kept as often as was asked for. Pure.
+"""The deadline margin: a step is planned to end early enough that deadlines are kept as often as was asked. Pure.
 
-Two things are learned from how the run's own forecasts turned out. Which confidence to ask of a forecast, so that "ends
-by then, with probability p" comes true as often as p (`Coverage`). And what share of the time that steps were given
-they took: a deadline is divided by what that share stays below (`StepMargin.reserve`).
+Two figures are learned from the errors of the run's own forecasts. The confidence to ask of a forecast, so that "ends
+by then, with probability p" comes true with frequency p (`Coverage`). And the share of their given time that steps
+took: a deadline is divided by an upper bound of that share (`StepMargin.reserve`).
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ from rlhfless.scaling.policies.cost_aware.forecasters import Floats
 from rlhfless.scaling.policy import StepView
 
 EVEN = 0.5
-"""Confidence of what is as likely as not."""
+"""Confidence of an event that is as likely as not."""
 
 FIRST_SCATTER, FIRST_STEPS = 0.08, 2
-"""Scatter of the share of its time that a step takes, until steps were seen; and as how many steps that counts."""
+"""Prior scatter of the share of its time that a step takes, and the number of steps as which the prior counts."""
 
 PRIOR_STEPS = 4.0
-"""So many steps of a forecast that is right are taken to have been seen before the first one."""
+"""Prior: as if this many steps with right forecasts had been seen before the first step."""
 
 STEPS_SEEN = 64
-"""The last so many steps say how good forecasts are."""
+"""The quality of forecasts is judged by this many of the last steps."""
 
 MOST_CERTAIN, LEAST_CERTAIN = 0.999, 0.001
-"""No forecast is asked for more, or for less. A forecast that is wrong by far gives what happened a probability that is
-0 as a number (in a first step, when nothing is known of its prompts); after some of those, 0 would be asked for, which
-no length has, and whose logarithm is not finite."""
+"""Bounds of the confidence that is asked of a forecast. A forecast that is wrong by far gives the outcome a probability
+that rounds to 0 (in a first step, when nothing is known about its prompts). After some such steps a confidence of 0
+would be asked for, which no length has, and whose logarithm is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMargin:
-    """How cautiously a step is planned, so that its deadline is kept with a probability."""
+    """How cautiously a step is planned, so that its deadline is kept with the given probability."""
 
     confidence: float
     """That probability."""
     level: float
-    """Confidence to ask of forecasts for it."""
+    """Confidence to ask of forecasts so that the deadline is kept."""
     even: float
-    """Confidence to ask of forecasts for what is to come true as often as not."""
+    """Confidence to ask of forecasts so that they come true as often as not."""
     reserve: float
-    """By how many times less time a step is to be given than it has; 1 at least."""
+    """The time of a step is divided by this before it is planned; at least 1."""
     later: float
-    """By how many times later than planned the completion model is confident that generation ends; 1 at least."""
+    """The end of generation by the completion model, at the required confidence, divided by the end of the plan; at
+    least 1."""
     revisits: bool
     """Whether most prompts of the step were seen before."""
 
     def at(self, caution: float) -> tuple[float, float]:
         """Confidence to ask of forecasts, and reserve of time. `caution` 1: those of the deadline; 0: as likely as not,
-        and no reserve; between them, in a straight line and as a power."""
+        and no reserve. Between them the confidence is linear in `caution`, and the reserve a power."""
         return self.even + caution * (self.level - self.even), self.reserve**caution
 
     def sooner(self, contract: Contract, reserve: float) -> Contract:
-        """What to ask of the planner: a deadline earlier by the reserve, and by what plans are too early."""
+        """The contract for the planner: the deadline is earlier by the reserve, and by the error of plans."""
         if not isinstance(contract, CheapestUnderDeadline):
             return contract
         return CheapestUnderDeadline(contract.deadline_s / reserve / self.later)
@@ -67,43 +68,43 @@ class StepMargin:
 
 @dataclass(frozen=True, slots=True)
 class StepAim:
-    """What counts in a step whose plan is made."""
+    """The goals of a step after planning."""
 
     margin: StepMargin
     began_s: float = 0.0
     limit_s: float = math.inf
-    """When its generation is to have ended."""
+    """Time at which its generation should have ended."""
     foreseen_s: float = math.inf
-    """When it was foreseen to, if that is later."""
+    """The predicted end of generation, if that is later than `limit_s`."""
     after_s: float = 0.0
-    """What the step takes from then on, as it was foreseen."""
+    """Predicted seconds of the step after generation."""
     time_usd_per_s: float = 0.0
-    """What a second of it is worth; infinite: nothing may delay its end."""
+    """The value of a second of the step; if it is infinite, nothing may delay its end."""
     longest: tuple[Floats, Floats] | None = None
-    """See `completion.longest_response`, as it was when the step began; None if lengths are known."""
+    """The result of `completion.longest_response` when the step began; None if lengths are known."""
     tested: bool = False
-    """Whether any step has shown how good forecasts are, or lengths are known."""
+    """Whether forecasts have been checked by an earlier step, or lengths are known."""
 
 
 class DeadlineMargin:
-    """What a run has learned about its own forecasts."""
+    """The errors of a run's own forecasts."""
 
     def __init__(self, confidence: float) -> None:
-        """`confidence`: with which deadlines are to be kept."""
+        """`confidence`: the probability with which deadlines are to be kept."""
         self._asked = confidence
         self._coverage = Coverage()
         self._used = {seen: Recent(1.0, FIRST_SCATTER, FIRST_STEPS) for seen in (False, True)}
-        """What share of the time that steps were given, or seemed to need, they took; of steps with prompts that were
-        seen before apart from the others, because their forecasts are better."""
+        """The share of their given (or predicted) time that steps took. Steps with known prompts are kept separately,
+        because their forecasts are better."""
         self._later = Recent(1.0)
         self.steps = 0
-        """So many have ended their generation."""
+        """The number of steps whose generation has ended."""
 
     def of_step(self, steps: int, *, revisits: bool) -> StepMargin:
-        """The margin of a step that begins; `revisits`: with prompts most of which were seen before.
+        """The margin of a step that begins; `revisits`: whether most of its prompts were seen before.
 
-        A deadline may be one for so many `steps` together, this one included. What some of them take longer others make
-        up for, so the scatter of their mean counts, which is smaller by sqrt(steps).
+        A deadline may be for several `steps` together, including this one. Long steps among them are balanced by short
+        ones, so the scatter of their mean counts, which is smaller by sqrt(steps).
         """
         normal = NormalDist()
         confidence = normal.cdf(normal.inv_cdf(self._asked) / math.sqrt(steps))
@@ -112,16 +113,16 @@ class DeadlineMargin:
         return StepMargin(confidence, level, even, reserve, max(self._later.value, 1.0), revisits)
 
     def planned(self, plan_s: float, expected_s: float) -> None:
-        """A plan ends after `plan_s`, and by the completion model after `expected_s`."""
+        """Learns that a plan ends after `plan_s`, and by the completion model after `expected_s`."""
         self._later.add(expected_s / plan_s)
 
     def learn(self, at_s: float, view: StepView, aim: StepAim) -> None:
-        """Generation has ended: how much of its time it took, and whether its longest response was as likely as
-        forecast. A response that was cut off at max_tokens could not have been any longer, and says nothing."""
+        """Generation has ended: learns the share of its time that it took, and the forecast probability of its longest
+        response. A response that was cut off at max_tokens could have been longer, so it is not counted."""
         self.steps += 1
-        if math.isfinite(aim.limit_s) and self.steps > 1:  # the first step knows nothing, and is no measure
+        if math.isfinite(aim.limit_s) and self.steps > 1:  # the first step has no history, so it is not counted
             self._used[aim.margin.revisits].add((at_s - aim.began_s) / (aim.foreseen_s - aim.began_s))
-            if not self._used[True].count:  # what is forecast better scatters no more
+            if not self._used[True].count:  # better forecasts scatter no more
                 new = self._used[False]
                 self._used[True] = Recent(1.0, new.scatter, FIRST_STEPS + new.count)
         if aim.longest is not None and not view.truncated.any():
@@ -129,10 +130,10 @@ class DeadlineMargin:
 
 
 class Coverage:
-    """Whether "ends by then, with probability p" came true as often as p; if not, another p is asked of the forecast.
+    """Checks whether "ends by then, with probability p" comes true with frequency p; if not, another p is asked for.
 
-    Of each step the forecast's own probability of what then happened is kept. Were forecasts right, these would be
-    spread evenly over 0 to 1; the level to ask for is their p-quantile, with `PRIOR_STEPS` even ones among them.
+    For each step the probability is kept that the forecast gave to the outcome. If forecasts were right, these would be
+    spread evenly over 0 to 1; the level to ask for is their p-quantile, with `PRIOR_STEPS` even values among them.
     """
 
     def __init__(self) -> None:
@@ -144,12 +145,12 @@ class Coverage:
         self._table()
 
     def level(self, confidence: float) -> float:
-        """The p to ask for, so that what it names comes true with this probability."""
+        """The p to ask for, so that the forecast comes true with probability `confidence`."""
         asked = float(np.interp(confidence, self._share, self._below))
         return min(max(asked, LEAST_CERTAIN), MOST_CERTAIN)
 
     def _table(self) -> None:
-        """How often what was said to have a probability up to `below` came true."""
+        """How often outcomes with a forecast probability up to `below` have come true."""
         count = len(self._seen)
         self._below = np.concatenate([[0.0], np.sort(self._seen), [1.0]])
         seen = np.concatenate([[0], np.arange(1, count + 1), [count]])

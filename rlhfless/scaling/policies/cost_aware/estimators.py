@@ -1,6 +1,6 @@
-"""What a run has learned about its own time: medians, starts, spending and the engines' pace. Pure.
+"""Estimates of a run's own times and costs: medians, starts, spending and the engines' pace. Pure.
 
-Each estimator begins with what the fleet says of itself, and forgets what is long past.
+Each estimator begins with the figures of the fleet, and forgets old observations.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from rlhfless.scaling.policies.fleet_options import COLD, STARTING, WARM
 from rlhfless.scaling.policy import Action, Ints, Release, ReplicaSlot, Start, StepView
 
 OBSERVATIONS = 8
-"""So many are remembered: enough for a median that shrugs off a few, few enough to follow a drift."""
+"""Observations that are kept: enough for a median that ignores outliers, few enough to follow a drift."""
 
 TO_DEVIATION = 1.4826
-"""A normal distribution's standard deviation by the median distance from its median."""
+"""Standard deviation of a normal distribution, divided by the median distance from its median."""
 
 KEPT = 0.7
-"""Weight of what came before in an engine's pace, at each new measurement."""
+"""Weight of the old pace of an engine at each new measurement."""
 
 LEAST_TOKENS = 32
-"""Fewer tokens between two looks say little about a pace: beats and iterations do not begin together."""
+"""Fewest tokens between two looks to measure a pace: beats and iterations do not begin together."""
 
 
 class Recent:
-    """The median of the last observations, and how far they scatter around it. An observation that stands out, such as
-    a first step with its cold starts, moves neither much."""
+    """The median of the last observations, and their scatter around it. An outlier, such as a first step with cold
+    starts, changes neither much."""
 
     def __init__(self, value: float = 0.0, scatter: float = 0.0, weight: int = 0) -> None:
-        """`value` and `scatter` hold before anything was seen; later this scatter counts as that of `weight`
+        """`value` and `scatter` apply before the first observation; later this scatter counts as `weight`
         observations."""
         self.value = value
         self.count = 0
@@ -54,23 +54,24 @@ class Recent:
         self.scatter = math.sqrt(total / (self._weight + len(self._seen)))
 
     def at(self, confidence: float) -> float:
-        """What the next observation stays below with this probability: value + t scatter, with the quantile t of
-        Student's distribution, because the scatter is known from few. With z the normal quantile and f degrees of
-        freedom, t = z (1 + (z^2 + 1) / (4 f)) (the first two terms of Cornish and Fisher's series)."""
+        """An upper bound of the next observation with this probability: value + t scatter, with the quantile t of
+        Student's distribution, because the scatter is known from few observations. With z the normal quantile and f
+        degrees of freedom, t = z (1 + (z^2 + 1) / (4 f)) (the first two terms of Cornish and Fisher's series)."""
         normal = NormalDist().inv_cdf(confidence)
         freedom = max(len(self._seen) + self._weight - 1, 1)
         return self.value + normal * (1 + (normal**2 + 1) / (4 * freedom)) * self.scatter
 
 
 class StartTimes:
-    """How long replicas take to come up, by kind of slot and tier; what the slot says until it was seen."""
+    """The time that replicas take to come up, by kind of slot and tier; the figure of the slot until one was
+    measured."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, str | None], Recent] = {}
         self._asked: dict[int, tuple[float, str | None]] = {}
 
     def see(self, now: PolicyContext, actions: Sequence[Action]) -> None:
-        """What the policy has just decided: starts and wakes are timed from when they take effect."""
+        """Notes actions of the policy: starts and wakes are timed from when they take effect."""
         tiers: dict[int, str | None] = {}
         for action in actions:
             if isinstance(action, Release):
@@ -81,7 +82,7 @@ class StartTimes:
                 self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), tier
 
     def up(self, now: PolicyContext, slot: int) -> None:
-        """A replica serves, having loaded its weights."""
+        """A replica has loaded its weights and serves: measures its start."""
         if slot in self._asked:
             since_s, tier = self._asked.pop(slot)
             replica_slot = now.layout.replica_slots[slot]
@@ -93,7 +94,7 @@ class StartTimes:
         self._asked.pop(slot, None)
 
     def standby(self, now: PolicyContext, slot: int) -> tuple[str, float]:
-        """The tier that a slot stands by in, and seconds until a replica there is up, without its load of weights."""
+        """The tier of a slot, and the seconds until a replica there is up, without its load of weights."""
         replica_slot, there = now.layout.replica_slots[slot], now.view.slots[slot]
         if there.state is ReplicaState.STARTING:
             since_s, tier = self._asked.get(slot, (now.at_s, None))
@@ -109,7 +110,7 @@ class StartTimes:
         return self.standby(now, slot)[1] + now.view.fleet.load_s
 
     def wake_s(self, replica_slot: ReplicaSlot, tier: str | None) -> float:
-        """From a tier (None: from nothing) until a replica is up, without its load of weights."""
+        """Seconds from a tier (None: a cold start) until a replica is up, without its load of weights."""
         seen = self._seen.get((str(replica_slot.function), replica_slot.kind, tier))
         if seen is not None:
             return seen.value
@@ -117,12 +118,12 @@ class StartTimes:
 
 
 class Spending:
-    """What the run has spent, by the slots' prices: for contracts with a budget."""
+    """The cost of the run so far, by the slots' prices, for contracts with a budget."""
 
     def __init__(self, *, wanted: bool) -> None:
         self.usd = 0.0
         self.others_usd = Recent()
-        """Of a step, without generation."""
+        """Cost of a step without generation."""
         self._wanted = wanted
         self._at_s: float | None = None
         self._rates = (0.0, 0.0)
@@ -135,7 +136,7 @@ class Spending:
         self._others_usd = 0.0
 
     def see(self, now: PolicyContext) -> None:
-        """At every event."""
+        """Adds the cost since the last event; called at every event."""
         if not self._wanted:
             return
         passed_s = 0.0 if self._at_s is None else max(now.at_s - self._at_s, 0.0)
@@ -149,7 +150,8 @@ class Spending:
 
 
 def _usd_per_s(now: PolicyContext, slot: int) -> float:
-    """Of one replica now. A replica that sleeps at the price of its devices pays only while no other is awake there."""
+    """The current price of a replica. A replica that sleeps at the price of its devices pays only while no other is
+    awake there."""
     replica_slot, tier = now.layout.replica_slots[slot], now.view.slots[slot].tier
     if tier is None:
         return replica_slot.usd_per_s if now.awake(slot) else 0.0
@@ -159,7 +161,7 @@ def _usd_per_s(now: PolicyContext, slot: int) -> float:
 
 
 class Pace:
-    """How much slower than its model each engine decodes: 1 as long as it was not measured."""
+    """How much slower than its model each engine decodes: 1 until it was measured."""
 
     def __init__(self, slots: int) -> None:
         self.factor: Floats = np.ones(slots)
@@ -169,13 +171,13 @@ class Pace:
         self._iteration_s: Floats = np.zeros(slots)
 
     def begin(self) -> None:
-        """Another step begins, of which nothing was seen yet."""
+        """Another step begins, without observations."""
         self._at_s = -math.inf
 
     def look(self, at_s: float, view: StepView, samples: Ints, iteration_s: Floats) -> None:
-        """Measures the pace of each slot from what its unfinished `samples` drew since the last look: seconds passed a
-        token drawn, over what an iteration should take by the model. `iteration_s` [slots] is the latter now, and not
-        positive where nothing can be said; only samples count that were at the same slot at the last look."""
+        """Measures the pace of each slot from the tokens that its unfinished `samples` drew since the last look:
+        seconds per token, divided by the seconds of an iteration by the model. `iteration_s` [slots] is the latter now,
+        not positive if it is unknown. Only samples that were at the same slot at the last look count."""
         passed_s, slots, home = at_s - self._at_s, self.factor.size, view.home[samples]
         if 0 < passed_s < math.inf:
             before = self._tokens[samples]
@@ -189,5 +191,5 @@ class Pace:
         self._at_s, self._tokens, self._home = at_s, view.tokens.copy(), view.home.copy()
 
     def go_on(self, iteration_s: Floats) -> None:
-        """What an iteration should take [slots] from this look on, with the samples that were moved since."""
+        """Sets the predicted seconds of an iteration [slots] from now on, after samples were moved."""
         self._iteration_s = iteration_s

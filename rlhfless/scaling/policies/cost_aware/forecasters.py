@@ -23,28 +23,28 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RemainingLengths:
-    """The unfinished samples of a step, and what each has still to draw."""
+    """The unfinished samples of a step, and the remaining tokens of each."""
 
     samples: Ints  # [rows], ascending
     levels: Floats  # [Q], ascending: ranks of the quantiles
     kind: Ints
-    """[rows], ascending: row of `table`. Rows of a kind are siblings that have drawn as many tokens."""
+    """[rows], ascending: row of `table`. Samples of one kind are siblings that have drawn equally many tokens."""
     table: Floats
     """[kinds, Q]: remaining tokens, ascending along Q, at least 1."""
 
     @property
     def known(self) -> bool:
-        """Each length is known, so that siblings are not alike."""
+        """Whether each length is known, so that siblings are not alike."""
         return self.levels.size == 1
 
     @cached_property
     def kind_means(self) -> Floats:
-        """[kinds]: expected tokens still to draw."""
+        """[kinds]: expected remaining tokens."""
         return np.asarray(self.table @ mean_weights(self.levels))
 
     @cached_property
     def means(self) -> Floats:
-        """[rows]: the same."""
+        """[rows]: expected remaining tokens."""
         return self.kind_means[self.kind]
 
     def of(self, rows: Ints) -> RemainingLengths:
@@ -52,20 +52,20 @@ class RemainingLengths:
         return RemainingLengths(self.samples[rows], self.levels, self.kind[rows], self.table)
 
     def between(self, ranks: Floats) -> tuple[Ints, Ints, Floats]:
-        """For `ranks` [ranks] the levels on both sides, and how far it is from the one to the other: each [ranks]."""
+        """For `ranks` [ranks] the levels on both sides, and the share of the way between them: each [ranks]."""
         right = np.minimum(np.maximum(np.searchsorted(self.levels, ranks), 1), self.levels.size - 1)
         low, high = self.levels[right - 1], self.levels[right]
         return right - 1, right, np.minimum(np.maximum((ranks - low) / (high - low), 0.0), 1.0)
 
     def at(self, ranks: Floats) -> Floats:
-        """[kinds, ranks] for `ranks` [ranks]: remaining tokens there, by straight lines between the levels."""
+        """[kinds, ranks] for `ranks` [ranks]: remaining tokens, linear between the levels."""
         if self.known:
             return np.repeat(self.table, ranks.size, axis=1)
         left, right, share = self.between(ranks)
         return np.asarray(self.table[:, left] * (1 - share) + self.table[:, right] * share)
 
     def one_each(self, rank: Floats) -> Floats:
-        """[rows] for `rank` [rows]: of each row the remaining tokens at its own rank."""
+        """[rows] for `rank` [rows]: the remaining tokens of each row at its own rank."""
         if self.known:
             return self.means
         left, right, share = self.between(rank)
@@ -84,7 +84,7 @@ class Forecaster(Protocol):
         return True
 
     def look(self, view: StepView) -> RemainingLengths:
-        """What the step's unfinished samples have still to draw, by what is known now."""
+        """The remaining lengths of the step's unfinished samples, as known now."""
         ...
 
     def end(self, view: StepView) -> None:  # noqa: ARG002
@@ -93,7 +93,7 @@ class Forecaster(Protocol):
 
 
 class PredictedLengths(Forecaster):
-    """The run's own LengthPredictor: the one of an earlier attempt's trace, or a new one."""
+    """Forecasts of the run's LengthPredictor, which has learned from an earlier attempt's trace, or is new."""
 
     def __init__(self, predictor: LengthPredictor | None = None) -> None:
         self._predictor = predictor

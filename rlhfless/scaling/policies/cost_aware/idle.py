@@ -1,8 +1,8 @@
-"""What idle replicas do until they are wanted again, and when they are started ahead of their next use. Pure.
+"""The state of idle replicas until their next use, and the time of their start ahead of it. Pure.
 
 Generation is wanted when the next step begins, the learner when generation has ended, a service by its first complete
-group (or when generation has ended, if it shares devices with it). How long each of these takes is what the run has
-seen so far; how long generation still takes in this step is what was forecast last (`StepForecast`).
+group (or when generation has ended, if it shares devices with it). The duration of each of these is estimated from the
+run so far; the rest of generation in this step is the last forecast (`StepForecast`).
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from rlhfless.scaling.policy import Action, Start
 
 @dataclass(frozen=True, slots=True)
 class StepForecast:
-    """What is expected of a step's generation, as it was forecast last."""
+    """The last forecast of a step's generation."""
 
     tokens: float = 0.0
-    """Of the step, a prompt with each response: expected, and known when generation has ended."""
+    """Tokens of the step, a prompt with each response: expected, and known when generation has ended."""
     generated_s: float = 0.0
     """When its generation is expected to end, or ended."""
     left: int = 0
-    """Samples that had not ended then."""
+    """Samples that had not ended at the forecast."""
     replan_s: float = 0.0
-    """When everything is to be forecast anew, at the latest."""
+    """The latest time of the next forecast."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdleState:
-    """What an idle replica does: it stays, sleeps in a tier, or gives its devices back (no tier)."""
+    """The state of an idle replica: it stays awake, sleeps in a tier, or gives its devices back (no tier)."""
 
     stays: bool
     tier: str | None
     usd: float
-    """Keep-alive cost: until the end of the gap, with what wakes or starts it again."""
+    """Keep-alive cost until the end of the gap, including the cost of the wake or start at its end."""
     freed_usd_per_s: float
-    """What each second of it saves against staying, its beginning and its end aside."""
+    """The saving of each second against staying, without the costs of its begin and end."""
 
 
 def cheapest_idle_state(now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, taken_s: float) -> IdleState:
-    """What costs a replica least over a gap of g seconds; between equals, what is up sooner. A replica whose devices
-    cost d a second, and which is up again after u seconds (by tier), pays
+    """The cheapest idle state of a replica over a gap of g seconds; among equal costs the state that is up sooner. A
+    replica whose devices cost d a second, and which is up again after u seconds (by tier), pays
 
         stay    d g
         sleep   r (g - u) + d u + w x      r: residency of the tier
         leave   d u + w x
 
-    where x is how much of u is waited for by what costs w a second: all of it, or, if it can be started ahead of time,
-    only what does not fit into the gap. That is the ski-rental problem (Karlin et al., Algorithmica 3, 1988) with a
-    tier as one more way between renting and buying. Sleep on a device that others take turns on, where residency has no
-    price of its own, is paid for only while no other replica is awake there: not for `taken_s` of the gap. And a
-    replica on devices that another function will want cannot stay, nor start ahead of time.
+    where x is the part of u for which replicas that cost w a second wait: all of u, or, if the replica can be started
+    ahead of time, only the part that does not fit into the gap. This is the ski-rental problem (Karlin et al.,
+    Algorithmica 3, 1988) with tiers as further options between renting and buying. If sleep has no price of its own, a
+    replica that sleeps on a shared device pays only while no other replica is awake there: not for `taken_s` of the
+    gap. A replica on devices that another function will need cannot stay, nor start ahead of time.
     """
     replica_slot, shared, waiting = now.layout.replica_slots[slot], now.layout.shared(slot), waiting_usd_per_s(now)
     price = replica_slot.usd_per_s
@@ -85,12 +85,12 @@ def release(now: PolicyContext, slot: int, state: IdleState) -> list[Action]:
 
 
 def waiting_usd_per_s(now: PolicyContext) -> float:
-    """What functions beside generation cost that are awake now: a longer step keeps them waiting."""
+    """The price of the awake replicas of functions other than generation: a longer step keeps them waiting."""
     return math.fsum(now.layout.replica_slots[slot].usd_per_s for slot in now.layout.others if now.awake(slot))
 
 
 class IdleScheduler:
-    """State of one run: how long replicas have been idle so far."""
+    """State of one run: the durations of gaps so far."""
 
     def __init__(self, starts: StartTimes) -> None:
         self._starts = starts
@@ -109,7 +109,7 @@ class IdleScheduler:
         return self._after.value * tokens
 
     def after_at_s(self, confidence: float, tokens: float) -> float:
-        """What `after_s` stays below with this probability."""
+        """An upper bound of `after_s` with this probability."""
         return max(self._after.at(confidence) * tokens, 0.0)
 
     def began(self, now: PolicyContext) -> list[Action]:
@@ -163,7 +163,7 @@ class IdleScheduler:
         return Start(slot, now.at_s + gap_s - self._starts.wake_s(now.layout.replica_slots[slot], tier))
 
     def idle(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
-        """A function beside generation has done its work of the step."""
+        """A function other than generation has finished its work of the step."""
         if not now.awake(slot):
             return []
         wanted_s = self._generation_s.value
@@ -181,7 +181,7 @@ class IdleScheduler:
             self._after.add((end_s - generated_s) / tokens)
 
     def state(self, now: PolicyContext, slot: int, forecast: StepForecast) -> IdleState:
-        """What a generation actor that has nothing left to do does until the next step."""
+        """The state of a generation actor without work until the next step."""
         after_s = self.after_s(forecast.tokens)
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + after_s
         if not self._after.count:

@@ -12,19 +12,19 @@ from rlhfless.scaling.policy import Ints
 
 
 class Speeds(NamedTuple):
-    """What an iteration takes at each slot: straight pieces by the batch, and what reading a context takes."""
+    """The seconds of an iteration at each slot: linear pieces by the batch size, plus seconds per token of context."""
 
     curve: Ints  # [slots]: row of the curves
     most: Ints  # [slots]: sequences that run at once
     context_s: Floats  # [slots]: per token
     at_zero_s: Floats  # [curves]
     slope_s: Floats  # [curves]: of the first piece
-    knots: Floats  # [curves, knots]: where the next piece begins; infinite behind the last one
+    knots: Floats  # [curves, knots]: where the next piece begins; infinite after the last piece
     bends_s: Floats  # [curves, knots]: by how much its slope is more
 
 
 class ExpectedWork(NamedTuple):
-    """What all actors have still to do."""
+    """The remaining work of all actors."""
 
     speeds: Speeds
     pace: Floats  # [slots]: how much slower than its model an engine is
@@ -33,7 +33,7 @@ class ExpectedWork(NamedTuple):
 
 
 class Actors(NamedTuple):
-    """The actors of a step, with what was judged of them (`migration.MigrationState`). All [slots]."""
+    """The actors of a step, with their current estimates (`migration.MigrationState`). All [slots]."""
 
     samples: Ints
     kv_tokens: Ints  # that they can hold
@@ -45,7 +45,7 @@ class Actors(NamedTuple):
 
 @part
 def _iteration_s(speeds: Speeds, slot: int, sequences: float, context: float) -> float:
-    """a(max(S, 1)) + g C / min(S, 1): what an iteration takes by the models, given that at least one sample is
+    """a(max(S, 1)) + g C / min(S, 1): the seconds of an iteration by the models, given that at least one sample is
     alive."""
     batch, curve = min(max(sequences, 1.0), float(speeds.most[slot])), speeds.curve[slot]
     seconds, knot = speeds.at_zero_s[curve] + speeds.slope_s[curve] * batch, 0
@@ -58,14 +58,15 @@ def _iteration_s(speeds: Speeds, slot: int, sequences: float, context: float) ->
 
 @part
 def _span_s(work: ExpectedWork, slot: int, point: int, sequences: float, context: float) -> float:
-    """From the point of the grid before to this one, with so many alive in between, at the actor's measured pace."""
+    """Seconds from the previous point of the grid to this one, with the given samples alive, at the actor's measured
+    pace."""
     iterations = work.grid[point] - work.grid[point - 1]
     return float(_iteration_s(work.speeds, slot, sequences, context) * work.pace[slot] * iterations)
 
 
 @compiled
 def iterations_s(work: ExpectedWork, slots: Ints, out: Floats) -> None:
-    """`out` [rows]: what an iteration takes now at each of the `slots` [rows], by the models."""
+    """`out` [rows]: seconds of an iteration now at each of the `slots` [rows], by the models."""
     for row in range(slots.size):
         slot, columns = slots[row], work.columns
         out[row] = _iteration_s(work.speeds, slot, columns[SEQUENCES, slot, 0], columns[CONTEXT, slot, 0])
@@ -73,7 +74,7 @@ def iterations_s(work: ExpectedWork, slots: Ints, out: Floats) -> None:
 
 @compiled
 def trial(work: ExpectedWork, slots: Ints, more: Floats, limits: Floats, out: Floats) -> None:
-    """`out` [rows, 1 + limits], for each of the `slots` [rows], with `more` [3, 1, T] on top of what there is:
+    """`out` [rows, 1 + limits], for each of the `slots` [rows], with `more` [3, 1, T] added:
 
     expected seconds of work       sum of iterations x the chance 1 - exp(-N) that a sample is alive
     seconds until the actor ends   until N falls below each of the `limits`: after the iterations k with
@@ -125,12 +126,12 @@ def best_dissolved(
     aim: tuple[float, float, float, float, float],
     scratch: Floats,
 ) -> tuple[int, int, float, float]:
-    """Of all samples of one of the `sources` to one of the `takers`, what saves most: from where and to where, what it
-    saves, and when the later of the two ends. (-1, -1, ...) if nothing saves enough (`migration.dissolve`).
+    """The best move of all samples of one of the `sources` to one of the `takers`: source, target, saving, and the
+    later end of the two. (-1, -1, ...) if no move saves enough (`migration.dissolve`).
 
-    `limits` [2] of N: for the end that counts, and for the end that has to be in time. The `aim`: until when, when all
-    have ended now, what a second is worth, the least share of what is given up that has to be saved, and how full KV
-    may be. `scratch` [3].
+    `limits` [2] of N: for the estimated end, and for the end that must be in time. The `aim`: the time limit, the
+    current end of all actors, the value of a second, the least share of the given-up cost that must be saved, and the
+    share of KV memory that may be filled. `scratch` [3].
     """
     limit_s, last_s, time_usd_per_s, least_gain, kv_share = aim
     found_source, found_target, found_usd, found_s = -1, -1, 0.0, 0.0
@@ -156,7 +157,7 @@ def best_dissolved(
 
 @part
 def _has_room(work: ExpectedWork, actors: Actors, source: int, target: int, kv_share: float) -> bool:
-    """Whether the samples of the one can be held at the other."""
+    """Whether the target can hold the samples of the source."""
     columns = work.columns
     if actors.samples[target] + actors.samples[source] > work.speeds.most[target]:
         return False

@@ -1,13 +1,13 @@
-"""Migration by value: actors are dissolved into others, or relieved, where that is worth more than it costs. Pure.
+"""Migration by value: actors are dissolved into others, or relieved, if that saves more than it costs. Pure.
 
-    dissolve   all samples of an actor go to another one. It saves what the actor would still have cost, and costs
-               what the other one takes longer: more sequences in a batch, and the KV of those that came, computed
+    dissolve   all samples of an actor move to another actor. This saves the remaining cost of the first, and costs the
+               additional time of the second: more sequences in its batch, and the KV of the moved samples, computed
                again or moved.
-    relieve    of the actor that ends last, the half that is expected to end first goes to another one, that has
-               little left or is started for it. It is done while the actor would end too late, or where the time it
-               saves is worth more than it costs.
+    relieve    from the actor that ends last, the half of its samples that should end first moves to another actor,
+               which has little left or is started for it. This is done while the actor would end too late, or if the
+               saved time is worth more than its cost.
 
-All is judged by the completion model: rows of expected sequences and contexts, which add up.
+Both are judged by the completion model: rows of expected sequences and contexts, which add up.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ from rlhfless.scaling.policies.cost_aware.kernel import Actors, ExpectedWork
 from rlhfless.scaling.policy import Ints
 
 LEAST_GAIN = 0.1
-"""Hysteresis: less than a tenth of what is given up is not worth a move, which may turn out wrong."""
+"""Hysteresis: a move may turn out wrong, so it must save at least this share of the given-up cost."""
 
 SOURCES = 4
-"""So many actors, those with the fewest samples, are tried as ones to dissolve; fuller ones hardly ever pay."""
+"""The number of actors that are tried as sources of a dissolution, those with the fewest samples; others seldom pay."""
 
 KV_SHARE = 0.95
-"""Of an actor's KV memory, how much may be filled by expectation."""
+"""The share of an actor's KV memory that may be filled, by expectation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What counts from now on."""
+    """The goals from now on."""
 
     limit_s: float
-    """Everything should end by then, from now."""
+    """Seconds from now until all samples should have ended."""
     time_usd_per_s: float
-    """What a second less of the step is worth."""
+    """The value of shortening the step by a second."""
     confidence: float
-    """With which the end of an actor is foreseen."""
+    """Confidence of the estimated end of an actor."""
     caution: float
-    """With which an actor that takes the samples of another must end in time: no less."""
+    """Least confidence that an actor that takes the samples of another ends in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Some samples of an actor, as the completion model counts them."""
 
-    columns: Floats  # [3, 1, T]: where they come to, each admitted at once
+    columns: Floats  # [3, 1, T]: as they count at the target, each admitted at once
     freed: Floats
-    """[3, 1, T]: what the actor that they leave has less to do. Not the same where samples wait: others are admitted
+    """[3, 1, T]: the work that the source loses. It differs from `columns` if samples wait: others are admitted
     sooner."""
     count: int
 
 
 class MigrationState:
-    """The actors of a step and what they have still to do. Columns [3, slots, T] change as samples are moved in it."""
+    """The actors of a step and their remaining work. Columns [3, slots, T] change as samples are moved in it."""
 
     def __init__(
         self, engines: EngineTable, pace: Floats, expected: Alive, ready_s: Floats, freed_usd_per_s: Floats, count: Ints
     ) -> None:
-        """It takes over the columns of `expected`. `pace`: how much slower than its model an engine was measured;
-        `ready_s`: until an actor works; `freed_usd_per_s`: what each second less of it saves; `count`: its samples.
-        All [slots]."""
+        """It takes over the columns of `expected`. `pace`: measured time of an engine by its model's; `ready_s`:
+        seconds until an actor can work; `freed_usd_per_s`: saving of each second less of it; `count`: its samples. All
+        [slots]."""
         self.engines = engines
         self.grid = expected.grid
         self.columns = expected.columns
@@ -74,9 +74,9 @@ class MigrationState:
         self.freed_usd_per_s = freed_usd_per_s
         self.count = count.copy()
         self.hold_s = np.zeros(ready_s.size)
-        """Until it has nothing left to do, as expected."""
+        """[slots]: expected seconds until an actor has no work left."""
         self.end_s = np.zeros(ready_s.size)
-        """Until it has, with the confidence of the aim."""
+        """[slots]: the same with the confidence of the aim."""
         self.work = ExpectedWork(engines.speeds, pace, expected.grid, self.columns)
         self._nothing = np.zeros((3, 1, expected.grid.size))
 
@@ -87,34 +87,34 @@ class MigrationState:
 
     @property
     def last_s(self) -> float:
-        """When all have ended."""
+        """Seconds until all actors have ended."""
         return float(self.end_s.max())
 
     def each(self, confidence: float) -> float:
-        """The confidence to ask of each of n actors, so that all end in time with the one that is given: its n-th
+        """The confidence to ask of each of n actors, so that all of them end in time with `confidence`: its n-th
         root."""
         return float(confidence ** (1 / max(int(np.count_nonzero(self.count)), 1)))
 
     def judge(self, slots: Ints, confidence: float) -> None:
-        """Brings `hold_s` and `end_s` of slots up to date."""
+        """Updates `hold_s` and `end_s` of slots."""
         self.hold_s[slots], self.end_s[slots] = self.trial(slots, self._nothing, 0.0, confidence)
 
     def trial(self, slots: Ints, more: Floats, delay_s: float | Floats, *confidences: float) -> Floats:
-        """`hold_s`, and `end_s` with each confidence, [1 + confidences, rows] of actors with so much `more` (or less)
-        to do [3, 1, T], after a delay."""
+        """`hold_s`, and `end_s` with each confidence, [1 + confidences, rows], of actors with `more` (or less) work
+        [3, 1, T], after a delay."""
         out = np.empty((slots.size, 1 + len(confidences)))
         kernel.trial(self.work, slots, more, -np.log(confidences), out)
         return np.asarray(out.T + (self.ready_s[slots] + delay_s))
 
     def chance(self, limit_s: float) -> float:
-        """The probability that all have ended by then."""
+        """The probability that all actors have ended within `limit_s`."""
         slots = np.flatnonzero(self.count)
         within_s, unended = limit_s - self.ready_s[slots], np.empty(slots.size)
         kernel.unended_within(self.work, slots, within_s, unended)
         return float(np.exp(-unended.sum())) if (within_s >= 0).all() else 0.0
 
     def iteration_s(self, slots: Ints) -> Floats:
-        """[rows]: what an iteration takes now at `slots` [rows], by the models."""
+        """[rows]: seconds of an iteration now at `slots` [rows], by the models."""
         out = np.empty(slots.size)
         kernel.iterations_s(self.work, slots, out)
         return out
@@ -128,7 +128,7 @@ class MigrationState:
         self.judge(np.array([target] if move.part is None else [source, target]), confidence)
 
     def take(self, source: int, target: int, part: Part | None) -> None:
-        """Gives samples of one actor, all of them if None, to another, without judging either."""
+        """Moves a part of an actor's samples, or all if None, to another actor, without judging either."""
         moved = self.columns[:, source].copy() if part is None else part.columns[:, 0]
         freed = moved if part is None else part.freed[:, 0]
         count = self.count[source] if part is None else part.count
@@ -140,31 +140,31 @@ class MigrationState:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Samples of one actor to another."""
+    """A move of samples from one actor to another."""
 
     source: int
     target: int
     saves_usd: float
-    """Time counted as money."""
+    """The saving, with time counted as money."""
     end_s: float
-    """Of the later one of the two, then."""
+    """The later end of the two actors after the move."""
     part: Part | None = None
-    """What is moved; all of it if None."""
+    """The moved part; all samples if None."""
 
 
 def dissolve(state: MigrationState, aim: Aim, sources: Ints, able: Ints, recompute_s: Floats) -> Transfer | None:
-    """The one of `sources` whose samples are best moved to another actor, or None. The state is left as it is. With f
-    what a second less of an actor saves, and h until it has nothing left to do, now and then, it saves
+    """The best dissolution of one of `sources`, or None. The state is not changed. With f, the saving of a second less
+    of an actor, and h, the seconds until it has no work left, now and after the move, it saves
 
-        given_up - f_target (h_target then - h_target now) - time_usd_per_s (last end then - last end now)
+        given_up - f_target (h_target after - h_target now) - time_usd_per_s (last end after - last end now)
 
     where given_up = f_source h_source. That must be more than `LEAST_GAIN` of given_up, and the target must end in
-    time. `able`: slots that serve. `recompute_s` [slots]: to compute the KV of a slot's samples again elsewhere, or
-    to move it.
+    time. `able`: slots that serve. `recompute_s` [slots]: seconds to compute the KV of a slot's samples again at
+    another actor, or to move it.
     """
     working, takers = sources[state.count[sources] > 0], able[state.count[able] > 0]
     fewest = working[np.argsort(state.columns[SEQUENCES, working, 0], kind="stable")][:SOURCES]
-    # Two actors that each end in time with probability p both do with p^2: so much is asked of one for both.
+    # Two actors that each end in time with probability p both do with p^2, so that is asked of the one that remains.
     limits = -2 * np.log((aim.confidence, aim.caution))
     asked = aim.limit_s, state.last_s, aim.time_usd_per_s, LEAST_GAIN, KV_SHARE
     found = kernel.best_dissolved(state.work, state.actors, fewest, takers, recompute_s, limits, asked, np.empty(3))
@@ -173,8 +173,8 @@ def dissolve(state: MigrationState, aim: Aim, sources: Ints, able: Ints, recompu
 
 
 def part_of(rows: Unfinished, chosen: Ints, state: MigrationState) -> Part:
-    """Some of an actor's rows as the completion model counts them, on the state's grid; where they come to, none of
-    them waits."""
+    """Some of an actor's rows as the completion model counts them, on the state's grid; at the target none of them
+    waits."""
     home = rows.home[chosen[:1]]
     few, most = state.count[home] <= FEW, state.engines.most[home]  # as they were counted in the state
 
@@ -190,8 +190,8 @@ def part_of(rows: Unfinished, chosen: Ints, state: MigrationState) -> Part:
 
 
 def may_relieve(state: MigrationState, aim: Aim) -> bool:
-    """Whether it can help at all to move samples off the actor that ends last. In time already, it would have to save
-    time, and of that no more than there is between the last end and the one before."""
+    """Whether moving samples away from the actor that ends last can help at all. If all end in time, it can only save
+    time, and at most the time between the last two ends."""
     if state.last_s > aim.limit_s:
         return True
     before_s = float(np.partition(state.end_s, -2)[-2]) if state.end_s.size > 1 else 0.0
@@ -199,9 +199,9 @@ def may_relieve(state: MigrationState, aim: Aim) -> bool:
 
 
 def relieve(state: MigrationState, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -> Transfer | None:
-    """Where `part` of the actor that ends last is best moved, or None if that does not help. The state stays as it is.
-    It saves time_usd_per_s x the seconds by which the last end comes earlier, less f x the change of h of both actors
-    (f and h as in `dissolve`). `wait_s` [targets]: until the samples can go on there, on top of what the state knows.
+    """The best target for `part` of the actor that ends last, or None if no move helps. The state is not changed. A
+    move saves time_usd_per_s x the seconds by which the last end is earlier, less f x the change of h of both actors (f
+    and h as in `dissolve`). `wait_s` [targets]: seconds until the samples can continue there, in addition to `ready_s`.
     """
     source = int(np.argmax(state.end_s))
     targets, wait_s = targets[targets != source], wait_s[targets != source]
@@ -214,7 +214,7 @@ def relieve(state: MigrationState, aim: Aim, part: Part, targets: Ints, wait_s: 
     costs = state.freed_usd_per_s[targets] * (hold_s - state.hold_s[targets])
     costs += state.freed_usd_per_s[source] * (left_hold_s - state.hold_s[source])
     late = state.last_s > aim.limit_s
-    # Too late, every actor counts: where several end last, relieving one of them does not help the step yet.
+    # If the step is late, every late actor counts, though relieving one of several does not yet end the step earlier.
     others = 0.0 if late else _last_without(state, one, targets)
     gained_s = state.last_s - np.maximum(ends, others)
     saves = aim.time_usd_per_s * gained_s - costs
@@ -222,14 +222,14 @@ def relieve(state: MigrationState, aim: Aim, part: Part, targets: Ints, wait_s: 
     allowed = fits & (gained_s > LEAST_GAIN * state.last_s) & (late | (saves > LEAST_GAIN * np.abs(costs)))
     if not allowed.any():
         return None
-    # In time if that can be, and then for the least; else as early as can be.
+    # Targets that end in time come first, by saving; otherwise the earliest end.
     short_s = np.maximum(ends - aim.limit_s, 0.0) if late else np.zeros(ends.size)
     at = int(np.lexsort((-saves, short_s, ~allowed))[0])
     return Transfer(source, int(targets[at]), float(saves[at]), float(ends[at]), part)
 
 
 def _last_without(state: MigrationState, source: Ints, target: Ints) -> Floats:
-    """[pairs]: when all have ended but a source and its target."""
+    """[pairs]: seconds until all actors but a source and its target have ended."""
     last = np.zeros(target.size)
     for slot in np.argsort(state.end_s)[-3:]:  # one of the last three is neither
         last = np.where((slot != source) & (slot != target), state.end_s[slot], last)

@@ -1,12 +1,12 @@
 """The plan of a step under uncertain lengths: which actors work, and which samples each one gets. Pure.
 
-The planner takes one length per sample. A sample's mean would leave out the long ones, which decide when an actor ends;
-a high quantile of each would count all as long. So each sample is given a length at a rank of its own, and the ranks of
-any stretch of the list are spread evenly over 0 to 1 (van der Corput's sequence): a group of n samples looks like a
-typical draw of n, with its long ones, and the planner's closed form is right for it. The list is sorted by prompts'
-means, and siblings are not told apart.
+The planner takes one length per sample. Mean lengths would leave out long samples, which decide when an actor ends; a
+high quantile of each would count all samples as long. So each sample is given a length at a rank of its own, and the
+ranks of any stretch of the list are spread evenly over 0 to 1 (van der Corput's sequence): a group of n samples looks
+like a typical draw of n, with its long ones, and the planner's closed form is right for it. The list is sorted by
+prompts' means, and siblings are not told apart.
 
-Of a deadline the planner is given less than there is, by the step's margin (`deadline.StepMargin`).
+The planner is given an earlier deadline, by the step's margin (`deadline.StepMargin`).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from rlhfless.scaling.policies.fleet_options import COLD, FleetOptionsCache
 from rlhfless.scaling.policy import Ints, StepView
 
 CAUTION_STEP = 0.2
-"""How closely the most cautious plan that is feasible is looked for: by three more plans."""
+"""Precision of the bisection for the most cautious feasible plan: three more plans."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a step is planned for."""
+    """The goals and limits for which a step is planned."""
 
     contract: Contract
     margin: StepMargin
     waiting_usd_per_s: float
-    """What a second of the step costs beside its actors."""
+    """Cost of a second of the step in addition to its actors."""
     after_s: float
-    """What the contract was told that the step takes after generation."""
+    """Predicted seconds of the step after generation, as the contract was computed with."""
     steps_done: int
-    """Of the run, before this one."""
+    """Steps of the run before this one."""
     steps_left: int
-    """With this one."""
+    """Steps of the run that remain, including this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +76,16 @@ class StepPlan:
     prewarm: tuple[int, ...]
     """Slots to start for later steps."""
     confidence: float
-    """That was asked of the forecasts."""
+    """The confidence that was asked of the forecasts."""
     limit_s: float
-    """From now until generation is to have ended."""
+    """Seconds from now until generation should have ended."""
     waits: bool
-    """The step is made longer, until actors for later steps are up."""
+    """Whether the step is made longer, until actors for later steps are up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A plan, and what the planner was given."""
+    """A plan, and the inputs of the planner."""
 
     plan: Plan
     step: Responses
@@ -120,8 +120,8 @@ def plan_step(
 
 
 def _safest(view: StepView, lengths: RemainingLengths, request: PlanRequest, options: FleetOptions) -> Tried:
-    """The plan with the caution that the contract asks for; a deadline that cannot be kept with that is kept with the
-    most there is, which is looked for by bisection."""
+    """The plan with the caution that the contract asks for. If a deadline cannot be kept with that, the plan with the
+    most caution that keeps it, found by bisection."""
 
     def tried(caution: float) -> Tried:
         confidence, reserve = request.margin.at(caution)
@@ -154,7 +154,7 @@ def _prewarm(
     standby: Mapping[int, tuple[str, float]],
     cold: Sequence[int],
 ) -> tuple[int, ...]:
-    """The `cold` slots that a plan would use if they slept, if that is worth their starts (`prewarm`)."""
+    """The `cold` slots that a plan would use if they slept, provided the gain is worth their starts (`prewarm`)."""
     richer, behind = fleet_options.options(now, asleep_instead(now.layout, standby, starts))
     other = plan(found.step, richer, found.contract, waiting_usd_per_s=request.waiting_usd_per_s)
     chosen = tuple(slot for slot in assign(other, behind, found.step).slots if slot in cold)
@@ -163,9 +163,9 @@ def _prewarm(
 
 
 def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Responses:
-    """The step as the planner is shown it. All samples of the step must be in `lengths`. All groups together end by the
-    lengths that they are given with this probability."""
-    if lengths.known:  # and so is which sibling is long
+    """The step as the planner sees it. All samples of the step must be in `lengths`. With probability `confidence` all
+    groups end by the lengths that they are given."""
+    if lengths.known:  # then it is also known which sibling is long
         return responses(lengths.means, view.group, view.prompt_tokens)
     by_mean = np.argsort(np.bincount(view.group, lengths.means) / np.bincount(view.group), kind="stable")
     rank = np.empty(by_mean.size, np.int64)
@@ -197,6 +197,6 @@ def assign(found: Plan, behind: Mapping[tuple[str, str], Sequence[int]], step: R
     samples = []
     for slot, actor in zip(slots, found.actors, strict=True):
         home[actor.samples] = slot
-        # The longest first; of samples that cannot be told apart, siblings side by side.
+        # The longest samples first; samples with equal forecasts keep siblings side by side.
         samples.append(actor.samples if step.order is None else step.order[np.sort(position[actor.samples])[::-1]])
     return SlotAssignment(slots, tuple(actor.ready_s for actor in found.actors), tuple(samples), home)

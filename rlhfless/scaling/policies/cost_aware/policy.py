@@ -1,4 +1,4 @@
-"""The run's own scaler, from event to actions. The package's docstring has its pipeline."""
+"""The policy `cost_aware`, from event to actions. The package's docstring has its pipeline."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from rlhfless.spec import FastestSpec, WeightedSpec
 from rlhfless.spec.policies import CostAwareSpec
 
 UNSEEN_SHARE = 0.5
-"""Of the first step's contract, for generation: what comes after it was not seen yet, and takes about as much."""
+"""Share of the first step's contract for generation: the work after it was not measured yet, and takes about as
+long."""
 
 
 class CostAware:
@@ -100,7 +101,7 @@ class CostAware:
         return []
 
     def _begin(self, now: PolicyContext) -> list[Action]:
-        """Forecast -> what to plan for -> plan -> when it ends -> what counts in the step -> actions."""
+        """Forecast -> plan request -> plan -> its end by the completion model -> goals of the step -> actions."""
         self._spending.begin()
         actions = self._idle.began(now)
         self._forecaster.begin(now.view)
@@ -117,7 +118,7 @@ class CostAware:
         return [*actions, Note(made.plan.record(now.view.step, now.at_s)), *self._carried_out(now, made)]
 
     def _request(self, now: PolicyContext, tokens: float) -> PlanRequest:
-        """The step's share of what is left of the contract."""
+        """The step's share of the rest of the contract."""
         self._began_s = now.at_s if self._began_s is None else self._began_s
         steps_left = max(self._run.steps - self._steps, 1)
         spec = self._run.of_step(self._steps)
@@ -154,7 +155,7 @@ class CostAware:
         )
 
     def _carried_out(self, now: PolicyContext, made: StepPlan) -> list[Action]:
-        """Releases actors that are not needed, starts those that are, and assigns samples."""
+        """Releases actors that are not needed, starts actors that are, and assigns samples."""
         actions: list[Action] = []
         for slot in now.layout.generation:
             if slot not in self._actors and now.awake(slot):
@@ -175,7 +176,8 @@ class CostAware:
         return actions
 
     def _lost(self, now: PolicyContext, slot: int, samples: Ints) -> list[Action]:
-        """Actors that are awake take them, until the next beat replans; if none is, the slot starts anew."""
+        """Actors that are awake take the samples, until the next beat replans; if none is awake, the slot starts
+        again."""
         self._starts.forget(slot)
         self._prewarmed.discard(slot)
         self._forecast = dataclasses.replace(self._forecast, replan_s=-math.inf)
@@ -187,12 +189,12 @@ class CostAware:
 
 
 def _prompt_tokens(view: StepView) -> float:
-    """Of the step, a prompt for each sample."""
+    """Prompt tokens of the step, counted once per sample."""
     return float(view.prompt_tokens[view.group].sum())
 
 
 def _unseen(contract: Contract) -> Contract:
-    """Of the first step, for its generation."""
+    """The contract for generation in the first step."""
     match contract:
         case CheapestUnderDeadline(deadline_s):
             return CheapestUnderDeadline(UNSEEN_SHARE * deadline_s)

@@ -1,11 +1,11 @@
-"""Actors that are started for later steps, although this one would not pay for their cold start. Pure.
+"""Actors that are started for later steps, although this step would not pay for their cold start. Pure.
 
-A cold start takes as long as a step, so no step by itself would ever pay for one more actor. What it is worth is what
-a plan would gain if the slots that have no replica had one that sleeps, in this step and each one that is left:
+A cold start takes as long as a step, so no single step would ever pay for one more actor. Its value is the gain of a
+plan in which the slots without a replica had a sleeping one, in this step and each remaining step:
 
     gain per step x steps left > price of the cold starts
 
-It is looked at in the steps 1, 2, 4, 8 ... of a run, and whenever a deadline cannot be kept (`is_due`).
+It is considered in the steps 1, 2, 4, 8 ... of a run, and whenever a deadline cannot be kept (`is_due`).
 
 Where generation shares its devices, an actor that still starts when generation ends would be in the way of the other
 functions. So if the step is shorter than a cold start, each of the new actors gets one sample
@@ -24,13 +24,13 @@ from rlhfless.scaling.policies.fleet_layout import Layout
 from rlhfless.scaling.policies.fleet_options import COLD
 
 FASTER = 0.98
-"""A plan that ends two percent earlier is a faster one."""
+"""A plan counts as faster if it ends two percent earlier."""
 
 
 def asleep_instead(
     layout: Layout, standby: Mapping[int, tuple[str, float]], starts: StartTimes
 ) -> dict[int, tuple[str, float]]:
-    """The standby of all slots if those without a replica had one asleep, in a tier named `COLD`, then the tier's own
+    """The standby of all slots if each slot without a replica had a sleeping one, in a tier named after `COLD` and the tier's
     name."""
     found = {}
     for slot, (tier, wait_s) in standby.items():
@@ -43,13 +43,13 @@ def asleep_instead(
 
 
 def is_due(steps: int, found: Plan) -> bool:
-    """Whether to look at it in this step, with so many steps behind."""
+    """Whether to consider prewarming in this step, after `steps` steps."""
     return not found.feasible or (steps + 1) & steps == 0
 
 
 def gain_usd(found: Plan, other: Plan) -> float:
-    """What the other plan is worth more, in one step: money under a deadline, money and time by the contract's weights,
-    and beyond price where only more actors keep the deadline, or where nothing but time counts."""
+    """The gain of the other plan in one step: money under a deadline, money and time by the contract's weights;
+    infinite if only more actors keep the deadline, or if only time counts."""
     faster = other.step_s < found.step_s * FASTER
     if math.isinf(found.time_usd_per_s) or not found.feasible:
         return math.inf if faster else 0.0

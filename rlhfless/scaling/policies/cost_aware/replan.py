@@ -1,7 +1,7 @@
-"""Looks at a step again while it runs: forecasts what is left, dissolves actors and relieves the last one. Pure.
+"""Replans a step while it runs: forecasts the remaining work, dissolves actors and relieves the last actor. Pure.
 
-A look is due when a share of the samples that were left at the last one has ended, or when much of the time that was
-foreseen then has passed without that; so a step has a dozen of them, however many samples and beats it has.
+A replan is due when a share of the samples that were left at the last one has ended, or when a share of the time
+predicted then has passed; so a step has about a dozen replans, however many samples and beats it has.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from rlhfless.scaling.policies.fleet_options import FleetOptionsCache
 from rlhfless.scaling.policy import Action, Flags, Ints, Move
 
 LEFT_SHARE = 0.75
-"""A look is due when only this share of the samples that were left at the last one is still left."""
+"""A replan is due when only this share of the samples that were left at the last one is still left."""
 
 PASSED_SHARE = 0.25
-"""Or when so much of the time that the last one foresaw has passed."""
+"""Or when this share of the time that the last replan predicted has passed."""
 
 UNTESTED_SHARE = 0.1
 """No actor is dissolved in a run's first step while more than this share of its samples is left: the samples that have
-ended by then are the shortest ones, and nothing says yet how good a forecast made of those is."""
+ended by then are the shortest, and it is not known yet how good a forecast from them is."""
 
 SURE = 0.99
-"""Confidence that a move does not delay the step, where nothing may."""
+"""Confidence that a move does not delay the step, if nothing may delay it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """What came of a look."""
+    """The result of a replan."""
 
     actions: list[Action]
     loads: Ints
@@ -58,7 +58,7 @@ class Replan:
 
 
 def is_due(now: PolicyContext, last: StepForecast) -> bool:
-    """Whether it is time for another look."""
+    """Whether it is time to replan."""
     return now.left <= LEFT_SHARE * last.left or now.at_s >= last.replan_s
 
 
@@ -76,8 +76,8 @@ class Replanner:
     def begin(
         self, now: PolicyContext, lengths: RemainingLengths, made: StepPlan, before: StepForecast
     ) -> tuple[MigrationState, StepForecast]:
-        """A step has been planned: the completion model with all samples where the plan has them, and what it
-        forecasts. `before` is what was forecast before the plan."""
+        """A step has been planned: returns the completion model with the samples at their planned slots, and its
+        forecast. `before` is the forecast before the plan."""
         ready_s, assignment = np.zeros(now.slots), made.assignment
         ready_s[list(assignment.slots)] = assignment.ready_s
         count = np.bincount(assignment.home, minlength=now.slots)
@@ -90,7 +90,7 @@ class Replanner:
     def replan(
         self, now: PolicyContext, lengths: RemainingLengths, aim: StepAim, last: StepForecast, prewarmed: set[int]
     ) -> Replan:
-        """Moves samples where that pays. `prewarmed` are slots that start for later steps, and keep what they have."""
+        """Moves samples where that pays. `prewarmed` are slots that start for later steps, and keep their samples."""
         rows = unfinished_of(lengths, now.view, now.view.home[lengths.samples])
         state = self._state(now, rows, self._ready_s(now), now.loads, last)
         self._pace.look(now.at_s, now.view, lengths.samples, _iteration_s(now, state))
@@ -110,7 +110,7 @@ class Replanner:
         if self._pace.factor.size != now.slots:
             self._pace = Pace(now.slots)
         if self._engines is None or self._layout is not now.layout:
-            # Of the slots as they are: a fleet that learns anything new of an engine shows new slots.
+            # Cached by layout: when a fleet has new figures of an engine, its view has new slots.
             devices: list[DeviceOption | None] = [None] * now.slots
             for slot in now.layout.generation:
                 devices[slot] = self._fleet_options.device(now.layout.replica_slots[slot])
@@ -122,7 +122,7 @@ class Replanner:
         return MigrationState(self._engines, self._pace.factor, expected, ready_s, freed, count)
 
     def _ready_s(self, now: PolicyContext) -> Floats:
-        """[slots]: until each actor that is there can work."""
+        """[slots]: seconds until each existing actor can work."""
         ready_s = np.zeros(now.slots)
         for slot in now.layout.generation:
             if not now.absent(slot):
@@ -130,13 +130,13 @@ class Replanner:
         return ready_s
 
     def _aim(self, now: PolicyContext, state: MigrationState, aim: StepAim, tokens: float) -> Aim:
-        """What counts now; the state is judged by it."""
+        """The goals now; the state is judged by them."""
         margin = aim.margin
-        # The longer the responses turn out, the longer takes what follows them.
+        # The longer the responses are, the longer the work after generation takes.
         later_s = self._idle.after_at_s(margin.confidence, tokens) - aim.after_s
         limit_s, confidence = aim.limit_s - later_s - now.at_s, margin.even
         if math.isfinite(limit_s):
-            # What is not certain any more need not be kept certain; but a deadline is not given up.
+            # A deadline that is no longer certain need not stay certain, but it is not given up.
             confidence = min(max(state.chance(limit_s), confidence), margin.level)
         state.judge(np.flatnonzero(state.count), state.each(confidence))
         if math.isinf(aim.time_usd_per_s):
@@ -152,7 +152,7 @@ class Replanner:
             return notes
         means, slots, wait_s = rows.lengths.means, np.array(now.layout.generation), np.zeros(now.slots)
         for slot in now.layout.generation:
-            if not state.count[slot]:  # how long actors are waited for that have work, the state knows
+            if not state.count[slot]:  # for actors with work, `ready_s` of the state has the wait
                 wait_s[slot] = self._starts.until_serving_s(now, slot)
         for _ in now.layout.generation:
             source = int(np.argmax(state.end_s))
@@ -189,7 +189,7 @@ def _dissolve(
 
 
 class Transfers:
-    """What it takes to have the KV of a slot's samples elsewhere: computed again, or moved, whichever is sooner."""
+    """The time to have the KV of a slot's samples at another actor: computed again, or moved, whichever is sooner."""
 
     def __init__(self, now: PolicyContext, rows: Unfinished) -> None:
         home, context = rows.home[rows.begun], rows.context[rows.begun]
@@ -203,13 +203,13 @@ class Transfers:
         if math.isfinite(now.view.fleet.kv_token_s):
             moved_s = mean * now.view.fleet.kv_token_s
         self.seconds: Floats = now.view.fleet.move_s + np.minimum(again_s, moved_s)
-        """[slots]: all samples of a slot one after the other, or their KV side by side."""
+        """[slots]: seconds to compute the KV of all samples of a slot one after the other, or to move it in
+        parallel."""
         self._with_kv: Flags = moved_s < again_s
-        """[slots]: whether it is moved."""
+        """[slots]: whether the KV is moved."""
 
     def moves(self, now: PolicyContext, rows: Unfinished) -> list[Action]:
-        """From where samples are to where `rows` have them now; an actor that takes some and is not there is
-        started."""
+        """Moves samples from their slots to the slots in `rows`; a target without an actor is started."""
         before = now.view.home[rows.lengths.samples]
         moved = np.flatnonzero(before != rows.home)
         sources, targets = before[moved], rows.home[moved]
@@ -223,14 +223,14 @@ class Transfers:
 
 
 def _forecast(now: PolicyContext, state: MigrationState, tokens: float) -> StepForecast:
-    """When generation is expected to end, and when the next look is due."""
+    """The expected end of generation, and the time of the next replan."""
     seconds = float(state.hold_s.max())
     next_s = now.at_s + max(PASSED_SHARE * seconds, now.view.fleet.beat_s)
     return StepForecast(tokens, now.at_s + seconds, int(state.count.sum()), next_s)
 
 
 def _note(now: PolicyContext, move: Transfer, why: str, aim: Aim) -> Action:
-    """The decision, and what it was made from."""
+    """The decision with its inputs, for the ledger."""
     inputs: Inputs = {"why": why, "saves_usd": move.saves_usd, "end_s": move.end_s, "confidence": aim.confidence}
     if math.isfinite(aim.limit_s):
         inputs["limit_s"] = aim.limit_s
@@ -238,7 +238,7 @@ def _note(now: PolicyContext, move: Transfer, why: str, aim: Aim) -> Action:
 
 
 def _iteration_s(now: PolicyContext, state: MigrationState) -> Floats:
-    """[slots]: what an iteration takes now by the models; 0 where an engine does anything but decode."""
+    """[slots]: seconds of an iteration now by the models; 0 if an engine does other work than decoding."""
     decodes = [there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.slots]
     slots = np.flatnonzero(np.array(decodes) & (state.count > 0))
     iteration_s = np.zeros(now.slots)

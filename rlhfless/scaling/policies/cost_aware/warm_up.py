@@ -1,6 +1,6 @@
-"""Compiles what the scaler calls in loops, ahead of the first step: else that step would wait for it, for seconds.
+"""Compiles the loops of the policy ahead of the first step, which would otherwise wait for it, for seconds.
 
-What was compiled once is kept on disk, if there is a folder that can be written (`scaling.compiled`).
+Compiled code is kept on disk, if there is a writable folder (`scaling.compiled`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from rlhfless.scaling.policy import (
 from rlhfless.spec import CheapestSpec, CostAwareSpec
 
 PROMPTS, SIBLINGS, ACTORS = 4, 8, 2
-"""Few, but enough for a plan that leaves samples waiting, and for actors of which one is worth dissolving."""
+"""Few samples, but enough for a plan in which some wait, and for actors of which one is worth dissolving."""
 
 MAX_TOKENS = 64
 
 
 def warm_up() -> None:
-    """Plays two steps of a made-up run in which everything is decided that can be."""
+    """Runs two steps of a made-up run with every kind of decision."""
     run = RunContract(CheapestSpec(deadline_s=1.0), steps=2)
     policy = CostAware(CostAwareSpec(), run, PredictedLengths(LengthPredictor(MAX_TOKENS)))
     fleet = _fleet()
     samples = PROMPTS * SIBLINGS
     for step in (1, 2):
         policy.decide(step, StepBegan(), _view(fleet, step, np.zeros(samples, np.int64), np.full(samples, UNASSIGNED)))
-        # One sample of each actor is left, and goes on; all that began with it have ended.
+        # One sample of each actor is still running; the others have ended.
         tokens, home = np.full(samples, MAX_TOKENS // 2), np.full(samples, UNASSIGNED)
         home[:ACTORS] = range(ACTORS)
         policy.decide(step + 0.5, Beat(), _view(fleet, step, tokens, home))
