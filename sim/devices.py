@@ -1,4 +1,4 @@
-"""Which replica is awake on which device: one at a time, except for replicas that may be awake beside others."""
+"""Which replica is awake on which device: one at a time, except for replicas in slots that are `beside`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Devices:
             () if slot_setup.beside else tuple(device.name for device in slot_setup.allocation.devices)
             for slot_setup in slot_setups
         ]
-        """By slot: the devices that its replica takes in turn with others."""
+        """By slot: the devices that its replica shares in turns with others."""
         self._holder: dict[str, int] = {}
         self._free_s: dict[str, float] = {}
 
@@ -27,7 +27,7 @@ class Devices:
         return None
 
     def free_s(self, slot: int) -> float:
-        """From when on the devices of a slot are free; they may have been given back as of a time to come."""
+        """The time from which the devices of a slot are free; it may be in the future."""
         return max((self._free_s.get(device, 0.0) for device in self._devices[slot]), default=0.0)
 
     def take(self, slot: int) -> None:
@@ -35,7 +35,7 @@ class Devices:
             self._holder[device] = slot
 
     def give(self, slot: int, at_s: float) -> None:
-        """Frees the devices of a slot as of `at_s`."""
+        """Frees the devices of a slot from `at_s` on."""
         for device in self._devices[slot]:
             del self._holder[device]
             self._free_s[device] = at_s

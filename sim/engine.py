@@ -1,8 +1,8 @@
 """One engine: continuous batching of a step's samples in closed form (`sim.kernel`), priced by an EngineModel.
 
-An engine is always at a boundary between two iterations, at `now_s`; the iteration after it may be under way. What
-comes from outside takes effect when that one ends, as in a real engine: samples that arrive wait for it, and an abort
-waits for it too. Only a crash does not.
+An engine is always at a boundary between two iterations, at `now_s`; the iteration after it may be in progress.
+Changes from outside take effect when that iteration ends, as in a real engine: arriving samples and aborts wait for it.
+Only a crash does not.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PRICES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What fits into an engine, and how it prefills.
+    """The capacity of an engine, and its way to prefill.
 
-    Raises ValueError for a figure that no engine has.
+    Raises ValueError for an impossible figure.
     """
 
     max_sequences: int
@@ -50,7 +50,7 @@ class EngineShape:
             )
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that so many tokens of one sequence fill."""
+        """Blocks that `tokens` tokens of one sequence fill."""
         return -(-tokens // self.block_tokens)
 
     @property
@@ -61,7 +61,7 @@ class EngineShape:
 class PricedModel:
     """An EngineModel as the kernel reads it. Engines with the same model and shape share one.
 
-    Its prefill prices are asked for once each, when they are first needed.
+    Each prefill price is computed once, when it is first needed.
     """
 
     def __init__(self, model: EngineModel, max_sequences: int) -> None:
@@ -71,24 +71,24 @@ class PricedModel:
         self._known = 0
 
     def ask(self, tokens: int, context: int) -> None:
-        """Adds the price of prefilling `tokens` behind `context`."""
+        """Adds the price of prefilling `tokens` after `context`."""
         keys = self.costs.price_key
         if self._known >= PRICES // 2:
             keys.fill(-1)
             self._known = 0
         cell = kernel.find_price(keys, tokens, context)
         if keys[cell] >= 0:
-            return  # another engine has asked for it
+            return  # another engine has added it
         keys[cell] = kernel.price_key_of(tokens, context)
         self.costs.price_s[cell] = self.model.prefill_s(tokens, context)
         self._known += 1
 
 
 class EnginePool:
-    """The engines of one shape and latency model that draw a step, brought from one instant to the next together."""
+    """The engines of one shape and latency model that draw a step; all advance together."""
 
     def __init__(self, shape: EngineShape, prices: PricedModel, progress: Progress, slots: Sequence[int]) -> None:
-        """Slot for one engine at each slot."""
+        """One engine at each of `slots`, still without work."""
         self.shape = shape
         self.progress = progress
         self.slots = np.array(slots, dtype=np.int64)
@@ -101,7 +101,7 @@ class EnginePool:
         self._row = {slot: row for row, slot in enumerate(slots)}
         self._prices = prices
         self._spans: dict[int, list[Interval]] = {}
-        """By row, what was fetched of `Pool.span`."""
+        """By row, the spans fetched from `Pool.span`."""
 
     @property
     def running(self) -> Ints:
@@ -114,7 +114,7 @@ class EnginePool:
         return cast(Ints, self.memory.engine["filling"] + self.memory.engine["queued"])
 
     def open(self, slot: int, at_s: float, slowdown: float = 1.0) -> Engine:
-        """A new engine at a slot; the one before it there has nothing left. `slowdown` stretches every iteration: 1
+        """A new engine at a slot; the engine before it has no work left. `slowdown` stretches every iteration: 1
         for a sound device, more for a straggler."""
         row = self._row[slot]
         self.spans(row)
@@ -126,8 +126,8 @@ class EnginePool:
         return Engine(self, row)
 
     def advance(self, until_s: float, row: int | None = None, one: bool = False) -> Ints:
-        """Runs all iterations that end at or before `until_s`, of all engines or of one; with `one`, its next one,
-        whenever it ends. Returns the samples that ended, by engine and in order."""
+        """Runs all iterations that end at or before `until_s`, of all engines or of one; with `one`, its next
+        iteration, whenever it ends. Returns the samples that ended, by engine and in order."""
         memory, costs, table = self.memory, self._prices.costs, self.progress.table
         first, last = (0, len(self.slots)) if row is None else (row, row + 1)
         memory.totals[kernel.ENDED] = 0
@@ -139,12 +139,12 @@ class EnginePool:
         return ended
 
     def spans(self, row: int) -> list[Interval]:
-        """The times of work of an engine that are over, without the last."""
+        """The past spans of work of an engine, without the last."""
         self._fetch()
         return self._spans.get(row, [])
 
     def _price(self) -> None:
-        """Asks for all prices that engines lack."""
+        """Adds all prices that engines lack."""
         engines = self.memory.engine
         lacking = engines[engines["wanted_tokens"] > 0]
         for tokens, context in lacking[["wanted_tokens", "wanted_context"]].tolist():
@@ -170,7 +170,7 @@ class Engine:
 
     @property
     def now_s(self) -> float:
-        """The boundary it is at: when its last whole iteration ended."""
+        """The time of its boundary: the end of its last whole iteration."""
         return float(self._n["now_s"])
 
     @property
@@ -204,16 +204,16 @@ class Engine:
 
     @property
     def periods(self) -> list[Interval]:
-        """Times of work, from when to when; the one under way lasts until `now_s`. Times that follow each other within
-        `kernel.JOIN_S` are one."""
+        """Spans of work; the current one lasts until `now_s`. Spans that follow each other within `kernel.JOIN_S` are
+        one."""
         if not self._busy and math.isinf(self._n["rested_s"]):
             return []
         end_s = self.now_s if self._busy else float(self._n["rested_s"])
         return [*self._pool.spans(self._row), (float(self._n["since_s"]), end_s)]
 
     def submit(self, samples: Ints, at_s: float | Floats) -> None:
-        """Puts samples at the end of the queue, to arrive at `at_s`. A sample that is queued behind a later one waits
-        for it.
+        """Puts samples at the end of the queue, to arrive at `at_s`. A sample behind one that arrives later waits for
+        it.
 
         Raises ValueError if a sample could never fit, even alone.
         """
@@ -244,7 +244,7 @@ class Engine:
         """Takes samples out at the first boundary at or after `at_s`; they keep their tokens. `with_kv`: samples
         that decode keep their KV too.
 
-        Returns that boundary, and the samples that ended on the way there, as `advance` does.
+        Returns that boundary, and the samples that ended up to then, as `advance` does.
         """
         ended = self.advance(at_s)
         if self._busy and self.now_s < at_s:
@@ -258,7 +258,7 @@ class Engine:
         return max(self.now_s, at_s), ended
 
     def crash(self, at_s: float) -> tuple[Ints, Ints]:
-        """Ends at `at_s`: the iteration under way is lost, and so are all tokens that its samples drew here.
+        """Ends at `at_s`: the iteration in progress is lost, and so are all tokens that its samples drew here.
 
         Returns the samples that ended before, and the samples that were lost.
         """

@@ -1,4 +1,4 @@
-"""What is due on the agenda of a simulation. Events name a slot, and the turn there that they belong to."""
+"""The events on the agenda of a simulation. They name a slot, and the turn at that slot to which they belong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """A start or wake-up is through."""
+    """A start or wake-up has finished."""
 
     slot: int
     turn: int
@@ -23,7 +23,7 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load of the weights after `step` training steps is through."""
+    """A load of the weights after `step` training steps has finished."""
 
     slot: int
     turn: int
@@ -41,7 +41,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """A service or the learner has done its work of a step."""
+    """A service or the learner has finished its work of a step."""
 
     slot: int
     step: int

@@ -1,11 +1,11 @@
-"""All replicas of a run: life cycle, cold starts, nodes, devices taken in turns, sleep, weights, interruptions.
+"""All replicas of a run: life cycle, cold starts, nodes, devices used in turns, sleep, weights, interruptions.
 
     start   once its devices are free: node provisioned (not billed), then STARTING for `start_s`
     wake    once its devices are free: STARTING for the wake time of its tier
     load    a generation actor, while a step is drawn: STALE for `Transport.load_s`. Others start with weights
     spot    each life of an actor has an exponential length, from a generator of its own
 
-A `Fleet` does what it is told, and the agenda says when it is done; it decides nothing.
+A `Fleet` carries out what it is asked, and the agenda says when that has happened; it decides nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhfless.sim.setup import Setup
 
 
 class SimulationError(RuntimeError):
-    """A fault of the policy: it leaves samples unassigned, asks for what cannot be done, or waits for ever."""
+    """A fault of the policy: it leaves samples unassigned, asks for something impossible, or waits for ever."""
 
 
 class Fleet:
@@ -41,7 +41,7 @@ class Fleet:
         self._states: list[ReplicaState | None] = [None] * len(self.slot_setups)
         self._tiers: list[str | None] = [None] * len(self.slot_setups)
         self._touched: set[int] = set()
-        """Slots that may stand otherwise than `_states` and `_tiers` say."""
+        """Slots whose `_states` and `_tiers` may be out of date."""
         self._functions = setup.functions
         self._ledger = ledger
         self._devices = Devices(self.slot_setups)
@@ -55,7 +55,7 @@ class Fleet:
         self._step = 0
 
     def name(self, slot: int) -> str:
-        """What a message calls a slot."""
+        """The name of a slot in messages."""
         return f"slot {slot} ({self._functions[slot]})"
 
     def beside(self) -> list[str]:
@@ -63,7 +63,7 @@ class Fleet:
         return [self._label(slot) for slot, slot_setup in enumerate(self.slot_setups) if slot_setup.beside]
 
     def state(self, slot: int) -> ReplicaState | None:
-        """Of the replica at a slot; STARTING from when it was asked for."""
+        """The state of the replica at a slot; STARTING from when it was asked for."""
         if slot in self._waiting:
             return ReplicaState.STARTING
         replica = self.replicas.get(slot)
@@ -78,11 +78,11 @@ class Fleet:
         return self._states, self._tiers
 
     def there(self, slot: int) -> bool:
-        """Whether a replica is awake there, or asked for."""
+        """Whether a replica is awake at a slot, or asked for."""
         return self.state(slot) not in (None, ReplicaState.SLEEPING)
 
     def start(self, slot: int, at_s: float) -> None:
-        """Asks for a replica: starts it, or wakes the one that sleeps there. Raises SimulationError if one is there."""
+        """Asks for a replica: starts it, or wakes the one that sleeps there. Raises SimulationError if one is awake."""
         self._check(slot)
         if self.there(slot):
             raise SimulationError(f"{self.name(slot)} is {self.state(slot)} already; Release it before a Start")
@@ -92,14 +92,14 @@ class Fleet:
         self._begin_waiting()
 
     def start_later(self, slot: int, at_s: float) -> None:
-        """Asks for a replica at a time to come; void if one is asked for before."""
+        """Asks for a replica at a later time; void if one is asked for before."""
         self._check(slot)
         self.agenda.add(at_s, Due(slot, self._turns[slot]))
 
     def release(self, slot: int, at_s: float, tier: str | None) -> None:
-        """Drains a replica that has nothing to do, to sleep in a tier or to give its devices back.
+        """Drains a replica without work, to sleep in a tier or to give its devices back.
 
-        Raises SimulationError for a slot without replica, a tier that it does not have, or one that cannot sleep now.
+        Raises SimulationError for a slot without replica, an unknown tier, or a replica that cannot sleep now.
         """
         self._check(slot)
         self._touched.add(slot)
@@ -128,7 +128,7 @@ class Fleet:
             self._load(slot, at_s, readers=len(stale))
 
     def happen(self, at_s: float, event: Due | Up | Loaded | Interrupted) -> bool:
-        """Carries out what is due. Returns whether it still meant anything: events of an old turn or life do not."""
+        """Carries out an event. Returns whether it was still valid: events of an old turn or life are not."""
         self._touched.add(event.slot)
         if isinstance(event, Due):
             void = event.turn != self._turns[event.slot] or self.there(event.slot)
@@ -177,7 +177,7 @@ class Fleet:
         return f"{self._functions[slot]}-{slot}"
 
     def _begin_waiting(self) -> None:
-        """Replicas that wait, and whose devices are free, begin; in the order in which they were asked for."""
+        """Begins waiting replicas whose devices are free, in the order in which they were asked for."""
         for slot, asked_s in list(self._waiting.items()):
             if self._devices.held(slot) is None:
                 del self._waiting[slot]
@@ -216,7 +216,7 @@ class Fleet:
         self._devices.give(slot, self._gone_s[slot])
 
     def _end(self, slot: int, at_s: float, free_s: float | None = None) -> None:
-        """Its life ends; its devices can be taken from `free_s` on."""
+        """Ends the life of a replica; its devices are free from `free_s` on."""
         replica = self.replicas.pop(slot)
         replica.end(at_s)
         self._gone_s[slot] = at_s if free_s is None else free_s

@@ -1,7 +1,7 @@
-"""Drawing the samples of one step: which sample is where, and how they get there.
+"""Drawing the samples of one step: the slot of each sample, and the moves between slots.
 
-Between two events every engine runs for itself, in closed form. Which slot has which sample, and which answers of the
-policy are refused, is `rlhfless.scaling.assignment`.
+Between two events every engine runs by itself, in closed form. `rlhfless.scaling.assignment` has the rules: which slot
+has which sample, and which answers of the policy are refused.
 
 Prefill actors (`EngineShape.prefill_only`) run before the others in each interval: samples whose prefill has ended go,
 with their KV, to the decoding slots in turn.
@@ -33,7 +33,7 @@ class Generation:
         table, links, actors = self.progress.table, fleet.setup.links, fleet.setup.actors
         self.assignment = Assignment(table.home, table.finished, len(actors), math.isfinite(links.kv_token_s))
         self.preemptions = 0
-        """Of engines that have been billed."""
+        """Preemptions of engines that have been billed."""
         self._fleet = fleet
         self._links = links
         self._handed = 0
@@ -50,12 +50,12 @@ class Generation:
 
     @property
     def end_s(self) -> float:
-        """When the last response ended. Only once all have."""
+        """The end of the last response; valid once all have ended."""
         return float(self.progress.table.finish_s.max(initial=0.0))
 
     @property
     def working(self) -> bool:
-        """Whether any engine has something to do."""
+        """Whether any engine has work."""
         return any(pool.running.any() or pool.waiting.any() for pool in self._pools)
 
     def counts(self) -> tuple[list[int], list[int]]:
@@ -179,7 +179,7 @@ class Generation:
         return arrival_s
 
     def _over(self, ended: Ints) -> Ints:
-        """The samples that have ended their prefill alone."""
+        """The samples that have ended only their prefill."""
         over: Ints = ended[~self.progress.finished[ended]]
         return over
 
@@ -200,14 +200,14 @@ class Generation:
                 self._give(slot, samples[chosen], arrival_s[chosen])
 
     def _decoders(self) -> list[int]:
-        """Decoding slots that serve; if none does, those with a replica on its way; if there is none, all."""
+        """Decoding slots that serve; if none does, decoding slots with a starting replica; if there is none, all."""
         actors = self._fleet.setup.actors
         slots = [slot for slot, shape in enumerate(actors) if not shape.engine.prefill_only]
         there = [slot for slot in slots if self._fleet.there(slot)]
         return [slot for slot in there if self._serves(slot)] or there or slots
 
     def _bill(self, replica: Replica, engine: Engine) -> None:
-        """One call per time of work; the last one carries the tokens."""
+        """Records one call per span of work; the last call has the tokens."""
         step = self.progress.batch.step
         self.preemptions += engine.preemptions
         periods = engine.periods

@@ -2,14 +2,16 @@
 
 A *boundary* is the instant between two iterations. At each one, in this order:
 
-1. What reached its length has left.
-2. If the decoding sequences need more blocks than are free, the one admitted last is preempted: its blocks are freed,
-   it keeps its tokens and returns to the head of the queue, to be recomputed later. Until they fit.
-3. Sequences are admitted from the head of the queue, while fewer than max_sequences run and there are blocks for all
-   they must prefill, beside the blocks that the decoding ones need next. A sequence that was preempted just now never
-   fits again at once, and looking again at the same boundary changes nothing, so a run may be interrupted anywhere.
-4. If a sequence prefills, one iteration is run. Else B sequences decode, and as many iterations are run at once as pass
-   before the next finish, the last free block, the next arrival or the end of the time asked for.
+1. Sequences that have reached their length have left.
+2. If the decoding sequences need more blocks than are free, the sequence admitted last is preempted: its blocks are
+   freed, it keeps its tokens and returns to the head of the queue, to be recomputed later. This is repeated until the
+   rest fits.
+3. Sequences are admitted from the head of the queue, while fewer than max_sequences run and there are blocks for
+   everything they must prefill, in addition to the blocks that decoding sequences need next. A sequence that was just
+   preempted never fits again at once, and repeating this at the same boundary changes nothing, so a run may be
+   interrupted anywhere.
+4. If a sequence prefills, one iteration is run. Otherwise B sequences decode, and all iterations before the next
+   finish, the last free block, the next arrival or the end of the given time are run at once.
 
 Two facts make the jump exact. A decoding sequence gains one token per iteration, so its `(context - iteration) mod
 block` never changes: a histogram of it (`phase`) says how many new blocks each coming iteration needs. And the finish
@@ -28,7 +30,7 @@ from rlhfless.scaling.policy import UNASSIGNED
 from rlhfless.sim.memory import Costs, Flags, Ints, Limits, Pool, State, Table
 
 JOIN_S = 0.030
-"""Work that follows other work that closely is one call with it, as in the runtime (`rlhfless.loop.stages`)."""
+"""Work that follows other work within this time is one call with it, as in the runtime (`rlhfless.loop.stages`)."""
 
 STRIDE = 1 << 24
 """Heap keys are finish iteration * STRIDE + sample: at most 16.8 M samples, and ties go to the lower sample."""
@@ -44,8 +46,8 @@ ENDED, OVER = 0, 1
 def advance(
     pool: Pool, table: Table, costs: Costs, limits: Limits, first: int, last: int, until_s: float, one: bool
 ) -> int:
-    """Runs, in the engines from `first` to before `last`, all iterations that end at or before `until_s`; with `one`,
-    the next one, whenever it ends. An idle engine's clock goes on to its next arrival.
+    """Runs, in the engines [first, last), all iterations that end at or before `until_s`; with `one`, the next
+    iteration, whenever it ends. An idle engine's clock goes on to its next arrival.
 
     Returns `last`, or the first engine that cannot go on: it lacks the price of a prefill, or room for a span.
     """
@@ -75,7 +77,7 @@ def _state(pool: Pool, row: int) -> State:
 
 @inlined
 def _run(state: State, table: Table, costs: Costs, limits: Limits, until_s: float, one: bool) -> bool:
-    """As `advance`, of one engine. Returns whether it could go on."""
+    """Like `advance` for one engine. Returns whether it could go on."""
     n = state.n
     while n.running + n.filling + n.queued > 0:
         if state.totals[OVER] == len(state.span):
@@ -110,7 +112,7 @@ def _run(state: State, table: Table, costs: Costs, limits: Limits, until_s: floa
 
 @part
 def _awake(state: State, table: Table, until_s: float) -> bool:
-    """Whether there is anything to do until then. A sequence is in the batch, or queued."""
+    """Whether there is work until `until_s`. A sequence is in the batch, or queued."""
     n = state.n
     if n.running + n.filling > 0:
         return True
@@ -129,7 +131,7 @@ def _awake(state: State, table: Table, until_s: float) -> bool:
 
 @part
 def _count_tokens(state: State, table: Table) -> None:
-    """Writes down how far the decoding sequences have come."""
+    """Updates the tokens of the decoding sequences."""
     n = state.n
     for i in range(n.running):
         sample = state.heap[i] % STRIDE
@@ -253,7 +255,7 @@ def _filling_s(state: State, costs: Costs, limits: Limits) -> float:
 
 @compiled
 def find_price(price_key: Ints, tokens: int, context: int) -> int:
-    """Where the price of prefilling `tokens` behind `context` is, or is to be put."""
+    """The index at which the price of prefilling `tokens` after `context` is, or is to be put."""
     mask = len(price_key) - 1
     key = price_key_of(tokens, context)
     place = (key ^ key >> 31) * 40503 & mask
@@ -362,7 +364,7 @@ def _decode_s(state: State, costs: Costs, iterations: int) -> float:
 
 @part
 def _decode(state: State, limits: Limits, iterations: int) -> None:
-    """So many decode iterations of all decoding sequences."""
+    """Runs `iterations` decode iterations of all decoding sequences."""
     n, block = state.n, limits.block_tokens
     n.free -= iterations // block * n.running
     place = (1 - n.iteration) % block
@@ -396,7 +398,7 @@ def _join(state: State, table: Table, limits: Limits, sample: int) -> None:
 
 @part
 def _leave(state: State, table: Table, limits: Limits, key: int) -> None:
-    """The sample no longer decodes; its tokens are written down."""
+    """The sample no longer decodes; its tokens are updated."""
     n, sample = state.n, key % STRIDE
     table.tokens[sample] = table.sample[sample].target - (key // STRIDE - n.iteration)
     context = table.sample[sample].prompt + table.tokens[sample]

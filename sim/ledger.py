@@ -1,4 +1,4 @@
-"""What the simulated run did, in the records of the runtime, so that `rlhfless.scaling.accounting` bills both."""
+"""The simulated run in the records of the runtime, so that `rlhfless.scaling.accounting` bills both."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Ledger:
     def called(
         self, caller: ReplicaIdentity, work: Work, step: int, start_s: float, end_s: float, **figures: int | str
     ) -> None:
-        """Writes down a call; `figures` are further fields of Invocation."""
+        """Records a call; `figures` are further fields of Invocation."""
         call = Invocation(caller.function, caller.replica, caller.incarnation, work, step, start_s, end_s, **figures)  # type: ignore[arg-type]
         self.invocations.append(call)
 
     def trace(self, prices: PriceBook, beside: Iterable[str]) -> Trace:
-        """What happened, without a row per response. `beside` names replicas that hold a share of their own."""
+        """The trace, without a row per response. `beside` names replicas that hold a share of their own."""
         meta = TraceMeta("simulated", 1, prices.snapshot(), {}, {})
         holdings = tuple(slept(self.holdings, prices, frozenset(beside)))
         return Trace(meta, holdings, tuple(self.invocations), steps=tuple(self.steps), decisions=tuple(self.decisions))
@@ -45,8 +45,8 @@ class Ledger:
 def slept(holdings: Iterable[Holding], prices: PriceBook, beside: frozenset[str]) -> list[Holding]:
     """The holdings as they are paid for: a device once, however many replicas sleep there.
 
-    Where the book has a price for residency, that is what sleep costs. Elsewhere a sleeping replica keeps the device
-    rented, but pays for it only while no other one does: neither one that is awake, nor one that fell asleep before it.
+    If the book has a price for residency, that is the price of sleep. Otherwise a sleeping replica keeps the device
+    rented, but pays for it only while no other replica does: neither an awake replica, nor one that fell asleep before.
     """
     paid: list[Holding] = []
     asleep: list[Holding] = []
@@ -70,6 +70,6 @@ def slept(holdings: Iterable[Holding], prices: PriceBook, beside: frozenset[str]
 
 
 def _gaps(disjoint: list[Interval], start_s: float, end_s: float) -> list[Interval]:
-    """What of [start_s, end_s) none of the sorted, disjoint intervals covers."""
+    """The parts of [start_s, end_s) that none of the sorted, disjoint intervals covers."""
     edges = [start_s, *(edge for interval in clip(disjoint, start_s, end_s) for edge in interval), end_s]
     return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if high > low]

@@ -1,7 +1,7 @@
-"""What `sim.kernel` works on, and nothing else does: one row per sample, per group and per engine.
+"""The data of `sim.kernel`: one row per sample, per group and per engine.
 
-All engines of one shape and latency model are rows of one pool, so that one call brings all of them to an instant.
-What is read together lies together: a record per sample, a record per engine.
+All engines of one shape and latency model are rows of one pool, so that one call advances all of them. Values that are
+read together are stored together: a record per sample, a record per engine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SPAN = np.dtype([("engine", np.int64), ("start_s", np.float64), ("end_s", np.flo
 
 
 class Limits(NamedTuple):
-    """What bounds the batch."""
+    """The limits of a batch."""
 
     max_sequences: int
     block_tokens: int
@@ -155,7 +155,7 @@ class State(NamedTuple):
 
 
 def pool_of(engines: int, limits: Limits, samples: int, groups: int) -> Pool:
-    """Slot for so many engines, all of them without anything to do."""
+    """A pool of engines without work."""
 
     def columns(width: int) -> Ints:
         return np.empty((engines, width), dtype=np.int64)

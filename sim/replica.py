@@ -19,12 +19,12 @@ class Replica:
     ) -> None:
         self._ledger = ledger
         self.number = number
-        """Which life of the slot this is."""
+        """The number of this life at the slot."""
         self.life = Lifecycle(ReplicaIdentity(function, name, f"{name}-life{number}", allocation), at_s)
         self.asleep: str | None = None
-        """The tier it sleeps in."""
+        """The tier in which it sleeps; None while it is awake."""
         self.busy_s = at_s
-        """When it will have done all the work that it was given; an engine knows its own time."""
+        """The time at which it will have done all its work; an engine knows its own time."""
         self.engine: Engine | None = None
         """The engine of a generation actor, while it has samples of a step."""
 
@@ -33,11 +33,11 @@ class Replica:
         return self.life.state
 
     def note(self, closed: tuple[Holding, ...]) -> None:
-        """Writes down what a transition of `life` closed."""
+        """Records the holdings that a transition of `life` closed."""
         self._ledger.holdings.extend(closed)
 
     def called(self, work: Work, step: int, start_s: float, end_s: float, **figures: int | str) -> None:
-        """Writes down a call; `figures` are further fields of Invocation."""
+        """Records a call; `figures` are further fields of Invocation."""
         self._ledger.called(self.life.identity, work, step, start_s, end_s, **figures)
 
     def serve(self, version: WeightVersion, at_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The samples of one step: what is to be drawn, and how far it has come.
+"""The samples of one step: their lengths and their progress.
 
 The response lengths are known to the simulator alone. A policy that looks at `RolloutBatch.response_tokens` is an
 oracle, and must say so.
@@ -57,12 +57,12 @@ class RolloutBatch:
 
 @dataclass
 class Progress:
-    """How far the samples of a batch have come. The engines of a step share one, and write into it."""
+    """The progress of the samples of a batch. The engines of a step share it, and write into it."""
 
     batch: RolloutBatch
     table: Table = field(init=False)
     safe_tokens: Ints = field(init=False)
-    """`[samples]`: tokens that the driver has; what an engine drew since is lost with it."""
+    """`[samples]`: tokens that the driver has; later tokens are lost with their engine."""
 
     def __post_init__(self) -> None:
         batch, count = self.batch, self.batch.samples
@@ -92,7 +92,7 @@ class Progress:
 
     @property
     def unfinished(self) -> int:
-        """How many samples have not finished."""
+        """The number of samples that have not finished."""
         return self.batch.samples - int(self.table.totals[FINISHED])
 
     @property
@@ -102,5 +102,5 @@ class Progress:
 
     @property
     def complete_groups(self) -> int:
-        """How many there are."""
+        """The number of complete groups."""
         return int(self.table.totals[GROUPS])

@@ -1,4 +1,4 @@
-"""What a simulated run is made of: slots for replicas, the work of each function, links and transport.
+"""The parts of a simulated run: slots for replicas, the work of each function, links and transport.
 
 Slots are numbered: generation first, then the services, then the learner.
 """
@@ -28,7 +28,7 @@ class Transport:
 
     kind: TransportKind
     bandwidth_bytes_per_s: float
-    """Of one actor's link; over HTTP, of the one server that all pull from at once."""
+    """Bandwidth of one actor's link; over HTTP, of the server from which all actors pull at once."""
     fixed_s: float
     size_bytes: int
 
@@ -37,22 +37,22 @@ class Transport:
             raise ValueError(f"bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s}; it must be above 0")
 
     def load_s(self, readers: int) -> float:
-        """Until `readers` actors that begin together have the weights: a broadcast and a chain of peers take as long
-        as one, and only a server's link is divided."""
+        """Seconds until `readers` actors that begin together have the weights: a broadcast and a chain of peers take as
+        long as a single load; only a server's link is divided."""
         copies = readers if self.kind == "http" else 1
         return self.fixed_s + copies * self.size_bytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What moves between actors, and how long it takes."""
+    """The times of messages and moves between actors."""
 
     beat_s: float
     """Seconds between two beats of a step."""
     move_s: float
     """Seconds until a sample is at another actor, by its tokens."""
     kv_token_s: float = math.inf
-    """Seconds per token more if its KV travels too; infinite where no connector does that."""
+    """Additional seconds per token if its KV is moved too; infinite if no connector does that."""
 
     def __post_init__(self) -> None:
         if not self.beat_s > 0:
@@ -61,22 +61,22 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class SlotSetup:
-    """Slot for one replica, and how one comes up there."""
+    """A slot for one replica, and the times of its starts."""
 
     allocation: Allocation
     node: str
     start_s: float
     """A cold start, from the process's begin until it is up; for generation without the weights."""
     wake_s: Mapping[str, float]
-    """By sleep tier."""
+    """By sleep tier: seconds until the replica is up again."""
     beside: bool = False
-    """It may be awake beside others on its devices: CPU cores, or a device with memory for both. The times of the
-    functions are then what they take side by side."""
+    """Its replica may be awake at the same time as others on its devices: CPU cores, or a device with memory for both.
+    The times of these functions must then be their times side by side."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorShape:
-    """Slot for a generation actor, and how it draws."""
+    """A slot for a generation actor, and the speed of its engine."""
 
     slot_setup: SlotSetup
     engine: EngineShape
@@ -89,7 +89,7 @@ class ActorShape:
 
 @dataclass(frozen=True, slots=True)
 class ServiceShape:
-    """Slot for scoring, a reward model or the reference, which take complete groups, first come, first served."""
+    """A slot for scoring, a reward model or the reference, which serve complete groups in order of arrival."""
 
     slot_setup: SlotSetup
     function: FunctionName
@@ -102,7 +102,7 @@ class ServiceShape:
 
 @dataclass(frozen=True, slots=True)
 class LearnerShape:
-    """Slot for the learner: seconds of a fixed part and per token of prompt and response."""
+    """The slot of the learner, with the seconds of a fixed part and per token of prompt and response."""
 
     slot_setup: SlotSetup
     fixed_s: float
@@ -114,7 +114,7 @@ class LearnerShape:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A fleet and how it is used.
+    """A fleet and its use.
 
     Raises ValueError for one_step_off on shared devices, for shares of a device that add up to more than 1, and for
     actors that prefill only and cannot hand their KV over.
@@ -129,7 +129,7 @@ class Setup:
     """`sync`: the next step begins when the weights of this one are published. `one_step_off`: when its generation
     has ended, with the weights of the step before, so that generation and learning overlap."""
     node_s: float
-    """Until a node is there that has not been used yet, or a machine in place of one that was taken away."""
+    """Seconds to provision a node that has not been used yet, or a machine in place of one that was taken away."""
     max_tokens: int
     """The longest response."""
     seed: int

@@ -1,4 +1,4 @@
-"""What a policy sees of a simulation: the slots of a setup at the prices of a book, and a step by its own arrays."""
+"""A policy's view of a simulation: the slots of a setup at the prices of a book, and the arrays of a step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rlhfless.sim.generation import Generation
 from rlhfless.sim.setup import ActorShape, Setup
 
 slot_view = lru_cache(maxsize=1 << 16)(SlotView)
-"""Slots look alike; it is quicker to find a view than to make one."""
+"""Many slots have equal views; a cached view is faster than a new one."""
 
 
 def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
     """The slots of a setup, by slot. Raises PriceError for a device kind without a price.
 
-    A device costs what releasing it would save: of owned hardware only what other users pay for it. Asleep it
-    costs the book's residency, and where there is none, the device, unless another replica is awake on it. Stragglers
-    look like all others, and all actors are taken to load their weights at once.
+    The price of a device is the saving of its release: for owned hardware the price that other users pay. The price of
+    sleep is the book's residency; if there is none, the price of the device, unless another replica is awake on it.
+    Stragglers look like all others, and all actors are assumed to load their weights at once.
     """
     actors = setup.actors
     replica_slots = tuple(
@@ -44,7 +44,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
 
 
 class Window:
-    """A step as a policy sees it. Its arrays are the simulation's own; only the slots are made anew."""
+    """A step as a policy sees it. Its arrays are the simulation's own; only the slots are new for each view."""
 
     def __init__(self, fleet_view: FleetView, fleet: Fleet, generation: Generation) -> None:
         batch, table = generation.progress.batch, generation.progress.table

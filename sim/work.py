@@ -1,4 +1,4 @@
-"""What happens to responses once they are drawn: services take complete groups, then the learner takes the step.
+"""The stages after generation: services work on complete groups, then the learner on the step.
 
 A replica that is up takes all complete groups, first come, first served. So its work need not be computed before it is
 asked for: when the step's generation has ended, when the replica is to be released, or when it comes up after either.

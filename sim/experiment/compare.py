@@ -33,7 +33,8 @@ from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
 
 NO_BEATS_S = 3600.0
-"""A static fleet does nothing at a beat: without them its run is the same, and done in a third of the time."""
+"""Interval that leaves no beats: a static fleet does nothing at a beat, so its run is the same, in a third of the
+time."""
 
 Results = dict[str, tuple[RunResult, ...]]
 """By label; one per seed."""
@@ -41,7 +42,7 @@ Results = dict[str, tuple[RunResult, ...]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of a scenario."""
+    """The results of a scenario."""
 
     scenario: Scenario
     results: Results
@@ -58,7 +59,7 @@ class Comparison:
         return [row_of(label, self.totals(label, part), first, self.regrets(label, part)) for label in self.results]
 
     def regrets(self, label: str, part: Part) -> list[float] | None:
-        """By seed; None if the clairvoyant did not run, or worked under another contract."""
+        """Regret by seed; None if the clairvoyant did not run, or worked under another contract."""
         same = self.contracts.get(CLAIRVOYANT) == self.contracts[label]
         if CLAIRVOYANT not in self.results or not same:
             return None
@@ -93,7 +94,7 @@ def compare(
 
 
 def quoted_part(scenario: Scenario) -> Part:
-    """The part that figures are quoted for: later epochs, or all steps where there is one epoch."""
+    """The part whose figures are quoted: later epochs, or all steps if there is only one epoch."""
     return "later" if scenario.epoch_steps < scenario.steps else "all"
 
 
@@ -110,7 +111,7 @@ def _wanted(scenario: Scenario, labels: Sequence[str] | None) -> list[PolicyEntr
 
 
 def _tasks(scenario: Scenario, entry: PolicyEntry, found: Results) -> list[Task]:
-    """By seed; of the best static fleet, every fleet of each seed."""
+    """The tasks by seed; for the best static fleet, every fleet for each seed."""
     tasks = []
     for seed in range(scenario.seeds):
         contracts = _contracts(scenario, entry, found, seed)
@@ -128,7 +129,7 @@ def _runs_of_seed(scenario: Scenario, entry: PolicyEntry) -> int:
 
 
 def _contracts(scenario: Scenario, entry: PolicyEntry, found: Results, seed: int) -> tuple[ContractSpec, ...]:
-    """What a run works under, in numbers."""
+    """The contract of a run, in numbers."""
     if measures_itself(scenario, entry):
         return (WeightedSpec(),)
     label = measured_by(scenario, entry)
@@ -138,7 +139,7 @@ def _contracts(scenario: Scenario, entry: PolicyEntry, found: Results, seed: int
 def _judged(
     scenario: Scenario, entry: PolicyEntry, found: Results, tried: Sequence[RunResult]
 ) -> tuple[RunResult, tuple[ContractSpec, ...]]:
-    """The run of a seed, the best of them if several were tried, with what its contract says of each step."""
+    """The run of a seed, the best of them if several were tried, with its contract judged for each step."""
     contracts, part = _contracts(scenario, entry, found, tried[0].seed), quoted_part(scenario)
     steps = [judged(run.steps, contracts) for run in tried]
     limits = [step.limit for step in steps_of(steps[0], part, scenario.epoch_steps) if step.limit is not None]

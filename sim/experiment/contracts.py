@@ -1,4 +1,4 @@
-"""The contract that a run works under: as the scenario says it, or as a multiple of what another policy took."""
+"""The contract of a run: as the scenario gives it, or as a multiple of another policy's time or cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhfless.spec.explain import nearest
 
 
 class ContractError(UserError):
-    """A contract that is measured by a policy which is not there, or by itself."""
+    """A contract that is measured by an unknown policy, or by itself."""
 
 
 def contract_of(scenario: Scenario, entry: PolicyEntry) -> ScenarioContract:
@@ -29,7 +29,7 @@ def contract_of(scenario: Scenario, entry: PolicyEntry) -> ScenarioContract:
 
 
 def measure_of(contract: ScenarioContract) -> MultipleOf | None:
-    """What a relative contract is measured by."""
+    """The measure of a relative contract; None for a contract in numbers."""
     if isinstance(contract, CheapestContract):
         return contract.deadline
     if isinstance(contract, FastestContract):
@@ -38,7 +38,7 @@ def measure_of(contract: ScenarioContract) -> MultipleOf | None:
 
 
 def measured_by(scenario: Scenario, entry: PolicyEntry) -> str | None:
-    """Label of the policy whose figures the entry's contract is a multiple of; None for one in numbers."""
+    """Label of the policy whose figures the entry's contract is a multiple of; None for a contract in numbers."""
     measure = measure_of(contract_of(scenario, entry))
     return None if measure is None else measure.policy
 
@@ -104,8 +104,8 @@ def resolved(contract: ScenarioContract, measured: Sequence[StepFigures] | None)
 
 
 def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec]) -> list[StepFigures]:
-    """The figures with what the contract gave each step, and whether it was kept. A limit of the whole run is shared
-    out evenly among the steps."""
+    """The figures with what the contract gave each step, and whether it was kept. A limit of the whole run is divided
+    evenly among the steps."""
     found = []
     for index, each in enumerate(figures):
         contract = contracts[min(index, len(contracts) - 1)]

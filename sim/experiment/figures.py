@@ -1,9 +1,9 @@
 """A simulated run in figures, step by step, from its trace alone. Pure.
 
-A step's window lasts from the end of the step before to its own end, so that the windows cover the run, starts and
+A step's window lasts from the end of the previous step to its own end, so that the windows cover the run, starts and
 waits included; with overlapping steps (one_step_off) a window is what one more step costs. The bill of a window is
 
-    holdings within it x price  +  what is paid for devices while they are not held
+    holdings within it x price  +  the cost of devices while they are not held
 
 and the second part is 0 for rented devices that are given back. Owned devices are paid for anyway, less what other
 users pay for them; and a policy whose users reserve all devices for the whole run pays for devices that it leaves idle.
@@ -70,7 +70,7 @@ def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list
     for call in trace.invocations:
         by_incarnation[call.incarnation].append(call)
         calls[call.incarnation].append((call.start_s, call.end_s))
-    # Rounding by the seller belongs to the machines and not to a step: it is shared out evenly.
+    # Rounding by the seller belongs to the machines and not to a step: it is divided evenly.
     rounding_usd = (leased_usd(trace.holdings, prices) - prices.cost_usd(trace.holdings)) / max(len(ends), 1)
     for index, record in enumerate(trace.steps):
         within = held[index]
@@ -95,7 +95,7 @@ def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list
 
 
 def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, devices: DeviceSupply) -> float:
-    """What devices cost in a window while they are not held."""
+    """The cost of devices in a window while they are not held."""
     held: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     for holding in holdings:
         held[holding.device_kind][holding.device].append((holding.start_s, holding.end_s))

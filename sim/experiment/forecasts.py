@@ -1,4 +1,4 @@
-"""How well response lengths were forecast before each step of a run, by all that came before it. Pure."""
+"""How well response lengths were forecast before each step of a run, from all earlier steps. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LengthForecasts:
     mean_error: float
     """Mean of |expected - real| by the mean response."""
     mean_error_of_mean: float
-    """The same of a forecast that always says the mean of the run so far."""
+    """The same for a forecast that is always the mean of the run so far."""
 
 
 def length_forecasts(batches: Sequence[RolloutBatch], max_tokens: int) -> LengthForecasts:

@@ -1,4 +1,4 @@
-"""What a policy took over part of a run, as means over the seeds with confidence intervals. Pure."""
+"""The time and cost of a policy over part of a run, as means over the seeds with confidence intervals. Pure."""
 
 from __future__ import annotations
 
@@ -72,22 +72,22 @@ class Row:
     """Wall time per step, the waits between steps included."""
     step_usd: Interval
     usd_per_million_tokens: Interval
-    """Of response tokens."""
+    """Per million response tokens."""
     busy_device_s: Interval
     """Per step, as the next two."""
     idle_device_s: Interval
     cold_device_s: Interval
     utilisation: Interval
-    """Busy by held device-seconds."""
+    """Busy device-seconds divided by held device-seconds."""
     p50_s: Interval
     """Of a step's own wall time."""
     p99_s: Interval
     kept: Interval | None
     """Share of the steps that kept their limit."""
     speed_up: Interval
-    """Time of the first policy by that of this one, in pairs."""
+    """Time of the first policy divided by the time of this one, in pairs of equal seeds."""
     cost_ratio: Interval
-    """Cost of this policy by that of the first one, in pairs."""
+    """Cost of this policy divided by the cost of the first one, in pairs of equal seeds."""
     regret: Interval | None
     """Share by which the contract's objective is above the clairvoyant's; None without one."""
 
@@ -118,8 +118,8 @@ def row_of(label: str, runs: Sequence[Totals], first: Sequence[Totals], regrets:
 
 
 def objective(contract: ContractSpec, run: Totals, best: Totals) -> float:
-    """What the contract asks to make small, by what `best` made of it: cost under a deadline, time under a budget, or
-    the weighted mean of both. 1 is as good as `best`."""
+    """The objective of the contract, relative to `best`: cost under a deadline, time under a budget, or the weighted
+    mean of both. 1 is as good as `best`."""
     time, cost = run.time_s / best.time_s, run.usd / best.usd
     if isinstance(contract, CheapestSpec):
         return cost

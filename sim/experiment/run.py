@@ -24,14 +24,14 @@ from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain, nearest
 
 BOUNDED = "cost_aware"
-"""The policy that the bounds are: with more knowledge."""
+"""The policy of the bounds, which have more knowledge than the policy itself."""
 
 BOUNDS = frozenset({CLAIRVOYANT, DISTRIBUTION_ORACLE})
 
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """The devices that a policy may use."""
+    """The size and placement of a fleet."""
 
     placement: PlacementSpec
     devices: int | None = None
@@ -48,7 +48,7 @@ class FleetShape:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One run, with all that it depends on, so that any process can do it."""
+    """One run with everything it depends on, so that any process can do it."""
 
     scenario: Scenario
     entry: PolicyEntry
@@ -61,7 +61,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What came of a run."""
+    """The result of a run."""
 
     label: str
     fleet: FleetShape
@@ -85,7 +85,7 @@ class RunResult:
 def kind_of(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
     """The policy of an entry, one of the registry or of the user's own; of a bound, the policy that it bounds.
 
-    Raises InputError for a name that is none.
+    Raises InputError for an unknown name.
     """
     name = _policy_of(entry)
     if name not in POLICIES and ":" not in name:
@@ -103,7 +103,7 @@ def _policy_of(entry: PolicyEntry) -> str:
 
 
 def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
-    """The entry's own placement; else the one that the policy is about; else the scenario's.
+    """The entry's own placement; else the placement for which the policy is made; else the scenario's.
 
     Raises InputError for devices that no actor would use.
     """
@@ -119,7 +119,7 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
 
 
 def settings_of(scenario: Scenario, entry: PolicyEntry) -> SpecModel:
-    """The policy's own settings. Raises InputError for a policy that is none, or a setting that it does not have."""
+    """The policy's own settings. Raises InputError for an unknown policy, or a setting that it does not have."""
     kind = kind_of(scenario, entry)
     try:
         return configured(_policy_of(entry), entry.settings)

@@ -13,8 +13,8 @@ from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
 
 
 def fleets(scenario: Scenario) -> list[FleetShape]:
-    """Every fleet of the scenario's first kind that the model fits on: co-located on 1, 2, 3, ... actors' devices; and
-    apart, with every number of actors beside a learner of 1, 2, 4, ... times the devices it needs."""
+    """Every fleet of the scenario's first kind that the model fits on: co-located on the devices of 1, 2, 3, ...
+    actors; and disaggregated, with every number of actors and a learner of 1, 2, 4, ... times the devices it needs."""
     machines, each = scenario.cluster.machines[0], scenario.engine.tensor_parallel
     needed = timing.learner_devices_needed(scenario, machines.kind)
     found: list[FleetShape] = []
@@ -30,8 +30,8 @@ def fleets(scenario: Scenario) -> list[FleetShape]:
 
 
 def best(runs: Sequence[Totals], contract: ContractSpec, limit: float | None) -> int:
-    """Index of the run that keeps the contract best. `limit` is what it allows these steps together, in seconds or US
-    dollars. If none keeps it, the one that comes nearest."""
+    """Index of the run that meets the contract best. `limit` is the limit for these steps together, in seconds or US
+    dollars. If no run keeps it, the run that comes nearest."""
     indices = range(len(runs))
     if isinstance(contract, CheapestSpec):
         kept = [i for i in indices if limit is None or runs[i].time_s <= limit]

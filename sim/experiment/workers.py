@@ -11,11 +11,11 @@ from types import TracebackType
 from rlhfless.sim.experiment.run import RunResult, Task, run
 
 OnProgress = Callable[[int, int], None]
-"""Told how many runs are done, and how many are needed as far as is known."""
+"""Called with the number of runs done, and the number of runs known to be needed."""
 
 
 def leave_ctrl_c_to_parent() -> None:
-    """A terminal sends Ctrl-C to all processes; the parent ends its workers, and no worker has anything to say."""
+    """Ignore Ctrl-C, which a terminal sends to all processes: the parent ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -23,7 +23,7 @@ class Workers:
     """One or more processes. With one, everything is done in this process."""
 
     def __init__(self, jobs: int, on_progress: OnProgress | None) -> None:
-        # A new interpreter each: a fork would copy this process with half of its threads.
+        # A new interpreter for each: a fork would copy this process without its threads.
         self._pool = ProcessPoolExecutor(jobs, get_context("spawn"), leave_ctrl_c_to_parent) if jobs > 1 else None
         self._on_progress = on_progress
         self._done = 0
@@ -36,13 +36,13 @@ class Workers:
     ) -> None:
         if self._pool is None:
             return
-        if kind is not None and not issubclass(kind, Exception):  # interrupted: what is under way is not waited for
+        if kind is not None and not issubclass(kind, Exception):  # interrupted: running tasks are not waited for
             for process in active_children():
                 process.kill()
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[Task], later: int) -> list[RunResult]:
-        """Does all tasks; `later`: how many are still to come after these. Raises what a run raised."""
+        """Does all tasks; `later`: how many more will follow these. Raises what a run raised."""
         total = self._done + len(tasks) + later
         results = []
         for result in map(run, tasks) if self._pool is None else self._pool.map(run, tasks):

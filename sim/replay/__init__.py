@@ -1,1 +1,1 @@
-"""Recorded runs: fit the latency model to them, and simulate them again beside what was measured."""
+"""Recorded runs: fit the latency model to them, and simulate them again, and compare with the measurements."""

@@ -1,7 +1,7 @@
-"""Fits how long each stage takes to recorded runs. Pure.
+"""Fits the time of each stage to recorded runs. Pure.
 
 The engine is fitted by `rlhfless.scaling.latency.LatencyFit`, to every request of every actor. The other stages are
-lines in the tokens of a call, by medians (Theil, Sen): a few calls that were held up do not move them.
+lines in the tokens of a call, by medians (Theil, Sen): a few delayed calls do not change them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
 from rlhfless.sim.replay.measured import helper_cores, means_s
 
 MOST_PAIRS = 200
-"""Calls of which every pair's slope is taken; of more, as many spread over all."""
+"""Most calls whose pairwise slopes are computed; of more calls, this many, evenly spread."""
 
 FIXED_SHARE = 0.1
-"""What a call of no tokens takes, of a typical one, before anything is known: a way there and back, and an optimiser
-step."""
+"""Prior: the time of a call of no tokens as a share of a typical call. It is a round trip, and an optimiser step."""
 
 
 PRIOR_WEIGHT = 1e-4
-"""A whole trace has rows enough: the prior only speaks for what none of them shows."""
+"""Small, because a whole trace has enough rows: the prior only decides what no row shows."""
 
 
 class _WholeTrace(LatencyFit):
-    """All steps count alike: the run is over, and nothing is outdated.
+    """All steps have equal weight, because the run is over and no step is outdated.
 
-    As in the simulator, the iterations that prefill a prompt also draw its first token, and all they take is the price
-    of its prefill; decoding draws the others.
+    As in the simulator, the iterations that prefill a prompt also draw its first token, and all their time is the price
+    of the prefill; decoding draws the other tokens.
     """
 
     def forget(self) -> None:
@@ -58,7 +57,7 @@ class _WholeTrace(LatencyFit):
 
 def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None) -> LatencyFile:
     """The fit to all steps of the traces, or to the steps whose number `keep` accepts. Raises TraceError if there is
-    nothing to learn from."""
+    no such step."""
     keep = keep or _every_step
     steps = [(record, trace) for trace in traces for record in trace.steps if keep(record.step)]
     if not steps:
@@ -97,7 +96,7 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
 
 
 def device_kind(trace: Trace) -> str:
-    """Of the generation actors. Raises TraceError if the trace has none."""
+    """The device kind of the generation actors. Raises TraceError if the trace has none."""
     kinds = {holding.device_kind for holding in trace.holdings if holding.function is FunctionName.GENERATION}
     if len(kinds) != 1:
         raise TraceError(
@@ -120,8 +119,8 @@ def max_sequences(trace: Trace) -> int:
 def line_through(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
     """The line whose slope is the median of the slopes between all pairs, with no negative part (Theil 1950, Sen 1968).
 
-    Calls of about one size say little of what a call of no tokens would take. As far as their scatter leaves that open,
-    it is taken to be FIXED_SHARE of a typical call, give or take as much (a normal prior).
+    Calls of similar sizes say little about the time of a call of no tokens. As far as their scatter leaves it open, it
+    is assumed to be FIXED_SHARE of a typical call, with a standard deviation of the same size (a normal prior).
     """
     count = len(sizes)
     chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_PAIRS)).astype(int))
@@ -149,7 +148,7 @@ def _every_step(step: int) -> bool:
 
 
 def _prior(trace: Trace) -> EngineModel:
-    """A roofline of the run's model and devices; where they are not known, as many seconds a token as were measured."""
+    """A roofline of the run's model and devices; if they are not known, the measured seconds per token."""
     try:
         config = json.loads((Path(trace.meta.spec["model"]["path"]) / "config.json").read_text())
         dtype = trace.meta.spec["model"].get("dtype")

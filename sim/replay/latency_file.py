@@ -1,4 +1,4 @@
-"""The file that calibration writes, and that scenarios and replays name: how long each stage of a run takes."""
+"""The file that calibration writes, and that scenarios and replays name: the seconds of each stage of a run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class EngineFit(SpecModel):
     """The generation engine: `rlhfless.scaling.latency.BentEngine`."""
 
     fixed_s: NotNegative
-    """Of each decode iteration."""
+    """Seconds of each decode iteration."""
     sequence_s: Annotated[tuple[NotNegative, ...], Field(min_length=len(KNOTS), max_length=len(KNOTS))]
-    """Of each sequence beyond each of KNOTS, up to the next one."""
+    """Seconds of each sequence above each of KNOTS, up to the next."""
     context_s: NotNegative
-    """Of each token of context that it reads."""
+    """Seconds of each token of context that it reads."""
     prefill_token_s: NotNegative
-    """Of each prompt token."""
+    """Seconds of each prompt token."""
     prefill_context_s: NotNegative
-    """Of each pair of a prompt token and a token that it attends to."""
+    """Seconds of each pair of a prompt token and a token that it attends to."""
 
 
 class LineFit(SpecModel):
@@ -44,17 +44,17 @@ class LineFit(SpecModel):
 
 
 class LatencyFile(SpecModel):
-    """Fitted seconds of every stage, and what they were fitted to."""
+    """Fitted seconds of every stage, and the runs they were fitted to."""
 
     traces: tuple[str, ...]
     """Runs, by name."""
     steps: Annotated[int, Field(ge=1)]
-    """How many steps they had together."""
+    """Their total number of steps."""
     device_kind: str
-    """Of the generation actors."""
+    """Device kind of the generation actors."""
     generation: EngineFit
     call_s: NotNegative
-    """A generation call's time beside its samples."""
+    """A generation call's time outside its samples."""
     load_weights_s: NotNegative
     """One actor's load."""
     start_s: NotNegative
@@ -68,12 +68,12 @@ class LatencyFile(SpecModel):
     learn: LineFit
     publish_s: NotNegative
     driver_s: NotNegative
-    """Of a step, while no function worked: calls on their way, the driver's own bookkeeping."""
+    """Time of a step in which no function worked: calls on their way, the driver's own bookkeeping."""
     helper_cores: NotNegative = 0.0
-    """CPU cores that were busy with other things while the engines worked, for each of theirs; 0 where engines have
+    """CPU cores that were busy with other work while the engines worked, for each core of an engine; 0 if engines have
     devices of their own."""
     mean_s: dict[str, NotNegative]
-    """Of the steps, by stage."""
+    """Mean seconds of the steps, by stage."""
 
     @property
     def engine(self) -> BentEngine:

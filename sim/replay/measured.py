@@ -1,4 +1,4 @@
-"""What a recorded step took, stage by stage, and how busy its machine was. Pure."""
+"""The seconds of a recorded step by stage, and the load of its machine. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.step_times import Phase, step_times
 
 STAGES = (Phase.GENERATION, Phase.SCORING, Phase.REFERENCE, Phase.LEARN, Phase.SYNC)
-"""What is simulated of a step."""
+"""The simulated stages of a step."""
 
 NOT_SIMULATED = frozenset({Work.HELD_OUT, Work.CHECKPOINT, Work.RESTORE})
 
@@ -39,8 +39,8 @@ def means_s(steps: Sequence[tuple[StepRecord, Trace]]) -> dict[str, float]:
 
 
 def helper_cores(record: StepRecord, trace: Trace) -> float | None:
-    """CPU cores that others than the engines kept busy while the step was drawn, for each that an engine did: the
-    driver, Ray and scoring work for what the engines draw. None if the engines do not run on cores, or the trace does
+    """CPU cores that other processes than the engines kept busy while the step was drawn, for each core of an engine:
+    the driver, Ray and scoring work on the engines' samples. None if the engines do not run on cores, or the trace does
     not say."""
     busy = record.metrics.get("host_busy_cores")
     if busy is None or not (cores := _cores(trace)):
@@ -61,8 +61,8 @@ def drawn_s(step: int, invocations: Sequence[Invocation]) -> list[float]:
 
 
 def shared_s(work_s: Sequence[float], helpers: float, cores: float) -> float:
-    """Seconds until the last of several engines has ended, where they, and for each of them `helpers` busy cores of
-    others, get equal parts of a machine's cores. With a core of its own each engine would work for `work_s`."""
+    """Seconds until the last of several engines has ended, if engines, and for each of them `helpers` busy cores of
+    other processes, get equal parts of a machine's cores. On a core of its own each engine would work for `work_s`."""
     at_s = done_s = 0.0
     for ended, seconds in enumerate(sorted(work_s)):
         wanted = (len(work_s) - ended) * (1 + helpers)
@@ -72,7 +72,7 @@ def shared_s(work_s: Sequence[float], helpers: float, cores: float) -> float:
 
 
 def machine_cores(trace: Trace) -> float | None:
-    """Of the machine, if the engines run on its cores."""
+    """CPU cores of the machine, if the engines run on them."""
     cores = trace.meta.machine.get("cpu_cores")
     return float(cores) if cores and _cores(trace) else None
 

@@ -1,7 +1,7 @@
 """A recorded run as a setup of the simulator: its actors on their devices, with fitted latencies. Pure.
 
-What a trace does not say is taken to have been no limit: KV memory suffices, and no actor was interrupted. The start
-of the fleet lies before the first step and is no part of a replay.
+Limits that a trace does not contain are assumed not to apply: KV memory suffices, and no actor was interrupted. The
+start of the fleet is before the first step, and no part of a replay.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
 
 
 class AsRecorded:
-    """The policy of the run, as far as the trace shows it: every sample on the actor that finished it."""
+    """The policy of the run, as far as the trace shows it: every sample goes to the actor that finished it."""
 
     def __init__(self, trace: Trace) -> None:
         self._slot = {name: slot for slot, name in enumerate(actors_of(trace))}
@@ -126,7 +126,7 @@ def _service(
 
 
 def _slot_setup(allocation: Allocation) -> SlotSetup:
-    """The live fleet keeps all functions of a device up at once, each with its share of it."""
+    """The live fleet keeps all functions of a device up at the same time, each with its share."""
     return SlotSetup(allocation, "recorded", 0.0, {}, beside=True)
 
 

@@ -1,8 +1,8 @@
-"""Predicted beside measured seconds, stage by stage, of a recorded run. Pure.
+"""Predicted and measured seconds of a recorded run, stage by stage. Pure.
 
 Generation, scoring, reference, learning and weights are simulated with fitted latencies; `outside`, in which no
-function works, is the fitted constant. The error of a forecast is judged beside that of one that always says the mean
-of the steps it was fitted to.
+function works, is the fitted constant. The error is compared with the error of always
+predicting the mean of the fitted steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.simulation import Simulation
 
 AS_RECORDED = "as recorded"
-"""The policy of a replay that asks for no other."""
+"""The default policy of a replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ReplayedStep:
 
 @dataclass(frozen=True, slots=True)
 class StageError:
-    """How far off one stage is, over all steps."""
+    """The error of one stage, over all steps."""
 
     stage: str
     measured_s: float
@@ -50,7 +50,7 @@ class StageError:
     error: float
     """Median of |predicted - measured| / measured."""
     error_of_mean: float
-    """The same of a forecast that always says the mean of the steps that were fitted to."""
+    """The same for always predicting the mean of the fitted steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class Replay:
 
     run_id: str
     policy: str
-    """AS_RECORDED, or the name of another one."""
+    """AS_RECORDED, or the name of another policy."""
     fitted_to: str
     steps: tuple[ReplayedStep, ...]
     predicted_usd: float
-    """Of the steps, by the run's own price book."""
+    """Cost of the steps, by the run's own price book."""
     measured_usd: float
     mean_s: Mapping[str, float]
-    """By stage, of the steps that were fitted to."""
+    """Mean seconds of the fitted steps, by stage."""
 
     @property
     def errors(self) -> list[StageError]:
@@ -97,8 +97,8 @@ def replay(
 ) -> Replay:
     """Simulates the steps of a trace again; `drawn` are their batches (`read_runtime`).
 
-    Without `latency` the first half of its steps is fitted to, and the second one predicted. Without `policy` samples
-    go to the actors that drew them. Raises TraceError for a trace without whole steps.
+    Without `latency` it is fitted to the first half of the steps, and the second half is predicted. Without `policy`
+    samples go to the actors that drew them. Raises TraceError for a trace without whole steps.
     """
     batches = {batch.step: batch for batch in drawn}
     records = [record for record in trace.steps if record.step in batches]
@@ -161,7 +161,7 @@ def _simulated(
 
 
 def _usd(trace: Trace, records: Sequence[StepRecord], prices: PriceBook) -> float:
-    """What the holdings cost while these steps went on."""
+    """The cost of the holdings during these steps."""
     spans = union((record.start_s, record.end_s) for record in records)
     return prices.cost_usd(
         dataclasses.replace(holding, start_s=low, end_s=high)

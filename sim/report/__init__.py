@@ -1,4 +1,4 @@
-"""What a comparison is written as: summary, pictures, one page, and a trace for Perfetto."""
+"""The report of a comparison: summary, pictures, one page, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhfless.sim.scenarios.load import resolved_yaml
 
 
 def write_report(comparison: Comparison, folder: str | os.PathLike[str], step: int | None = None) -> None:
-    """Writes everything into a folder, which is made if need be: scenario.yaml, summary.json, report.html, a PNG per
-    picture, and a Perfetto trace per policy. Raises ValueError for a step there is not, OSError."""
+    """Writes everything into a folder, which is made if it is missing: scenario.yaml, summary.json, report.html, a PNG
+    per picture, and a Perfetto trace per policy. Raises ValueError for an unknown step, OSError."""
     folder = Path(folder)
     drawn = pictures(comparison, step)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The pictures of a report, drawn by matplotlib. A text that a page shows over a shape is the `gid` of the shape."""
+"""The pictures of a report, drawn by matplotlib. The tool tip of a shape is stored in its `gid`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17becf", "#bcbd22",
     "#6a3d9a", "#b15928", "#000000",
 )  # fmt: skip
-"""The palette of Okabe and Ito, which people with any kind of colour blindness can tell apart, and a few more."""
+"""The palette of Okabe and Ito, suitable for all kinds of colour blindness, and a few more colours."""
 
 STATE_COLOURS: Mapping[ReplicaState, str] = {
     ReplicaState.STARTING: "#f0a030",
@@ -99,7 +99,7 @@ def pareto(points: Sequence[ParetoPoint], title: str) -> Figure:
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one beats in both."""
+    """The points that no other point beats in both."""
     best: list[tuple[float, float]] = []
     for usd, seconds in sorted(points):
         if not best or seconds < best[-1][1]:
@@ -169,7 +169,7 @@ def length_distribution(by_name: Mapping[str, npt.NDArray[np.int64]], title: str
 
 @rc_context(STYLE)
 def scatter(expected: npt.NDArray[np.float64], real: npt.NDArray[np.float64], unit: str, title: str) -> Figure:
-    """What was forecast against what came; on the line both are equal."""
+    """Forecast against real values; on the line both are equal."""
     figure, axes = _frame(title, f"forecast {unit}", f"real {unit}")
     both = np.concatenate([expected, real])
     ends = max(float(both.min()), float(both.max()) / 1e6) / 1.1, float(both.max()) * 1.1
@@ -193,7 +193,7 @@ def _frame(
 
 
 def _logarithmic(axes: Axes, direction: str, low: float, high: float) -> None:
-    """Ticks at the powers of ten, and at twice and five times those where there is room."""
+    """Ticks at the powers of ten, and at twice and five times the powers if there is space."""
     axes.set(**{f"{direction}scale": "log", f"{direction}lim": (low, high)})
     axis = axes.xaxis if direction == "x" else axes.yaxis
     axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 1e3 else (1.0, 2.0, 5.0)))

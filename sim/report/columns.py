@@ -1,4 +1,4 @@
-"""The columns of every table of policies: terminal, page and markdown say the same."""
+"""The columns of every table of policies: terminal, page and markdown show the same columns."""
 
 from __future__ import annotations
 

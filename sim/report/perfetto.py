@@ -1,7 +1,7 @@
 """A run as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
 
-One process per function, one track per device and kind of slice: which replica held it in which state, and what ran.
-Times are in microseconds, as the format asks.
+One process per function, one track per device and kind of slice: which replica held it in which state, and which calls
+ran. Times are in microseconds, as the format asks.
 """
 
 from __future__ import annotations

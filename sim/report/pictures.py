@@ -1,4 +1,4 @@
-"""Which pictures a comparison has."""
+"""The pictures of a comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_DOTS = 2000
 
 @dataclass(frozen=True)
 class Pictures:
-    """The figures, and what their captions say."""
+    """The figures, and the data of their captions."""
 
     pareto: Figure
     lengths: Figure
@@ -38,8 +38,8 @@ class Pictures:
 
 
 def pictures(comparison: Comparison, step: int | None = None) -> Pictures:
-    """All of them, from the runs of the first seed. `step` is the one that the Gantt charts show; without it, the one
-    whose time is the median of the quoted part, under the first policy. Raises ValueError for a step there is not."""
+    """All pictures, from the runs of the first seed. `step` is the step of the Gantt charts; by default the step with
+    the median time of the quoted part, under the first policy. Raises ValueError for an unknown step."""
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
     traces = {label: runs[0].trace for label, runs in comparison.results.items()}
     batches = next(runs[0].batches for runs in comparison.results.values() if runs[0].batches)

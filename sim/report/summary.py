@@ -16,7 +16,8 @@ SUMMARY_VERSION = 2
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:
-    """Plain values. The same scenario and seeds give the same ones, on any machine and with any number of jobs."""
+    """The summary as plain values. Equal scenarios and seeds give equal values, on any machine, with any number of
+    jobs."""
     scenario = comparison.scenario
     parts: list[Part] = ["all", "first", "later"] if quoted_part(scenario) == "later" else ["all"]
     return {

@@ -1,4 +1,4 @@
-"""What contracts, fleets and parts of a run are called in a report."""
+"""The words of a report for contracts, fleets and parts of a run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def contract_text(contract: ScenarioContract) -> str:
 
 
 def best_fleets(comparison: Comparison) -> str:
-    """Which static fleets were best, by seed; empty if that was not asked."""
+    """The best static fleets by seed; empty if the scenario has no such policy."""
     labels = [entry.shown for entry in comparison.scenario.policies if entry.name == BEST_STATIC]
     found = [f"{label}: {run.fleet}" for label in labels for run in comparison.results.get(label, ())]
     return "; ".join(dict.fromkeys(found))
 
 
 def infeasible(comparison: Comparison) -> list[str]:
-    """By policy, in how many steps no plan could keep its contract, and why in the first of them."""
+    """By policy, the number of steps in which no plan could keep its contract, and the reason in the first."""
     told = []
     for label, runs in comparison.results.items():
         reasons = [reason for run in runs for reason in run.infeasible]

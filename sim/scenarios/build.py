@@ -1,4 +1,4 @@
-"""A scenario to what the simulator runs: price book, slots and workload.
+"""From a scenario to the inputs of the simulator: price book, slots and workload.
 
 Co-located, actor i has the devices i x tp ... of its node, and the learner all devices of the first kind; they take
 turns. Disaggregated, the learner side has the last devices of the first kind. Scoring runs on a CPU core of its own.
@@ -28,7 +28,7 @@ MOVE_S = 0.01
 
 
 def price_book(scenario: Scenario) -> PriceBook:
-    """The book as the scenario's cluster pays it. Raises InputError or PriceError for a kind that it cannot price."""
+    """The prices of the scenario's cluster. Raises InputError or PriceError for a kind without a price."""
     book = load_price_book(scenario.cluster.prices)
     tenures = {machines.kind: machines for machines in scenario.cluster.machines}
     for kind in tenures:
@@ -140,7 +140,7 @@ class Layout:
         ]
 
     def learner(self) -> LearnerShape:
-        """Slot for the learner."""
+        """The slot of the learner."""
         scenario, kind, count = self._scenario, self._scenario.cluster.machines[0].kind, len(self.learner_side)
         slot_setup = SlotSetup(
             Allocation(tuple(self.learner_side), 1.0),
@@ -158,7 +158,7 @@ class Layout:
         )
 
     def services(self) -> tuple[ServiceShape, ...]:
-        """Scoring, and the reference if there is one."""
+        """The slots of scoring, and of the reference if there is one."""
         scoring = self._scenario.scoring
         cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
         slot_setup = SlotSetup(Allocation(cores, 1.0), self._first.devices[0][0], scoring.start_s, {}, beside=True)
@@ -181,7 +181,7 @@ class Layout:
 
 
 def setup(scenario: Scenario, layout: Layout, seed: int) -> Setup:
-    """What the simulator runs, without its policy. Raises InputError for a schedule that the placement forbids."""
+    """The setup of the simulator, without a policy. Raises InputError for a schedule that the placement forbids."""
     transport, engine = scenario.transport, scenario.engine
     size = scenario.model.shape.total_bytes
     per_actor = transport.device_bytes_per_s * engine.tensor_parallel

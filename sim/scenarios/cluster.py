@@ -1,4 +1,4 @@
-"""The machines of a scenario, what they cost, and how weights and KV get from one to another."""
+"""The machines of a scenario, their prices, and the transport of weights and KV between them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class MachinesSpec(SpecModel):
     """Device kind, as the price book and the device table name it."""
 
     nodes: Count = 1
-    """How many machines."""
+    """Number of machines."""
 
     devices_per_node: Count
-    """Devices of each."""
+    """Devices of each machine."""
 
     tenure: Literal["rented", "spot", "owned"] = "rented"
     """`rented`: on demand. `spot`: at the spot price, and taken away at times. `owned`: paid for, used or not."""
 
     released_value: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Of owned devices: share of the price that a released one is worth, because other users pay for it."""
+    """For owned devices: share of the price that a released device earns, because other users pay for it."""
 
     stragglers: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the devices that are slow, rounded down to whole devices: the last ones."""
@@ -70,18 +70,18 @@ class ClusterSpec(SpecModel):
     """Price book (YAML); the bundled one when left out."""
 
     provisioning_s: NotNegative = 0.0
-    """Seconds until a machine is there that has not been used yet. 0: all machines are there from the start."""
+    """Seconds to provision a machine that has not been used yet. 0: all machines run from the start."""
 
     host_memory_usd_per_gb_hour: NotNegative = 0.0031
-    """What a sleeping replica pays for its weights in host memory, where the price book has no residency. The default
-    is what memory costs between AWS r6a.4xlarge (128 GB, 0.9072 per hour) and c6a.4xlarge (32 GB, 0.612)."""
+    """Price of a sleeping replica's weights in host memory, if the price book has no residency. The default is the
+    price of memory between AWS r6a.4xlarge (128 GB, 0.9072 per hour) and c6a.4xlarge (32 GB, 0.612)."""
 
     store_bytes_per_s: Positive = 1.75e9
     """Rate at which a cold start reads its first weights. The default is what vLLM's loader reached on an A100 node
     (1.6 to 1.85 GB/s, arXiv 2606.07362)."""
 
     kv_bytes_per_s: Positive = 12.5e9
-    """Rate at which the KV of a sample moves to another actor, where it does: 100 Gbit/s by default."""
+    """Rate at which the KV of a sample moves to another actor: 100 Gbit/s by default."""
 
     @model_validator(mode="after")
     def _kinds_differ(self) -> ClusterSpec:
@@ -96,7 +96,7 @@ class TransportSpec(SpecModel):
     """How weights reach the actors at the beginning of a step."""
 
     kind: TransportKind = "p2p"
-    """`http` divides one server's link among all that pull; the others do not."""
+    """`http` divides one server's link among all readers; the others do not."""
 
     device_bytes_per_s: Positive = 6.4e9
     """Rate at which one device receives its part. The default is what Moonshot's checkpoint-engine reached: 26.5 GB per

@@ -30,8 +30,7 @@ FASTER = 0.98
 def asleep_instead(
     layout: Layout, standby: Mapping[int, tuple[str, float]], starts: StartTimes
 ) -> dict[int, tuple[str, float]]:
-    """The standby of all slots if each slot without a replica had a sleeping one, in a tier named after `COLD` and the tier's
-    name."""
+    """The standby of all slots if each slot without a replica had a sleeping one, in a tier with a name of its own."""
     found = {}
     for slot, (tier, wait_s) in standby.items():
         asleep = quickest_tier(layout.replica_slots[slot])
