@@ -1,9 +1,9 @@
-"""What every function shares: an incarnation, the fence against old drivers, and replies that carry the work done.
+"""The base of every function: an incarnation, the fence against old drivers, and replies that carry the work done.
 
-A function is a Serve deployment with one replica. Serve revives a dead replica under the same name, so every
-reply carries the *incarnation*, drawn anew in each process: an unknown one is a new replica that has loaded
-nothing. Calls carry (run, attempt, step); a replica refuses calls of an older attempt than the newest it has seen,
-so a driver that was believed dead can do no harm.
+A function is a Serve deployment with one replica. Serve revives a dead replica under the same name, so every reply
+carries the *incarnation*, drawn at random in each process: an unknown incarnation is a new replica that has loaded
+nothing. Calls carry (run, attempt, step); a replica refuses calls of an older attempt than the newest it has seen, so a
+driver that was believed dead can do no harm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Which run and attempt calls, for which step."""
+    """The run, attempt and step of a call."""
 
     run_id: str
     attempt: int
@@ -36,7 +36,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a call worked on, for the ledger."""
+    """The work of a call, for the ledger."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[T]):
-    """A result, with when the function's body ran (unix time) and what it worked on."""
+    """A result, with the times of the function's body (unix time) and its work."""
 
     incarnation: str
     value: T
@@ -59,23 +59,23 @@ class Reply(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """What a replica says of itself when it is up."""
+    """The description that a replica gives of itself when it is up."""
 
     incarnation: str
     pid: int
     host: str
     pids: tuple[int, ...] = ()
-    """Further processes that the replica owns, such as its engine or its ranks."""
+    """Ids of further processes that the replica owns, such as its engine or its ranks."""
     settings_key: str = ""
-    """Of the settings it was started with: a replica may be taken over by a driver that would have used the same."""
+    """Digest of the settings it was started with: a driver takes a replica over only if its own settings are equal."""
     step: int = 0
-    """Of a learner: the training step that its weights have taken last."""
+    """For a learner: the last training step of its weights."""
     kv_capacity_tokens: int = 0
-    """Of a generation actor: tokens that its KV cache holds; 0 where the engine does not say."""
+    """For a generation actor: tokens that its KV cache holds; 0 if the engine does not say."""
 
 
 class FunctionBroken(RuntimeError):
-    """The replica answers, but can do its work no more, such as one whose engine died. Start another."""
+    """The replica answers but can no longer work, for example because its engine died. Start a new replica."""
 
 
 class StaleCall(UserError):
@@ -83,7 +83,7 @@ class StaleCall(UserError):
 
 
 class FunctionSettings(Protocol):
-    """What the settings of every function have."""
+    """The settings that every function has."""
 
     @property
     def run_id(self) -> str: ...
@@ -111,8 +111,8 @@ class Function:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Around what a constructor loads. Of a constructor that raises, Serve keeps a text and loses the type. So a
-        fault that the user can mend is kept here and raised by every call; the first asks for its description.
+        """Wraps the loads of a constructor. If a constructor raises, Serve keeps the text of the error and loses its
+        type. So an error that the user can mend is kept here and raised by every call; the first call is `describe`.
         """
         try:
             yield
@@ -133,7 +133,7 @@ class Function:
             raise self._unfit
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """What this replica is. Raises FunctionBroken if it can do its work no more."""
+        """The description of this replica. Raises FunctionBroken if it can no longer work."""
         self.admit(call)
         return self.reply(self.info(), time.time())
 
@@ -147,7 +147,7 @@ class Function:
         return Reply(self.incarnation, value, start_s, time.time(), usage or Usage())
 
     async def stop(self, call: Call) -> Reply[None]:
-        """End what the replica started; the fleet deletes the replica itself after this."""
+        """End the replica's own processes; the fleet deletes the replica itself after this."""
         self.admit(call)
         return self.reply(None, time.time())
 
@@ -155,11 +155,11 @@ class Function:
         return ReplicaInfo(self.incarnation, os.getpid(), os.uname().nodename, pids, self._settings_key, step)
 
     def clean_up(self) -> None:
-        """Remove what the replica made outside its processes. Called when its driver is gone for good."""
+        """Remove the replica's files outside its processes. Called when its driver is gone for good."""
 
     def _abandoned(self) -> None:
-        """The lease ran out. Serve would start a process that merely ends again, so the application goes."""
-        with contextlib.suppress(Exception):  # nothing may keep the device from being given back
+        """The lease ran out. Serve would restart a process that only ends, so the application itself is deleted."""
+        with contextlib.suppress(Exception):  # no error may keep the replica from giving its device back
             self.clean_up()
         from ray import serve  # takes seconds to import, and a driver that only makes calls does not need it
 
@@ -190,8 +190,8 @@ class DeviceBinding:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.indices))
             return
         os.environ["OMP_NUM_THREADS"] = threads
-        # OpenMP's threads spin at their barriers by default. On shared cores a spinning thread takes the time of
-        # the very one that it waits for: a learner's step was 6 times slower with one other process running.
+        # OpenMP's threads spin at their barriers by default. On shared cores a spinning thread takes the time of the
+        # thread that it waits for: a learner's step was 6 times slower with one other process running.
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ["MKL_NUM_THREADS"] = threads
         if self.exclusive:

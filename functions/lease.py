@@ -1,6 +1,6 @@
-"""A replica's lease: without a sign of life from its driver for so long, it gives its device back.
+"""A replica's lease: when it gets no sign of life from its driver for this long, it gives its device back.
 
-The clock runs in a thread of its own, so that a replica which computes, or whose event loop is stuck, is watched too.
+The clock runs in a thread of its own, so that a replica that computes, or whose event loop is stuck, is watched too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """How long a replica lives without hearing from its driver."""
+    """How long a replica lives without a call of its driver."""
 
     first_s: float
     """Until the first call: the start itself takes this long at most."""
@@ -39,12 +39,12 @@ class Lease:
         self._ends_s = time.monotonic() + self._terms.renewed_s
 
     def end(self) -> None:
-        """The replica stops anyway."""
+        """The replica stops for another reason."""
         self._ended.set()
 
     def _watch(self) -> None:
         while (left_s := self._ends_s - time.monotonic()) > 0:
-            # The first call makes the wait shorter, so it is looked at again well before.
+            # The first call makes the wait shorter, so the wait is checked well before its end.
             if self._ended.wait(min(left_s, self._terms.renewed_s)):
                 return
         log.warning("no call came for %.0f s: the driver is gone, and so is this replica", self._terms.renewed_s)

@@ -1,9 +1,9 @@
-"""Loading a model without letting transformers fill in what is not there.
+"""Loading a model without letting transformers fill in missing weights.
 
-transformers initialises a tensor that the files lack, or have in another shape, at random, and says so in a warning.
-Training would go on from there. Here the loader's own account of what it found decides: in `load_whole`, when a
-function loads its model, and in `misfit`, which asks the same loader before anything is started. It is given tensors
-without data (torch's meta device), so that renamed, fused and tied weights and old buffers count as it counts them.
+transformers initialises a tensor that the files lack, or have in another shape, at random, with only a warning.
+Training would continue from there. Here the loader's own report decides: in `load_whole`, when a function loads its
+model, and in `misfit`, which asks the same loader before anything is started. That one is given tensors without data
+(torch's meta device), so that renamed, fused and tied weights and old buffers are treated as in a real load.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ OTHER_CONFIG = "config.json and the weights belong to different models: take bot
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """How weights differ from what a model takes, by the names of a checkpoint."""
+    """The differences between stored weights and a model's tensors, by the names of a checkpoint."""
 
     model: str
     """The model's class."""
     missing: Mapping[str, Shape]
-    """With the shape that the model takes."""
+    """The missing tensors, with the shapes of the model."""
     unexpected: tuple[str, ...]
     mismatched: Mapping[str, tuple[Shape, Shape]]
-    """The shape that there is, and the one that the model takes."""
+    """Tensors of another shape: the stored shape, and the model's."""
     failure: str = ""
-    """What the loader said where it gave up, and it does not show which tensor is to blame."""
+    """The loader's error, if it gave up without naming a tensor."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched or self.failure)
 
     def problems(self, field: str, holder: Callable[[Iterable[str]], str]) -> list[Problem]:
-        """One per kind. `holder` names what holds the tensors of these names, such as a file."""
+        """One problem per kind. `holder` gives the name of the file, or the like, that holds the tensors of these
+        names."""
         problems = []
         if self.missing:
             what = counted("tensor", [f"{name!r} {list(shape)}" for name, shape in sorted(self.missing.items())])
@@ -113,7 +114,7 @@ def build_blank(auto: Any, config: Any, *, trust_remote_code: bool) -> Any:
 
 
 def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
-    """How tensors of these names and shapes fit the model `blank`, of this config. Nothing is read."""
+    """How tensors of these names and shapes fit the model `blank`, of this config. No file is read."""
     tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in stored.items()}
     try:
         with _quiet():
@@ -129,7 +130,7 @@ def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
     except RuntimeError as error:
         if not _of_conversion(error):
             raise
-        # Some of the parts of a fused tensor are missing or odd, and the loader does not say which.
+        # Some parts of a fused tensor are missing or have other shapes, and the loader does not say which.
         everything = set(blank.state_dict()) - set(getattr(blank, "all_tied_weights_keys", ()))
         gave_up = Misfit(type(blank).__name__, {}, (), {}, _first_line(error))
         return _in_names_of_files(blank, gave_up, everything, stored)
@@ -137,7 +138,7 @@ def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
 
 
 def _misfit_of(model: Any, found: Mapping[str, Any], stored: Mapping[str, Shape]) -> Misfit:
-    """From transformers' account of a load. `stored`: the tensors of the files, where they are known."""
+    """From transformers' report of a load. `stored`: the tensors of the files, if they are known."""
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     result = Misfit(
         type(model).__name__,
@@ -149,7 +150,7 @@ def _misfit_of(model: Any, found: Mapping[str, Any], stored: Mapping[str, Shape]
 
 
 def _in_names_of_files(model: Any, result: Misfit, faulty: set[str], stored: Mapping[str, Shape]) -> Misfit:
-    """A parameter may be made of several tensors of a checkpoint, such as a layer's experts: tell those of them.
+    """The names in the checkpoint: a parameter may be made of several of its tensors, such as a layer's experts.
 
     `faulty` are names of the model.
     """
@@ -179,7 +180,7 @@ def _checkpoint(_: Iterable[str]) -> str:
 
 
 def _of_conversion(error: RuntimeError) -> bool:
-    """transformers' own error (utils/loading_report.py); a device that runs out of memory raises the same type."""
+    """Whether this is transformers' own error (utils/loading_report.py); running out of memory raises the same type."""
     return "automatic conversion of the weights" in str(error)
 
 

@@ -1,8 +1,8 @@
-"""Keeps what replicas listen on away from the network, where all that they talk to is on their own node.
+"""Makes replicas listen on loopback only, if all processes that they talk to are on their own node.
 
 Three libraries listen on every interface and have no switch for it. torch's rendezvous store and Serve's server for
-calls between deployments are given a socket on loopback here, each at the one function that binds it; gloo and NCCL
-read the name of an interface from the environment.
+calls between deployments are given a socket on loopback here, each in the function that binds it; gloo and NCCL read
+the name of an interface from the environment.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def loopback_environment() -> dict[str, str]:
 
 
 def bind_rendezvous_to_loopback() -> None:
-    """From here on a process group at `tcp://127.0.0.1:port` listens there alone; other hosts are as before."""
+    """From here on a process group at `tcp://127.0.0.1:port` listens on loopback only; other hosts are as before."""
     from torch.distributed import TCPStore
 
     rendezvous: Any = import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
@@ -55,7 +55,7 @@ def bind_rendezvous_to_loopback() -> None:
             return create(hostname, port, rank, world_size, timeout, use_libuv)
         try:
             listener = socket.create_server((hostname, port), backlog=_BACKLOG)
-        except OSError:  # a second group of this process at the same port shares the store that is there
+        except OSError:  # a second group of this process at the same port shares the existing store
             return create(hostname, port, rank, world_size, timeout, use_libuv)
         return TCPStore(
             hostname,
@@ -73,8 +73,8 @@ def bind_rendezvous_to_loopback() -> None:
 
 
 def bind_replica_to_loopback() -> None:
-    """In a Serve replica whose node is known by a loopback address: its server for other deployments, which nothing of
-    ours calls, listens there. Call it in the constructor; Serve binds the server after that."""
+    """Makes the server of a Serve replica for other deployments, which we never call, listen on loopback, if its node
+    is known by a loopback address. Call it in the constructor; Serve binds the server after that."""
     replica: Any = sys.modules.get("ray.serve._private.replica")
     if replica is None:
         return

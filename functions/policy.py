@@ -39,8 +39,8 @@ LOGITS_CHUNK_ELEMENTS = 2**25
 220 rows, still a well shaped matrix product; all logits of 8192 tokens at once would take 5 GB."""
 
 SIMILAR_LENGTH = 0.875
-"""A sequence this long, relative to its micro-batch's longest, still joins. On uniform lengths (20 to 130 tokens)
-it brings padding from 20 % down to 9 %, and so the CPU time of a step down by a tenth."""
+"""A sequence of at least this length, relative to its micro-batch's longest, still joins. On uniform lengths (20 to 130
+tokens) it lowers padding from 20 % to 9 %, and thus the CPU time of a step by a tenth."""
 
 FAIR_SIZE = 0.25
 """Part of the token budget below which a micro-batch takes sequences of any length."""
@@ -99,7 +99,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class ResponseLogprobs:
-    """Of the response tokens of a batch, in its order."""
+    """Values of the response tokens of a batch, in its order."""
 
     logprobs: torch.Tensor  # [response tokens], float32
     entropy: torch.Tensor  # [response tokens], float32, nats, no gradient
@@ -241,7 +241,7 @@ def _switch_off_dropout(config: PretrainedConfig) -> None:
 
 
 def _output_head(model: Any) -> OutputHead:
-    """Scale and soft cap have a name per model family; `_check_against_model` has the last word."""
+    """Scale and soft cap have different names per model family; `_check_against_model` verifies the result."""
     config = model.config
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite

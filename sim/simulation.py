@@ -1,10 +1,10 @@
 """Whole RLHF steps: sync, generate, score and reference as groups complete, evaluate, learn, publish.
 
-A service or learner that has work and no replica is started then, and waited for: a service at its first complete
-group, the learner when all services have done the last one. Generation is started by the policy alone.
+If a service or the learner gets work and has no replica, one is started then, and waited for: a service at its first
+complete group, the learner when all services have done the last one. Generation is started by the policy alone.
 
-The policy is asked at every event of `rlhfless.scaling.policy`; beats come while samples are drawn. With
-`one_step_off` the events of a step's services and learner come while the next one is drawn; they show their own step.
+The policy is asked at every event of `rlhfless.scaling.policy`; beats come while samples are drawn. With `one_step_off`
+the events of a step's services and learner come while the next step is drawn; their views show their own step.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from rlhfless.sim.view import Window, fleet_view
 from rlhfless.sim.work import StepUnderWay, learn, take
 
 PATIENCE, DESPAIR = 1_000, 100_000
-"""Questions to a policy in a row between which no engine works, after which it is not waited for any longer: if nothing
-is due either, and if something still is (a loop of starts and releases)."""
+"""Limits on questions to a policy in a row between which no engine works: if no event is due either, and if events are
+still due (a loop of starts and releases)."""
 
 
 class Simulation:
@@ -63,17 +63,17 @@ class Simulation:
         self._services = dict(enumerate(setup.services, first))
         self._learner = first + len(setup.services)
         self._steps: list[StepUnderWay] = []
-        """Oldest first; the last one is being drawn, or has been."""
+        """Steps in progress, oldest first; the last is being drawn, or has been."""
         self._begun = 0
         self._beat_s = 0.0
         self._drawn_s = -math.inf
-        """Until when the current step has been drawn."""
+        """The time up to which the current step has been drawn."""
         self._vain = 0
         """Questions to the policy since an engine or a service was last known to work."""
 
     def step(self, batch: RolloutBatch) -> Generation:
-        """Draws the samples of a step, and goes on until the next one may begin: with `sync` to its end, with
-        `one_step_off` to the end of the one before.
+        """Draws the samples of a step, and runs until the next step may begin: with `sync` to its end, with
+        `one_step_off` to the end of the previous step.
 
         Raises SimulationError for a fault of the policy (rlhfless.scaling.assignment), or one that leaves a replica
         waiting for ever; ValueError for a response beyond `max_tokens`.
@@ -92,7 +92,7 @@ class Simulation:
         return under_way.generation
 
     def close(self) -> Trace:
-        """Ends the run, gives everything back, and returns what happened, without a row per response."""
+        """Ends the run, releases all replicas, and returns the trace, without a row per response."""
         while self._steps:
             self._go_on()
         self.fleet.close(self.now_s)
@@ -112,7 +112,7 @@ class Simulation:
         return under_way
 
     def _go_on(self) -> None:
-        """To the next event."""
+        """Advances to the next event."""
         current = self._steps[-1]
         drawing = current.generated_s is None
         until_s = max(self.now_s, min(self.fleet.agenda.next_s, self._beat_s if drawing else math.inf))
@@ -128,7 +128,7 @@ class Simulation:
         self._want()
 
     def _draw(self, current: StepUnderWay, until_s: float) -> bool:
-        """Brings generation to `until_s`. Returns whether it came to its end, and the clock to that."""
+        """Advances generation to `until_s`. Returns whether it has ended; then the clock is at its end."""
         generation = current.generation
         if until_s > self._drawn_s:  # what begins at an instant ends no iteration in it
             generation.advance(until_s)
@@ -217,7 +217,7 @@ class Simulation:
                 self.fleet.agenda.add(end_s, Worked(slot, step.number))
 
     def _ask(self, events: Sequence[Event], under_way: StepUnderWay) -> None:
-        """Tells the policy what happened at one instant, and carries out its answer to each event."""
+        """Tells the policy the events of one instant, and carries out its answer to each."""
         view = under_way.window.look()
         for event in events:
             if isinstance(event, Serving) and view.slots[event.slot].state is not ReplicaState.SERVING:
@@ -245,7 +245,7 @@ class Simulation:
         )
 
     def _carry_out(self, answer: Sequence[Action], event: Event, generation: Generation) -> None:
-        """Does what an answer says, and checks what it leaves. Raises PolicyFault, SimulationError."""
+        """Carries out an answer, and checks the state after it. Raises PolicyFault, SimulationError."""
         for action in answer:
             self._do(action, generation)
         if isinstance(event, StepBegan | Lost):

@@ -19,10 +19,10 @@ PERTURBED_STEP = -1
 """Step number of the perturbed version, which no training step can have."""
 
 PERTURBATION_SEED = 20_000
-"""Any number: the perturbation only has to be the same for its weights and its probe."""
+"""An arbitrary seed: the perturbation only has to be the same for the weights and for the probe."""
 
 KEPT_STEPS = 2
-"""Versions kept in the store: the newest, and the one before, which a slow reader may still be opening."""
+"""Versions kept in the store: the newest and the previous one, which a slow reader may still be opening."""
 
 
 class RankActor:
@@ -39,7 +39,7 @@ class RankActor:
 
     @ray.method(concurrency_group="signs_of_life")
     def alive(self) -> None:
-        """Answers also while the rank computes."""
+        """A sign of life; answered also while the rank computes."""
 
     def node(self) -> str:
         """The address of this rank's node, as Ray knows it."""
@@ -82,15 +82,15 @@ class RankActor:
         return self._rank.learn(batch, mini_batches)
 
     def publish(self, run_id: str, attempt: int, step: int, perturbed: bool) -> tuple[WeightVersion, str, int, int]:
-        """Write the weights to the store: which version that is, where it is, its bytes and tensors."""
+        """Write the weights to the store; returns the version, its location, its bytes and tensors."""
         with self._as_published(perturbed):
             stored = self._store.put(run_id, attempt, PERTURBED_STEP if perturbed else step, self._rank.weights())
         self._forget_old(stored.version)
         return stored.version, stored.location, stored.size_bytes, stored.tensors
 
     def probe(self, perturbed: bool) -> Probe:
-        """The learner's own logprobs of the probe, and samples of its weights, under what `publish` writes. All ranks
-        have the same."""
+        """The learner's own logprobs of the probe, and samples of the weights that `publish` writes. Equal on all
+        ranks."""
         token_ids = self._settings.probe_token_ids
         with self._as_published(perturbed):
             samples = self._rank.weight_samples(token_ids) if self._settings.read_back else {}

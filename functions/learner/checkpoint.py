@@ -1,4 +1,4 @@
-"""Checkpoints: a Hugging Face model folder that anything can load, with the optimiser's state beside it.
+"""Checkpoints: a Hugging Face model folder that any tool can load, plus the optimiser's state.
 
 A folder is written under a temporary name, synced and renamed: a checkpoint that has its name is whole. To an object
 store it is copied from a folder, and run.json, without which it is none, comes last.
@@ -32,7 +32,7 @@ def save_checkpoint(
 ) -> None:
     """Model in `spec.dtype`, tokenizer, `state` in STATE_FILE, and `notes` as JSON. Replaces `folder` if it exists.
 
-    Raises CheckpointError if it cannot be written; `folder` is untouched then.
+    Raises CheckpointError if it cannot be written; `folder` is then unchanged.
     """
 
     def write(target: Path) -> None:
@@ -45,11 +45,11 @@ def save_checkpoint(
 
     try:
         _replace_folder(folder, write)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own errors
         free_mib = shutil.disk_usage(folder.parent).free // 2**20 if folder.parent.exists() else 0
         raise CheckpointError(
             f"the checkpoint {folder} could not be written ({error}); {free_mib} MiB are free there. "
-            "Earlier checkpoints are untouched: make room and resume the run"
+            "Earlier checkpoints are untouched: free some space and resume the run"
         ) from error
 
 

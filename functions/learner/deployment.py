@@ -4,7 +4,7 @@ The front is the Serve replica; ranks are plain Ray actors that form a torch.dis
 same path as many. Each call goes to all ranks with the whole batch; a rank works on its share of the sequences and
 sums gradients with the others. Rank 0 publishes. `learn` is idempotent by step: a repeated call gets the first
 call's answer, so a retry can never take a second optimiser step. A lost rank breaks the whole group: the fleet starts
-another, which goes on from a checkpoint.
+a new learner, which continues from a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LearnerFunction(Function):
         self._settings = settings
         self._learning: tuple[Call, asyncio.Task[Reply[Mapping[str, float]]]] | None = None
         self._step = 0
-        """The training step that the weights have taken last."""
+        """The last training step of the weights."""
         self._asked = asyncio.Event()
         """Set, and replaced, when a step is to be learned."""
         self._ranks = [self._rank_actor(rank) for rank in range(settings.learner.ranks)]
@@ -49,18 +49,18 @@ class LearnerFunction(Function):
             "num_cpus": 0,
             "resources": self._settings.rank_resources[rank],
             "max_restarts": 0,
-            # A thread of its own, so that a rank which computes still answers whether it is alive.
+            # A thread of its own, so that a rank that computes still answers `alive`.
             "concurrency_groups": {"signs_of_life": 1},
         }
         make: Any = ray.remote(**options)  # type: ignore[call-overload]  # Ray's types do not know every option
         return make(RankActor).remote(self._settings, rank)
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
-        """One call to every rank, at the same time; large arguments are stored once."""
+        """Call a method of every rank at the same time; large arguments are stored once."""
         return await self._answers(method, [getattr(rank, method).remote(*arguments) for rank in self._ranks])
 
     async def _answers(self, method: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
-        """What ranks answer. A rank that died or hangs breaks the group: raises FunctionBroken."""
+        """The answers of the ranks. A rank that died or hangs breaks the group: raises FunctionBroken."""
         limit_s = self._settings.call_timeout_s
         try:
             return await asyncio.wait_for(asyncio.gather(*calls), limit_s)
@@ -72,7 +72,7 @@ class LearnerFunction(Function):
             raise FunctionBroken(f"a learner rank was lost during `{method}`: {_first_line(error)}") from error
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """What this replica is; `pids` are those of the ranks. Raises FunctionBroken if one is lost."""
+        """The description of this replica; `pids` are the ranks'. Raises FunctionBroken if a rank is lost."""
         self.admit(call)
         start_s = time.time()
         pids = await self._all("pid")
@@ -95,7 +95,7 @@ class LearnerFunction(Function):
     async def learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
         """One training step: an optimiser step per mini-batch. Returns the metrics.
 
-        Idempotent by call: one that comes again, even while the first is under way, gets the first one's answer.
+        Idempotent by step: a repeated call, even during the first, gets the answer of the first.
         """
         self.admit(call)
         if self._learning is None or self._learning[0] != call:
@@ -129,15 +129,16 @@ class LearnerFunction(Function):
     async def publish(self, call: Call, *, perturbed: bool = False) -> Reply[PublishedWeights]:
         """Write the weights to the store as the version of `call`'s step, with a probe.
 
-        It may be asked for together with the step's `learn`, and follows it then; raises what `learn` raised, or
-        TimeoutError if no call asks for that. `perturbed`: a version in which every tensor is slightly off, for the
+        If it is called together with the step's `learn`, it runs after that; raises what `learn` raised, or
+        TimeoutError if `learn` is not called. `perturbed`: a version in which every tensor is slightly off, for the
         proof that loads reach every tensor.
         """
         self.admit(call)
         await self._learned(call.step)
         start_s = time.time()
         writing = self._ranks[0].publish.remote(call.run_id, call.attempt, call.step, perturbed)
-        probing = self._ranks[-1].probe.remote(perturbed)  # another rank if there is one: it has the same weights
+        # On the last rank, so that rank 0 can publish meanwhile: all ranks have the same weights.
+        probing = self._ranks[-1].probe.remote(perturbed)
         (version, location, size_bytes, tensors), probe = await self._answers("publish", [writing, probing])
         published = PublishedWeights(version, location, size_bytes, tensors, probe)
         usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
@@ -163,7 +164,7 @@ class LearnerFunction(Function):
         return self.reply(location, start_s)
 
     async def stop(self, call: Call) -> Reply[None]:
-        """End the ranks; the front answers nothing useful after that."""
+        """End the ranks; the front cannot work after that."""
         self.admit(call)
         start_s = time.time()
         for rank in self._ranks:
@@ -171,7 +172,7 @@ class LearnerFunction(Function):
         return self.reply(None, start_s)
 
     def clean_up(self) -> None:
-        """The store's files outlive processes, and no function of the run reads them any more."""
+        """Remove the store: its files outlive processes, and no function of the run reads them any more."""
         shutil.rmtree(self._settings.store.folder, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a training step from those of its micro-batches, ranks and mini-batches."""
+"""Metrics of a training step, combined from the metrics of its micro-batches, ranks and mini-batches."""
 
 from __future__ import annotations
 

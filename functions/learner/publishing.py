@@ -1,4 +1,4 @@
-"""What leaves the learner: its weights in the published format, rounded, perturbed, or both.
+"""The weights that the learner publishes: in the published format, rounded, perturbed, or both.
 
 Names and layout are those of a Hugging Face checkpoint of the model, and a tensor that two modules share
 appears once, so that an engine's weight loader takes them as it takes a checkpoint.
@@ -29,7 +29,7 @@ def published_weights(model: PreTrainedModel, dtype: DType) -> dict[str, torch.T
 def published_samples(model: PreTrainedModel, dtype: DType, tokens: Collection[int]) -> dict[str, bytes]:
     """By tensor: the elements that an engine's weights are compared with (rlhfless.weights.samples), in `dtype`.
 
-    They are taken from the live model, so that they also tell of a file that holds other weights.
+    They are taken from the live model, so that they also reveal a file with other weights.
     """
     return {
         name: sampled_values(tensor, tokens, _format(tensor, dtype))

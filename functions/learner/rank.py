@@ -2,7 +2,7 @@
 
 Every rank holds the whole model: float32 master weights and AdamW's state. It works on its share of the
 sequences, and gradients are added up over the ranks. Losses are divided by the step's global denominators, so
-the sum is the gradient of the whole batch: two ranks take the step that one would take.
+the sum is the gradient of the whole batch: two ranks take the same step as a single rank.
 
 Precision: parameters, gradients and optimiser are float32. With `dtype: bfloat16` matrix products run in
 bfloat16 (torch.autocast casts the weights per pass); norms, softmax and losses stay float32.
@@ -11,7 +11,7 @@ Invariants: all ranks hold the same weights, bit for bit, because they apply the
 update with a gradient that is not finite is skipped by all of them, so NaN never reaches a weight; and with a
 fixed number of threads the same batch gives the same weights, bit for bit, on a CPU.
 
-Deliberately not here: sharded states (FSDP), and retries, which are the front's to decide.
+Deliberately not here: sharded states (FSDP), and retries, which the front decides.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 NO_SEQUENCES = np.zeros(0, dtype=np.int64)
 
 LOSS_COLUMNS = declared(PackedBatch).keys() & {field.name for field in dataclasses.fields(LossInputs)}
-"""The batch's columns that a loss is computed from."""
+"""The columns of the batch from which a loss is computed."""
 
 
 class LearnerRank:
@@ -119,7 +119,7 @@ class LearnerRank:
         return everything.cpu().numpy()
 
     def _evaluate_share(self, batch: PackedBatch) -> FloatArray:
-        """`evaluate`, and 0 where another rank works."""
+        """`evaluate` for this rank's sequences; 0 on the tokens of other ranks."""
         share = self._share(batch)
         mine = select(batch, share)
         everything = np.zeros(len(batch.tokens), dtype=np.float32)
@@ -131,9 +131,10 @@ class LearnerRank:
     def learn(self, batch: PackedBatch, count: int) -> dict[str, float]:
         """One training step: an optimiser step on each of `count` mini-batches. *Collective.*
 
-        A batch without old logprobs is evaluated here, but for its first mini-batch: there the old policy is the
-        current one. Returns `skipped_updates`, the updates whose gradient was not finite, and of all others: means over
-        their response tokens (`*_max` are maxima), of `gradient_norm` before clipping and of `learning_rate`, too.
+        A batch without old logprobs is evaluated here, except its first mini-batch, for which the old policy is the
+        current one. Returns `skipped_updates`, the updates whose gradient was not finite, and for the other updates
+        means over their response tokens (`*_max` are maxima), including `gradient_norm` before clipping and
+        `learning_rate`.
         Raises ValueError if the batch lacks advantages.
         """
         if batch.advantages is None:
@@ -152,8 +153,8 @@ class LearnerRank:
     def probe_logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs at temperature 1 of each token after the first, `[probe - 1]`, of the published weights.
 
-        The weights are rounded to the published dtype and the arithmetic is float32: what an engine that has
-        loaded them answers, up to the engine's own rounding.
+        The weights are rounded to the published dtype and the arithmetic is float32: the answer of an engine that has
+        loaded them, up to the engine's own rounding.
         """
         tokens = torch.tensor([token_ids], device=self._policy.device)
         with torch.no_grad(), substituted(self._model, rounded_to(self._spec.dtype)):
@@ -162,12 +163,12 @@ class LearnerRank:
         return tuple(logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).tolist())
 
     def weight_samples(self, token_ids: tuple[int, ...]) -> dict[str, bytes]:
-        """Elements of the published weights, by tensor: what an engine that has loaded them gives back."""
+        """Elements of the published weights, by tensor: an engine that has loaded them reads back the same."""
         return published_samples(self._model, self._spec.dtype, token_ids)
 
     @contextmanager
     def perturbed(self, seed: int) -> Iterator[None]:
-        """Within the block every parameter is off, by `seed` and its name; after it, as before.
+        """Within the block every parameter is perturbed, by `seed` and its name; after it, as before.
 
         `weights`, `probe_logprobs` and `weight_samples` see the perturbed values: with them an engine's load is proven
         to reach every tensor.
@@ -184,13 +185,13 @@ class LearnerRank:
             "updates": self._updates,
             "optimizer": self._optimizer.state_dict(),
             "random_state": torch.get_rng_state(),
-            # The model's own file may be in a coarser format than the master weights.
+            # The model's own file may have a coarser format than the master weights.
             "master_weights": {name: value.detach() for name, value in self._model.named_parameters()},
         }
         save_checkpoint(Path(folder), self._model, self._spec, state, notes)
 
     def restore(self, folder: str | Path) -> None:
-        """Go on from a checkpoint of `save`, bit for bit. Every rank restores."""
+        """Continue from a checkpoint of `save`, bit for bit. Every rank restores."""
         state = load_state(Path(folder), self._policy.device)
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
@@ -254,7 +255,7 @@ class LearnerRank:
 
 
 def default_threads(world_size: int) -> int:
-    """The cores that this process may use, shared out among the ranks unless it was pinned to its own."""
+    """The cores that this process may use, divided among the ranks unless it was pinned to its own."""
     usable = len(os.sched_getaffinity(0))
     pinned = usable < (os.cpu_count() or usable)
     return usable if pinned else max(1, usable // world_size)

@@ -1,4 +1,4 @@
-"""All that the learner's front and its ranks need to start."""
+"""The settings of the learner's front and of its ranks."""
 
 from __future__ import annotations
 

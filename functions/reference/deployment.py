@@ -15,7 +15,7 @@ from rlhfless.spec import DType, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSettings:
-    """All that a reference replica needs to start."""
+    """The settings of a reference replica."""
 
     run_id: str
     lease: LeaseTerms

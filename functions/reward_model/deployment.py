@@ -17,7 +17,7 @@ from rlhfless.spec import OnFailure, RewardModelSpec
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSettings:
-    """All that a reward model replica needs to start."""
+    """The settings of a reward model replica."""
 
     run_id: str
     lease: LeaseTerms

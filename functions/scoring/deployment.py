@@ -16,7 +16,7 @@ from rlhfless.spec.imports import look_in
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """All that a scoring replica needs to start."""
+    """The settings of a scoring replica."""
 
     run_id: str
     lease: LeaseTerms
@@ -24,7 +24,7 @@ class ScoringSettings:
     scoring: ScoringSpec
     binding: DeviceBinding
     import_paths: tuple[str, ...] = ()
-    """Folders to import the user's rewards from, as the driver's own `sys.path` has them."""
+    """Folders from which to import the user's rewards: the driver's own `sys.path`."""
 
 
 class ScoringFunction(Function):
@@ -37,7 +37,8 @@ class ScoringFunction(Function):
         self._scorer = Scorer(settings.rewards, settings.scoring)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """What this replica is. The first call starts its workers; raises RewardError if a reward cannot be made."""
+        """The description of this replica. The first call starts its workers; raises RewardError if a reward cannot be
+        made."""
         self.admit(call)
         start_s = time.time()
         await self._scorer.start()

@@ -38,7 +38,7 @@ class Scorer:
 
 
 def samples_of(groups: Sequence[Group]) -> list[RewardSample]:
-    """All samples, group by group, as rewards see them."""
+    """All samples, group by group, in the form that rewards get."""
     return [_sample(group.prompt, sample) for group in groups for sample in group.samples]
 
 

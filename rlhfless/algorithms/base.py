@@ -1,12 +1,12 @@
-"""What an algorithm is: advantages from a batch, and a loss from tensors. One file per algorithm.
+"""The interface of an algorithm: advantages from a batch, and a loss from tensors. One file per algorithm.
 
-The learner and the loop know only this. What else a step has to compute for an algorithm (reference logprobs, say) it
-says in its settings (`needs`, see rlhfless.spec.algorithm), which also hold the keys of the spec that are its own.
+The learner and the loop know only this interface. An algorithm's settings say what else a step must compute for it,
+such as reference logprobs (`needs`, see rlhfless.spec.algorithm); they also hold the algorithm's own keys of the spec.
 
-The loss is of the response tokens of one micro-batch. No distributed calls, no model, no padding. Every sum is divided
-by a denominator that is handed in and belongs to the whole optimiser step. Losses, gradients and metrics of
-micro-batches and ranks therefore simply add up, however the tokens were cut. Means over a micro-batch, which would
-weigh a short micro-batch's tokens more, do not exist here.
+The loss covers the response tokens of one micro-batch. No distributed calls, no model, no padding. Every sum is divided
+by a given denominator of the whole optimiser step. Losses, gradients and metrics of
+micro-batches and ranks therefore simply add up, however the tokens were divided. Means over a micro-batch
+do not exist here, because they would give the tokens of a short micro-batch more weight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAXIMUM_SUFFIX = "_max"
 class LossInputs:
     """Response tokens only, in any order. Fields with the name of a batch's column hold that column's values."""
 
-    logprobs: torch.Tensor  # [tokens], current; the one that carries a gradient
+    logprobs: torch.Tensor  # [tokens], current; the only column with a gradient
     entropy: torch.Tensor  # [tokens], of the current policy; a metric only
     rollout_logprobs: torch.Tensor  # [tokens]
     advantages: torch.Tensor  # [tokens]
@@ -60,33 +60,33 @@ class LossOutputs:
 
     loss: torch.Tensor  # []
     metrics: dict[str, torch.Tensor]  # each []
-    """The same names whatever the tokens, none of them included. Names that telemetry does not declare begin with
+    """The names are the same for any tokens, also for none. Names that telemetry does not declare begin with
     `algorithm/`."""
 
 
 class Algorithm(Protocol):
-    """Made from its settings, in the driver and in every rank of the learner; it keeps nothing between steps."""
+    """An algorithm, made from its settings in the driver and in every rank of the learner; it keeps no state."""
 
     def __init__(self, settings: Any) -> None: ...
 
     def advantages(self, batch: PackedBatch) -> FloatArray:
-        """`[tokens]`; `batch.spread` makes them of one value per sequence. The batch has `rewards` and the columns that
-        the settings' `needs` name."""
+        """Advantages `[tokens]`; `batch.spread` turns one value per sequence into one per token. The batch has
+        `rewards` and the columns that the settings' `needs` name."""
         ...
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """The loss to descend on, as this micro-batch's share."""
+        """The loss to minimise, as this micro-batch's share."""
         ...
 
 
 def algorithm_of(settings: AlgorithmSpec) -> Algorithm:
-    """The algorithm that the settings are of: a built-in one, or the user's own by its import path."""
+    """The algorithm of the settings: a built-in one, or the user's own by its import path."""
     found: Algorithm = made(settings, BUILT_IN)
     return found
 
 
 def common_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """Metrics that every algorithm has, each `[]`: of the policy, and of what the engine drew with.
+    """Metrics that every algorithm has, each `[]`: of the policy, and of its difference from the engine.
 
     The engine and the learner compute the same weights with different kernels, so `rollout_logprob_difference` is
     small; a run whose weights are wrong shows there (rlhfless.weights.monitor).

@@ -1,8 +1,8 @@
 """The learner's data: all sequences of a step, packed into one dimension of tokens.
 
-There is no padding here. A sequence is a sample: its prompt, and then what the model drew, with what an environment
-said in between. Sequences lie one after the other, sorted by (prompt id, sample index), so the order in which a fleet
-finished them leaves no trace.
+There is no padding here. A sequence is a sample: its prompt, and then the tokens of the model, with the tokens of an
+environment in between. Sequences lie one after the other, sorted by (prompt id, sample index), so the order in which a
+fleet finished them leaves no trace.
 
 Invariants of a `PackedBatch`:
 
@@ -10,7 +10,7 @@ Invariants of a `PackedBatch`:
   draw hold 0; `response_mask` says which it drew, and may be any mask that leaves out each sequence's first token.
 - `sequence_id` counts 0, 1, 2, ... and does not decrease; `group_id` counts 0, 1, 2, ... in the order of
   first appearance.
-- Logprobs come in three kinds that are never mixed: *rollout* (what the engine sampled with), *old* (the
+- Logprobs come in three kinds that are never mixed: *rollout* (the engine's at sampling), *old* (the
   policy before the first update of the step), *reference* (the frozen policy). The *current* ones exist only
   inside the learner.
 - `denominators` are those of one optimiser step over all ranks and micro-batches. `select` keeps them, so
@@ -46,10 +46,10 @@ class Column:
 
     dtype: type[np.generic]
     per_token: bool
-    """A value for each token, 0 on those that the model did not draw; else one for each sequence."""
+    """Whether it has a value for each token (0 on tokens that the model did not draw), or one for each sequence."""
     of_sample: Callable[[Sample], Any] | None = None
-    """Where `pack` finds it: `[model tokens]`, or a number if it is per sequence. None, here or of a sample, means that
-    it is added later."""
+    """Takes the value from a sample, for `pack`: `[model tokens]`, or a number if it is per sequence. None, here or as
+    the value, means that the column is added later."""
 
 
 def per_token(dtype: type[np.generic], of_sample: Callable[[Sample], Any] | None = None) -> dict[str, Column]:
@@ -76,7 +76,7 @@ def _reference_logprobs(sample: Sample) -> FloatArray | None:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What the losses of one optimiser step are divided by."""
+    """The denominators of the losses of one optimiser step."""
 
     tokens: int
     """Tokens that the model drew."""
@@ -134,13 +134,13 @@ class PackedBatch:
         return {name: value for name, value in values.items() if value is not None}
 
     def with_columns(self, **columns: npt.NDArray[Any]) -> PackedBatch:
-        """With these columns: `[tokens]` or `[sequences]`, as each is declared."""
+        """The batch with these columns: `[tokens]` or `[sequences]`, as each is declared."""
         known = declared(type(self))
         fitted: dict[str, Any] = {name: self._fitted(name, known[name], values) for name, values in columns.items()}
         return dataclasses.replace(self, **fitted)
 
     def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """`values` [sequences] as `[tokens]`: each token that the model drew gets that of its sequence."""
+        """`values` [sequences] as `[tokens]`: each token that the model drew gets the value of its sequence."""
         if values.shape != (self.sequences,):
             raise ValueError(f"the values have shape {values.shape}, expected one per sequence: ({self.sequences},)")
         return np.where(self.response_mask, values[self.sequence_id], 0)
@@ -170,10 +170,10 @@ def in_batch_order(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def pack(groups: Sequence[Group]) -> PackedBatch:
-    """Pack the groups of a step, with all that their samples have by now.
+    """Pack the groups of a step, with all values that their samples have.
 
     Raises ValueError for no sequences at all, a prompt without tokens (its first response token would be
-    predicted from nothing), rollout logprobs that are missing or not finite, and what only some samples have.
+    predicted from nothing), rollout logprobs that are missing or not finite, and values that only some samples have.
     """
     ordered = in_batch_order(groups)
     if not ordered:
@@ -213,7 +213,7 @@ def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -
 
 
 def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
-    """The sequences `sequence_indices` [selected], in that order, with ids counted anew.
+    """The sequences `sequence_indices` [selected], in that order, with new ids from 0.
 
     The denominators stay those of `batch`: use it for ranks and micro-batches, which share an optimiser step.
     Raises ValueError for a sequence that is named twice.
@@ -243,7 +243,7 @@ def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
 def mini_batches(batch: PackedBatch, count: int) -> tuple[PackedBatch, ...]:
     """Cut into `count` mini-batches of whole groups, in order, whose numbers of groups differ by at most one.
 
-    Each is the data of one optimiser step, so each has denominators of its own. Raises ValueError when there
+    Each mini-batch is the data of one optimiser step, so it has denominators of its own. Raises ValueError when there
     are fewer groups than mini-batches.
     """
     if count == 1:

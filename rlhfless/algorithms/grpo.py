@@ -17,7 +17,7 @@ from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import GRPOSpec
 
 STD_FLOOR = 1e-6
-"""Added to the standard deviation, as is usual: it bounds the advantage where rewards hardly differ."""
+"""Added to the standard deviation, as usual: it bounds the advantage if rewards hardly differ."""
 
 
 class GRPO:
@@ -45,7 +45,7 @@ def grpo_advantages(rewards: FloatLike, group_id: IntArray, *, normalize_std: bo
 
     `rewards` and `group_id` are `[sequences]`. A = R - mean of the group, divided by its (unbiased) standard
     deviation + 1e-6 unless `normalize_std` is False (Dr. GRPO, arXiv 2503.20783). A group whose rewards are
-    all the same, or which has one sample, says nothing about what was good: its advantages are exactly 0.
+    all equal, or that has one sample, gives no signal: its advantages are exactly 0.
     Raises ValueError if a reward is not finite.
     """
     values = np.asarray(rewards, dtype=np.float64)
@@ -116,7 +116,7 @@ def _policy_metrics(
     algorithm: GRPOSpec,
     scale: float,
 ) -> dict[str, torch.Tensor]:
-    """A token counts as clipped where the clip takes its gradient away, not wherever r is out of range."""
+    """A token counts as clipped if the clip removes its gradient, not whenever r is out of range."""
     low = (ratio < 1 - algorithm.clip_low) & (advantages < 0)
     high = (ratio > 1 + algorithm.clip_high) & (advantages > 0)
     return {
@@ -129,9 +129,9 @@ def _policy_metrics(
 
 
 def _constant(values: npt.NDArray[np.float64], group_id: IntArray, groups: int) -> npt.NDArray[np.bool_]:
-    """Which groups have one reward only, `[groups]`.
+    """Whether all rewards of each group are equal, `[groups]`.
 
-    Found by comparison, because the mean of equal numbers may be a bit off.
+    Found by comparison, because the mean of equal numbers may have a rounding error.
     """
     low = np.full(groups, np.inf)
     high = np.full(groups, -np.inf)

@@ -56,8 +56,8 @@ def rewards_with_kl(
 ) -> npt.NDArray[np.float64]:
     """`rewards` [sequences] minus `coefficient` x the KL to the reference, summed over the response.
 
-    It is the KL of the *old* policy, the one that is known before the update. Where the batch has no old
-    logprobs (one mini-batch per step) the rollout logprobs stand for them: the same weights, computed by
+    It is the KL of the *old* policy, which is known before the update. If the batch has no old logprobs (one mini-batch
+    per step), the rollout logprobs are used: the same weights, computed by
     the engine.
     Raises ValueError if the batch has no reference logprobs.
     """

@@ -1,6 +1,6 @@
-"""A scenario file to a `Scenario`, with every problem reported at once.
+"""From a scenario file to a `Scenario`, with every problem reported at once.
 
-Relative paths in a file count from the file's folder, so that a scenario works from anywhere.
+Paths in a file are relative to the file's folder, so that a scenario works from anywhere.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ class ScenarioModelSpec(SpecModel):
     """A model by name, or by the values of its `config.json`."""
 
     name: str | None = None
-    """Such as `qwen2.5-7b`."""
+    """Name of a built-in model, such as `qwen2.5-7b`."""
 
     config: dict[str, Any] | None = None
-    """Values of a `config.json` of a decoder-only transformer, for a model that has no name here."""
+    """Values of a `config.json` of a decoder-only transformer, for a model that is not built in."""
 
     @model_validator(mode="after")
     def _known(self) -> ScenarioModelSpec:
@@ -75,19 +75,19 @@ class ScenarioModelSpec(SpecModel):
 
 
 class RooflineLatency(SpecModel):
-    """By the devices' data sheets."""
+    """Latency by the devices' data sheets."""
 
     type: Literal["roofline"] = "roofline"
 
 
 class KernelsLatency(SpecModel):
-    """By the measured kernel tables of aiconfigurator-core, which must be installed."""
+    """Latency by the measured kernel tables of aiconfigurator-core, which must be installed."""
 
     type: Literal["kernels"] = "kernels"
 
 
 class FittedLatency(SpecModel):
-    """By a file that `rlhfless simulate --calibrate` wrote."""
+    """Latency by a file that `rlhfless simulate --calibrate` wrote."""
 
     type: Literal["fitted"] = "fitted"
 
@@ -102,10 +102,10 @@ class EngineSpec(SpecModel):
     """One generation actor."""
 
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """Devices of each actor."""
+    """Devices per actor."""
 
     max_sequences: Annotated[int, Field(ge=1)] = 256
-    """Most sequences that it runs at once (vLLM's default for large devices is 256 or more)."""
+    """Most sequences that run at once (vLLM's default for large devices is 256 or more)."""
 
     max_batch_tokens: Annotated[int, Field(ge=1)] = 8192
     """Tokens of one iteration, prefill and decode together."""
@@ -114,14 +114,14 @@ class EngineSpec(SpecModel):
     """Share of a device's memory that the engine may use."""
 
     reserved_gb: Annotated[float, Field(ge=0)] = 3.9
-    """Of that, what neither weights nor KV can have: CUDA graphs, activations, NCCL (aiconfigurator reserves 3.5 GB and
-    0.4 GB)."""
+    """The part of it that neither weights nor KV can use: CUDA graphs, activations, NCCL (aiconfigurator reserves 3.5
+    GB and 0.4 GB)."""
 
     block_tokens: Annotated[int, Field(ge=1)] = 16
     """Tokens of one KV block."""
 
     latency: LatencySpec = RooflineLatency()
-    """How long it takes."""
+    """The latency model."""
 
     @model_validator(mode="after")
     def _everyone_decodes(self) -> EngineSpec:

@@ -1,4 +1,4 @@
-"""A scenario: everything that decides what a simulated run does, but for its seed."""
+"""A scenario: all inputs of a simulated run, except its seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhfless.spec.base import SpecModel
 from rlhfless.spec.fleet import Per
 
 BEST_STATIC = "best_static"
-"""The best static fleet in hindsight, which is no policy of its own."""
+"""The best static fleet in hindsight, which is not a policy."""
 
 CLAIRVOYANT, DISTRIBUTION_ORACLE = "clairvoyant", "distribution_oracle"
 """The bounds: they know each length, or each prompt's distribution of lengths."""
@@ -31,7 +31,7 @@ class MultipleOf(SpecModel):
     """A limit measured by another policy of the scenario, with the same seed."""
 
     times: Positive
-    """Factor on what the policy took."""
+    """Factor on the policy's time or cost."""
 
     policy: str
     """Label of the policy; it need not be among the policies compared."""
@@ -43,13 +43,13 @@ class CheapestContract(SpecModel):
     type: Literal["cheapest"] = "cheapest"
 
     deadline_s: Positive | None = None
-    """Wall clock seconds."""
+    """Wall-clock seconds."""
 
     deadline: MultipleOf | None = None
     """Or a multiple of another policy's time; per step, of its time in the same step."""
 
     per: Per = "step"
-    """Whether the deadline is each step's or the whole run's."""
+    """Whether the deadline applies to each step or to the whole run."""
 
     @model_validator(mode="after")
     def _one(self) -> CheapestContract:
@@ -70,7 +70,7 @@ class FastestContract(SpecModel):
     """Or a multiple of another policy's cost; per step, of its cost in the same step."""
 
     per: Per = "step"
-    """Whether the budget is each step's or the whole run's."""
+    """Whether the budget applies to each step or to the whole run."""
 
     @model_validator(mode="after")
     def _one(self) -> FastestContract:
@@ -80,12 +80,12 @@ class FastestContract(SpecModel):
 
 
 class WeightedContract(SpecModel):
-    """A compromise of time and cost."""
+    """A compromise between time and cost."""
 
     type: Literal["weighted"] = "weighted"
 
     time_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """1 is as fast as the devices allow, 0 as cheap."""
+    """1: as fast as the devices allow; 0: as cheap as they allow."""
 
 
 ScenarioContract = Annotated[CheapestContract | FastestContract | WeightedContract, Field(discriminator="type")]
@@ -95,23 +95,23 @@ class PolicyEntry(SpecModel):
     """One policy to compare."""
 
     name: Annotated[str, Field(min_length=1)]
-    """As docs/policies.md names it."""
+    """Its name in docs/policies.md."""
 
     label: str | None = None
-    """What the report calls it; its name when left out. Needed if a policy is there twice."""
+    """Its name in the report; by default the policy's name. Needed if a policy occurs twice."""
 
     placement: PlacementSpec | None = None
-    """Devices of its functions; when left out, the placement of the policy's kind, or else the scenario's."""
+    """Devices of its functions; by default the placement of the policy's kind, or else the scenario's."""
 
     contract: ScenarioContract | None = None
-    """The contract it works under; the scenario's when left out."""
+    """Its contract; by default the scenario's."""
 
     settings: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Settings of the policy itself."""
 
     @property
     def shown(self) -> str:
-        """What the report calls it."""
+        """Its name in the report."""
         return self.label or self.name
 
 
@@ -130,13 +130,13 @@ class Scenario(SpecModel):
     workload: WorkloadSpec
 
     prompts_per_step: Count
-    """Prompts of a step. A recorded run has its own, which must be the same."""
+    """Prompts of a step. It must equal the number in a recorded run."""
 
     samples_per_prompt: Count
-    """Responses to each."""
+    """Responses to each prompt."""
 
     max_tokens: Count
-    """Where responses are cut off."""
+    """Length at which responses are cut off."""
 
     steps: Annotated[int, Field(ge=2)]
     """Steps of a run."""
@@ -145,7 +145,7 @@ class Scenario(SpecModel):
     """Runs of each policy; the policies share their seeds, so that they can be compared in pairs."""
 
     schedule: Literal["sync", "one_step_off"] = "sync"
-    """Whether generation waits for the weights of the step before."""
+    """Whether generation waits for the weights of the previous step."""
 
     placement: PlacementSpec = PlacementSpec()
     transport: TransportSpec = TransportSpec()
@@ -154,13 +154,13 @@ class Scenario(SpecModel):
     reference: ReferenceTimingSpec | None = None
 
     beat_s: Positive = 0.5
-    """Seconds between two looks of a policy at a step that is under way, as in the live fleet."""
+    """Seconds between two beats of a step in progress, as in the live fleet."""
 
     contract: ScenarioContract = WeightedContract()
     """The contract of all policies that take one."""
 
     policies: Annotated[tuple[PolicyEntry, ...], Field(min_length=1)]
-    """The policies to compare; all there are when left out. Times and costs are shown relative to the first one."""
+    """The policies to compare; by default all. Times and costs are shown relative to the first one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -185,6 +185,6 @@ class Scenario(SpecModel):
 
     @property
     def epoch_steps(self) -> int:
-        """Steps that visit each prompt once; all steps, where the workload does not say."""
+        """Steps that visit each prompt once; all steps, if the workload does not define it."""
         prompts = getattr(self.workload, "prompts", None)
         return self.steps if prompts is None else max(prompts // self.prompts_per_step, 1)

@@ -93,12 +93,12 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
 def wake_times_s(
     engine: EngineSpec, shape: ModelShape, device: DeviceSheet, store_bytes_per_s: float
 ) -> Mapping[str, float]:
-    """By sleep tier, until the engine is up again."""
+    """By sleep tier: seconds until the engine is up again."""
     return {str(tier): wake_s(tier, shape, device, store_bytes_per_s, engine.tensor_parallel) for tier in SleepTier}
 
 
 def sleeping_usd_per_hour(scenario: Scenario) -> float:
-    """Host memory of one device's part of the weights, for an hour."""
+    """Price per hour of host memory for one device's part of the weights."""
     per_device = scenario.model.shape.total_bytes / scenario.engine.tensor_parallel / GB
     return per_device * scenario.cluster.host_memory_usd_per_gb_hour
 
@@ -110,7 +110,7 @@ def learner_devices_needed(scenario: Scenario, kind: str) -> int:
 
 
 def learn_token_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Seconds per token of forward and backward passes on so many devices."""
+    """Seconds per token of forward and backward passes on `devices` devices."""
     return 6 * _token_s(scenario, kind, devices)
 
 
@@ -121,14 +121,14 @@ def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:
 
 
 def learner_wake_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Until the learner's state is back from host memory; each device has its own way there."""
+    """Seconds until the learner's state is back from host memory; each device has its own link."""
     state = scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
     return state / (devices * device_of(kind).host_bytes_per_s.value)
 
 
 def publish_s(scenario: Scenario, kind: str, devices: int) -> float:
-    """Gathering the weights from the learner's devices: each sends its part over its link, as the actors receive
-    them."""
+    """Seconds to gather the weights from the learner's devices: each sends its part over its link, at the rate at which
+    actors receive them."""
     transport = scenario.transport
     parts = scenario.model.shape.total_bytes / devices
     return transport.fixed_s + parts / min(transport.device_bytes_per_s, device_of(kind).link_bytes_per_s.value)

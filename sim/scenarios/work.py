@@ -1,4 +1,4 @@
-"""What a scenario draws: synthetic lengths, a recorded run, or the requests of a public trace."""
+"""The workload of a scenario: synthetic lengths, a recorded run, or the requests of a public trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LognormalSpec(SpecModel):
 
 
 class _SyntheticSpec(SpecModel):
-    """What all made-up workloads have."""
+    """The keys of all synthetic workloads."""
 
     prompts: Count
     """Prompts of the data set: an epoch visits each once."""
@@ -39,7 +39,7 @@ class _SyntheticSpec(SpecModel):
     """Added to the log of the lengths at each step: 0.01 is one per cent longer per step."""
 
     source: Source
-    """Where the lengths were read; an assumption should say so."""
+    """The source of the lengths; an assumption should say that it is one."""
 
 
 class LognormalWorkload(_SyntheticSpec):
@@ -48,7 +48,7 @@ class LognormalWorkload(_SyntheticSpec):
     type: Literal["lognormal"] = "lognormal"
 
     lengths: LognormalSpec
-    """Of the responses."""
+    """Lengths of the responses."""
 
 
 class BimodalWorkload(_SyntheticSpec):
@@ -57,13 +57,13 @@ class BimodalWorkload(_SyntheticSpec):
     type: Literal["bimodal"] = "bimodal"
 
     short: LognormalSpec
-    """Of the short responses."""
+    """Lengths of the short responses."""
 
     long: LognormalSpec
-    """Of the long ones."""
+    """Lengths of the long responses."""
 
     long_share: Annotated[float, Field(gt=0, lt=1)]
-    """Share of the long ones among all; harder prompts have more of them."""
+    """Share of long responses; harder prompts have more of them."""
 
 
 class RecordedWorkload(SpecModel):
@@ -103,7 +103,7 @@ WorkloadSpec = Annotated[
 
 
 class LearnerTimingSpec(SpecModel):
-    """How long learning takes: 6 floating-point operations per parameter and token at the model's utilisation."""
+    """The time of learning: 6 floating-point operations per parameter and token at the model's utilisation."""
 
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.24
     """Model FLOP utilisation: these 6 operations by the devices' peak; activations that are computed again count as
@@ -127,21 +127,21 @@ class ScoringTimingSpec(SpecModel):
     """Seconds per sample on one core; an assumption: text comparison takes less, running code much more."""
 
     cores: Count = 16
-    """CPU cores of the one replica."""
+    """CPU cores of its replica."""
 
     start_s: Annotated[float, Field(ge=0)] = 5.0
-    """A cold start. An assumption: a Python process with its imports."""
+    """Seconds of a cold start. An assumption: a Python process with its imports."""
 
 
 class ReferenceTimingSpec(SpecModel):
     """The frozen policy's logprobs, on the learner's side."""
 
     devices: Count = 1
-    """Devices of the one replica."""
+    """Devices of its replica."""
 
 
 class PlacementSpec(SpecModel):
-    """Which devices the functions have."""
+    """The devices of the functions."""
 
     mode: Literal["colocated", "disaggregated"] = "colocated"
     """`colocated`: actors and learner take turns on all devices. `disaggregated`: the learner has its own."""

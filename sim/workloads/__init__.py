@@ -1,1 +1,1 @@
-"""Where batches come from: traces of the runtime, public request traces, and generators. All give `RolloutBatch`es."""
+"""The sources of batches: traces of the runtime, public request traces, and generators. All give `RolloutBatch`es."""

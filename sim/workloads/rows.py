@@ -15,7 +15,7 @@ from rlhfless.spec.errors import UserError
 
 
 class WorkloadError(UserError):
-    """A trace that cannot be used. The text names the file, the row and the reason."""
+    """A trace that cannot be used. The message names the file, the row and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def batches_of(
 ) -> list[RolloutBatch]:
     """Requests as steps of `prompts_per_step` prompts, in the order of the file, without a last step that is not full.
 
-    A trace has one answer per prompt, and a group has several: the others are drawn from the answers of the prompts
-    most like it in the step (with the nearest prompt lengths), so that lengths keep their tie to the prompt.
+    A trace has one answer per prompt, and a group has several: the other answers are drawn from the prompts of the step
+    with the nearest prompt lengths, so that lengths still depend on the prompt.
     Raises ValueError if there are fewer requests than a step has prompts.
     """
     if len(requests) < prompts_per_step:

@@ -1,6 +1,6 @@
-"""Made-up batches whose lengths behave as in RLHF.
+"""Synthetic batches whose lengths behave as in RLHF.
 
-Every prompt has a difficulty of its own, kept over all epochs, so that a policy that remembers lengths gains by it.
+Every prompt has a difficulty of its own, constant over all epochs, so that a policy gains by remembering lengths.
 The log of a response's length is
 
     median of the shape + drift x (step - 1) + spread x (persistence x difficulty + sqrt(1 - persistence^2) x noise)

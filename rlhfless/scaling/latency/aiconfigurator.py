@@ -58,7 +58,7 @@ _BEYOND_CACHE_BYTES = 200e6
 
 
 class NoTables(ValueError):
-    """No measured kernels for what was asked. Says what there is."""
+    """No measured kernels for the request. The message says which there are."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Grid:
 
     @classmethod
     def of(cls, columns: Sequence[Array], seconds: Array) -> Grid:
-        """From measured rows. What was not measured grows in proportion to its last size from what was."""
+        """From measured rows. Values that were not measured are extrapolated in proportion to their last size."""
         axes = tuple(np.unique(column) for column in columns)
         table = np.full([len(axis) for axis in axes], math.inf)
         places = tuple(np.searchsorted(axis, column) for axis, column in zip(axes, columns, strict=True))

@@ -1,4 +1,4 @@
-"""What devices can do: `devices.yaml`, with a source for every figure."""
+"""The figures of devices: `devices.yaml`, with a source for every figure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GroupRates(SpecModel):
     source: Annotated[str, Field(min_length=1)]
 
     def among(self, devices: int) -> float:
-        """Of the smallest group in the table that is no smaller; of the largest if none is."""
+        """The rate of the smallest group in the table that is no smaller; of the largest if none is."""
         larger = [size for size in self.value if size >= devices]
         return self.value[min(larger) if larger else max(self.value)]
 
@@ -49,9 +49,9 @@ class DeviceSheet(SpecModel):
     memory_bytes_per_s: Figure
     memory_bytes: Figure
     link_bytes_per_s: Figure
-    """To the other devices of its machine."""
+    """Rate to the other devices of its machine."""
     host_bytes_per_s: Figure
-    """To host memory."""
+    """Rate to host memory."""
     matmul_efficiency: Share
     """Share of `flops_per_s` that large matrix products reach."""
     weights_efficiency: Share
@@ -59,9 +59,10 @@ class DeviceSheet(SpecModel):
     attention_efficiency: Share
     """Share of `memory_bytes_per_s` at which decode attention reads KV."""
     all_reduce_s: Figure
-    """Seconds of an all-reduce of next to nothing."""
+    """Seconds of an all-reduce of a tiny message."""
     all_reduce_bytes_per_s: GroupRates
-    """At which each of a group sends and receives in a large all-reduce. Without NVLink they share a bus."""
+    """Rate at which each device of a group sends and receives in a large all-reduce. Without NVLink they share a
+    bus."""
 
 
 class _DeviceTable(SpecModel):
@@ -69,7 +70,7 @@ class _DeviceTable(SpecModel):
 
 
 class UnknownDevice(ValueError):
-    """A device kind that the table does not have. Names it and the nearest."""
+    """A device kind that the table does not have. The message names it and the nearest kind."""
 
 
 @cache

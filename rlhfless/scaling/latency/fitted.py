@@ -1,11 +1,11 @@
-"""An engine model fitted to the run's own ledger, while it runs: least squares, none negative, with forgetting. Pure.
+"""An engine model fitted to the run's own ledger while it runs: non-negative least squares, with forgetting. Pure.
 
     seconds of a span = c0 iterations + c1 sequences + g context + p prefill + q prefill x its context
 
 (`timeline` has the sums). A row is divided by its seconds, so that relative errors count. Only the sums of products are
-kept, however long the run. A prior, a roofline say, stands in before there is data, and goes on to speak for terms that
-the data cannot tell apart: each coefficient is held to its prior, softly and relative to it. Then c1 may differ between
-small and large batches, each held to that of the line: what batches of a size were not seen for stays on the line.
+kept, however long the run. A prior, such as a roofline, is used before there is data, and later decides terms that the
+data cannot tell apart: each coefficient is pulled towards its prior, relative to it. Then c1 may differ between small
+and large batches, each pulled towards the c1 of the line: batch sizes that were not seen stay on the line.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ KEPT = 0.8
 """Weight of all earlier steps at each new one: an engine's speed changes with its neighbours, seldom more."""
 
 PRIOR_WEIGHT = 0.1
-"""The prior weighs as much as a tenth of one row whose term is all of its time: it decides what rows cannot tell."""
+"""The prior weighs as much as a tenth of one row whose term is all of its time: it decides only what rows cannot."""
 
-# Batches and prefills that a prior model is read off at, to make a linear one of it.
+# Batches and prefills at which a prior model is evaluated, to fit a line to it.
 _FEW, _MANY = 1, 128
 _CHUNK, _BEHIND = 2048, 8192
 
@@ -37,13 +37,13 @@ _LINE[0, 0] = 1
 _LINE[1 : len(KNOTS) + 1, 1] = 1
 _LINE[len(KNOTS) + 1 :, 2:] = np.eye(3)
 
-# What a term may cost that the prior sees as free: as much as the fixed part, in a batch of 128 contexts of 1,024.
+# The unit of a term that is free in the prior: as much as the fixed part, in a batch of 128 contexts of 1,024.
 _FREE = np.array([1, 1 / _MANY, 1 / (_MANY * 1024), 1 / _MANY, 1 / (_MANY * 1024)])
 
 
 @dataclass(frozen=True, slots=True)
 class LinearEngine:
-    """An `EngineModel` of five coefficients: what is known of an engine before it has run."""
+    """An `EngineModel` of five coefficients, for an engine that has not run yet."""
 
     fixed_s: float
     """Of each decode iteration."""
@@ -78,7 +78,7 @@ class LinearEngine:
 
 @dataclass(frozen=True, slots=True)
 class BentEngine:
-    """An `EngineModel` whose iterations take straight pieces of the batch."""
+    """An `EngineModel` whose iteration time is piecewise linear in the batch size."""
 
     fixed_s: float
     """Of each decode iteration."""
@@ -114,7 +114,7 @@ def _prefill_s(engine: LinearEngine | BentEngine, tokens: int, context_tokens: i
 
 
 class LatencyFit:
-    """Learns one kind of engine, from any number of actors."""
+    """The fit of one kind of engine, from any number of actors."""
 
     def __init__(self, prior: EngineModel, prior_weight: float = PRIOR_WEIGHT) -> None:
         self._prior = LinearEngine.of(prior)
@@ -123,12 +123,13 @@ class LatencyFit:
         self._targets = np.zeros(len(WORK))
 
     def forget(self) -> None:
-        """A step has ended: what came before it counts less from now on."""
+        """A step has ended: earlier data counts less from now on."""
         self._products *= KEPT
         self._targets *= KEPT
 
     def observe(self, requests: Requests, learn: BoolArray) -> None:
-        """All requests of one actor in some time. Those not in `learn` [requests] are load on the others only."""
+        """All requests of one actor in a span of time. Requests not in `learn` [requests] only count as load on the
+        others."""
         work, seconds = spans(requests)
         whole = learn & (seconds > 0) & (requests.response_tokens > 0)
         rows = work[whole] / seconds[whole, None]
@@ -140,7 +141,7 @@ class LatencyFit:
     ) -> None:
         """A step of the ledger: each actor's generate calls, and the rollouts that it finished in them.
 
-        Of a rollout that moved here from another actor the start lies before the call: it is load, and teaches nothing.
+        A rollout that moved here from another actor began before the call: it counts as load only.
         """
         self.forget()
         calls = [call for call in invocations if call.work is Work.GENERATE]

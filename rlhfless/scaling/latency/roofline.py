@@ -1,4 +1,4 @@
-"""How long an engine takes by its devices' data sheets: the slower of computing and reading. Pure.
+"""The times of an engine by its devices' data sheets: the slower of computing and reading. Pure.
 
     decode    max(weights read / bandwidth, 2 active B / peak) + kernel starts + all-reduces, KV / bandwidth per token
     prefill   max(2 active T / peak, weights read / bandwidth) + attention + kernel starts + all-reduces

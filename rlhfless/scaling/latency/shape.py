@@ -1,4 +1,4 @@
-"""The sizes of a model that decide how long it takes, from its Hugging Face config."""
+"""The sizes of a model that decide its speed, from its Hugging Face config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class UnknownShape(ValueError):
-    """A config whose sizes cannot be told. Names the key."""
+    """A config whose sizes cannot be determined. The message names the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class ModelShape:
     experts: int
     experts_per_token: int
     tied: bool
-    """The output head is the embedding."""
+    """Whether the output head is the embedding."""
     weight_bytes: int
-    """Per parameter; KV is kept in the same."""
+    """Bytes per parameter; KV has the same format."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -77,7 +77,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """All parameters."""
         embeddings = self.head if self.tied else 2 * self.head
         return self.attention + self.dense_mlp + self.experts * self.expert_mlp + embeddings
 
@@ -87,13 +87,13 @@ class ModelShape:
         return self.attention + self.dense_mlp + self.experts_per_token * self.expert_mlp + self.head
 
     def read(self, tokens: float) -> float:
-        """Parameters that are read for a batch of so many tokens: of the experts, those that at least one asks for."""
+        """Parameters that are read for a batch of `tokens` tokens: of the experts only those that a token uses."""
         asked = 1 - (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0
         return self.attention + self.dense_mlp + self.head + asked * self.experts * self.expert_mlp
 
     @property
     def kv_bytes(self) -> int:
-        """KV of one token."""
+        """Bytes of KV per token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.weight_bytes
 
     @property

@@ -1,8 +1,8 @@
-"""How long until an engine can serve: a cold start, waking from each tier of sleep, a load of weights. Pure.
+"""The time until an engine can serve: a cold start, waking from each tier of sleep, a load of weights. Pure.
 
 Cold starts of vLLM 0.10.1 on one A100 with a warm compile cache, 0.5 to 14 billion parameters: 33.7 + 1.95 s per
-billion, to within 5.6 s (arXiv 2606.07362, upb-cn/vllm-startup-profiler). In them weights came at 1.75 GB/s; without
-that part it is 0.81 s per billion, and weights are counted at the rate of where they really come from.
+billion, to within 5.6 s (arXiv 2606.07362, upb-cn/vllm-startup-profiler). They include loading weights at 1.75 GB/s;
+without that part it is 0.81 s per billion, and weights are counted at the rate of their real source.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ START_S = 33.7
 """Imports, compilation, profiling of KV memory and graph capture, of a model of no size."""
 
 START_S_PER_PARAMETER = 1.95e-9 - 2 / 1.75e9
-"""What grows with the model, without the load of its weights (2 bytes at 1.75 GB/s)."""
+"""The part that grows with the model, without the load of its weights (2 bytes at 1.75 GB/s)."""
 
 WARM_UP_S = 0.1
-"""A wake-up of next to no weights: vLLM's sleep mode takes 0.1 to 0.4 s with small models (blog of 2025-10-26)."""
+"""A wake-up with hardly any weights: vLLM's sleep mode takes 0.1 to 0.4 s with small models (blog of 2025-10-26)."""
 
 
 class SleepTier(StrEnum):
-    """What a sleeping replica still has."""
+    """The tiers of sleep: what a sleeping replica keeps."""
 
     HOST_WEIGHTS = "host_weights"
     """The process, and its weights in host memory (vLLM's sleep level 1)."""
@@ -32,19 +32,19 @@ class SleepTier(StrEnum):
 
 
 def weight_load_s(shape: ModelShape, bytes_per_s: float) -> float:
-    """To read all weights from where they come at this rate, and onto one replica's devices."""
+    """Seconds to read all weights at this rate onto one replica's devices."""
     return shape.total_bytes / bytes_per_s
 
 
 def start_s(shape: ModelShape) -> float:
-    """A cold start until the engine is up, without the load of its weights."""
+    """Seconds of a cold start until the engine is up, without the load of its weights."""
     return START_S + START_S_PER_PARAMETER * shape.parameters
 
 
 def wake_s(
     tier: SleepTier, shape: ModelShape, device: DeviceSheet, store_bytes_per_s: float, tensor_parallel: int = 1
 ) -> float:
-    """From sleep to a replica that can serve. Each device of a replica has its own way to host memory."""
+    """Seconds from sleep to a replica that can serve. Each device of a replica has its own link to host memory."""
     if tier is SleepTier.HOST_WEIGHTS:
         return WARM_UP_S + weight_load_s(shape, tensor_parallel * device.host_bytes_per_s.value)
     return WARM_UP_S + weight_load_s(shape, store_bytes_per_s)

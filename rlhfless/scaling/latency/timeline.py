@@ -1,13 +1,13 @@
-"""What an engine did in a span of time, from the start and the end of each of its requests. Pure.
+"""The work of an engine in spans of time, from the start and the end of each of its requests. Pure.
 
 No engine reports its iterations, and they need not be reported: a running sequence draws one token per iteration. So
 while request i ran there were as many decode iterations as it drew tokens; the sum of batch sizes over them is the
-number of tokens that all drew meanwhile; the sum of contexts is what those tokens read; and what had to be prefilled is
-known from the prompts. Each request is one such span.
+number of tokens that all requests drew meanwhile; the sum of contexts is the context that those tokens read; and the
+prefilled tokens are known from the prompts. Each request is one such span.
 
 All sequences that run draw in step, so the iterations can be numbered: a request that began at iteration i and drew n
 tokens ended at i + n, and one that began between two known iterations began in proportion. Only there, between two
-events, a pace is taken to be even.
+events, the pace is assumed to be even.
 """
 
 from __future__ import annotations

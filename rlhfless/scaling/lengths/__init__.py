@@ -1,4 +1,4 @@
-"""How long responses will be: forecasts as distributions, from what the run has seen."""
+"""Forecasts of response lengths, as distributions, from the history of the run."""
 
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS, Forecast
 from rlhfless.scaling.lengths.predictor import LengthPredictor

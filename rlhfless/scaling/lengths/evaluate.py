@@ -1,7 +1,7 @@
-"""How good length forecasts are on a trace: walk forward, forecast each step from those before it, compare. Pure.
+"""The quality of length forecasts on a trace: forecast each step from the earlier steps, and compare. Pure.
 
-Beside the predictor, two forecasts that are one number each: the mean length of the run so far, and the mean length of
-the prompt's last visit (RLHFless as published; the run's mean for a prompt that is new). All are told the same.
+The predictor is compared with two forecasts of one number each: the mean length of the run so far, and the mean length
+of the prompt's last visit (RLHFless as published; the run's mean for a new prompt). All have the same data.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rlhfless.scaling.lengths.samples import Array
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One way to forecast, over all steps but the first."""
+    """The score of one forecaster, over all steps but the first."""
 
     name: str
     samples: int
     rank_correlation: float | None
-    """Spearman's, of expected and real length within a step, averaged; None where the forecast ranks nothing."""
+    """Spearman's, of expected and real length within a step, averaged; None if the forecast is constant."""
     coverage: Array | None
     """[Q]: share of lengths at or below each quantile; None for a forecast that is one number."""
     pinball_tokens: float
-    """Mean pinball loss over QUANTILE_LEVELS: what a distribution is off by, in tokens."""
+    """Mean pinball loss over QUANTILE_LEVELS: the error of a distribution, in tokens."""
 
 
 def evaluate(trace: Trace) -> list[Score]:
@@ -121,7 +121,7 @@ class _Tally:
 
 
 class _Seen:
-    """What the baselines remember."""
+    """The history of the baselines."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}

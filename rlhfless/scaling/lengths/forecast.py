@@ -1,4 +1,4 @@
-"""What a forecast looks like: remaining tokens at fixed quantile levels, for many samples at once."""
+"""The form of a forecast: remaining tokens at fixed quantile levels, for many samples at once."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Forecast:
     """The unfinished samples of a step, by prompt and then by sample index."""
 
     prompt_ids: tuple[str, ...]
-    """Of the step, in the order in which it began."""
+    """The prompts of the step, in its order."""
     sample: Ints  # [samples]: sample index
     kind: Ints
-    """[samples]: row of `table`. Siblings that have drawn as many tokens are alike, and forecast once."""
+    """[samples]: row of `table`. Siblings that have drawn equally many tokens are one kind, and forecast once."""
     kind_prompt: Ints  # [kinds]: index into prompt_ids
     kind_tokens: Array  # [kinds]: drawn so far
     table: Array
@@ -54,7 +54,7 @@ class Forecast:
 
     @property
     def tokens(self) -> Array:
-        """[samples]: drawn so far."""
+        """[samples]: tokens drawn so far."""
         return self.kind_tokens[self.kind]
 
     @property
@@ -64,13 +64,13 @@ class Forecast:
 
     @property
     def mean_tokens(self) -> Array:
-        """[samples]: of what remains."""
+        """[samples]: mean of the remaining tokens."""
         means: Array = (self.table @ _MEAN_WEIGHTS)[self.kind]
         return means
 
     @property
     def total_tokens(self) -> Array:
-        """[samples, Q]: the whole response."""
+        """[samples, Q]: tokens of the whole response."""
         return self.remaining_tokens + self.tokens[:, None]
 
     def take(self, rows: BoolArray) -> Forecast:

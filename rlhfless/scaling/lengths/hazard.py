@@ -1,7 +1,7 @@
 """The shape of a distribution, learned from counts of which some are only "at least": Kaplan-Meier on a grid. Pure.
 
-A value that was cut off says nothing but that it is larger. So each cell of the grid counts what ended in it and what
-was cut off in it, and its hazard is the share that ended of those that reached it:
+A value that was cut off is only known to be larger. So each cell of the grid counts the values that ended in it and the
+values that were cut off in it, and its hazard is the share that ended of those that reached it:
 
     H(x) = sum over cells up to x of -log(1 - ended / reached),    P(X > x) = exp(-H(x))
 
