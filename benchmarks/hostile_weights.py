@@ -69,7 +69,8 @@ def main() -> int:
             # vLLM prints to standard output, too.
             for line in (line for line in done.stdout.decode().splitlines() if line.startswith("{")):
                 missed += _is_wrong(json.loads(line))
-                print(line if options.json else _shown(dtype, head, json.loads(line)), flush=True)
+                row = {"dtype": dtype, "head": head} | json.loads(line)
+                print(json.dumps(row) if options.json else _shown(dtype, head, row), flush=True)
     return int(missed > 0)
 
 

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply, Usage
 from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, SampleKey
@@ -20,6 +20,7 @@ from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.functions.generation.vllm.adapter import Engine
 from rlhfless.functions.generation.vllm.messages import EngineDead, EngineSettings, EngineTimeout
 from rlhfless.functions.lease import LeaseTerms
+from rlhfless.functions.out_of_memory import Planned, engine_fault
 from rlhfless.records import PublishedWeights
 from rlhfless.weights.check import check_moved, check_probe
 from rlhfless.weights.errors import WeightFileError
@@ -35,6 +36,7 @@ class GenerationSettings:
     probe_tolerance: float
     """Largest difference between engine and learner in the logprob of a probe token."""
     binding: DeviceBinding
+    planned: Planned = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,11 @@ class GenerationFunction(Function):
         super().__init__(settings)
         settings.binding.bind()
         self._settings = settings
-        self._engine = await Engine.start(settings.engine)
+        with self.starting():
+            try:
+                self._engine = await Engine.start(settings.engine)
+            except EngineDead as error:
+                raise engine_fault(str(error), settings.planned) or error from error
         self._loaded: PublishedWeights | None = None
         self._loading = asyncio.Lock()
         self._runs: list[RequestRun] = []

@@ -13,6 +13,7 @@ import ray
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.settings import LearnerSettings
 from rlhfless.functions.loopback import LOOPBACK, bind_rendezvous_to_loopback, loopback_environment, prefer
+from rlhfless.functions.out_of_memory import memory_told
 from rlhfless.records import FloatArray, Probe, WeightVersion
 
 PERTURBED_STEP = -1
@@ -61,29 +62,35 @@ class RankActor:
         settings = self._settings
         bind_rendezvous_to_loopback()
         self._store = settings.store.open(self.node())
-        self._rank = LearnerRank(
-            settings.model,
-            settings.learner,
-            settings.optimizer,
-            settings.algorithm,
-            settings.temperature,
-            rank=self._number,
-            world_size=settings.learner.ranks,
-            init_method=address,
-            timeout_s=settings.call_timeout_s,
-        )
+        with self._memory_told("learn"):
+            self._rank = LearnerRank(
+                settings.model,
+                settings.learner,
+                settings.optimizer,
+                settings.algorithm,
+                settings.temperature,
+                rank=self._number,
+                world_size=settings.learner.ranks,
+                init_method=address,
+                timeout_s=settings.call_timeout_s,
+            )
+
+    def _memory_told(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return memory_told(f"learner rank {self._number}", phase, self._settings.planned)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """See LearnerRank.evaluate. *Collective.*"""
-        return self._rank.evaluate(batch)
+        with self._memory_told("learn"):
+            return self._rank.evaluate(batch)
 
     def learn(self, batch: PackedBatch, mini_batches: int) -> Mapping[str, float]:
         """See LearnerRank.learn. *Collective.*"""
-        return self._rank.learn(batch, mini_batches)
+        with self._memory_told("learn"):
+            return self._rank.learn(batch, mini_batches)
 
     def publish(self, run_id: str, attempt: int, step: int, perturbed: bool) -> tuple[WeightVersion, str, int, int]:
         """Write the weights to the store; returns the version, its location, its bytes and tensors."""
-        with self._as_published(perturbed):
+        with self._memory_told("publish"), self._as_published(perturbed):
             stored = self._store.put(run_id, attempt, PERTURBED_STEP if perturbed else step, self._rank.weights())
         self._forget_old(stored.version)
         return stored.version, stored.location, stored.size_bytes, stored.tensors
@@ -92,7 +99,7 @@ class RankActor:
         """The learner's own logprobs of the probe, and samples of the weights that `publish` writes. Equal on all
         ranks."""
         token_ids = self._settings.probe_token_ids
-        with self._as_published(perturbed):
+        with self._memory_told("publish"), self._as_published(perturbed):
             samples = self._rank.weight_samples(token_ids) if self._settings.read_back else {}
             return Probe(token_ids, self._rank.probe_logprobs(token_ids), samples)
 
@@ -118,7 +125,7 @@ class RankActor:
         """See LearnerRank.restore. `location` is a folder or a URL."""
         from rlhfless.functions.learner.checkpoint import readable_at
 
-        with readable_at(location) as folder:
+        with self._memory_told("restore"), readable_at(location) as folder:
             self._rank.restore(folder)
 
     def meets(self, token: str) -> str | None:

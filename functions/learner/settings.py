@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.lease import LeaseTerms
+from rlhfless.functions.out_of_memory import Planned
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
 from rlhfless.weights.address import StoreAddress
 
@@ -55,3 +56,5 @@ class LearnerSettings:
     rank_bindings: tuple[DeviceBinding, ...]
     rank_resources: tuple[dict[str, float], ...]
     call_timeout_s: float
+    planned: Planned = field(default_factory=dict)
+    """Of one rank."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, DeviceBinding, Function, Reply, Usage
 from rlhfless.functions.lease import LeaseTerms
+from rlhfless.functions.out_of_memory import Planned, memory_told
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
 
@@ -24,6 +25,7 @@ class ReferenceSettings:
     micro_batch_tokens: int
     temperature: float
     binding: DeviceBinding
+    planned: Planned = field(default_factory=dict)
 
 
 class ReferenceFunction(Function):
@@ -34,7 +36,8 @@ class ReferenceFunction(Function):
         settings.binding.bind()
         from rlhfless.functions.reference.model import ReferencePolicy
 
-        with self.starting():
+        self._planned = settings.planned
+        with self.starting(), memory_told("reference", "logprobs", self._planned):
             self._policy = ReferencePolicy(
                 settings.model,
                 dtype=settings.dtype,
@@ -47,6 +50,7 @@ class ReferenceFunction(Function):
         """Reference logprobs `[tokens]` of a packed batch, 0 on prompt tokens."""
         self.admit(call)
         start_s = time.time()
-        values = await asyncio.to_thread(self._policy.logprobs, batch)
+        with memory_told("reference", "logprobs", self._planned):
+            values = await asyncio.to_thread(self._policy.logprobs, batch)
         usage = Usage(input_tokens=len(batch.tokens), sequences=batch.sequences)
         return self.reply(values, start_s, usage)

@@ -38,6 +38,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a spec: generate, score, learn, and write the trace, the metrics and checkpoints."""
+    from rlhfless.prepare.memory.assumed import on_these_devices
     from rlhfless.prepare.preflight import preflight
     from rlhfless.spec.load import load_spec, resolved_yaml
 
@@ -52,6 +53,7 @@ def run(
     else:
         raise typer.BadParameter("name a spec, or a run with --resume", param_hint="SPEC")
     _require_unicode(folder)
+    loaded, _ = on_these_devices(loaded)
     prepared = preflight(loaded)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SPEC_FILE).write_text(resolved_yaml(loaded), "utf-8")

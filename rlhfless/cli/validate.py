@@ -18,17 +18,18 @@ def register(app: typer.Typer) -> None:
 
 def validate(spec: SpecFile, overrides: Overrides = None) -> None:
     """Check a spec, its model, prompts, rewards and devices, and print it with every default filled in."""
+    from rlhfless.prepare.memory.assumed import on_these_devices
     from rlhfless.prepare.preflight import preflight
     from rlhfless.spec.load import load_spec, resolved_yaml
 
-    loaded = load_spec(spec, overrides or ())
+    loaded, devices = on_these_devices(load_spec(spec, overrides or ()))
     prepared = preflight(loaded)
     typer.echo(resolved_yaml(loaded), nl=False)
     for warning in prepared.warnings:
         typer.secho(legible(f"warning: {warning}"), err=True, fg="yellow")
     typer.secho(
         f"ok: {len(prepared.train)} training and {len(prepared.held_out)} held-out prompts, "
-        f"sequences of up to {prepared.max_model_len} tokens",
+        f"sequences of up to {prepared.max_model_len} tokens, on {devices}",
         err=True,
         fg="green",
     )

@@ -23,9 +23,11 @@ from rlhfless.functions.generation.vllm.messages import EngineSettings
 from rlhfless.functions.learner.deployment import LearnerFunction
 from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
 from rlhfless.functions.lease import LeaseTerms
+from rlhfless.functions.out_of_memory import Planned
 from rlhfless.functions.reference.deployment import ReferenceFunction, ReferenceSettings
 from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
+from rlhfless.prepare.memory.assumed import planned
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, Prompt
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Placement, helpers, place
@@ -114,6 +116,7 @@ class Launcher:
                 ),
                 probe_tolerance=spec.weights.probe_tolerance or PROBE_TOLERANCE[spec.model.dtype],
                 binding=binding(allocation, exclusive=True),
+                planned=self._planned(FunctionName.GENERATION, allocation),
             )
 
         bounds = Bounds(spec.scaling.generation.min_actors, reason="scaling.generation.min_actors are not released")
@@ -168,6 +171,7 @@ class Launcher:
                 micro_batch_tokens=spec.learner.micro_batch_tokens,
                 temperature=spec.generation.temperature,
                 binding=binding(allocation, exclusive=False),
+                planned=self._planned(FunctionName.REFERENCE, allocation),
             )
 
         allocations, bounds = placement.allocations[FunctionName.REFERENCE], self._hold("hold_reference")
@@ -193,6 +197,7 @@ class Launcher:
                 rank_bindings=tuple(binding(rank, exclusive=False) for rank in ranks),
                 rank_resources=tuple(allocation_resources(rank) for rank in ranks),
                 call_timeout_s=spec.timeouts.call_s,
+                planned=self._planned(FunctionName.LEARNER, allocation),
             )
 
         return Blueprint(
@@ -203,6 +208,10 @@ class Launcher:
             Bounds(1, reason="the learner keeps the run's state"),
             takes_allocation=False,
         )
+
+    def _planned(self, function: FunctionName, allocation: Allocation) -> Planned:
+        kind, tokens = allocation.devices[0].kind, self.prepared.max_model_len
+        return planned(self.spec, self.prepared.shape, kind, tokens).get(function, {})
 
     def _hold(self, key: Literal["hold_scoring", "hold_reference"]) -> Bounds:
         """The bounds that the spec sets for replicas between two uses."""

@@ -73,12 +73,12 @@ def _check_folder(path: str, field: str) -> None:
         mend = f"{nearest(folder.name, siblings)}Relative paths in a spec count from the spec's folder"
         if not _HUB_NAME.fullmatch(path):
             raise _error(field, f"{path!r}: no such folder, and not a hub name such as `Qwen/Qwen3-0.6B`", mend)
-        missing = _missing_on_hub(path)
+        missing = missing_on_hub(path)
         if missing:
             raise _error(field, f"{path!r}: no such folder, and {missing}", f"{mend}; a hub name needs the network")
 
 
-def _missing_on_hub(name: str) -> str:
+def missing_on_hub(name: str) -> str:
     """Why the hub cannot give a model; empty if it may. Asked once: transformers would retry for half a minute."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError

@@ -1,7 +1,7 @@
 """Everything that can be checked before anything is started, with every problem reported at once.
 
-Not checked here, because only the cluster or the engine knows: the devices of a joined Ray cluster, and
-whether weights and KV cache fit the memory of a device.
+Not checked here, because only the cluster knows: the devices of a joined Ray cluster, and whether the run fits their
+memory.
 """
 
 from __future__ import annotations
@@ -83,15 +83,21 @@ def _preflight(spec: RunSpec) -> Prepared:
         problems += _token_problems(spec, policy)
     if prompts:
         problems += _prompt_problems(spec, prompts)
+    if policy and prompts and not spec.placement.ray_address:
+        problems += _memory_problems(spec, _longest(spec, everything, policy))
     if problems or policy is None or prompts is None:
         raise InputError("the run cannot start", problems)
-    longest = max(len(prompt.token_ids) for prompt in everything)
-    wanted = longest + spec.generation.max_tokens
-    max_model_len = min(wanted, policy.context_tokens or wanted)
+    max_model_len = _longest(spec, everything, policy)
     warnings = [*policy.warnings, *prompts.warnings, *_warnings(spec, everything, max_model_len)]
     return Prepared(
         policy.tokenizer_info, prompts.train, prompts.held_out, max_model_len, policy.shape, tuple(warnings)
     )
+
+
+def _longest(spec: RunSpec, prompts: Sequence[Prompt], policy: Policy) -> int:
+    """Tokens of the longest prompt and response."""
+    wanted = max((len(prompt.token_ids) for prompt in prompts), default=0) + spec.generation.max_tokens
+    return min(wanted, policy.context_tokens or wanted)
 
 
 def _try(check: Callable[[], T], problems: list[Problem]) -> T | None:
@@ -150,6 +156,14 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     except PlacementError as error:
         return [Problem("placement", str(error))]
     return []
+
+
+def _memory_problems(spec: RunSpec, sequence_tokens: int) -> list[Problem]:
+    from rlhfless.prepare.devices import local_devices
+    from rlhfless.prepare.memory.assumed import memory_problems
+
+    devices = local_devices()
+    return memory_problems(spec, devices[0].kind, len(devices), sequence_tokens)
 
 
 def _port_problems(spec: RunSpec) -> list[Problem]:

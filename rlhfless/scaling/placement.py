@@ -106,7 +106,7 @@ CPU_KIND = "cpu-core"
 
 
 def _sides(spec: PlacementSpec, devices: Sequence[Device]) -> tuple[Sequence[Device], Sequence[Device]]:
-    if spec.mode == "colocated":
+    if spec.mode != "disaggregated":
         return devices, devices
     if len(devices) <= spec.learner_devices:
         raise PlacementError(

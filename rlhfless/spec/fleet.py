@@ -13,9 +13,14 @@ from rlhfless.spec.policies import CostAwareSpec, PolicySpec
 class PlacementSpec(SpecModel):
     """Which functions share devices."""
 
-    mode: Literal["colocated", "disaggregated"] = "colocated"
-    """`colocated`: all functions share all devices. `disaggregated`: the learner (and the reference and
-    scoring functions) have devices of their own, named by `learner_devices`."""
+    mode: Literal["auto", "colocated", "disaggregated"] = "auto"
+    """`colocated`: all functions share all devices. `disaggregated`: the learner (and the reference and scoring
+    functions) have devices of their own, named by `learner_devices`. `auto`: co-located on CPU cores; on GPUs what the
+    memory plan says that fits, co-located first."""
+
+    float32_on_gpus: bool = False
+    """Allow `float32` in `model.dtype` or `learner.dtype` on GPUs, which is refused otherwise: it takes twice the
+    memory and several times the time of bfloat16."""
 
     devices: Annotated[int, Field(ge=1)] | None = None
     """Devices of the run (GPUs, or CPU cores); by default all devices of the cluster."""

@@ -215,3 +215,53 @@ def test_another_spec_is_refused_by_name(interrupted):
     assert "- seed: 5, but the run began with 0" in result.stderr
     assert "- generation.max_tokens: 7, but the run began with 16" in result.stderr
     assert (interrupted / "spec.yaml").read_text() == before
+
+
+QWEN_05B = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+
+
+@pytest.fixture
+def sized(tmp_path):
+    """A spec whose model is a config alone: a plan needs no weights and no prompts."""
+    (tmp_path / "sized").mkdir()
+    (tmp_path / "sized" / "config.json").write_text(json.dumps(QWEN_05B))
+    file = tmp_path / "sized.yaml"
+    values = {"model": {"path": "sized"}, "prompts": {"path": "p.jsonl"}, "rewards": [{"type": "exact_match"}]}
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def test_a_plan_that_fits(sized):
+    result = invoke("plan", sized, "--devices", "2xh100")
+    assert result.exit_code == 0, result.output
+    assert "0.494 B parameters on 2 x h100, colocated" in result.stdout
+    assert "nearest change" not in result.stdout
+    found = json.loads(invoke("plan", sized, "--devices", "2xh100", "--json").stdout)
+    assert (found["fits"], found["device"], found["nearest_change"]) == (True, {"kind": "h100", "count": 2}, None)
+
+
+def test_a_plan_that_does_not_fit_names_the_nearest_change(sized):
+    told = ["--set", "generation.engine.gpu_memory_fraction=0.95", "--set", "placement.mode=colocated"]
+    result = invoke("plan", sized, "--devices", "1xl40s", *told)
+    assert result.exit_code == 1
+    assert "does not fit: l40s: " in result.stdout
+    assert "nearest change that fits: generation.engine.gpu_memory_fraction: 0.6" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [("8 of them", "'8 of them' names no devices\n    write it as 8xh100"), ("8xh1000", "did you mean `h100`?")],
+)
+def test_devices_that_are_none(sized, devices, message):
+    result = invoke("plan", sized, "--devices", devices)
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from rlhfless.prepare import rewards as reward_checks
 from rlhfless.prepare.preflight import preflight
 from rlhfless.rewards.confinement import Protection
+from rlhfless.scaling.placement import Device
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 
@@ -32,6 +33,7 @@ def check(model_folder, write_rows, tmp_path):
         }
         return preflight(RunSpec.model_validate(spec | parts))
 
+    run.model = {"path": str(model_folder)}
     return run
 
 
@@ -302,3 +304,17 @@ def test_code_that_the_kernel_cannot_hold_is_warned_of(check, write_rows, monkey
 def test_scoring_that_outlasts_its_own_call_is_refused(check):
     with pytest.raises(ValueError, match=r"scoring\.timeout_s \(300\) must be below timeouts\.call_s \(100\)"):
         check(timeouts={"call_s": 100})
+
+
+def test_what_gpus_cannot_hold_is_refused_before_anything_starts(fault, check, monkeypatch):
+    """An engine at 0.85 of an L40S leaves 7 GB, too little for a learner whose batches have 16 million tokens."""
+    monkeypatch.setattr("rlhfless.prepare.devices.local_devices", lambda: [Device("gpu-0", "l40s", 0)])
+    parts = {
+        "placement": {"mode": "colocated"},
+        "learner": {"dtype": "bfloat16", "micro_batch_tokens": 2**24, "gradient_checkpointing": False},
+        "generation": {"max_tokens": 16, "engine": {"gpu_memory_fraction": 0.85}},
+    }
+    message = fault(**parts, model=check.model | {"dtype": "bfloat16"})
+    assert "placement: 1 x l40s do not hold the run: l40s: " in message
+    assert "it fits with learner.micro_batch_tokens: " in message
+    assert "model.dtype: float32 on l40s" in fault(**parts)

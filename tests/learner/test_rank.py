@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 from rlhfless.algorithms.batch import mini_batches, select
 from rlhfless.functions.learner.checkpoint import readable_at, written_to
 from rlhfless.functions.learner.rank import default_threads
+from rlhfless.prepare.memory.formulas import learner_states_bytes
 from rlhfless.records.checkpoints import CheckpointError, files_of
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec import AdamWSpec, GRPOSpec, KLSpec
 
 PROBE = (1, 7, 3, 22, 9)
@@ -259,6 +263,27 @@ def test_checkpoint_loads_anywhere_and_resumes_bit_for_bit(learner, batch, tmp_p
         rank.learn(batch, 1)
         resumed = rank.weights()
     assert all(torch.equal(expected[name], value) for name, value in resumed.items())
+
+
+def test_the_memory_plan_knows_the_learners_states(learner, batch, tiny_model):
+    """Weights, gradients and moments that are really there; norms are all that the plan leaves out."""
+    shape = ModelShape.of_config(json.loads((Path(tiny_model) / "config.json").read_text()))
+    planned = {part.name: part.size_bytes for part in learner_states_bytes(shape)}
+    with learner() as rank:
+        rank.learn(batch, 1)
+        moments = [
+            value
+            for state in rank._optimizer.state.values()
+            for name, value in state.items()
+            if name in ("exp_avg", "exp_avg_sq")
+        ]
+        held = {
+            "master weights": sum(parameter.nbytes for parameter in rank._model.parameters()),
+            "gradients": rank._gradient.nbytes,
+            "AdamW": sum(value.nbytes for value in moments),
+        }
+    assert planned == pytest.approx(held, rel=0.1)
+    assert sum(planned.values()) == 16 * shape.parameters
 
 
 def test_a_checkpoint_in_an_object_store(learner, batch, tmp_path):

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_models import TinyModel, make_tiny_model, start_tiny_engine
+from tiny_models import TinyModel, make_tiny_model, start_tiny_engine, tiny_settings
 
+from rlhfless.functions.generation.vllm.adapter import Engine
+from rlhfless.functions.generation.vllm.messages import EngineDead
+from rlhfless.functions.out_of_memory import engine_fault
+from rlhfless.spec import EngineSpec
 from rlhfless.weights.store import FolderStore
 
 FRONT = Path(__file__).with_name("front.py")
@@ -52,3 +56,16 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.engine
+async def test_a_kv_cache_that_is_too_small_is_called_so(tmp_path: Path) -> None:
+    """In vLLM's words, which the next release may change."""
+    model = make_tiny_model(tmp_path / "model", tied=True)
+    settings = tiny_settings(model, tmp_path, EngineSpec(kv_cache_gib=1e-5, max_sequences=4))
+    with pytest.raises(EngineDead) as ended:
+        await Engine.start(settings)
+    told = engine_fault(str(ended.value), {"generate": 3 << 28})
+    assert told is not None
+    assert str(told).startswith("generation ran out of memory in `generate` (the memory plan counts 0.75 GiB for it): ")
+    assert "cache" in str(told).partition("): ")[2]

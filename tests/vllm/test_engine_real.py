@@ -5,6 +5,7 @@ One engine per case. The last test leaves it unusable; tests run in the order of
 """
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -29,7 +30,9 @@ from rlhfless.functions.generation.vllm.messages import (
     EngineError,
     SampleRequest,
 )
+from rlhfless.prepare.memory.formulas import kv_token_bytes
 from rlhfless.records import FinishReason, VersionSpan
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.weights.check import (
     PROBE_TOLERANCE,
     check_moved,
@@ -111,6 +114,15 @@ async def test_logprobs_are_at_the_sampling_temperature(case: Case, temperature:
     expected = case.model.logprobs(request.token_ids + sampled.token_ids, temperature)
     assert len(sampled.token_ids) > 4
     assert largest_difference(sampled.logprobs, expected[len(request.token_ids) - 1 :]) < TOLERANCE
+
+
+async def test_the_memory_plan_knows_the_kv_cache(case: Case) -> None:
+    """One key head, which each of two devices keeps."""
+    shape = ModelShape.of_config(json.loads((case.model.folder / "config.json").read_text()) | {"dtype": "float32"})
+    engine = case.engine.settings.engine
+    per_token = kv_token_bytes(shape, "float32", engine.tensor_parallel_size)
+    assert engine.kv_cache_gib is not None
+    assert case.engine.kv_capacity_tokens == pytest.approx(engine.kv_cache_gib * 2**30 / per_token, rel=0.01)
 
 
 async def test_prompt_logprobs(case: Case) -> None:

@@ -1,0 +1,70 @@
+"""Running out of memory, told with what was being done, what was planned for it, and what was seen."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rlhfless.spec.errors import UserError
+
+GIB = 2**30
+
+_TORCH = "OutOfMemoryError"
+"""Of torch, by name: most processes that use this do not import torch, or later."""
+
+_ENGINE = re.compile(
+    r"(?:[^\n]*(?:OutOfMemoryError|No available memory for the cache|KV cache is needed|"
+    r"[Ff]ree memory on device|MemoryError)[^\n]*)"
+)
+"""What vLLM 0.32 says of memory when an engine starts (vllm/v1/core/kv_cache_utils.py, vllm/v1/worker)."""
+
+MEND = "`rlhfless plan` shows the phases and the nearest change that fits"
+
+Planned = Mapping[str, int]
+"""Bytes that the memory plan counts on a device, by phase."""
+
+
+class OutOfMemory(UserError):
+    """A device or a machine has too little memory for what the spec asks of it."""
+
+
+@contextmanager
+def memory_told(function: str, phase: str, planned: Planned) -> Iterator[None]:
+    """Within the block a lack of memory is an OutOfMemory that names the phase, the plan's figure and what was seen."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MemoryError) or type(error).__name__ == _TORCH:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise OutOfMemory(told(function, phase, planned, f"{seen()}; {first}")) from error
+        raise
+
+
+def engine_fault(trace: str, planned: Planned) -> OutOfMemory | None:
+    """What the end of an engine's process says of memory; None if it ended for another reason."""
+    found = _ENGINE.findall(trace)
+    if not found:
+        return None
+    return OutOfMemory(told("generation", "generate", planned, found[-1].strip()))
+
+
+def told(function: str, phase: str, planned: Planned, what: str) -> str:
+    """The message."""
+    figure = (
+        f"the memory plan counts {planned[phase] / GIB:.2f} GiB for it" if phase in planned else "it was not planned"
+    )
+    return f"{function} ran out of memory in `{phase}` ({figure}): {what}. {MEND}"
+
+
+def seen() -> str:
+    """The most that this process has held, on its GPU or else of the machine's memory."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        most = torch.cuda.max_memory_allocated()
+        return f"{most / GIB:.2f} GiB were held at most, {free / GIB:.2f} of {total / GIB:.2f} GiB are free"
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+    return f"{most / GIB:.2f} GiB were held at most"

@@ -1,0 +1,114 @@
+"""`rlhfless plan`: the memory of a run on given devices, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhfless.cli.options import Overrides, SpecFile
+
+if TYPE_CHECKING:
+    from rlhfless.prepare.memory.changes import Change, Question
+    from rlhfless.prepare.memory.plan import MemoryPlan
+
+DOES_NOT_FIT = 1
+"""Exit code of a plan that does not fit, as of a test that fails."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(plan)
+
+
+def plan(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    devices: Annotated[
+        str | None,
+        typer.Option("--devices", metavar="NxKIND", help="Such as 8xh100; by default those of this machine."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Memory per device and phase: what fits, the largest micro-batch and KV cache, the nearest change that fits."""
+    from rlhfless.prepare.memory.changes import nearest_change
+    from rlhfless.spec.load import load_spec
+
+    loaded = load_spec(spec, overrides or ())
+    asked = question(loaded, devices)
+    found = asked.plan()
+    change = None if found.fits else nearest_change(asked)
+    if as_json:
+        typer.echo(json.dumps(_as_json(asked, found, change), indent=2))
+    else:
+        _show(asked, found, change)
+    if not found.fits:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def question(spec: Any, devices: str | None) -> Question:
+    """Of a spec, and devices as the user writes them. Raises InputError."""
+    from rlhfless.prepare.memory.assumed import parsed_devices, question_of
+
+    return question_of(spec, *parsed_devices(devices))
+
+
+def _as_json(asked: Question, found: MemoryPlan, change: Change | None) -> dict[str, Any]:
+    values = asdict(found) | {"fits": found.fits, "problems": found.problems}
+    for device, plan_ in zip(values["devices"], found.devices, strict=True):
+        device["size_bytes"], device["fits"] = plan_.size_bytes, plan_.fits
+    return values | {
+        "parameters": asked.shape.parameters,
+        "device": {"kind": asked.sheet.kind, "count": asked.count},
+        "nearest_change": None if change is None else change.text,
+    }
+
+
+def _show(asked: Question, found: MemoryPlan, change: Change | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rlhfless.prepare.memory.formulas import GIB
+
+    console = Console()
+    console.print(
+        f"{asked.shape.parameters / 1e9:.3g} B parameters on {asked.count} x {asked.sheet.kind}, "
+        f"{asked.spec.placement.mode}, sequences of at most {found.sequence_tokens:,} tokens"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("device", "function", "phase", "parts"):
+        table.add_column(name)
+    table.add_column("GiB", justify="right")
+    for device in found.devices:
+        name = f"{device.count} x {device.kind}"
+        for holder in device.holders:
+            for phase in holder.phases:
+                largest = phase is holder.largest
+                parts = ", ".join(f"{p.name} {p.size_bytes / GIB:.1f}" for p in phase.parts if p.size_bytes)
+                size = f"{phase.size_bytes / GIB:.1f}"
+                table.add_row(
+                    name, holder.function, phase.name, parts if largest else "", size, style="" if largest else "dim"
+                )
+                name = ""
+        state = "fits in" if device.fits else "[red]does not fit in[/red]"
+        table.add_row("", f"{state} {device.memory_bytes / GIB:.1f}", "", "", f"{device.size_bytes / GIB:.1f}")
+    console.print(table)
+    console.print(
+        f"KV cache of an actor: {max(found.kv_tokens, 0):,} tokens; largest micro-batch: {found.micro_batch_tokens:,} "
+        f"tokens (learner.micro_batch_tokens is {asked.spec.learner.micro_batch_tokens:,})"
+    )
+    console.print(
+        f"host memory {found.host_bytes / GIB:.1f} GiB in all; shared memory {found.shared_bytes / GIB:.1f} GiB on the "
+        f"learner's node, {found.cache_bytes / GIB:.1f} on each other one"
+    )
+    for problem in found.problems:
+        console.print(f"does not fit: {problem}", style="red", highlight=False)
+    if change is not None:
+        console.print(f"nearest change that fits: {change.text}", highlight=False)
+    elif not found.fits:
+        console.print(
+            "no one or two changes that are known here make it fit. The states of the learner are "
+            f"{16 * asked.shape.parameters / GIB:.1f} GiB, and every rank holds all of them: see docs/sizing.md"
+        )

@@ -1,0 +1,143 @@
+"""What a memory plan is made from: the model's sizes, and the devices that are there or are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rlhfless.prepare.memory.changes import Question, nearest_change
+from rlhfless.prepare.memory.plan import phases_of
+from rlhfless.prepare.memory.settled import format_problems, placed, settled, timed
+from rlhfless.prepare.model import missing_on_hub
+from rlhfless.records import FunctionName
+from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devices
+from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
+from rlhfless.scaling.placement import CPU_KIND, PlacementError
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError, Problem
+
+_DEVICES = re.compile(r"(?:([1-9]\d*) ?x ?)?([a-z][\w-]*)", re.IGNORECASE)
+
+PROMPT_TOKENS = 1024
+"""Room for a prompt where the prompts have not been read: the longest sequence is this and `generation.max_tokens`."""
+
+
+def parsed_devices(text: str | None) -> tuple[str, int]:
+    """Kind and number: of `8xh100`, or of this machine's devices without a text. Raises InputError."""
+    if text is None:
+        from rlhfless.prepare.devices import local_devices  # imports torch
+
+        found = local_devices()
+        return found[0].kind, len(found)
+    match = _DEVICES.fullmatch(text.strip())
+    if match is None:
+        raise InputError("--devices", [Problem("", f"{text!r} names no devices", "write it as 8xh100")])
+    kind = match[2].lower()
+    try:
+        device_of(kind)
+    except UnknownDevice as error:
+        raise InputError("--devices", [Problem("", str(error))]) from error
+    return kind, int(match[1] or 1)
+
+
+def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | None = None) -> Question:
+    """A spec on devices of a kind, with all that they decide.
+
+    Raises InputError if the model's sizes cannot be read from its config.json.
+    """
+    shape, limit = _shape(spec)
+    wanted = sequence_tokens or PROMPT_TOKENS + spec.generation.max_tokens
+    tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
+    sheet = device_of(kind)
+    asked = Question(settled(spec, kind), shape, sheet, count, tokens, host_memory_bytes())
+    return replace(asked, spec=timed(placed(asked), shape, sheet))
+
+
+def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
+    """A spec with all that so many devices of a kind decide; of a model whose sizes are not known, what the kind alone
+    decides. On CPU cores the hub is not asked for them."""
+    if kind == CPU_KIND and not Path(spec.model.path).is_dir():
+        return settled(spec, kind)
+    try:
+        return question_of(spec, kind, count).spec
+    except (InputError, UnknownDevice):
+        return settled(spec, kind)
+
+
+def on_these_devices(spec: RunSpec) -> tuple[RunSpec, str]:
+    """A spec with all that the devices of this machine decide, and what they are. On a cluster that is joined its
+    devices decide, when it is."""
+    if spec.placement.ray_address:
+        return spec, f"the devices of the cluster at {spec.placement.ray_address}"
+    kind, count = parsed_devices(None)
+    return settled_on(spec, kind, count), f"{count} x {kind}"
+
+
+def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> list[Problem]:
+    """Why a run that is settled cannot start on so many GPUs of a kind: formats, and what does not fit.
+
+    Nothing is refused on CPU cores, whose memory other programs share, nor where sizes are not known.
+    """
+    problems = format_problems(spec, kind)
+    if kind == CPU_KIND:
+        return problems
+    try:
+        asked = question_of(spec, kind, count, sequence_tokens)
+        plan = asked.plan()
+    except (InputError, UnknownDevice, PlacementError):  # told elsewhere, or not known
+        return problems
+    if not plan.fits:
+        change = nearest_change(asked)
+        mend = f"it fits with {change.text}" if change else "see docs/sizing.md"
+        problems.append(Problem("placement", f"{count} x {kind} do not hold the run: {'; '.join(plan.problems)}", mend))
+    return problems
+
+
+def planned(
+    spec: RunSpec, shape: ModelShape | None, kind: str, sequence_tokens: int
+) -> Mapping[FunctionName, Mapping[str, int]]:
+    """By function and phase: the bytes of one replica or rank on one device; empty where sizes are not known."""
+    if shape is None or kind not in load_devices():
+        return {}
+    functions = (FunctionName.GENERATION, FunctionName.LEARNER, FunctionName.REFERENCE)
+    sheet = device_of(kind)
+    return {
+        function: {phase.name: phase.size_bytes for phase in phases_of(spec, shape, sheet, function, sequence_tokens)}
+        for function in functions
+    }
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _shape(spec: RunSpec) -> tuple[ModelShape, int | None]:
+    try:
+        file = _config_file(spec.model.path)
+        config = json.loads(file.read_text("utf-8"))
+        config = config.get("text_config", config)
+        return ModelShape.of_config(config), config.get("max_position_embeddings")
+    except (UnknownShape, ValueError, OSError) as error:
+        what = f"the sizes of {spec.model.path!r} cannot be read: {error}"
+        mend = "name a folder with the config.json of a decoder-only transformer, or a model of the hub"
+        raise InputError("the plan", [Problem("model.path", what, mend)]) from error
+
+
+def _config_file(model: str) -> Path:
+    """Raises OSError if neither a folder nor the hub has it."""
+    local = Path(model) / "config.json"
+    if local.is_file():
+        return local
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, "config.json")
+    if isinstance(cached, str):
+        return Path(cached)
+    if missing := missing_on_hub(model):
+        raise FileNotFoundError(f"no such folder, and {missing}")
+    return Path(hf_hub_download(model, "config.json"))

@@ -1,0 +1,140 @@
+"""The smallest change of a spec, or of its devices, with which a run fits. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfless.prepare.memory.plan import MemoryPlan, memory_plan
+from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.placement import CPU_KIND, PlacementError
+from rlhfless.spec import RunSpec
+
+TENSOR_PARALLEL = (2, 4, 8)
+"""Sizes that vLLM's kernels and most models' numbers of heads take, inside one machine."""
+
+FRACTIONS = (0.6, 0.45, 0.3)
+"""Of a GPU for an engine that shares it."""
+
+MOST_DEVICES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change, and the plan after it."""
+
+    text: str
+    """With the spec's keys, or the devices."""
+    plan: MemoryPlan
+
+
+Edit = tuple[str, Mapping[str, Any], str | None, int | None]
+"""What it is called, what it sets, another kind of device, another number of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Of which run on which devices."""
+
+    spec: RunSpec
+    shape: ModelShape
+    sheet: DeviceSheet
+    count: int
+    sequence_tokens: int
+    host_bytes: int
+
+    def plan(self) -> MemoryPlan:
+        """Raises PlacementError if there are too few devices."""
+        return memory_plan(self.spec, self.shape, self.sheet, self.count, self.sequence_tokens, self.host_bytes)
+
+
+def nearest_change(asked: Question) -> Change | None:
+    """One change, or else two, after which the run fits; None if no two do. First what costs nothing, then what costs
+    time, then what costs money."""
+    edits = [*_of_learner(asked), *_of_placement(asked), *_of_devices(asked)]
+    pairs = sorted(itertools.combinations(range(len(edits)), 2), key=lambda pair: (sum(pair), pair))
+    for chosen in [(index,) for index in range(len(edits))] + pairs:
+        change = _after(asked, [edits[index] for index in chosen])
+        if change is not None and change.plan.fits:
+            return change
+    return None
+
+
+def _of_learner(asked: Question) -> Iterator[Edit]:
+    spec, on_gpu = asked.spec, asked.sheet.kind != CPU_KIND
+    if on_gpu and spec.model.dtype == "float32":
+        yield "model.dtype: bfloat16", {"model.dtype": "bfloat16"}, None, None
+    if on_gpu and spec.learner.dtype == "float32":
+        yield "learner.dtype: bfloat16", {"learner.dtype": "bfloat16"}, None, None
+    if not spec.learner.gradient_checkpointing:
+        yield "learner.gradient_checkpointing: true", {"learner.gradient_checkpointing": True}, None, None
+    tokens = spec.learner.micro_batch_tokens // 2
+    while tokens >= max(asked.sequence_tokens, 256):
+        yield f"learner.micro_batch_tokens: {tokens}", {"learner.micro_batch_tokens": tokens}, None, None
+        tokens //= 2
+
+
+def _of_placement(asked: Question) -> Iterator[Edit]:
+    if asked.sheet.kind == CPU_KIND:
+        return
+    spec, colocated = asked.spec, asked.spec.placement.mode == "colocated"
+    for fraction in FRACTIONS if colocated else ():
+        key = "generation.engine.gpu_memory_fraction"
+        if fraction < spec.generation.engine.gpu_memory_fraction:
+            yield f"{key}: {fraction}", {key: fraction}, None, None
+    if colocated and asked.count > 1:
+        ranks = max(1, min(spec.learner.ranks, asked.count // 2))
+        split = {"placement.mode": "disaggregated", "placement.learner_devices": ranks}
+        yield f"placement: {{mode: disaggregated, learner_devices: {ranks}}}", split, None, None
+    for size in TENSOR_PARALLEL:
+        if size > spec.generation.engine.tensor_parallel_size:
+            key = "generation.engine.tensor_parallel_size"
+            yield f"{key}: {size}", {key: size}, None, None
+
+
+def _of_devices(asked: Question) -> Iterator[Edit]:
+    if asked.sheet.kind == CPU_KIND:
+        return
+    count = asked.count * 2
+    while count <= MOST_DEVICES:
+        yield f"{count} x {asked.sheet.kind}", {}, None, count
+        count *= 2
+    larger = [sheet for sheet in load_devices().values() if sheet.memory_bytes.value > asked.sheet.memory_bytes.value]
+    for sheet in sorted(larger, key=lambda sheet: sheet.memory_bytes.value):
+        if sheet.kind != CPU_KIND:
+            yield f"{asked.count} x {sheet.kind}", {}, sheet.kind, None
+
+
+def _after(asked: Question, edits: Sequence[Edit]) -> Change | None:
+    """The run after some changes; None if they do not go together."""
+    values: dict[str, Any] = {}
+    sheet, count = asked.sheet, asked.count
+    for _, sets, kind, number in edits:
+        if values.keys() & sets.keys():
+            return None
+        values |= sets
+        sheet = load_devices()[kind] if kind else sheet
+        count = number or count
+    if sheet is not asked.sheet and count != asked.count:
+        return None
+    spec = edited(asked.spec, values)
+    try:
+        plan = Question(spec, asked.shape, sheet, count, asked.sequence_tokens, asked.host_bytes).plan()
+    except PlacementError:
+        return None
+    return Change(" and ".join(text for text, *_ in edits), plan)
+
+
+def edited(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
+    """The spec with other values, by dotted key. What was set stays set, and what was not, not."""
+    for key, value in values.items():
+        spec = _edited(spec, key.split("."), value)
+    return spec
+
+
+def _edited(model: Any, path: Sequence[str], value: Any) -> Any:
+    inner = value if len(path) == 1 else _edited(getattr(model, path[0]), path[1:], value)
+    return model.model_copy(update={path[0]: inner})

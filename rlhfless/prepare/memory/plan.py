@@ -1,0 +1,267 @@
+"""What a run holds on every device, and whether it fits. Pure: a spec, a model's sizes and a kind of device in.
+
+Functions on one device do not take turns in its memory: an engine keeps its share, and torch keeps what it has had.
+So a device must hold the largest phase of each of them at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhfless.prepare.memory.formulas import (
+    CACHED_VERSIONS,
+    GIB,
+    PROCESS_BYTES,
+    STORED_VERSIONS,
+    Part,
+    Phase,
+    engine_parts,
+    kv_token_bytes,
+    learn_phases,
+    reference_phase,
+    version_bytes,
+)
+from rlhfless.records import FunctionName
+from rlhfless.scaling.latency.devices import DeviceSheet
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.placement import CPU_KIND, Device, helpers, place
+from rlhfless.spec import RunSpec
+
+LOGITS_CHUNK_ELEMENTS = 2**25
+"""As in rlhfless.functions.policy, which imports torch; a test compares the two."""
+
+DEFAULT_CPU_KV_GIB = 1.0
+"""As in rlhfless.functions.generation.vllm.arguments; a test compares the two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A function on one device: its phases, of which the largest counts."""
+
+    function: FunctionName
+    phases: tuple[Phase, ...]
+
+    @property
+    def largest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """One device, or several that hold the same."""
+
+    count: int
+    kind: str
+    memory_bytes: int
+    holders: tuple[Holder, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """What is held at most."""
+        return sum(holder.largest.size_bytes for holder in self.holders)
+
+    @property
+    def fits(self) -> bool:
+        return self.size_bytes <= self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A run on so many devices of a kind."""
+
+    devices: tuple[DevicePlan, ...]
+    kv_tokens: int
+    """Tokens that the KV cache of one actor holds."""
+    sequence_tokens: int
+    """The longest sequence."""
+    micro_batch_tokens: int
+    """The largest micro-batch that fits beside what else is on the learner's devices; 0 if none does."""
+    host_bytes: int
+    """Of host memory, over all nodes: each rank loads the model in float32 before it moves it, and the publisher copies
+    the weights; on CPU cores all that the functions hold."""
+    shared_bytes: int
+    """Of shared memory on the learner's node: the store of weights."""
+    cache_bytes: int
+    """Of shared memory on each other node: its cache of the store."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What does not fit; empty if all does."""
+        found = [
+            f"{device.kind}: {_gib(device.size_bytes)} are needed and {_gib(device.memory_bytes)} are there ("
+            + ", ".join(
+                f"{holder.function} {_gib(holder.largest.size_bytes)} in {holder.largest.name}"
+                for holder in device.holders
+            )
+            + ")"
+            for device in self.devices
+            if not device.fits
+        ]
+        if self.kv_tokens < self.sequence_tokens:
+            found.append(
+                f"generation: room for {max(self.kv_tokens, 0):,} tokens of KV on an actor, and one sequence may have "
+                f"{self.sequence_tokens:,}"
+            )
+        return tuple(found)
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def memory_plan(
+    spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, count: int, sequence_tokens: int, host_bytes: int
+) -> MemoryPlan:
+    """The plan of a run on `count` devices of a kind, whose sequences have at most `sequence_tokens`.
+
+    `host_bytes`: memory of one machine, which is the devices' own on CPU cores. Raises PlacementError if there are too
+    few devices.
+    """
+    by_device = _functions_by_device(spec, sheet.kind, count)
+    memory = host_bytes if sheet.kind == CPU_KIND else int(sheet.memory_bytes.value)
+    kinds = Counter(by_device.values())
+    plans = []
+    for functions, alike in sorted(kinds.items(), key=lambda item: sorted(item[0].items())):
+        holders = tuple(
+            Holder(function, phases_of(spec, shape, sheet, function, sequence_tokens))
+            for function, times in functions.items()
+            for _ in range(times)
+        )
+        plans.append(DevicePlan(alike, sheet.kind, memory, holders))
+    store = version_bytes(shape, spec.model.dtype)
+    publishing = 4 * spec.learner.ranks * shape.parameters + store
+    on_cpu = sum(plan.count * plan.size_bytes for plan in plans) if sheet.kind == CPU_KIND else 0
+    return MemoryPlan(
+        devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
+        kv_tokens=_kv_tokens(spec, shape, sheet),
+        sequence_tokens=sequence_tokens,
+        micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
+        host_bytes=on_cpu or publishing,
+        shared_bytes=STORED_VERSIONS * store,
+        cache_bytes=CACHED_VERSIONS * store,
+    )
+
+
+def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
+    """The cores of a machine, which share its memory."""
+    holders = tuple(holder for plan in plans for holder in plan.holders for _ in range(plan.count))
+    return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, holders),) if plans else ()
+
+
+class _Functions(dict[FunctionName, int]):
+    """How many replicas or ranks of each function are on a device."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
+def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, _Functions]:
+    placement = place(
+        spec.placement,
+        [Device(f"{kind}-{index}", kind, index) for index in range(count)],
+        generation_actors=spec.scaling.generation.max_actors,
+        devices_per_actor=spec.generation.engine.tensor_parallel_size,
+        learner_ranks=spec.learner.ranks,
+        functions=helpers(spec),
+    )
+    found: dict[str, _Functions] = {}
+    for function, allocations in placement.allocations.items():
+        if function is FunctionName.SCORING:
+            continue  # CPU work
+        for allocation in allocations:
+            devices = allocation.devices
+            if function is FunctionName.LEARNER:
+                devices = tuple(devices[rank % len(devices)] for rank in range(spec.learner.ranks))
+            for device in devices:
+                here = found.setdefault(device.name, _Functions())
+                here[function] = here.get(function, 0) + 1
+    return found
+
+
+def phases_of(
+    spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, function: FunctionName, sequence_tokens: int
+) -> tuple[Phase, ...]:
+    """The phases of one replica or rank of a function on one device."""
+    on_gpu = sheet.kind != CPU_KIND
+    process = Part("process", PROCESS_BYTES if on_gpu else 0)
+    tokens = max(spec.learner.micro_batch_tokens, sequence_tokens)
+    if function is FunctionName.GENERATION:
+        return (_generation(spec, shape, sheet),)
+    if function is FunctionName.LEARNER:
+        phases = learn_phases(
+            shape,
+            tokens,
+            spec.learner.dtype,
+            LOGITS_CHUNK_ELEMENTS,
+            checkpointing=spec.learner.gradient_checkpointing,
+        )
+    elif function is FunctionName.REFERENCE:
+        phases = (reference_phase(shape, tokens, spec.learner.dtype, LOGITS_CHUNK_ELEMENTS),)
+    else:
+        phases = (Phase("score", ()),)  # a reward model of sizes of its own, which are not known here
+    return tuple(Phase(phase.name, (*phase.parts, process)) for phase in phases)
+
+
+def _generation(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> Phase:
+    """On a GPU an engine takes its fraction, and gives KV what its parts leave of it."""
+    parts, kv = _engine(spec, shape, sheet)
+    return Phase("generate", (*parts, Part("KV", max(kv, 0))))
+
+
+def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple[Part, ...], int]:
+    """The parts of one device of an engine, and the bytes of its KV, which are negative if the parts do not fit."""
+    engine, on_gpu = spec.generation.engine, sheet.kind != CPU_KIND
+    parts = engine_parts(
+        shape,
+        spec.model.dtype,
+        engine.tensor_parallel_size,
+        engine.max_batch_tokens,
+        engine.max_sequences,
+        graphs=on_gpu and not engine.eager,
+    )
+    if not on_gpu:
+        return parts, int((engine.kv_cache_gib or DEFAULT_CPU_KV_GIB) * GIB)
+    parts = (*parts, Part("process", PROCESS_BYTES))
+    budget = int(engine.gpu_memory_fraction * sheet.memory_bytes.value)
+    return parts, budget - sum(part.size_bytes for part in parts)
+
+
+def _kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
+    per_token = kv_token_bytes(shape, spec.model.dtype, spec.generation.engine.tensor_parallel_size)
+    return _engine(spec, shape, sheet)[1] // per_token
+
+
+def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan], memory: int) -> int:
+    """By bisection over tokens, on the device with the least left for the learner."""
+    learners = [plan for plan in plans if any(holder.function is FunctionName.LEARNER for holder in plan.holders)]
+    if not learners:
+        return 0
+
+    def left(plan: DevicePlan) -> tuple[int, int]:
+        ranks = sum(holder.function is FunctionName.LEARNER for holder in plan.holders)
+        others = sum(h.largest.size_bytes for h in plan.holders if h.function is not FunctionName.LEARNER)
+        return (memory - others) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND), ranks
+
+    room = min(left(plan)[0] for plan in learners)
+
+    def needed(tokens: int) -> int:
+        phases = learn_phases(
+            shape,
+            tokens,
+            spec.learner.dtype,
+            LOGITS_CHUNK_ELEMENTS,
+            checkpointing=spec.learner.gradient_checkpointing,
+        )
+        return max(phase.size_bytes for phase in phases)
+
+    low, high = 0, 2**24
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if needed(middle) <= room else (low, middle - 1)
+    return low if needed(0) <= room else 0
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"

@@ -1,0 +1,122 @@
+"""What a spec leaves open and the devices decide: number formats, checkpointing, placement, time-outs. Pure.
+
+A key that the user has set stays as it is. What is decided here is written into the run's own spec.yaml, so a resumed
+run has it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited
+from rlhfless.prepare.memory.formulas import version_bytes
+from rlhfless.scaling.latency.devices import DeviceSheet
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.placement import CPU_KIND, PlacementError
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import Problem
+
+SLOWEST_BYTES_PER_S = 1e8
+"""Rate of the slowest network by which weights reach a node: 1 Gbit/s, less its overhead. This machine's store was
+measured at 5 to 16 times that (README)."""
+
+SLOWEST_SHARE = 0.05
+"""Of a device's peak, in the slowest learner that is still at work and does not hang. Learners reach 20 to 50 %."""
+
+
+def settled(spec: RunSpec, kind: str) -> RunSpec:
+    """The spec with the formats that devices of a kind want: on GPUs bfloat16, and activation checkpointing on."""
+    if kind == CPU_KIND:
+        return edited(spec, {"placement.mode": "colocated"}) if spec.placement.mode == "auto" else spec
+    wanted = {
+        "model.dtype": "bfloat16",
+        "learner.dtype": "bfloat16",
+        "learner.gradient_checkpointing": True,
+    }
+    return edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
+
+
+def is_set(spec: RunSpec, key: str) -> bool:
+    """Whether the user has written a dotted key."""
+    here: Any = spec
+    for name in key.split("."):
+        if name not in here.model_fields_set:
+            return False
+        here = getattr(here, name)
+    return True
+
+
+def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
+    """float32 on GPUs, which nothing gains from but a comparison."""
+    if kind == CPU_KIND or spec.placement.float32_on_gpus:
+        return []
+    return [
+        Problem(
+            key,
+            f"float32 on {kind}: twice the memory of bfloat16, and matrix products at an eighth of its rate or less",
+            "leave it out, or set placement.float32_on_gpus: true",
+        )
+        for key in ("model.dtype", "learner.dtype")
+        if getattr(spec, key.partition(".")[0]).dtype == "float32"
+    ]
+
+
+def placed(asked: Question) -> RunSpec:
+    """The spec with `placement.mode: auto` decided: co-located if the memory plan fits, with a smaller fraction for the
+    engines if none was set; else disaggregated if there are devices for both sides."""
+    spec = asked.spec
+    if spec.placement.mode != "auto":
+        return spec
+    for candidate in _placements(asked):
+        try:
+            if _with(asked, candidate).plan().fits:
+                return candidate
+        except PlacementError:
+            continue
+    # Nothing fits; what is said of it, and the nearest change, are those of the placement that large models want.
+    apart = asked.count > spec.placement.learner_devices
+    return edited(spec, {"placement.mode": "disaggregated" if apart else "colocated"})
+
+
+def _placements(asked: Question) -> Iterator[RunSpec]:
+    spec, key = asked.spec, "generation.engine.gpu_memory_fraction"
+    together = edited(spec, {"placement.mode": "colocated"})
+    yield together
+    if asked.sheet.kind != CPU_KIND and not is_set(spec, key):
+        yield from (edited(together, {key: fraction}) for fraction in FRACTIONS)
+    yield edited(spec, {"placement.mode": "disaggregated"})
+
+
+def _with(asked: Question, spec: RunSpec) -> Question:
+    return Question(spec, asked.shape, asked.sheet, asked.count, asked.sequence_tokens, asked.host_bytes)
+
+
+def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> RunSpec:
+    """The spec with time-outs that a model of this size cannot need at the slowest rates above; never below the
+    defaults, which are for small models.
+
+        start_s      + b P / rate            reading the model
+        sync_s       + 2 b P / rate          an actor's pull of the weights, and reading them again
+        call_s       + b P / rate + 8 P T / (share of the ranks' peak)
+                                             a learning step of T tokens, with activations computed twice, and its
+                                             publication
+        generate_s   + waves x longest response x b P / (share of the engine's bandwidth)
+    """
+    size_s = version_bytes(shape, spec.model.dtype) / SLOWEST_BYTES_PER_S
+    samples = spec.prompts_per_step * spec.samples_per_prompt
+    flops_per_s = SLOWEST_SHARE * sheet.flops_per_s.value * spec.learner.ranks
+    learning_s = 8 * shape.active * samples * spec.generation.max_tokens / flops_per_s
+    engine = spec.generation.engine
+    waves = math.ceil(samples / (engine.max_sequences * spec.scaling.generation.min_actors))
+    bandwidth = SLOWEST_SHARE * sheet.memory_bytes_per_s.value * engine.tensor_parallel_size
+    token_s = version_bytes(shape, spec.model.dtype) / bandwidth
+    more_s = {
+        "timeouts.start_s": size_s,
+        "timeouts.sync_s": 2 * size_s,
+        "timeouts.call_s": size_s + learning_s,
+        "timeouts.generate_s": waves * spec.generation.max_tokens * token_s,
+    }
+    values = {key: getattr(spec.timeouts, key.partition(".")[2]) + more for key, more in more_s.items()}
+    return edited(spec, {key: float(math.ceil(s)) for key, s in values.items() if not is_set(spec, key)})

@@ -1,0 +1,32 @@
+"""A lack of memory is told with the phase, the plan's figure and what was seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhfless.functions.out_of_memory import GIB, OutOfMemory, engine_fault, memory_told
+
+PLANNED = {"learn": 3 * GIB, "generate": GIB // 2}
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()]
+)
+def test_a_learner(error: Exception) -> None:
+    with pytest.raises(OutOfMemory) as told, memory_told("learner rank 0", "learn", PLANNED):
+        raise error
+    assert str(told.value).startswith(
+        "learner rank 0 ran out of memory in `learn` (the memory plan counts 3.00 GiB for it): "
+    )
+    assert "GiB were held at most; " in str(told.value)
+    assert "`rlhfless plan`" in str(told.value)
+
+
+def test_another_error_is_left_alone() -> None:
+    with pytest.raises(ValueError, match="nothing to do with it"), memory_told("learner", "learn", {}):
+        raise ValueError("nothing to do with it")
+
+
+def test_an_engine_that_ended_for_another_reason() -> None:
+    assert engine_fault("the engine's process failed:\nKeyError: 'no such layer'", PLANNED) is None

@@ -1,0 +1,285 @@
+"""The memory plan, with numbers worked by hand from published configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rlhfless.functions import policy
+from rlhfless.functions.generation.vllm import arguments
+from rlhfless.prepare.memory import plan as plan_module
+from rlhfless.prepare.memory.changes import Question, edited, nearest_change
+from rlhfless.prepare.memory.formulas import (
+    GIB,
+    activation_bytes,
+    engine_parts,
+    kv_token_bytes,
+    layer_token_bytes,
+    learn_phases,
+    logits_bytes,
+    mlp_width,
+)
+from rlhfless.prepare.memory.settled import format_problems, placed, settled, timed
+from rlhfless.records import FunctionName
+from rlhfless.scaling.latency.devices import device_of
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.spec import RunSpec
+
+QWEN_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN_05B = QWEN_7B | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+MIXTRAL = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def shape(config: dict[str, Any]) -> ModelShape:
+    return ModelShape.of_config(config)
+
+
+def spec(**parts: Any) -> RunSpec:
+    return RunSpec.model_validate(
+        {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "rewards": [{"type": "exact_match"}]} | parts
+    )
+
+
+def asked(config: dict[str, Any], kind: str, count: int, run: RunSpec) -> Question:
+    return Question(settled(run, kind), shape(config), device_of(kind), count, 2048, 64 * GIB)
+
+
+def test_parameters_are_those_that_the_models_are_known_by() -> None:
+    assert shape(QWEN_7B).parameters == pytest.approx(7.62e9, rel=0.002)
+    assert shape(QWEN_05B).parameters == pytest.approx(0.494e9, rel=0.002)
+    assert shape(MIXTRAL).parameters == pytest.approx(46.7e9, rel=0.002)
+
+
+def test_kv_of_a_token() -> None:
+    assert kv_token_bytes(shape(QWEN_7B), "bfloat16", 1) == 2 * 28 * 4 * 128 * 2 == 57_344
+    assert kv_token_bytes(shape(QWEN_7B), "bfloat16", 2) == 28_672
+    assert kv_token_bytes(shape(QWEN_7B), "bfloat16", 8) == 14_336  # four key heads on eight devices: one on each
+
+
+def test_activations_by_hand() -> None:
+    small = shape(QWEN_05B | {"hidden_size": 10, "num_attention_heads": 2, "head_dim": 4, "intermediate_size": 30,
+                              "num_key_value_heads": 1, "num_hidden_layers": 3})  # fmt: skip
+    assert mlp_width(small) == 30
+    assert layer_token_bytes(small, "float32") == 24 * 10 + 16 * (8 + 4) + 16 * 30 == 912
+    assert layer_token_bytes(small, "bfloat16") == 26 * 10 + 10 * (8 + 4) + 8 * 30 == 620
+    assert activation_bytes(small, 5, "float32", checkpointing=False) == 4 * 5 * 912
+    assert activation_bytes(small, 5, "float32", checkpointing=True) == 3 * 5 * 4 * 10 + 2 * 5 * 912
+    assert logits_bytes(small, 5, 2**25, 5) == 5 * 4 * 5 * 151936 + 8 * 5 * 10
+    assert logits_bytes(small, 10**6, 2**25, 5) == 5 * 4 * 2**25 + 8 * 10**6 * 10
+
+
+def test_a_token_passes_two_of_eight_experts() -> None:
+    assert mlp_width(shape(MIXTRAL)) == 2 * 14336
+
+
+def test_16_bytes_a_parameter_to_learn_and_20_to_publish() -> None:
+    learn, publish, restore = learn_phases(shape(QWEN_7B), 0, "float32", 2**25, checkpointing=True)
+    p = shape(QWEN_7B).parameters
+    assert (learn.size_bytes, publish.size_bytes, restore.size_bytes) == (16 * p, 20 * p, 20 * p)
+
+
+def test_an_engines_parts_by_hand() -> None:
+    parts = engine_parts(shape(QWEN_7B), "bfloat16", 2, 8192, 256, graphs=False)
+    assert {part.name: part.size_bytes for part in parts} == {
+        "weights": shape(QWEN_7B).parameters,
+        "activations": 2 * 8192 * (4 * 3584 + 3 * 18944 // 2),
+        "sampler": 3 * 4 * 256 * 152064,
+        "CUDA graphs": 0,
+    }
+
+
+@pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_what_torch_keeps_for_the_backward_pass(dtype: Any, checkpointing: bool) -> None:
+    """Counted in a real model, by the difference of two numbers of layers."""
+    kept = [_kept_by_torch(layers, dtype, checkpointing) for layers in (2, 4)]
+    config = _config(2).to_dict() | {"torch_dtype": "bfloat16"}
+    one = layer_token_bytes(shape(config), dtype)
+    expected = 4 * config["hidden_size"] if checkpointing else one
+    assert (kept[1] - kept[0]) / 2 / TOKENS == pytest.approx(expected, rel=0.02)
+
+
+TOKENS = 64
+
+
+def _config(layers: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=50,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        attn_implementation="sdpa",
+    )
+
+
+def _kept_by_torch(layers: int, dtype: str, checkpointing: bool) -> int:
+    """Bytes, without the weights and what autocast made of them."""
+    model = Qwen3ForCausalLM(_config(layers))
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    shapes = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape)[::-1] for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights and tuple(tensor.shape) not in shapes:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.randint(0, 50, (1, TOKENS))
+    counting = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with counting, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+        model.get_decoder()(input_ids=tokens, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_constants_are_those_of_the_functions() -> None:
+    assert plan_module.LOGITS_CHUNK_ELEMENTS == policy.LOGITS_CHUNK_ELEMENTS
+    assert plan_module.DEFAULT_CPU_KV_GIB == arguments.CPU_KV_CACHE_GIB
+
+
+def test_05b_fits_beside_its_engine_on_one_h100_and_7b_does_not() -> None:
+    """16 and 20 bytes for 0.494 B parameters are 8 and 10 GB, for 7.6 B 122 and 152 GB."""
+    small = asked(QWEN_05B, "h100", 1, spec())
+    run = placed(small)
+    assert run.placement.mode == "colocated"
+    assert run.generation.engine.gpu_memory_fraction == 0.6
+    fits = dataclasses.replace(small, spec=run).plan()
+    assert fits.fits
+    (device,) = fits.devices
+    assert sorted(holder.function for holder in device.holders) == [FunctionName.GENERATION, FunctionName.LEARNER]
+    assert device.size_bytes <= device.memory_bytes == 80_000_000_000
+    assert fits.micro_batch_tokens >= 8192
+
+    large = dataclasses.replace(asked(QWEN_7B, "h100", 8, spec()), sequence_tokens=2048)
+    run = placed(large)
+    assert run.placement.mode == "disaggregated"
+    refused = dataclasses.replace(large, spec=run).plan()
+    assert not refused.fits
+    assert "learner 142.6 GiB in publish" in refused.problems[0]
+    change = nearest_change(dataclasses.replace(large, spec=run))
+    assert change is not None
+    assert change.text == "8 x b200"
+
+
+def test_an_engine_at_85_percent_beside_a_learner_is_refused_with_the_placement_that_works() -> None:
+    run = spec(placement={"mode": "colocated"}, generation={"engine": {"gpu_memory_fraction": 0.85}})
+    two = asked(QWEN_05B, "h100", 2, run)
+    plan = two.plan()
+    assert not plan.fits
+    assert "are needed and 74.5 GiB are there (generation 63.3 GiB in generate, learner" in plan.problems[0]
+    change = nearest_change(two)
+    assert change is not None
+    assert change.plan.fits
+
+
+def test_the_largest_micro_batch_is_the_largest_that_fits() -> None:
+    run = spec(placement={"mode": "disaggregated"}, learner={"micro_batch_tokens": 8192})
+    two = asked(QWEN_05B, "l40s", 2, run)
+    most = two.plan().micro_batch_tokens
+    assert most > 8192
+    for tokens, fits in ((most, True), (most + 1, False)):
+        at = dataclasses.replace(two, spec=edited(two.spec, {"learner.micro_batch_tokens": tokens}))
+        assert at.plan().fits is fits
+
+
+def test_an_engine_without_room_for_one_sequence() -> None:
+    run = spec(placement={"mode": "disaggregated"}, generation={"engine": {"gpu_memory_fraction": 0.3}})
+    plan = asked(QWEN_7B, "l40s", 2, run).plan()
+    assert plan.kv_tokens < 0
+    assert any(text.startswith("generation: room for 0 tokens of KV on an actor") for text in plan.problems)
+
+
+@given(st.integers(1, 8), st.sampled_from(["h100", "b200"]), st.integers(1, 4), st.integers(256, 16384))
+def test_more_devices_and_smaller_batches_never_need_more(ranks: int, kind: str, actors: int, tokens: int) -> None:
+    run = spec(
+        placement={"mode": "disaggregated", "learner_devices": ranks},
+        scaling={"generation": {"max_actors": actors}},
+        learner={"ranks": ranks, "micro_batch_tokens": tokens},
+        prompts_per_step=8,
+    )
+    count = ranks + actors
+    plan, more = asked(QWEN_05B, kind, count, run).plan(), asked(QWEN_05B, kind, count + 1, run).plan()
+    half = asked(QWEN_05B, kind, count, edited(run, {"learner.micro_batch_tokens": tokens // 2})).plan()
+    assert sum(device.count for device in plan.devices) <= count
+    assert max(device.size_bytes for device in more.devices) <= max(device.size_bytes for device in plan.devices)
+    assert max(device.size_bytes for device in half.devices) <= max(device.size_bytes for device in plan.devices)
+    assert half.micro_batch_tokens == plan.micro_batch_tokens
+
+
+def test_what_gpus_decide_and_what_the_user_has_said() -> None:
+    on_gpus = settled(spec(), "h100")
+    assert (on_gpus.model.dtype, on_gpus.learner.dtype) == ("bfloat16", "bfloat16")
+    assert on_gpus.learner.gradient_checkpointing
+    said = spec(model={"path": "m", "dtype": "float16"}, learner={"gradient_checkpointing": False})
+    assert settled(said, "h100").model.dtype == "float16"
+    assert not settled(said, "h100").learner.gradient_checkpointing
+    on_cores = settled(spec(), "cpu-core")
+    assert (on_cores.model.dtype, on_cores.placement.mode) == ("float32", "colocated")
+
+
+def test_float32_on_gpus_is_refused_with_its_reason() -> None:
+    run = spec(model={"path": "m", "dtype": "float32"})
+    (problem,) = format_problems(settled(run, "h100"), "h100")
+    assert (problem.where, "twice the memory" in problem.what) == ("model.dtype", True)
+    assert format_problems(run, "cpu-core") == []
+    assert format_problems(edited(run, {"placement.float32_on_gpus": True}), "h100") == []
+
+
+def test_time_outs_by_hand() -> None:
+    """15.2 GB at 1e8 bytes/s are 152.3 s."""
+    run = spec(model={"path": "m", "dtype": "bfloat16"}, timeouts={"sync_s": 77})
+    large = timed(run, shape(QWEN_7B), device_of("h100"))
+    size_s = 2 * shape(QWEN_7B).parameters / 1e8
+    assert size_s == pytest.approx(152.3, abs=0.2)
+    assert large.timeouts.start_s == pytest.approx(600 + size_s, abs=1)
+    assert large.timeouts.sync_s == 77  # as it was set
+    assert large.timeouts.call_s > 600 + size_s
+    assert large.timeouts.generate_s > 3600
+
+
+def test_a_resumed_spec_keeps_what_was_decided(tmp_path: Path) -> None:
+    from rlhfless.spec.load import load_spec, resolved_yaml
+
+    file = tmp_path / "spec.yaml"
+    file.write_text(resolved_yaml(settled(spec(model={"path": str(tmp_path)}), "h100")))
+    again = settled(load_spec(file), "h100")
+    assert again.model.dtype == "bfloat16"
+    assert again.timeouts == load_spec(file).timeouts
