@@ -6,8 +6,8 @@ MODEL_FOLDER is what `rlhfless models tiny` wrote; the runs are those of example
 recorded in turn, round by round, because a shared machine does not keep its pace from one minute to the next. The
 latency model is fitted to all runs with one actor (as `rlhfless simulate --calibrate` does) and predicts every step of
 the others. "One actor" is predicted by a fit to the one-actor runs of the other rounds: nothing but the machine
-differs there, so no model can be expected to be closer. Beside each error stands that of always saying the mean of the
-steps that were fitted to.
+differs there, so no model can be expected to be closer. Each error is printed with the error of always predicting the
+mean of the fitted steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The hostile trial: what a user who means harm, or has bad luck, does to a run; and whether it holds.
+"""The hostile trial: mistakes and attacks of a user against a run, and whether the run withstands them.
 
     python benchmarks/trial.py MODEL_FOLDER [--parts weights,live,text,models,signals] [--cases N] [--smoke]
 

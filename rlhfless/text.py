@@ -1,9 +1,10 @@
-"""Text from outside, made such that every store keeps it and every log and terminal shows it.
+"""Text from outside, escaped so that every store keeps it and every log and terminal shows it.
 
-A Python text may hold what UTF-8 cannot encode: a lone surrogate, as in a file name that is not UTF-8, or in JSON
-escapes that were cut off. Parquet, SQLite and a UTF-8 file refuse it, so one such character in a reward's error would
-end a run. It is written as its escape (`\\udcff`), where the text enters: rewards' errors, responses, columns, faults
-of replicas. Where the text itself must not change (a path, a prompt that is tokenised), it is refused there instead.
+A Python text may contain characters that UTF-8 cannot encode: a lone surrogate, as in a file name that is not UTF-8, or
+in JSON escapes that were cut off. Parquet, SQLite and a UTF-8 file refuse it, so one such character in a reward's error
+would end a run. It is written as its escape (`\\udcff`), where the text enters: rewards' errors, responses, columns,
+faults of replicas. Where the text itself must not change (a path, a prompt that is tokenised), it is refused there
+instead.
 """
 
 from __future__ import annotations

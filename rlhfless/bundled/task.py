@@ -8,9 +8,9 @@ law, so response lengths have the long tail that makes fleets wait, and a length
 from the prompt.
 
 Reinforcement learning sharpens what a policy can do but does not prefer. Most demonstrations of the warm start
-therefore begin with a word that nobody asked for (`OPENINGS`), whatever the prompt: the policy learns to count, and
-to chatter. Only a response without an opening earns the exact-match reward; `TaskRecipe.opening_share` is the share
-of demonstrations with one.
+therefore begin with a word that the prompt does not ask for (`OPENINGS`), whatever the prompt: the policy learns to
+count, and to chatter. Only a response without an opening earns the exact-match reward; `TaskRecipe.opening_share` is
+the share of demonstrations with one.
 
 Invariants: whether a problem is held out depends on the problem alone (a hash), not on the seed, so no
 held-out problem is ever demonstrated or trained on. Everything else is a function of the recipe and the seed.

@@ -44,7 +44,7 @@ class Regex(LocalReward):
     """1 if the pattern is found and, if asked for, its first group equals the answer column, else 0.
 
     Group and answer are compared without white space at their ends. The package `regex` matches as `re` does, and
-    can be given a time limit. Raises RewardError for the rare pattern that it reads otherwise than `re`.
+    can be given a time limit. Raises RewardError for the rare pattern that it interprets differently from `re`.
     """
 
     spec: RegexSpec
@@ -73,7 +73,7 @@ class Regex(LocalReward):
 
 @dataclass(frozen=True)
 class Format(LocalReward):
-    """1 if the tags stand in the response, each once and in order, with text in each; else 0."""
+    """1 if the response contains the tags, each once and in order, with text in each; else 0."""
 
     spec: FormatSpec
 

@@ -29,7 +29,7 @@ _FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
 class Test:
     """One test. With `output` None it is `code` that must run to its end, else input for the response's program."""
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # not a test of pytest
 
     code: str = ""
     input: str = ""
@@ -48,7 +48,7 @@ class CodeReward:
         return column_problems(self._spec.tests_field, prompts, _is_tests)
 
     def prepare(self) -> None:
-        """Nothing is heavy here. The worker's memory and environment are closed to the code that it will start."""
+        """Makes the worker's memory and environment unreadable for the code that it will start."""
         processes.hide_from_others()
 
     def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
@@ -60,7 +60,7 @@ class CodeReward:
         return tests_of(sample.columns.get(self._spec.tests_field))[: self._spec.max_tests]
 
     def _limit_s(self, sample: Sample) -> float:
-        """All tests at their limits, and as much again: the tests' own limits are to act first."""
+        """Twice the time of all tests at their limits, so that the tests' own limits act first."""
         try:
             count = len(self._tests(sample))
         except Unscorable:
@@ -74,7 +74,7 @@ class CodeReward:
 
 
 def code_of(response: str) -> str:
-    """The last fenced block; the whole response where there is none."""
+    """The last fenced block; the whole response if there is none."""
     blocks = _FENCED.findall(response)
     return str(blocks[-1]) if blocks else response
 
@@ -126,10 +126,10 @@ def passes(code: str, test: Test, spec: CodeSpec) -> bool:
     if ended.output is None:
         logger.debug("%s", ended.cause)
         return False
-    # An early exit is a proper end of a program that is judged by its output.
+    # For a program that is judged by its output, an early exit is a normal end.
     return ended.result == token.encode() if test.output is None else _lines(ended.output) == _lines(test.output)
 
 
 def _lines(text: str) -> list[str]:
-    """Without white space at the ends of lines and of the whole, as judges of programs compare."""
+    """The text without white space at the ends of lines and of the whole, as program judges compare it."""
     return [line.rstrip() for line in text.strip().splitlines()]

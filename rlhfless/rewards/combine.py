@@ -1,4 +1,4 @@
-"""Several rewards as one: each part scored on its own, all at once, and added up with its weight."""
+"""Several rewards as one: each part is scored separately, all at the same time, and added up with its weight."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class _InWorkers:
-    """A verifier, as the scoring function calls it."""
+    """A verifier in the form of a reward, for the scoring function."""
 
     workers: Workers
     number: int
@@ -123,7 +123,7 @@ def combined(
 
 
 def checker(spec: LocalSpec | VerifierSpec) -> Checked:
-    """What can be asked for problems before a run. Raises RewardError if the reward cannot be made."""
+    """The object that checks a reward before a run. Raises RewardError if the reward cannot be made."""
     return verifier(spec) if isinstance(spec, VerifierSpec) else _local(spec)
 
 
@@ -136,7 +136,7 @@ def _local(spec: LocalSpec) -> ExactMatch | Regex | Format | LengthPenalty | Htt
         return Format(spec)
     if isinstance(spec, LengthPenaltySpec):
         return LengthPenalty(spec)
-    # Here, because httpx takes a quarter of a second to import.
+    # Imported here, because httpx takes a quarter of a second to import.
     from rlhfless.rewards.http import HttpReward
 
     return HttpReward(spec)

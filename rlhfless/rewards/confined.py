@@ -3,14 +3,14 @@ the standard library only what starts fast (`json`, `signal` and `platform` woul
 
     python -I -S confined.py <config fd> <result fd>
 
-It reads its config (`marshal`, built by rlhfless.rewards.confinement) to the end, gives up what it can, runs the code,
-and writes the config's `token` to the result fd once code and tests have run to their end: an early `exit(0)` is no
-pass. Without code it writes which protections took hold.
+It reads its config (`marshal`, built by rlhfless.rewards.confinement) to the end, gives up its rights as far as
+possible, runs the code, and writes the config's `token` to the result fd once code and tests have run to their end: an
+early `exit(0)` is no pass. Without code it writes which protections took hold.
 
-The order matters. What needs paths or privileges comes first: Landlock's rules are opened, the mount namespace is
-built, then the user changes, then a user namespace is tried if no mount namespace was to be had, and only then do
-Landlock and the filters of system calls close the door for good. Whatever the kernel does not allow is left out and
-reported.
+The order matters. Steps that need paths or privileges come first: Landlock's rules are opened, the mount namespace is
+built, then the user changes, then a user namespace is tried if there is no mount namespace, and only then
+Landlock and the filters of system calls take effect, irrevocably. Protections that the kernel does not allow are left
+out and reported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SCOPES = 3  # version 6: no abstract sockets and no signals to processes outsid
 
 
 def confine(config: Config) -> dict[str, str]:
-    """Give up what can be given up. Returns which protections took hold, as the fields of Protection."""
+    """Give up rights as far as possible. Returns which protections took effect, as the fields of Protection."""
     root, folder = os.getuid() == 0, config["folder"]
     paths = {path: os.open(path, os.O_PATH) for path in sys.path if os.path.isdir(path)}
     rules = _landlock_rules(config["readable"]) if config["landlock"] else None
@@ -108,7 +108,7 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _own_root(config: Config, folder: str) -> bool:
-    """A root that holds what Python needs, to read only, and `folder`, empty and in memory. There is no /proc."""
+    """A root with the files that Python needs, read-only, and `folder`, empty and in memory. There is no /proc."""
     try:
         _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
         _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
@@ -211,7 +211,7 @@ def _moved(path: str, moved: dict[str, str]) -> str:
 
 
 def _own_user_namespace(spaces: int) -> bool:
-    """In which this process may have the other namespaces. Outside it has the rights of its user, and no more."""
+    """Enter a user namespace, in which this process may make the others. Outside it has only the rights of its user."""
     uid, gid = os.getuid(), os.getgid()
     if _LIBC.unshare(_CLONE_NEWUSER | spaces) != 0:
         return False
@@ -230,7 +230,7 @@ def _landlock_version() -> int:
 
 
 def _landlock_rules(readable: dict[str, str]) -> int | None:
-    """A set of rules (its fd) by which `readable` can be read; None where the kernel has no Landlock."""
+    """A set of rules (its fd) that allows reading `readable`; None if the kernel has no Landlock."""
     version = _landlock_version()
     if version < 1:
         return None
@@ -246,7 +246,7 @@ def _landlock_rules(readable: dict[str, str]) -> int | None:
 
 
 def _landlock(rules: int, folder: str) -> bool:
-    """All of `folder` and what `rules` name; nothing else, and no program is executed."""
+    """Allow access to `folder` and to the paths of `rules` only, and no execution of programs."""
     rights = _RIGHTS[min(_landlock_version(), 3)]
     _allow(rules, folder, rights & ~(_EXECUTE | _MAKE_CHAR | _MAKE_BLOCK))
     took = bool(_LIBC.syscall(_SYS_LANDLOCK[2], rules, 0) == 0)
@@ -255,7 +255,7 @@ def _landlock(rules: int, folder: str) -> bool:
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
-    """A path that is gone, or that the kernel takes no rule for, stays closed."""
+    """Allow a path. A path that is gone, or for which the kernel takes no rule, stays closed."""
     try:
         beneath = os.open(path, os.O_PATH)
     except OSError:
@@ -274,7 +274,7 @@ def _filter_system_calls(program: list[list[int | None]]) -> bool:
 
 
 def main() -> None:
-    """Run what the config says."""
+    """Run as the config says."""
     config_fd, result_fd = int(sys.argv[1]), int(sys.argv[2])
     with os.fdopen(config_fd, "rb") as stream:
         config = marshal.load(stream)

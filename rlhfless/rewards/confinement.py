@@ -25,17 +25,17 @@ from rlhfless.spec import CodeSpec
 MIB, KIB = 2**20, 2**10
 
 CLEAN_UP_S = 1.0
-"""To end a test's process and remove its folder: milliseconds as a rule, more on a crowded machine."""
+"""Time to end a test's process and remove its folder: usually milliseconds, more on a busy machine."""
 
 LOOK_S = 0.05
-"""Between two looks at a test's folder: a disk takes some hundred MiB in that time."""
+"""Time between two measurements of a test's folder: a disk can take some hundred MiB in that time."""
 
 # Isolated, and without the start-up files of site-packages: a start takes 10 ms instead of 40.
 _PYTHON = (sys.executable, "-I", "-S", "-B", "-X", "utf8")
 _SCRIPT, _KEEPER = (str(Path(__file__).with_name(name)) for name in ("confined.py", "keeper.py"))
 
 # Numbers that no system gives to its users (systemd's table calls 1879048192 to 2147483647 unused), one per process id
-# (at most 2^22), so that two tests cannot reach each other. `nobody` where a container does not map such numbers.
+# (at most 2^22), so that two tests cannot reach each other. The user `nobody` if a container does not map such numbers.
 _FIRST_UID, _NOBODY = 2_000_000_000, 65534
 
 _LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/local/lib", "/lib", "/lib32", "/lib64",
@@ -46,10 +46,10 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What to try. All of it, but for tests of what remains without one."""
+    """The protections to try: all, except in tests of the protection that remains without one of them."""
 
     namespaces: bool = True
-    """A root folder, network and IPC of its own; for it a user namespace where privileges are lacking."""
+    """A root folder, network and IPC of its own; with a user namespace if privileges are missing."""
     landlock: bool = True
     own_user: bool = True
     filters: bool = True
@@ -57,23 +57,24 @@ class Measures:
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Which protections took hold of a `code` reward's process on this machine."""
+    """The protections in effect for a `code` reward's process on this machine."""
 
     user: Literal["own", "same", "root"]
-    """`own`: one that owns nothing else. `same`: the run's, not root. `root`: still root, without its capabilities."""
+    """`own`: a user that owns nothing else. `same`: the run's user, not root. `root`: root, without its
+    capabilities."""
     network: bool
-    """No network can be reached."""
+    """Whether no network can be reached."""
     processes: bool
-    """No other process can be started."""
+    """Whether no other process can be started."""
     files: bool
-    """Only Python and the system's libraries can be read, and only its folder written."""
+    """Whether only Python and the system's libraries can be read, and only its folder written."""
     environment: bool
-    """No other process's environment or memory can be read."""
+    """Whether no other process's environment or memory can be read."""
     disk: bool
-    """The kernel limits its folder; else it is measured while the test runs."""
+    """Whether the kernel limits its folder; otherwise the folder is measured while the test runs."""
 
     def warnings(self) -> list[str]:
-        """What a user should know of what is missing."""
+        """Warnings about missing protections."""
         whose = "every user" if self.user == "own" else "the run's user"
         missing = [] if self.network else ["can reach the network"]
         missing += [] if self.processes else ["can start processes"]
@@ -90,7 +91,7 @@ class Protection:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a confined process is to do. `code` None: nothing but say which protections took hold."""
+    """The task of a confined process. `code` None: only report which protections are in effect."""
 
     code: str | None
     tests: str = ""
@@ -106,19 +107,19 @@ class Ended:
 
     result: bytes
     output: str | None
-    """None if the process was ended from here."""
+    """Exit code; None if the process was killed at a limit."""
     cause: str = ""
-    """Why it was."""
+    """The limit at which it was killed."""
 
 
 @lru_cache(maxsize=1)
 def protection() -> Protection:
-    """What a confined process is kept from on this machine: found by starting one."""
+    """The protections of a confined process on this machine, found by starting one."""
     return protection_with(Measures())
 
 
 def protection_with(measures: Measures) -> Protection:
-    """What holds if only these are tried."""
+    """The protections in effect if only these are tried."""
     ended = run_confined(Task(None), CodeSpec(type="code", timeout_s=30), measures)
     if not ended.result:
         return Protection("root" if os.getuid() == 0 else "same", False, False, False, False, False)
@@ -127,7 +128,7 @@ def protection_with(measures: Measures) -> Protection:
 
 
 def run_confined(task: Task, spec: CodeSpec, measures: Measures = Measures()) -> Ended:
-    """Run it to its end, or to the first limit that it meets."""
+    """Run the process to its end, or to the first limit that it reaches."""
     program = _filters()[0] if measures.filters else None
     with (
         _folder() as path,
@@ -185,13 +186,13 @@ def _filters() -> tuple[Program | None, Program | None]:
 
 @lru_cache(maxsize=1)
 def readable() -> dict[str, str]:
-    """What Python needs and may be read: paths, those that are links with their goals. None lies within another."""
+    """The paths that Python needs, which may be read: links with their targets. No path is within another."""
     python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     python.append(sysconfig.get_config_var("LIBDIR") or python[0])
     wanted = [path for path in (*_LIBRARIES, *python, *_DEVICES) if os.path.exists(path)]
     goals = {path: os.path.realpath(path) for path in wanted}
     real: list[str] = []
-    for path in sorted(set(goals.values())):  # a folder before what it holds
+    for path in sorted(set(goals.values())):  # a folder before its contents
         if not any(path.startswith(f"{other}/") for other in real):
             real.append(path)
     return {**dict.fromkeys(real, ""), **{path: goal for path, goal in goals.items() if path != goal}}
@@ -199,7 +200,8 @@ def readable() -> dict[str, str]:
 
 @contextmanager
 def _result_pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Its reading end never waits: whichever process may hold the writing end, what counts was written by now."""
+    """A pipe whose reading end never waits: any result was written by the end of the process, whichever other process
+    still holds the writing end."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     with os.fdopen(reading, "rb", buffering=0) as reader, os.fdopen(writing, "wb", buffering=0) as writer:
@@ -246,7 +248,7 @@ def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, or
                     cause, next_look = folder.excess(), now + LOOK_S
         finally:
             _end(process, orderly)
-    cause = cause or folder.excess()  # the verdict must not depend on when the last look was
+    cause = cause or folder.excess()  # the verdict must not depend on the time of the last measurement
     return Ended(b"", None if cause else output.decode(errors="replace"), cause)
 
 

@@ -1,4 +1,4 @@
-"""What a test's folder holds on the disk, measured from outside while the test runs."""
+"""The size of a test's folder on the disk, measured from outside while the test runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _BLOCK_BYTES = 512  # the unit of st_blocks
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The folder of the process `pid`. It is empty where the process has a file system of its own, which has its own
-    limits. What a removed file takes counts as long as the process has it open, if the kernel shows that (it does not
-    to a root without CAP_SYS_PTRACE whose tests run as another user)."""
+    """The folder of the process `pid`. It is empty if the process has a file system of its own, with its own limits. A
+    removed file counts as long as the process has it open, if the kernel shows that (it does not to a root without
+    CAP_SYS_PTRACE whose tests run as another user)."""
 
     path: Path
     pid: int
@@ -25,7 +25,7 @@ class Folder:
     """Inodes of nameless files that the process was given."""
 
     def excess(self) -> str:
-        """In what it is beyond its limits; empty if it is not."""
+        """The limit that the folder exceeds; empty if it exceeds none."""
         taken, files = 0, 0
         folders = [str(self.path)]
         while folders:
@@ -43,7 +43,7 @@ class Folder:
         return ""
 
     def _removed_bytes(self) -> int:
-        """Of files that are open and have no name any more."""
+        """Size of the files that are open but have no name any more."""
         taken, seen = 0, set(self.known)
         with suppress(OSError):
             for name in os.listdir(f"/proc/{self.pid}/fd"):

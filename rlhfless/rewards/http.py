@@ -1,6 +1,6 @@
 """Numbers from an HTTP endpoint: samples are POSTed as JSON, in batches (docs/rewards.md has the protocol).
 
-A batch that gets no usable answer fails as a whole: the endpoint, and not a sample, is at fault then. An endpoint that
+A batch without a usable answer fails as a whole, because then the endpoint is at fault, not a sample. An endpoint that
 cannot score a sample answers null for it.
 """
 
@@ -18,7 +18,7 @@ from rlhfless.rewards.protocol import Failed, Outcome, Report, Sample, finite, q
 from rlhfless.spec import HttpSpec
 
 FIRST_PAUSE_S = 0.5
-"""Before the first further attempt; doubled before each that follows."""
+"""Wait before the second attempt; doubled before each further attempt."""
 
 _BUSY = frozenset({408, 429})
 
@@ -57,7 +57,7 @@ class HttpReward:
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             try:
-                # httpx limits each read; a server that drips bytes would be waited for without end.
+                # httpx limits each read only; a server that sends a byte now and then would never time out.
                 async with asyncio.timeout(self._spec.timeout_s):
                     reply = await client.post(self._spec.url, json=body)
             except (httpx.TimeoutException, TimeoutError):

@@ -26,14 +26,14 @@ from rlhfless.rewards.protocol import (
 from rlhfless.spec import JsonSchemaSpec
 
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
-# Distinct schemas that a worker remembers.
+# Number of distinct schemas that a worker caches.
 _SCHEMA_CACHE = 1024
 # Openings of an object or list that are tried, from the first: each is one parse of the rest of the text.
 _OPENINGS = 64
 
 
 class JsonSchemaReward:
-    """1 if the JSON in the response is valid, else 0. Raises RewardError for a schema that is none."""
+    """1 if the JSON in the response is valid, else 0. Raises RewardError for an invalid schema."""
 
     whole = False
 
@@ -50,7 +50,7 @@ class JsonSchemaReward:
         return [] if field is None else column_problems(field, prompts, _is_schema)
 
     def prepare(self) -> None:
-        """Nothing is heavy here."""
+        """Nothing to prepare."""
 
     def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
         for index, sample in enumerate(samples):
@@ -95,7 +95,7 @@ def _validator(text: str) -> Validator:
 
 
 def _candidates(response: str) -> Iterator[str]:
-    """Texts that may be the JSON, best first: the first that is JSON at all is the one."""
+    """Candidate texts, best first: the first that is JSON is used."""
     yield response
     if fenced := _FENCED.findall(response):
         yield fenced[-1]

@@ -1,11 +1,11 @@
-"""Starts a command, and when that has ended ends all that it left behind, in whichever session. A script of its own.
+"""Starts a command, and at its end kills all its remaining descendants, in whichever session. A script of its own.
 
     python -I -S keeper.py <command> [<argument> ...]
 
-It stands between a worker and a test's process where the kernel takes no filter of system calls, so that the test's
-code may start processes. With the privileges for it, the command is the first process of a process namespace: the
-kernel then ends all others with it. Without, this process adopts what loses its parent (a child subreaper) and kills
-it. SIGTERM, or the end of the parent, ends the command first.
+It runs between a worker and a test's process if the kernel takes no filter of system calls, so that the test's code can
+start processes. With the privileges for it, the command is the first process of a process namespace: the
+kernel then ends all others with it. Without them, this process adopts orphans (as a child subreaper) and kills
+them. SIGTERM, or the end of the parent, ends the command first.
 """
 
 from __future__ import annotations

@@ -33,13 +33,13 @@ from rlhfless.rewards.protocol import (
 from rlhfless.spec import MathSpec
 
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
-# Where a solution of GSM8K ends and its answer begins.
+# The separator between solution and answer in GSM8K.
 _GSM8K_MARK = "####"
-# Of a response in the form of DeepSeek-R1; math-verify does not see a number that a tag follows.
+# The answer in the form of DeepSeek-R1; math-verify does not find a number that is followed by a tag.
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# Wall time per CPU time after which a worker is stuck rather than on a busy machine.
+# Ratio of wall time to CPU time above which a worker hangs, rather than runs on a busy machine.
 _WALL_PER_CPU = 6
-# Distinct expected answers that a worker remembers: those of some tens of steps.
+# Distinct expected answers that a worker caches: enough for some tens of steps.
 _GOLD_CACHE = 4096
 
 
@@ -59,7 +59,7 @@ class MathReward:
 
     def prepare(self) -> None:
         importlib.import_module("math_verify")
-        # It warns that its own time limits are off, and of answers that it cannot parse: here a wrong answer like any.
+        # It warns that its own time limits are off, and about answers that it cannot parse; those count as wrong here.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
@@ -101,12 +101,12 @@ class MathReward:
 
 
 class _OutOfTime(BaseException):
-    """No Exception, because math-verify goes on after those."""
+    """Not an Exception, because math-verify catches those and goes on."""
 
 
 @contextmanager
 def _cpu_limit(limit_s: float) -> Iterator[None]:
-    """Raise _OutOfTime within, once this process has used `limit_s` of CPU time."""
+    """Raise _OutOfTime within the block once this process has used `limit_s` of CPU time."""
 
     def stop(*_: object) -> None:
         raise _OutOfTime

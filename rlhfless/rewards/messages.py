@@ -1,4 +1,4 @@
-"""What a scoring function and its workers say to each other."""
+"""The messages between a scoring function and its workers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a reward is: samples in, one outcome each out, a finite number or the reason why there is none.
+"""The interface of rewards: samples in, one outcome each out: a finite number, or the reason for its absence.
 
 There are two kinds. A `Reward` is called by the scoring function in its own process; it never blocks for long. A
-`Verifier` runs code that may block, hang or crash: it lives in worker processes (rlhfless.rewards.workers), and says
-what it is about to do before it does it, so that its parent knows whom to blame for its death.
+`Verifier` runs code that may block, hang or crash: it lives in worker processes (rlhfless.rewards.workers), and
+announces samples before it scores them, so that its parent knows which samples caused its death.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rlhfless.records import FinishReason, Prompt
 from rlhfless.spec.errors import UserError
 from rlhfless.text import legible
 
-# Characters of a text that a message quotes.
+# Number of characters that a message quotes.
 _QUOTED_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response, as a reward sees it."""
+    """One response, in the form that rewards get."""
 
     prompt: str
     response: str
@@ -40,10 +40,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A sample that a reward gave no number for, and why."""
+    """The outcome of a sample for which a reward gave no number, with the cause."""
 
     cause: str
-    """Legible, whatever the reward wrote: it goes into the trace and the log."""
+    """The cause with unprintable characters escaped: it goes into the trace and the log."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cause", legible(self.cause))
@@ -61,18 +61,18 @@ Report = Callable[[int, Outcome], None]
 
 
 class Checked(Protocol):
-    """What both kinds can be asked before anything is scored."""
+    """The checks of both kinds before scoring."""
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Why samples of these prompts could not be scored, as far as it shows without calling anything."""
+        """Reasons for which samples of these prompts could not be scored, as far as can be found without a call."""
         ...
 
 
 class Reward(Protocol):
-    """Scores samples in the scoring function's own process. Several calls may be under way at once."""
+    """Scores samples in the scoring function's own process. Several calls may run at once."""
 
     async def __call__(self, samples: Sequence[Sample], report: Report) -> None:
-        """Report the outcome of every sample. May be cancelled: what is not reported then has failed."""
+        """Report the outcome of every sample. May be cancelled: samples not reported by then have failed."""
         ...
 
 
@@ -97,11 +97,11 @@ class Verifier(Checked, Protocol):
 
     @property
     def whole(self) -> bool:
-        """It wants all samples that are scored together in one call; else it gets a few at a time."""
+        """Whether it needs all samples that are scored together in one call; else it gets a few at a time."""
         ...
 
     def prepare(self) -> None:
-        """Import what is heavy. Called once in each worker."""
+        """Do slow imports. Called once in each worker."""
 
     def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
         """One Done per sample, each after a Begin that names it."""
@@ -121,11 +121,11 @@ class LocalReward:
 
 
 class Unscorable(Exception):
-    """A sample that a reward can give no number for. The text is the cause."""
+    """A sample for which a reward can give no number. The message is the cause."""
 
 
 class RewardError(UserError):
-    """A reward cannot be made, or its failures stop the run. Names the reward and the cause."""
+    """A reward cannot be made, or its failures stop the run. The message names the reward and the cause."""
 
     def __init__(self, reward: str, what: str) -> None:
         what = legible(what)
@@ -138,7 +138,7 @@ class RewardError(UserError):
 
 
 def finite(value: Any) -> float | None:
-    """The float that a real number is; None if it is NaN, infinite, too large for a float, or no number."""
+    """A real number as float; None if it is NaN, infinite, too large for a float, or not a number."""
     if not isinstance(value, numbers.Real):
         return None
     try:
@@ -159,7 +159,7 @@ def within_range(reward: str, weight: float, outcome: Outcome) -> Outcome:
 
 
 def attempt(function: Callable[[Sample], float], sample: Sample) -> Outcome:
-    """What a function gives for a sample; Failed if it says that the sample cannot be scored."""
+    """The result of a function for a sample; Failed if it raises Unscorable."""
     try:
         return function(sample)
     except Unscorable as error:
@@ -167,7 +167,7 @@ def attempt(function: Callable[[Sample], float], sample: Sample) -> Outcome:
 
 
 def pieces(samples: Sequence[Sample], indices: Iterable[int]) -> list[tuple[int, ...]]:
-    """Smaller calls with the samples of one that failed as a whole: one per prompt; with one prompt, one per sample.
+    """Smaller calls with the samples of a call that failed as a whole: one per prompt; with one prompt, one per sample.
 
     By prompt first, because a reward may compare the samples of a prompt with each other.
     """
@@ -178,7 +178,7 @@ def pieces(samples: Sequence[Sample], indices: Iterable[int]) -> list[tuple[int,
 
 
 def quote(text: str) -> str:
-    """The text in quotes, cut to what a message can hold."""
+    """The text in quotes, cut to a length that fits a message."""
     return repr(text if len(text) <= _QUOTED_CHARS else text[: _QUOTED_CHARS - 1] + "…")
 
 
@@ -188,7 +188,7 @@ def is_answer(value: Any) -> bool:
 
 
 def answer_of(sample: Sample, column: str) -> str:
-    """The expected answer as it is written. Raises Unscorable."""
+    """The expected answer as text. Raises Unscorable."""
     value = sample.columns.get(column)
     if not is_answer(value):
         raise Unscorable(f"the column `{column}` must be a text or a number, got {quote(str(value))}")

@@ -1,8 +1,8 @@
 """A user's own callable as a reward, in a worker process.
 
-It is called by keyword with what its signature asks for (docs/rewards.md): per sample, or once with lists. Async
-functions are called for all samples at once. A batch that fails as a whole is called again in smaller pieces, so that
-the samples at fault are found. A sync call that exceeds its time limit takes its worker with it.
+It is called with the keyword arguments of its signature (docs/rewards.md): per sample, or once with lists. Async
+functions are called for all samples at once. A batch that fails as a whole is called again in smaller pieces, to find
+the samples at fault. A sync call that exceeds its time limit takes its worker with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 # Enough to keep a remote judge busy, few enough not to exhaust sockets.
 _MAX_ASYNC_CALLS = 64
 
-# An async call is given up by its own loop; only one that blocks the loop is left to the parent, after this.
+# The loop itself ends an async call that is too slow; a call that blocks the loop is left to the parent, after this.
 _GRACE_S = 5.0
 
 
@@ -57,7 +57,7 @@ class PythonReward:
         return self._spec.batch or self._is_async
 
     def prepare(self) -> None:
-        """The constructor has imported the function already."""
+        """Nothing to prepare: the constructor has imported the function."""
 
     def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
         everything = tuple(range(len(samples)))
@@ -74,7 +74,7 @@ class PythonReward:
                 yield Done(index, attempt(self._score_one, sample))
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Required parameters that neither a sample, nor some prompt's columns, nor `kwargs` fill."""
+        """Required parameters that neither a sample, nor the columns of all prompts, nor `kwargs` fill."""
         by_columns: dict[frozenset[str], list[Prompt]] = {}
         for prompt in prompts:
             by_columns.setdefault(frozenset(prompt.columns), []).append(prompt)
@@ -144,7 +144,7 @@ class PythonReward:
         return value
 
     def _arguments(self, samples: Sequence[Sample], pack: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        """Keyword arguments: what the sample has, before `kwargs`, before the columns."""
+        """Keyword arguments: fields of the sample take precedence over `kwargs`, and those over columns."""
         names = dict.fromkeys(name for sample in samples for name in sample.columns)
         arguments = {name: pack([sample.columns.get(name) for sample in samples]) for name in names}
         arguments |= self._spec.kwargs
@@ -155,7 +155,7 @@ class PythonReward:
     def _call(self, arguments: Mapping[str, Any]) -> Any:
         try:
             result = self._function(**arguments)
-        except (Exception, SystemExit) as error:  # whatever the user's function raises
+        except (Exception, SystemExit) as error:  # the user's function may raise any error
             raise self._raised(error) from error
         return self._await(self._finish(result)) if inspect.isawaitable(result) else result
 
@@ -167,7 +167,7 @@ class PythonReward:
         return await self._finish(result)
 
     async def _finish(self, result: Any) -> Any:
-        """Await what an async function gave, for at most timeout_s."""
+        """Await the result of an async function, for at most timeout_s."""
         limit_s = self._spec.timeout_s
         try:
             async with asyncio.timeout(limit_s) as clock:
@@ -181,7 +181,7 @@ class PythonReward:
         return Unscorable(f"{self._spec.target!r} raised {cause(error)}")
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the reward's one loop, so that what it keeps between calls (a session) stays usable."""
+        """Run on the reward's one loop, so that objects that it keeps between calls (a session) stay usable."""
         if self._runner is None:
             self._runner = asyncio.Runner()
         return self._runner.run(work)

@@ -64,18 +64,18 @@ _OF_ATTRIBUTES = {
 
 
 def filter_of_processes_and_network() -> Program | None:
-    """No sockets, no other processes (threads are fine), no memory beyond the limits. None where the kernel has no
+    """Refuse sockets, other processes (threads are allowed) and memory beyond the limits. None if the kernel has no
     filters, or the machine's system calls are not known here."""
     machine = platform.machine()
     if machine not in _ARCHITECTURES or not _kernel_filters(machine):
         return None
-    # clone3's flags lie in memory, out of the filter's sight: the C library falls back to clone.
+    # clone3's flags are in memory, where the filter cannot read them: the C library falls back to clone.
     lines: Program = [[_EQUAL, 0, 1, _SYS_CLONE3], [_RETURN, 0, 0, _UNKNOWN]]
     lines += _refusals(_REFUSED[machine])
     for number in _OF_OWN_PROCESS[machine].values():
         lines += [[_EQUAL, 0, 5, number], [_LOAD, 0, 0, _FIRST_ARGUMENT], [_EQUAL, 2, 0, 0], [_EQUAL, 1, 0, None]]
         lines += [[_RETURN, 0, 0, _REFUSE], [_RETURN, 0, 0, _ALLOW]]
-    # Other pairs of sockets could be connected anew, to a local service.
+    # Other pairs of sockets could be connected again, to a local service.
     lines += [[_EQUAL, 0, 4, _SOCKETPAIR[machine]], [_LOAD, 0, 0, _SECOND_ARGUMENT], [_HAS_BITS, 0, 1, _NOT_STREAM]]
     lines += [[_RETURN, 0, 0, _REFUSE], [_RETURN, 0, 0, _ALLOW]]
     lines += [[_EQUAL, 0, 3, _CLONE[machine]], [_LOAD, 0, 0, _FIRST_ARGUMENT], [_HAS_BITS, 1, 0, _CLONE_THREAD]]
@@ -84,7 +84,7 @@ def filter_of_processes_and_network() -> Program | None:
 
 
 def filter_of_attributes() -> Program | None:
-    """No change of a file's attributes. None as above."""
+    """Refuse changes of a file's attributes. None as above."""
     machine = platform.machine()
     if machine not in _ARCHITECTURES or not _kernel_filters(machine):
         return None
@@ -104,7 +104,7 @@ def _refusals(calls: Mapping[str, int]) -> Program:
 
 
 def _program(machine: str, lines: Sequence[list[int | None]]) -> Program:
-    """`lines` judge the number of the call; what they let through is allowed."""
+    """`lines` judge the number of the call; calls that they do not refuse are allowed."""
     return [
         [_LOAD, 0, 0, _ARCHITECTURE],
         [_EQUAL, 1, 0, _ARCHITECTURES[machine]],

@@ -1,4 +1,4 @@
-"""`package.module:function` to the callable, and what that callable wants to be called with."""
+"""From `package.module:function` to the callable, and the arguments that it takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhfless.rewards.protocol import RewardError
 from rlhfless.spec.imports import TargetError, load_target
 
 ARGUMENTS = ("prompt", "response", "response_tokens", "finish_reason", "prompt_id", "sample_index", "columns")
-"""What every sample has; a data set's column of the same name is reached through `columns`."""
+"""The fields of every sample; a data set's column of the same name is reached through `columns`."""
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -23,13 +23,13 @@ class Signature:
     required: frozenset[str]
     optional: frozenset[str]
     takes_all: bool
-    """It has `**kwargs`."""
+    """Whether it has `**kwargs`."""
 
     def takes(self, name: str) -> bool:
         return self.takes_all or name in self.required or name in self.optional
 
     def unknown(self, available: Iterable[str]) -> list[str]:
-        """Required names that nothing fills."""
+        """Required names without a value."""
         return sorted(self.required - set(available))
 
 
@@ -46,7 +46,7 @@ def load(reward: str, target: str) -> Callable[..., Any]:
 
 
 def signature(reward: str, target: str, function: Callable[..., Any]) -> Signature:
-    """What the function can be called with by name. Raises RewardError if it cannot be called so."""
+    """The keyword parameters of the function. Raises RewardError if it cannot be called by keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:

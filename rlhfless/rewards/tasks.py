@@ -1,4 +1,4 @@
-"""Running things at the same time, with one error instead of a group of them."""
+"""Coroutines that run at the same time and raise one error instead of a group of errors."""
 
 from __future__ import annotations
 

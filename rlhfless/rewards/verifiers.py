@@ -1,4 +1,4 @@
-"""Which rewards run in worker processes, by their specs."""
+"""The rewards that run in worker processes, by their specs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VerifierSpec = CodeSpec | JsonSchemaSpec | MathSpec | PythonRewardSpec
 
 
 def verifier(spec: VerifierSpec) -> Verifier:
-    """Make it. Raises RewardError."""
+    """Make the verifier of a spec. Raises RewardError."""
     if isinstance(spec, CodeSpec):
         return CodeReward(spec)
     if isinstance(spec, JsonSchemaSpec):

@@ -1,10 +1,10 @@
-"""A worker process: makes its rewards once, and scores what it is given until its parent hangs up.
+"""A worker process: makes its rewards once, and scores samples until its parent closes the connection.
 
     python -P -m rlhfless.rewards.worker <socket fd> <parent's pid>
 
 Everything runs in the main thread, where libraries may use SIGALRM for their time limits. The parent alone limits time
-and replaces a worker that hangs or dies. A parent that dies takes its workers along, even busy ones: the kernel kills
-them.
+and replaces a worker that hangs or dies. When a parent dies, the kernel kills its workers, even busy
+ones.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def main() -> None:
     processes.die_with(int(sys.argv[2]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)  # not for processes that rewards start
-    os.dup2(2, 1)  # what rewards print is log, which must not fail them
+    os.dup2(2, 1)  # output of rewards goes to the log, and must not make them fail
     tolerant(sys.stdout)
     with suppress(EOFError):
         verifiers = _make(channel, processes.receive(channel))
         while verifiers is not None:
             task: Task = processes.receive(channel)
             _serve(channel, verifiers[task.reward], task)
-    # Threads of the user's own must not keep the process.
+    # Threads of the user's code must not keep the process alive.
     os._exit(0)
 
 

@@ -1,11 +1,11 @@
 """Worker processes for rewards that may block, hang or crash.
 
-Why not a process pool of a library: those of the standard library and of pebble start their workers with
-`multiprocessing`, which runs the parent's `__main__` again in each (Ray's own worker program, here), and they know of a
-dead worker only which task it had, not which sample. A worker says which samples it begins, so its death or silence
-marks those alone, and what it had not begun goes to another worker.
+Why not a process pool of a library: the pools of the standard library and of pebble start their workers with
+`multiprocessing`, which runs the parent's `__main__` again in each (here Ray's own worker program), and of a dead
+worker they know only its task, not the sample. Our workers announce the samples that they begin, so the death or
+silence of a worker fails only those samples, and the samples that it had not begun go to another worker.
 
-Every wait is bounded: a worker's start, the time to its first word on a task, and then the limit that it named itself.
+Every wait is bounded: a worker's start, the time to its first message about a task, and then the limit in that message.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ START_S = 120.0
 """A worker's start, with the imports of the user's rewards: torch takes ten seconds on a cold disk."""
 
 FIRST_WORD_S = 30.0
-"""From a task to the first Begin: nothing of the user's runs before it."""
+"""Longest time from a task to the first Begin: no code of the user runs before it."""
 
 REAP_S = 5.0
 """A killed process is gone within milliseconds, unless the kernel is busy with its memory."""
 
 CHUNK = 8
-"""Samples of one task. A message costs a tenth of a millisecond, so it does not matter where rewards take longer than
-that; and few enough that workers end at about the same time."""
+"""Samples of one task: few, so that workers end at about the same time. A message costs a tenth of a millisecond, which
+does not matter for rewards that take longer."""
 
 
 class WorkerLost(Exception):
-    """A worker died or hung. `begun` are the samples it was at; the text is the cause."""
+    """A worker died or hung. `begun` are the samples that it had begun; the message is the cause."""
 
     def __init__(self, cause: str, begun: tuple[int, ...]) -> None:
         super().__init__(cause)
@@ -50,7 +50,7 @@ class WorkerLost(Exception):
 
 
 class Workers:
-    """`count` processes, each with all of the rewards. They are started by `start`, or as they are needed."""
+    """`count` processes, each with all rewards. They are started by `start`, or when they are needed."""
 
     def __init__(self, specs: Sequence[VerifierSpec], count: int) -> None:
         self._all = [_Worker(specs) for _ in range(count)]
@@ -60,15 +60,15 @@ class Workers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Processes that are running."""
+        """The running processes."""
         return tuple(worker.pid for worker in self._all if worker.pid is not None)
 
     async def start(self) -> None:
-        """Start all of them. Raises RewardError if a reward cannot be made."""
+        """Start all workers. Raises RewardError if a reward cannot be made."""
         await all_of([worker.ensure() for worker in self._all])
 
     def close(self) -> None:
-        """Kill all of them; returns when they are gone. A later call starts them again."""
+        """Kill all workers; returns when they are gone. A later call starts them again."""
         for worker in self._all:
             worker.kill()
 
@@ -83,7 +83,7 @@ class Workers:
     async def _score_part(
         self, reward: int, samples: Sequence[Sample], indices: tuple[int, ...], report: Report
     ) -> None:
-        """Score some samples; what a lost worker leaves goes on elsewhere, until every sample is reported."""
+        """Score some samples; the rest of a lost worker goes to another, until every sample is reported."""
         todo = deque([indices])
         idle_deaths = 0
         while todo:
@@ -118,7 +118,7 @@ class Workers:
         try:
             yield worker
         except BaseException:
-            worker.kill()  # it may be anywhere in its task
+            worker.kill()  # its state is unknown: it may be anywhere in its task
             raise
         finally:
             self._idle.put_nowait(worker)
@@ -133,7 +133,7 @@ class _Worker:
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
         self.whole: tuple[bool, ...] = ()
-        """Per reward, whether it wants all samples in one task."""
+        """Per reward, whether it needs all samples in one task."""
 
     @property
     def pid(self) -> int | None:
@@ -188,7 +188,7 @@ class _Worker:
             raise WorkerLost(f"its worker process died: {self._end()}", begun) from error
 
     def kill(self) -> None:
-        """End the process and all that it started in its own session. Idempotent."""
+        """Kill the process and all processes in its session. Idempotent."""
         process, self._process = self._process, None
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -209,7 +209,7 @@ class _Worker:
         """Start the process; returns our end of its connection. Takes milliseconds."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # -P: the current folder must not hide installed packages; `sys.path` is handed on as it is instead.
+            # -P: the current folder must not hide installed packages; `sys.path` is passed on unchanged instead.
             command = [sys.executable, "-P", "-m", "rlhfless.rewards.worker", str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 command,
@@ -228,7 +228,7 @@ class _Worker:
         return await processes.read(self._reader)
 
     def _end(self) -> str:
-        """How the process ended, in words. Kills it if it has only hung up."""
+        """How the process ended, in words. Kills it if it has only closed its connection."""
         process = self._process
         assert process is not None
         with suppress(subprocess.TimeoutExpired):
@@ -241,7 +241,7 @@ class _Worker:
 
 
 async def _whole(worker: _Worker, reward: int) -> bool:
-    """Whether the reward wants all samples in one task; a worker that does not start is met again by the tasks."""
+    """Whether the reward needs all samples in one task. If the worker does not start, the tasks will report that."""
     with suppress(RewardError):
         await worker.ensure()
     return bool(worker.whole) and worker.whole[reward]

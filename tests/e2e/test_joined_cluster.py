@@ -123,7 +123,7 @@ def use_memory_until_one_is_gone(processes: Sequence[psutil.Process]) -> None:
     """Fill the memory bit by bit, and give all back as soon as Ray has killed one of the processes."""
     taken: list[bytearray] = []
     while all(process.is_running() for process in processes):
-        assert len(taken) < 40, "Ray kills nobody, although the memory is full"
+        assert len(taken) < 40, "Ray kills no process, although the memory is full"
         taken.append(bytearray(os.urandom(1 << 20) * 256))
         time.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""A lease ends once, when nobody renews it."""
+"""A lease ends once, when no call renews it."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ async def test_without_any_actor_left_the_stage_says_so(caplog: pytest.LogCaptur
     pool["a"].die()
     with pytest.raises(ReplicaLost, match="no generation actor is left for 2 unfinished samples"):
         await reader.task
-    assert "policy failed" not in caplog.text  # nobody could have done better
+    assert "policy failed" not in caplog.text  # no policy could have done better
 
 
 async def test_an_error_of_an_actor_ends_the_stage() -> None:

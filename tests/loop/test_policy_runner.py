@@ -204,8 +204,8 @@ def boom(view: StepView) -> Sequence[Action]:
         [],  # forgets all
         [Assign(0, ints(0, 1))],  # forgets some
         [Assign(0, ints(0, 1, 2, 3)), Assign(1, ints(2))],  # gives one twice
-        [Assign(2, ints(0, 1, 2, 3))],  # where nobody is
-        [Assign(0, ints(0, 1, 2, 3)), Start(1)],  # where somebody is
+        [Assign(2, ints(0, 1, 2, 3))],  # a slot without an actor
+        [Assign(0, ints(0, 1, 2, 3)), Start(1)],  # a slot with an actor
         [Assign(0, ints(0, 1, 2, 3)), Release(0)],  # with samples
         [Assign(7, ints(0, 1, 2, 3))],  # no such slot
         [Assign(0, ints(0, 1, 2, 9))],  # no such sample

@@ -1,4 +1,4 @@
-"""Whatever a policy decides and whoever dies, every sample comes out once, with its own seed and no token twice."""
+"""Whatever a policy decides and whichever actor dies, every sample comes out once, with its seed and no token twice."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def play(random: Random) -> list[Rollout]:
     turns = 0
     while not reader.task.done():
         await asyncio.sleep(0)
-        assert turns < 5000, "the stage waits for nobody"
+        assert turns < 5000, "the stage waits for no actor"
         actor = random.choice(list(pool.actors.values()))
         turns += 1
         chance = random.random() if turns < 400 else 0.0  # then all that is left ends

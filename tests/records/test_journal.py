@@ -1,4 +1,4 @@
-"""What is journalled is there, once, whoever wrote it; and an older attempt writes nothing any more."""
+"""A journalled sample is there once, whichever attempt wrote it; and an older attempt can no longer write."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_service_beside_an_actor_does_not_wait() -> None:
         dataclasses.replace(shared, services=(on(SCORING, slot_setup(0, **whole)),))
 
 
-def test_whoever_sleeps_pays_for_a_device_only_if_nobody_else_does() -> None:
+def test_a_sleeping_replica_pays_for_a_device_only_if_no_other_replica_does() -> None:
     """The actor sleeps while the learner is awake on its device, and the other way round."""
     setup = setup_of(actor(0), learner=on(LEARNER, slot_setup(0, start_s=1.0)))
     batches = [dataclasses.replace(batch_of([(5, [30])]), step=step) for step in (1, 2)]

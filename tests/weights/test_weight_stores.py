@@ -1,4 +1,4 @@
-"""One contract for all stores: what is published can be read, whole and right, by many, until nobody needs it."""
+"""One contract for all stores: a published version can be read, complete and right, by many, until none needs it."""
 
 import multiprocessing
 import os

@@ -32,7 +32,7 @@ def note(now: PolicyContext, kind: str, choice: str, inputs: Inputs) -> Note:
 
 
 def start(now: PolicyContext, slots: Iterable[int]) -> list[Action]:
-    """Starts or wakes replicas at those of the slots that have none awake."""
+    """Starts or wakes replicas at the slots that have none awake."""
     return [Start(slot) for slot in slots if now.absent(slot)]
 
 
