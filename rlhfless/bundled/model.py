@@ -28,13 +28,13 @@ class ModelSize:
     heads: int = 4
     key_value_heads: int = 2
     head_dim: int = 64
-    """Also what vLLM's attention kernels are at home with, on CPU and GPU."""
+    """A head size that vLLM's attention kernels support on CPU and GPU."""
     mlp: int = 320
     max_positions: int = 256
 
 
 SMALLEST = ModelSize(hidden=32, layers=1, heads=1, key_value_heads=1, mlp=64)
-"""For tests that need a model, but not one that knows anything."""
+"""For tests that need a model without any skill."""
 
 ROPE_THETA = 1e6
 """As in Qwen3. Slow rotations let a query find an equal number at any distance."""

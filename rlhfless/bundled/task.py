@@ -52,7 +52,7 @@ class TaskRecipe:
     distance_sigma: float = 0.9
     """Of the logarithm of the distance: the 99th percentile is about six times the median."""
     held_out_share: float = 0.25
-    """Of all problems there are."""
+    """Share of all problems."""
     train_prompts: int = 640
     held_out_prompts: int = 256
     opening_share: float = 0.56

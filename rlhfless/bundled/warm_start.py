@@ -1,4 +1,4 @@
-"""Supervised learning on demonstrations: gives the policy the skill, and the bad habits, of the bundled task.
+"""Supervised learning on demonstrations: teaches the policy the skill, and the bad habits, of the bundled task.
 
 Plain next-token cross-entropy on the response tokens. A batch holds demonstrations of about the same length
 (padded on the right, so causal attention needs no mask) and about the same number of tokens. Batches are cut from

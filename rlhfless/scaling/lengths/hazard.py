@@ -28,7 +28,7 @@ class HazardTable:
     def __init__(self, edges: Array, mean: float, sd: float, pseudo_count: float) -> None:
         self._edges = edges
         survival = np.array([math.erfc((edge - mean) / (sd * math.sqrt(2))) / 2 for edge in edges])
-        survival[0] = 1.0  # all that is below the grid counts in its first cell
+        survival[0] = 1.0  # values below the grid count in its first cell
         self._pseudo_ended = pseudo_count * -np.diff(survival)
         self._pseudo_reached = pseudo_count * survival[:-1]
         self._ended = np.zeros(len(edges) - 1)
@@ -36,7 +36,7 @@ class HazardTable:
         self._learn()
 
     def add(self, ended: Array, cut_off: Array, keep: float = 1.0) -> None:
-        """Count more values, after all that was counted before has been multiplied by `keep` (forgetting)."""
+        """Count more values, after all earlier counts are multiplied by `keep` (forgetting)."""
         self._ended = self._ended * keep + self._count(ended)
         self._cut_off = self._cut_off * keep + self._count(cut_off)
         self._learn()
@@ -65,7 +65,7 @@ class HazardTable:
         share = (self._ended + self._pseudo_ended) / reached
         steps = -np.log1p(-np.minimum(share, _MOST_OF_A_CELL))
         hazard = np.concatenate([[0.0], np.cumsum(steps)])
-        # The last cell's hazard goes on behind the grid, to where nothing is left.
+        # The last cell's hazard continues beyond the grid, until no probability is left.
         tail = _NOTHING_LEFT * (self._edges[-1] - self._edges[-2]) / steps[-1]
         self._hazard = np.append(hazard, hazard[-1] + _NOTHING_LEFT)
         self._x = np.append(self._edges, self._edges[-1] + tail)

@@ -1,9 +1,9 @@
-"""What is remembered between steps: each prompt's level, and how much levels and samples scatter. Pure.
+"""The memory between steps: each prompt's level, and the scatter of levels and samples. Pure.
 
-A prompt's level is kept as its distance from the run's mean, so a run whose responses all grow longer needs no visit
-to every prompt to know it. Between two visits the distance drifts by a random amount, whose variance is learned from
-how far off forecasts were; the update at each visit is then an EWMA whose weight follows from the number of visits and
-samples, and from how much the prompt's own samples scatter.
+A prompt's level is kept as its distance from the run's mean, so if all
+responses of a run grow longer, levels follow without a visit to every prompt. Between two visits the distance drifts by
+a random amount, whose variance is learned from the errors of forecasts; the update at each visit is then an EWMA whose
+weight depends on the number of visits and samples, and on the scatter of the prompt's own samples.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ VISITS_KEPT = 0.8
 """The same for the scatter of one prompt, at each visit."""
 
 LEAST_BETWEEN = 0.1
-"""Smallest share of the variance of all lengths that is ascribed to prompts; none would end all learning."""
+"""Smallest share of the variance of all lengths that is ascribed to prompts; with 0 no level would ever be learned."""
 
 
 @dataclass(slots=True)
 class Mean:
-    """A weighted mean with forgetting; `value` is what it is before there is data, as good as `weight` samples."""
+    """A weighted mean with forgetting; `value` is its value before there is data, and counts as `weight` samples."""
 
     value: float
     weight: float
@@ -46,8 +46,9 @@ class Mean:
 
 
 PROMPT = np.dtype([("offset", float), ("variance", float), ("squares", float), ("count", float)])
-"""A prompt's history in log tokens: the offset of its level from the run's mean, as it was at the last visit, with its
-variance; the squares of its samples' distances from its level, and how many there were, older visits counting less."""
+"""A prompt's history in log tokens: the offset of its level from the run's mean, at the last visit, with its
+variance; the sum of the squared distances of its samples from its level, and their number, with less weight for older
+visits."""
 
 
 class History:
@@ -56,7 +57,7 @@ class History:
     def __init__(self) -> None:
         self._row: dict[str, int] = {}
         self._prompts = np.zeros(0, PROMPT)
-        """By row: as many as there are, and room for more."""
+        """Records by row, with spare rows at the end."""
         self._spread_variance = Mean(0.4**2, 16.0)  # siblings differ by a factor of 1.5
         self._drift_variance = Mean(0.15**2, 16.0)  # between two visits, a level by a seventh
 
@@ -67,7 +68,7 @@ class History:
     def recall(self, prompt_ids: tuple[str, ...], mean: float, between: float) -> tuple[Levels, Array, BoolArray]:
         """Levels before the next visit, spread of a sample, and whether the prompt was seen: all [prompts].
 
-        `mean` is the run's mean, `between` the variance of levels around it: all that is known of a new prompt.
+        `mean` is the run's mean, `between` the variance of levels around it: the prior of a new prompt.
         """
         rows = np.array([self._row.get(prompt_id, -1) for prompt_id in prompt_ids])
         seen, known = rows >= 0, np.zeros(rows.size, PROMPT)
@@ -88,13 +89,13 @@ class History:
         seen: BoolArray,
         samples: Samples,
     ) -> None:
-        """Learn from a step that is over how much samples scatter around levels, and levels from visit to visit; and
-        keep its levels. `mean` is the run's mean with that step in it."""
+        """Learn the scatter of samples around levels, and of levels between visits, from a finished step; and keep its
+        levels. `mean` is the run's mean including that step."""
         count = samples.sums(1.0, spread.size)
         squares = samples.sums(squared_residuals(after.mean, spread, samples), spread.size)
-        free = count - np.minimum(count * after.variance / spread**2, count)  # without what the level took from them
+        free = count - np.minimum(count * after.variance / spread**2, count)  # without the part that the level took
         self._spread_variance.add(float(squares.sum()), float(free.sum()))
-        # Drift is told from prompts whose lengths are all known: a cut-off one has no mean to be off by.
+        # Drift is learned from prompts whose lengths are all known: with a cut-off length there is no mean to compare.
         whole = seen & (count > 0) & (samples.sums(samples.finished, spread.size) == count)
         if whole.any():
             means = samples.sums(samples.log_tokens, spread.size)[whole] / count[whole]
@@ -108,7 +109,7 @@ class History:
             self._prompts[name][kept] = self._prompts[name][kept] * VISITS_KEPT + more[there]
 
     def _prompts_of(self, prompt_ids: Sequence[str]) -> Ints:
-        """Their rows [prompts]; those without one get one."""
+        """The rows of prompts [prompts]; new prompts get one."""
         rows = np.array([self._row.setdefault(prompt_id, len(self._row)) for prompt_id in prompt_ids], np.intp)
         if len(self._row) > self._prompts.size:
             self._prompts = np.concatenate([self._prompts, np.zeros(len(self._row), PROMPT)])

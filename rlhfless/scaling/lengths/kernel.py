@@ -1,4 +1,4 @@
-"""The loops of `levels` and `predictor`, compiled; nothing else calls them. What they compute is said there."""
+"""The loops of `levels` and `predictor`, compiled. Those modules describe them, and are their only callers."""
 
 from __future__ import annotations
 

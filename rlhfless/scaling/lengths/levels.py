@@ -1,9 +1,10 @@
-"""How long a prompt's responses are, from samples of which some are only "at least": an update in log space. Pure.
+"""The level of a prompt's response lengths, from samples of which some are only "at least": an update in log space.
+Pure.
 
-Log lengths of one prompt are normal around its level m with spread s, and m itself is normal around what was believed
-before. A finished sample pulls m towards itself. A sample still running after t tokens, or cut off at t, says that its
-length is larger: with z = (log t - m) / s and the inverse Mills ratio k(z) = pdf(z) / P(Z > z), it pulls with k / s,
-and weighs k (k - z) in 0..1 of a finished one. Nothing for a sample that has hardly begun, nearly all for one far
+Log lengths of one prompt are normal around its level m with spread s, and m itself is normal around its prior. A
+finished sample pulls m towards itself. A sample still running after t tokens, or cut off at t, shows that its length is
+larger: with z = (log t - m) / s and the inverse Mills ratio k(z) = pdf(z) / P(Z > z), it pulls with k / s, and weighs k
+(k - z) in 0..1 of a finished one. The weight is near 0 for a sample that has hardly begun, and near 1 for one far
 beyond its prompt's level. The log posterior is concave: Newton's method finds its peak, and the curvature there is
 taken as the posterior's precision.
 """
@@ -19,9 +20,10 @@ from rlhfless.scaling.lengths import kernel
 from rlhfless.scaling.lengths.samples import Array, Samples
 
 NEWTON_STEPS = 4
-"""From the peak that the prior and the finished samples have together, which is exact. Samples of which only "at least"
-is known can only lift it, by a pull that is convex in the level: Newton's method climbs to the peak from below and
-never past it, so evidence of a long response never lowers a level. Met to a hundredth of the spread by then."""
+"""Steps of Newton's method from the peak of the prior and the finished samples, which is exact. Samples of which only
+"at least" is known can only lift it, by a pull that is convex in the level: the method climbs to the peak from below
+and never past it, so evidence of a long response never lowers a level. After these steps the error is below a hundredth
+of the spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def update(prior: Levels, spread: Array, samples: Samples) -> Levels:
 
 
 def without_each(levels: Levels, spread: Array, samples: Samples) -> Levels:
-    """For each sample the level [entries] that all *others* speak for, by one Newton step.
+    """For each sample the level [entries] by the evidence of all *other* samples, by one Newton step.
 
     A forecast of a running sample is conditioned on its own tokens; those must not count twice.
     """
@@ -57,7 +59,8 @@ def without_each(levels: Levels, spread: Array, samples: Samples) -> Levels:
 
 
 def squared_residuals(mean: Array, spread: Array, samples: Samples) -> Array:
-    """Expected squared distance [entries] from the level; for a cut-off sample that of where it may end."""
+    """Expected squared distance [entries] from the level; for a cut-off sample the expectation over its possible
+    ends."""
     away, scale = samples.log_tokens - mean[samples.prompt], spread[samples.prompt]
     z = away / scale
     return np.where(samples.finished, away**2, scale**2 * (1 + z * mills(z)))

@@ -1,16 +1,16 @@
-"""How long responses will be: a distribution per sample, from all that the run has seen so far. Pure.
+"""Forecasts of response lengths: a distribution per sample, from the history of the run. Pure.
 
 Log lengths, in four layers:
 
-    run       how long responses are at all: a hazard table in log tokens that forgets old steps. For prompts never seen
+    run       all response lengths: a hazard table in log tokens that forgets old steps. For prompts never seen
     prompt    its level, from its own earlier visits (`history`)
     siblings  samples of the same prompt in this step, finished or still running, move the level (`levels`)
-    sample    its own tokens so far: what it may still draw is the distribution beyond them (`hazard`)
+    sample    its own tokens so far: its rest has the distribution beyond them (`hazard`)
 
-A forecast is level + scale x shape. The shape is learned as well: that of all lengths while little is known of a
-prompt, and later that of the errors which forecasts of known prompts turned out to have. A response cut off at
-max_tokens counts as "at least" everywhere. Within a step only prompts' own samples are evidence; the run's tables
-learn when the step has ended, because those that finish first are the short ones.
+A forecast is level + scale x shape. The shape is learned as well: the shape of all lengths while little is known about
+a prompt, and later the shape of the errors of forecasts of known prompts. A response cut off at max_tokens counts as
+"at least" everywhere. Within a step only prompts' own samples are evidence; the run's tables learn when the step has
+ended, because the samples that finish first are the short ones.
 
 Deterministic: the same events give the same forecasts, so a resumed run replays its trace (`replay.predictor_of`).
 """
@@ -31,7 +31,7 @@ from rlhfless.scaling.lengths.samples import Array, BoolArray, Samples
 from rlhfless.scaling.lengths.step import OpenStep
 
 LONGEST_TOKENS = 2**22
-"""End of the run's table: longer than any context there is."""
+"""End of the run's table: longer than any known context."""
 
 # Before the first step: a quarter of max_tokens, give or take a factor of e, believed like four samples.
 _FIRST_GUESS = 0.25
@@ -71,7 +71,8 @@ class LengthPredictor:
         return self._max_tokens
 
     def step_began(self, step: int, prompt_ids: Sequence[str], samples: int | npt.NDArray[np.int64]) -> None:
-        """The step will draw so many samples per prompt, or [prompts]. Raises ValueError if it has begun already."""
+        """A step begins with this number of samples per prompt, or [prompts]. Raises ValueError if it has begun
+        already."""
         if step in self._open:
             raise ValueError(f"step {step} has begun already; end it before it begins again")
         between = self._history.between_variance(self._sd**2)
@@ -79,23 +80,24 @@ class LengthPredictor:
         self._open[step] = OpenStep(tuple(prompt_ids), samples, prior, spread, seen, between)
 
     def seen(self, step: int) -> BoolArray:
-        """[prompts]: whether a prompt of an open step was in one before."""
+        """[prompts]: whether a prompt of an open step was in an earlier step."""
         return self._open[step].seen
 
     def drop(self, step: int) -> None:
-        """A step that has begun is given up, or begins anew: nothing is learned from it. Any other step is fine."""
+        """Abandon an open step, which may begin again: nothing is learned from it. Does nothing for other steps."""
         self._open.pop(step, None)
 
     def progress(self, step: int, prompt_id: str, sample: int, tokens: int) -> None:
-        """A sample has drawn so many tokens and goes on. Raises KeyError for a sample that is not in the step."""
+        """A sample has drawn this many tokens and is still running. Raises KeyError for a sample that is not in the
+        step."""
         self._open[step].progress(prompt_id, sample, tokens)
 
     def finished(self, step: int, prompt_id: str, sample: int, tokens: int, *, truncated: bool) -> None:
-        """A sample has ended after so many tokens, by itself or because it was `truncated`. Raises KeyError."""
+        """A sample has ended after this many tokens, by itself or because it was `truncated`. Raises KeyError."""
         self._open[step].finish(prompt_id, sample, tokens, truncated)
 
     def look(self, step: int, tokens: npt.ArrayLike, ended: npt.ArrayLike, truncated: npt.ArrayLike) -> None:
-        """All samples of the step as they stand: each [samples], by prompt and then by sample index."""
+        """The current state of all samples of the step: each [samples], by prompt and then by sample index."""
         self._open[step].look(tokens, ended, truncated)
 
     def step_ended(self, step: int) -> None:
@@ -111,7 +113,7 @@ class LengthPredictor:
         self._history.learn(ended.prompt_ids, self._mean, before, after, spread, ended.seen, samples)
 
     def forecast(self, step: int) -> Forecast:
-        """What the step's unfinished samples have still to draw. Raises KeyError for a step that is not open."""
+        """The remaining lengths of the step's unfinished samples. Raises KeyError for a step that is not open."""
         now = self._open[step]
         running = now.running()
         which = running.prompt
@@ -121,7 +123,7 @@ class LengthPredictor:
         return Forecast(now.prompt_ids, running.sample, running.kind, which, running.tokens, table)
 
     def _left_tokens(self, levels: Levels, spread: Array, between: float, tokens: Array) -> Array:
-        """Quantiles [kinds, Q] of what is left to draw after `tokens`."""
+        """Quantiles [kinds, Q] of the remaining tokens after `tokens`."""
         known, scale = levels.variance < _KNOWN * between, np.sqrt(levels.variance + spread**2)
         table = np.empty((tokens.size, QUANTILE_LEVELS.size))
         # The run's table stands in log tokens: its own mean and sd make a shape of it.

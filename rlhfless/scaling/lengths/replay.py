@@ -1,4 +1,4 @@
-"""The response lengths of a run, step by step: read from its trace, and told to a predictor."""
+"""The response lengths of a run, step by step: read from its trace, and given to a predictor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepLengths:
         predictor.step_began(self.step, self.prompt_ids, self.samples_per_prompt)
 
     def tell(self, predictor: LengthPredictor, until_s: float = float("inf")) -> None:
-        """What was known at `until_s` (unix time). A sample still running had drawn its tokens at an even pace."""
+        """The state at `until_s` (unix time). A sample still running is assumed to draw its tokens at an even pace."""
         for rollout in self.rollouts:
             name, index, tokens = rollout.prompt_id, rollout.sample_index, rollout.response_tokens
             if rollout.finished_s <= until_s:
@@ -48,7 +48,7 @@ def steps_of(trace: Trace) -> list[StepLengths]:
 
 
 def max_tokens_of(trace: Trace) -> int:
-    """The limit that a trace's responses were drawn with. Raises TraceError if its spec does not say."""
+    """The max_tokens of a trace's responses. Raises TraceError if its spec does not say."""
     try:
         return int(trace.meta.spec["generation"]["max_tokens"])
     except (KeyError, TypeError) as error:

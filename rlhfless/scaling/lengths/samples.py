@@ -1,4 +1,4 @@
-"""Samples as evidence of how long responses are, and the arrays that all of `lengths` works on."""
+"""Samples as evidence of response lengths, and the array types of `lengths`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Samples(NamedTuple):
     prompt: Ints  # [entries]: the prompt that they were drawn for
     log_tokens: Array  # [entries]: log of the length, or of the tokens so far
     finished: BoolArray  # [entries]: whether the length is known, or it is at least that
-    number: Array  # [entries]: how many there are
+    number: Array  # [entries]: number of samples
 
     def sums(self, of_one: Array | BoolArray | float, prompts: int) -> Array:
         """[prompts]: the sum over all samples of a figure [entries] of one."""

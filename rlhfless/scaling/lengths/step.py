@@ -24,7 +24,7 @@ class Running(NamedTuple):
 
 
 class OpenStep:
-    """What is known of each sample [prompts, samples], and what was believed of its prompt when the step began."""
+    """The state of each sample [prompts, samples], and the prior of its prompt when the step began."""
 
     def __init__(
         self,
@@ -53,13 +53,14 @@ class OpenStep:
         self.there: BoolArray = np.arange(counts.max()) < counts[:, None]
         """Whether there is such a sample: prompts may have unequal numbers of them."""
         self.tokens = np.zeros(self.there.shape)
-        """Drawn so far."""
+        """Tokens drawn so far."""
         self.ended = np.zeros(self.there.shape, dtype=bool)
         self._truncated = np.zeros(self.there.shape, dtype=bool)
         self._room = _room_for(self.there.size, len(prompt_ids))
 
     def progress(self, prompt_id: str, sample: int, tokens: int) -> None:
-        """Never steps back: beats may come late, and a sample that moved keeps its tokens."""
+        """Raises the tokens of a sample, never lowers them: beats may come late, and a moved sample keeps its
+        tokens."""
         row = self._rows[prompt_id]
         if not self.ended[row, sample]:
             self.tokens[row, sample] = max(self.tokens[row, sample], tokens)
@@ -77,7 +78,8 @@ class OpenStep:
         self._truncated[self.there] = truncated
 
     def samples(self) -> Samples:
-        """All, as evidence. One without a token says nothing; one that goes on will have at least one more."""
+        """All samples as evidence. A sample without a token gives none; a running sample will have at least one more
+        token."""
         prompt, sample = (index.copy() for index in np.nonzero(self.there))  # each in one piece
         tokens, ended = self.tokens[prompt, sample], self.ended[prompt, sample]
         known = ended & ~self._truncated[prompt, sample]
