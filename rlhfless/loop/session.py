@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhfless.autoscaling.scaler import scaler_of
 from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.downloads import fetch_on_nodes, hub_models
 from rlhfless.fleet.each_node import on_each_node, remove_folders
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.pool import RECOVERABLE, Pool
@@ -78,6 +79,9 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
                 if joined and targets(session.spec):
                     with session.console.waiting("importing your modules on every node"):
                         await asyncio.to_thread(check_on_nodes, session.spec)
+                if models := hub_models(session.spec):
+                    with session.console.waiting(f"fetching {', '.join(models)} on every node"):
+                        await asyncio.to_thread(fetch_on_nodes, models, session.spec.timeouts.download_s)
                 async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
                     yield under_way
             finally:

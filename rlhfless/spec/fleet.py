@@ -153,7 +153,9 @@ class TimeoutsSpec(SpecModel):
     """Limits of every wait. When a wait exceeds its limit, the error names the limit and what was waited for."""
 
     start_s: Annotated[float, Field(gt=0)] = 600.0
-    """A replica's start: process, model, engine."""
+    """A replica's start: process, model, engine; without fetching the model from the hub."""
+    download_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Fetching models from the hub, at the start of the run, once on each node."""
     generate_s: Annotated[float, Field(gt=0)] = 3600.0
     """One step's generation on one actor."""
     call_s: Annotated[float, Field(gt=0)] = 600.0
