@@ -140,7 +140,7 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
     loop = plain_code_loop if code else plain_loop
     samples = prompts * SAMPLES
     cluster = await Cluster.start(PlacementSpec())
-    allocation = Allocation((cluster.devices[0],), 1.0)
+    allocation = Allocation.of(cluster.devices[:1])
 
     def settings(allocation: Allocation) -> ScoringSettings:
         rewards = (CodeSpec(type="code") if code else MathSpec(type="math"),)

@@ -174,8 +174,7 @@ class Cluster:
 
 def allocation_resources(allocation: Allocation) -> dict[str, float]:
     """What a replica in this allocation asks Ray for. Ray counts in units of 1/10,000, so shares are rounded down."""
-    share = int(allocation.share * 10_000) / 10_000
-    return {_resource(device): share for device in allocation.devices}
+    return {_resource(device): int(share * 10_000) / 10_000 for device, share in allocation.shared}
 
 
 def _resource(device: Device) -> str:

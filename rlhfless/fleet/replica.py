@@ -87,9 +87,11 @@ class Replica:
         since_s = self._launched_s if self._life is None else self._life.since_s
         if not self.state.holds_device:
             return {}
-        lasted_s = (self._clock() - since_s) * self.allocation.share
-        kinds = [device.kind for device in self.allocation.devices]
-        return {kind: lasted_s * kinds.count(kind) for kind in set(kinds)}
+        lasted_s = self._clock() - since_s
+        held_s: dict[str, float] = {}
+        for device, share in self.allocation.shared:
+            held_s[device.kind] = held_s.get(device.kind, 0.0) + lasted_s * share
+        return held_s
 
     # -- life cycle: every change of state closes holdings, which go into the ledger
 

@@ -270,4 +270,5 @@ def _rank_allocation(allocation: Allocation, rank: int, ranks: int) -> Allocatio
     devices, ranks share a device."""
     devices = allocation.devices[rank::ranks] or (allocation.devices[rank % len(allocation.devices)],)
     crowd = -(-ranks // len(allocation.devices))
-    return Allocation(devices, allocation.share / crowd)
+    share = dict(allocation.shared)
+    return Allocation(devices, tuple(share[device] / crowd for device in devices))

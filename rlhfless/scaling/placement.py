@@ -8,7 +8,7 @@ Ray enforces (a custom resource per device) and which makes the bill of a run at
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhfless.records import FunctionName
@@ -32,7 +32,18 @@ class Allocation:
     """Room for one replica: its devices, and the share it holds of each."""
 
     devices: tuple[Device, ...]
-    share: float
+    shares: tuple[float, ...]
+    """Of each device, 0 to 1 `[device]`."""
+
+    @classmethod
+    def of(cls, devices: Sequence[Device], share: float = 1.0) -> Allocation:
+        """An equal share of each device."""
+        return cls(tuple(devices), (share,) * len(devices))
+
+    @property
+    def shared(self) -> Iterator[tuple[Device, float]]:
+        """Each device with the share of it."""
+        return zip(self.devices, self.shares, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +130,11 @@ def _sides(spec: PlacementSpec, devices: Sequence[Device]) -> tuple[Sequence[Dev
 def _with_shares(
     chosen: Mapping[FunctionName, Sequence[tuple[Device, ...]]],
 ) -> dict[FunctionName, tuple[Allocation, ...]]:
-    """A replica's share is that of its most crowded device, so that every device's shares add up to at most 1."""
-    crowd = Counter(
-        device.name for allocations in chosen.values() for allocation in allocations for device in set(allocation)
-    )
+    """Of each device its replicas have equal shares, which add up to 1."""
+    crowd = Counter(device for allocations in chosen.values() for devices in allocations for device in devices)
     return {
         function: tuple(
-            Allocation(allocation, 1.0 / max(crowd[device.name] for device in allocation)) for allocation in allocations
+            Allocation(devices, tuple(1.0 / crowd[device] for device in devices)) for devices in allocations
         )
         for function, allocations in chosen.items()
     }

@@ -89,7 +89,7 @@ def pool_of(
     given: Sequence[Allocation] = (),
 ) -> Pool:
     """A real pool, with replicas of these names that serve in the first slots, on the allocations that are `given`."""
-    all_allocations = tuple(given) or tuple(Allocation((Device(f"cpu-{i}", "cpu-core", i),), 1.0) for i in range(slots))
+    all_allocations = tuple(given) or tuple(Allocation.of([Device(f"cpu-{i}", "cpu-core", i)]) for i in range(slots))
     blueprint = Blueprint(function, object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors"))
     pool = Pool(cluster, blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
     for name, allocation in zip(names, all_allocations, strict=False):

@@ -41,15 +41,17 @@ def test_colocated_functions_share_the_devices() -> None:
     assert names(placement, FunctionName.SCORING) == [["s-1"]]
     assert names(placement, FunctionName.REFERENCE) == [["s-0"]]
     # s-0: an actor, the learner, the reference; s-1: an actor, the learner, scoring.
-    assert placement.allocation(FunctionName.GENERATION, 1).share == pytest.approx(1 / 3)
+    assert placement.allocation(FunctionName.GENERATION, 1).shares == pytest.approx((1 / 3,))
+    assert placement.allocation(FunctionName.LEARNER, 0).shares == pytest.approx((1 / 3, 1 / 3))
 
 
 def test_disaggregated_sides_share_nothing() -> None:
     placement = placed(PlacementSpec(mode="disaggregated", learner_devices=2), 5, actors=3, ranks=2)
     assert names(placement, FunctionName.GENERATION) == [["s-0"], ["s-1"], ["s-2"]]
     assert names(placement, FunctionName.LEARNER) == [["s-3", "s-4"]]
-    assert placement.allocation(FunctionName.GENERATION, 0).share == 1
-    assert placement.allocation(FunctionName.LEARNER, 0).share == pytest.approx(1 / 2)
+    assert placement.allocation(FunctionName.GENERATION, 0).shares == (1,)
+    # s-3: the learner and the reference; s-4: the learner and scoring.
+    assert placement.allocation(FunctionName.LEARNER, 0).shares == pytest.approx((1 / 2, 1 / 2))
 
 
 def test_tensor_parallel_actors_take_neighbours() -> None:
@@ -93,8 +95,8 @@ def test_no_device_is_sold_twice(count: int, actors: int, per_actor: int, disagg
     sold: dict[str, float] = defaultdict(float)
     for allocations in placement.allocations.values():
         for allocation in allocations:
-            for device in allocation.devices:
-                sold[device.name] += allocation.share
+            for device, share in allocation.shared:
+                sold[device.name] += share
     assert max(sold.values()) <= 1 + 1e-9
 
 
@@ -105,3 +107,19 @@ def test_helpers_are_those_that_the_spec_needs() -> None:
     assert helpers(plain) == [FunctionName.SCORING]
     full = RunSpec.model_validate({**needed, "rewards": [judge], "algorithm": {"kl": {"coefficient": 0.1}}})
     assert helpers(full) == [FunctionName.SCORING, FunctionName.REWARD_MODEL, FunctionName.REFERENCE]
+
+
+def test_a_replica_is_billed_for_each_device_by_those_who_share_it() -> None:
+    placement = place(
+        PlacementSpec(),
+        devices(2),
+        generation_actors=1,
+        devices_per_actor=1,
+        learner_ranks=1,
+        functions=[FunctionName.SCORING],
+    )
+    # s-0: the actor and the learner; s-1: the learner and scoring.
+    assert placement.allocation(FunctionName.LEARNER, 0).shares == (1 / 2, 1 / 2)
+    three = placed(PlacementSpec(), 2, actors=3)
+    # s-0 has two actors, the learner and the reference; s-1 an actor, the learner and scoring.
+    assert three.allocation(FunctionName.LEARNER, 0).shares == (1 / 4, 1 / 3)
