@@ -50,5 +50,4 @@ class LearnerSettings:
     """A published version carries samples of its weights, which engines compare with theirs."""
     store: StoreHome
     rank_bindings: tuple[DeviceBinding, ...]
-    rank_resources: tuple[dict[str, float], ...]
     call_timeout_s: float

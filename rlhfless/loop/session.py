@@ -16,6 +16,7 @@ from rlhfless.autoscaling.scaler import scaler_of
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.pool import RECOVERABLE, Pool
+from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
@@ -68,7 +69,7 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
         earlier = read_trace(trace, tokens=False) if attempt > 1 and trace.exists() else None
         with contextlib.closing(_ledger(session, attempt, earlier)) as ledger:
             with session.console.waiting("starting Ray"):
-                cluster = await Cluster.start(session.spec.placement)
+                cluster = await Cluster.start(session.spec.placement, ledger.prices.kinds)
             try:
                 async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
                     yield under_way
@@ -91,11 +92,12 @@ async def _fleet(
 ) -> AsyncIterator[tuple[Run, int]]:
     spec = session.spec
     call = Call(session.run_id, journal.attempt, 0)
-    launcher = Launcher.of(spec, session.prepared, call, cluster, ledger, session.folder)
+    shown = session.console.stage
+    launcher = await Launcher.of(spec, session.prepared, call, cluster, ledger, session.folder, shown)
     generation, scoring, reward_model, reference, learner = launcher.pools()
     pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
     lease_s = spec.recovery.lease_s
-    beat = Heartbeat(pools, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
+    beat = Heartbeat(pools, launcher.devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     heartbeat = asyncio.create_task(beat.run())
     folders = store_folders(spec, session.run_id)
     run = Run(
@@ -119,30 +121,35 @@ async def _fleet(
     )
     with Janitor(folders, wanted=not spec.placement.ray_address):
         try:
-            yield run, await _begin(session, run, cluster)
+            yield run, await _begin(session, run, cluster, launcher.devices)
         finally:
             heartbeat.cancel()
             with session.console.waiting("stopping all functions"):
                 if is_stopping():
                     ledger.keep_up(pools, 0.0)  # the stop may be cut short
-                await to_the_end(_stop(pools))
+                await to_the_end(_stop(pools, launcher.devices))
                 for folder in folders:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _stop(pools: Sequence[Pool]) -> None:
+async def _stop(pools: Sequence[Pool], devices: RunDevices) -> None:
     await gather_or_cancel(*(pool.close() for pool in pools))
-    await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in pools))
+    try:
+        await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in pools))
+    finally:
+        await devices.close()
 
 
-async def _begin(session: Session, run: Run, cluster: Cluster) -> int:
+async def _begin(session: Session, run: Run, cluster: Cluster, devices: RunDevices) -> int:
     """Bring the fleet up; returns the first step.
 
     If the run has been up before, a process that dies meanwhile is replaced. A first start that fails is not repeated,
     because it would fail again.
     """
     left = await cluster.running(f"{run.run_id}-")
+    await devices.adopt()
     await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools))
+    await devices.settle()
     tries = session.spec.recovery.per_step if run.attempt > 1 else 0
     while True:
         try:

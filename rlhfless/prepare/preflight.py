@@ -135,20 +135,16 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     if spec.placement.ray_address:
         return []
     # Imported here, because it imports torch: a fault found earlier should not wait for that.
-    from rlhfless.prepare.devices import local_devices
-    from rlhfless.scaling.placement import PlacementError, helpers, place
+    from rlhfless.prepare.devices import local_node
+    from rlhfless.scaling.accelerators import UnknownAccelerator
+    from rlhfless.scaling.placement import PlacementError, place_run
 
     try:
-        place(
-            spec.placement,
-            local_devices(),
-            generation_actors=spec.scaling.generation.max_actors,
-            devices_per_actor=spec.generation.engine.tensor_parallel_size,
-            learner_ranks=spec.learner.ranks,
-            functions=helpers(spec),
-        )
-    except PlacementError as error:
+        place_run(spec, [local_node(load_price_book(spec.scaling.prices).kinds)])
+    except (PlacementError, UnknownAccelerator) as error:
         return [Problem("placement", str(error))]
+    except InputError:
+        return []  # the price book cannot be read, which is told already
     return []
 
 
