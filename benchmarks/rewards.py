@@ -142,7 +142,7 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
     loop = plain_code_loop if code else plain_loop
     samples = prompts * SAMPLES
     cluster = await Cluster.start(PlacementSpec())
-    nodes = await cluster.nodes()
+    nodes = await cluster.nodes(None)
     placement = place(
         PlacementSpec(devices=1),
         nodes,

@@ -67,7 +67,6 @@ class Cluster:
         self.private = private
         """The cluster ends with this run."""
         self._kinds: Collection[str] = ()
-        self._wanted: str | None = None
         self._memory_bytes: dict[str, int] = {}
         self._statuses: Mapping[str, Any] = {}
         self._read_s = -math.inf
@@ -85,7 +84,7 @@ class Cluster:
             ray_session.require_token(spec, os.environ)
             await ray_session.reach(spec.ray_address)
         cluster = await ray_session.started(lambda: cls._start(spec), spec.ray_address)
-        cluster._kinds, cluster._wanted = kinds, spec.kind
+        cluster._kinds = kinds
         return cluster
 
     @classmethod
@@ -104,19 +103,19 @@ class Cluster:
         """Whether a private Ray has ended, and every replica with it: no call would return."""
         return self.private and ray_session.is_lost()
 
-    async def nodes(self) -> list[Node]:
+    async def nodes(self, wanted: str | None) -> list[Node]:
         """The nodes that are there now, with what they have and what is free.
 
-        Raises UnknownAccelerator if one has GPUs that the price book has no kind for.
+        Raises UnknownAccelerator if one has GPUs that the price book has no kind for, unless a kind is `wanted`.
         """
-        return await asyncio.to_thread(self._nodes)
+        return await asyncio.to_thread(self._nodes, wanted)
 
-    def _nodes(self) -> list[Node]:
+    def _nodes(self, wanted: str | None) -> list[Node]:
         reported = ray.nodes()
         for node in ambiguous(reported):
             if node not in self._memory_bytes and (found := _gpu_memory_bytes(node)):
                 self._memory_bytes[node] = found
-        return nodes_of(reported, available_resources_per_node(), self._kinds, self._memory_bytes, self._wanted)
+        return nodes_of(reported, available_resources_per_node(), self._kinds, self._memory_bytes, wanted)
 
     async def deploy(
         self, name: str, function: type, arguments: Sequence[Any], node: str, *, stop_s: float

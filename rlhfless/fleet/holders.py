@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from rlhfless.functions.lease import Lease, LeaseTerms
 
@@ -166,7 +166,7 @@ class Keeper:
             known = self._holders[group] = (demand, make(Holder).remote(demand))
         try:
             return await asyncio.wait_for(known[1].held.remote(), wait_s)
-        except TimeoutError:
+        except (TimeoutError, ActorUnavailableError):
             return None
         except RayActorError:
             if self._holders.get(group) is known:
@@ -193,7 +193,7 @@ class Keeper:
                 return True
             try:
                 await asyncio.wait_for(self._holders[group][1].held.remote(), wait_s)
-            except TimeoutError:
+            except (TimeoutError, ActorUnavailableError):
                 return False
             except RayActorError:
                 return True

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.holders import Demand, Held, StaleHolder, keeper_left, keeper_of
@@ -150,7 +150,7 @@ class RunDevices:
         told_s = -SAY_AGAIN_S
         while True:
             waited_s = time.monotonic() - began_s
-            reason = shortage(group, await self._cluster.nodes())
+            reason = shortage(group, await self._cluster.nodes(group.kind))
             text = f"waiting for devices ({waited_s:.0f} s of at most {self._timeouts.devices_s:.0f} s): {reason}"
             if waited_s > self._timeouts.devices_s:
                 raise NoDevices(
@@ -193,7 +193,7 @@ class RunDevices:
         Raises StaleCall if a newer attempt has taken over.
         """
         names = [name for name, taken in self._taken.items() if taken.held is not None]
-        if not names or self._cluster.lost:
+        if self._keeper is None or self._cluster.lost:
             return
         try:
             gone = await self._ask("lost", names, SAY_S)
@@ -271,6 +271,8 @@ class RunDevices:
             raise
         except TimeoutError:
             raise FleetError(f"the keeper of the run's devices did not answer within {CALL_S:.0f} s") from None
+        except ActorUnavailableError as error:
+            raise FleetError(f"the keeper of the run's devices cannot be reached for now: {error}") from error
         except RayActorError as error:
             self._keeper = None
             for name in list(self._taken):

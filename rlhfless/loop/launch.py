@@ -78,7 +78,7 @@ class Launcher:
         Raises PlacementError if the cluster's devices do not suffice.
         """
         token = _store_token(folder) if spec.weights.store == "http" else ""
-        placement = place_run(spec, await cluster.nodes())
+        placement = place_run(spec, await cluster.nodes(spec.placement.kind))
         devices = RunDevices(cluster, placement, call, spec.timeouts, spec.recovery.lease_s, shown)
         home = store_folder(spec, call.run_id)
         return cls(spec, prepared, call, cluster, recorder, placement, devices, home, token)

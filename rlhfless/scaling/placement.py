@@ -176,8 +176,8 @@ def place(
     """
     kind = device_kind(spec, nodes)
     rooms = _rooms(spec, nodes, kind)
-    generation, learning = _sides(spec, rooms)
-    windows = _windows(generation, devices_per_actor, generation_actors, kind)
+    generation, learning = _sides(spec, rooms, devices_per_actor)
+    windows = _windows(spec, generation, devices_per_actor, generation_actors, kind)
     learner = [device for room in learning for device in room.devices]
     chosen: dict[FunctionName, list[tuple[Device, ...]]] = {
         FunctionName.GENERATION: [windows[i % len(windows)].devices for i in range(generation_actors)],
@@ -259,7 +259,7 @@ def _rooms(spec: PlacementSpec, nodes: Sequence[Node], kind: str) -> list[_Room]
     return [_Room(name, tuple(islice(numbered, size))) for name, size in sizes]
 
 
-def _sides(spec: PlacementSpec, rooms: Sequence[_Room]) -> tuple[Sequence[_Room], Sequence[_Room]]:
+def _sides(spec: PlacementSpec, rooms: Sequence[_Room], per_actor: int) -> tuple[Sequence[_Room], Sequence[_Room]]:
     """The rooms of generation and of the learner side."""
     if spec.mode == "colocated":
         return rooms, rooms
@@ -269,9 +269,14 @@ def _sides(spec: PlacementSpec, rooms: Sequence[_Room]) -> tuple[Sequence[_Room]
             f"placement.learner_devices is {needed} and the run has {count} device(s), which "
             "leaves none for generation; use mode colocated, or more devices"
         )
-    # On the smallest room that has enough for the learner side; over several from the last on, if none has.
+    # On one node if it has enough: where that costs the fewest actors, and of such the smallest. Otherwise on several.
     enough = [room for room in reversed(rooms) if len(room.devices) >= needed]
-    order = [min(enough, key=lambda room: len(room.devices))] if enough else list(reversed(rooms))
+
+    def cost(room: _Room) -> tuple[int, int]:
+        size = len(room.devices)
+        return size // per_actor - (size - needed) // per_actor, size
+
+    order = [min(enough, key=cost)] if enough else list(reversed(rooms))
     learning: list[_Room] = []
     rest = {id(room): room for room in rooms}
     for room in order:
@@ -283,7 +288,7 @@ def _sides(spec: PlacementSpec, rooms: Sequence[_Room]) -> tuple[Sequence[_Room]
     return [room for room in rest.values() if room.devices], learning
 
 
-def _windows(rooms: Sequence[_Room], size: int, actors: int, kind: str) -> list[_Room]:
+def _windows(spec: PlacementSpec, rooms: Sequence[_Room], size: int, actors: int, kind: str) -> list[_Room]:
     """Where actors may sit: neighbours on one node, and no device twice."""
     windows = [
         _Room(room.node, room.devices[first : first + size])
@@ -291,6 +296,10 @@ def _windows(rooms: Sequence[_Room], size: int, actors: int, kind: str) -> list[
         for first in range(0, len(room.devices) - size + 1, size)
     ]
     count = sum(len(room.devices) for room in rooms)
+    if spec.mode == "disaggregated" and spec.ray_address and spec.devices:
+        # What is left of each node makes no actor; where nodes may come, it is asked for on another one.
+        left = [device for room in rooms for device in room.devices[len(room.devices) // size * size :]]
+        windows += [_Room("", tuple(left[i : i + size])) for i in range(0, len(left) - size + 1, size)]
     if not windows:
         most = max(len(room.devices) for room in rooms)
         on_one = "" if most == count else f", and not more than {most} of them on one node"

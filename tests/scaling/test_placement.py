@@ -145,6 +145,9 @@ def test_a_cluster_that_is_joined_may_grow() -> None:
     spec = PlacementSpec(devices=6, ray_address="head:6379")
     placement = placed(spec, gpus("a", 4), actors=3, per_actor=2)
     assert [(group.node, len(group.devices)) for group in placement.groups[:2]] == [("a", 4), ("", 2)]
+    apart = PlacementSpec(mode="disaggregated", learner_devices=2, devices=6, ray_address="head:6379")
+    placement = placed(apart, gpus("a", 3), gpus("b", 2), actors=1, per_actor=4)
+    assert [(group.node, len(group.devices)) for group in placement.groups[:2]] == [("", 4), ("b", 2)]
     none_yet = PlacementSpec(devices=16, kind="h200", ray_address="head:6379")
     placement = placed(none_yet, gpus("a", 4), actors=2, per_actor=8)
     assert [(group.node, group.kind, len(group.devices)) for group in placement.groups[:2]] == [("", "h200", 8)] * 2
