@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 from math_verify import parse, verify
@@ -30,12 +31,13 @@ from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica
+from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.loop.launch import binding
 from rlhfless.records import FinishReason, FunctionName, Group, Holding, Invocation, Prompt, Rollout
-from rlhfless.scaling.placement import Allocation
+from rlhfless.scaling.placement import Allocation, place
 from rlhfless.spec import CodeSpec, MathSpec, PlacementSpec, ScoringSpec, TimeoutsSpec
 
 SAMPLES = 8
@@ -140,16 +142,29 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
     loop = plain_code_loop if code else plain_loop
     samples = prompts * SAMPLES
     cluster = await Cluster.start(PlacementSpec())
-    allocation = Allocation((cluster.devices[0],), 1.0)
+    nodes = await cluster.nodes(None)
+    placement = place(
+        PlacementSpec(devices=1),
+        nodes,
+        generation_actors=1,
+        devices_per_actor=1,
+        learner_ranks=1,
+        functions=[FunctionName.SCORING],
+    )
+    devices = RunDevices(cluster, placement, CALL, TimeoutsSpec(), 600, lambda _: nullcontext())
 
     def settings(allocation: Allocation) -> ScoringSettings:
         rewards = (CodeSpec(type="code") if code else MathSpec(type="math"),)
         return ScoringSettings(
-            "bench", LeaseTerms(600, 600), rewards, ScoringSpec(workers=workers), binding(allocation, exclusive=False)
+            "bench",
+            LeaseTerms(600, 600),
+            rewards,
+            ScoringSpec(workers=workers),
+            binding(allocation.devices, exclusive=False),
         )
 
-    blueprint = Blueprint(FunctionName.SCORING, ScoringFunction, settings, (allocation,))
-    pool = Pool(cluster, blueprint, CALL, TimeoutsSpec(), NoLedger())
+    blueprint = Blueprint(FunctionName.SCORING, ScoringFunction, settings, placement.allocations[FunctionName.SCORING])
+    pool = Pool(cluster, devices, blueprint, CALL, TimeoutsSpec(), NoLedger())
     figures: dict[str, list[float]] = {"ours": [], "plain loop": []}
     try:
         replica = await pool.ready(CALL)

@@ -175,20 +175,23 @@ class DeviceBinding:
 
     kind: str
     """`cpu` or `cuda`."""
-    indices: tuple[int, ...]
-    """Core or GPU numbers on its node."""
+    ids: tuple[str, ...]
+    """Numbers of its cores, or its entries of CUDA_VISIBLE_DEVICES, as they are called on its node."""
     exclusive: bool
     """Pin to these cores. A function that shares all cores with others is left to the scheduler."""
+    node: str = ""
+    """Ray's id of the node: numbers are alike on many nodes."""
 
     def bind(self) -> None:
         """Restrict this process, and what it starts, to its devices.
 
         Call it before torch or vLLM is imported: thread pools and CUDA look at the environment once.
         """
-        threads = str(len(self.indices))
+        # On CPU cores the mask is empty: a process that asks Ray for no GPU would see all GPUs of its node.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.ids) if self.kind == "cuda" else ""
         if self.kind == "cuda":
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.indices))
             return
+        threads = str(len(self.ids))
         os.environ["OMP_NUM_THREADS"] = threads
         # OpenMP's threads spin at their barriers by default. On shared cores a spinning thread takes the time of the
         # thread that it waits for: a learner's step was 6 times slower with one other process running.
@@ -196,7 +199,7 @@ class DeviceBinding:
         os.environ["MKL_NUM_THREADS"] = threads
         if self.exclusive:
             available = os.sched_getaffinity(0)
-            wanted = set(self.indices) & available
+            wanted = set(map(int, self.ids)) & available
             if wanted:
                 for thread in os.listdir("/proc/self/task"):
                     with _gone_threads_are_fine():

@@ -34,9 +34,9 @@ class Lease:
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
-    def renew(self) -> None:
-        """The driver is alive."""
-        self._ends_s = time.monotonic() + self._terms.renewed_s
+    def renew(self, for_s: float | None = None) -> None:
+        """The driver is alive. The lease is as long as its terms say, or `for_s`."""
+        self._ends_s = time.monotonic() + (self._terms.renewed_s if for_s is None else for_s)
 
     def end(self) -> None:
         """The replica stops for another reason."""

@@ -179,11 +179,11 @@ class Setup:
         beside: dict[str, float] = defaultdict(float)
         in_turn: dict[str, float] = defaultdict(float)
         for slot_setup in self.slot_setups:
-            for device in slot_setup.allocation.devices:
+            for device, share in slot_setup.allocation.shared:
                 if slot_setup.beside:
-                    beside[device.name] += slot_setup.allocation.share
+                    beside[device.name] += share
                 else:
-                    in_turn[device.name] = max(in_turn[device.name], slot_setup.allocation.share)
+                    in_turn[device.name] = max(in_turn[device.name], share)
         for name in beside.keys() | in_turn.keys():
             if beside[name] + in_turn[name] > 1 + _ROUNDING:
                 raise ValueError(

@@ -73,13 +73,13 @@ class Window:
 
 def _usd_per_s(allocation: Allocation, prices: PriceBook, *, asleep: bool) -> float:
     total = 0.0
-    for held in allocation.devices:
+    for held, share in allocation.shared:
         device = prices.device(held.kind)
         if asleep and device.residency is not None:
-            total += device.residency.usd_per_hour
+            total += share * device.residency.usd_per_hour
         else:
-            total += device.saved_usd_per_hour
-    return total * allocation.share / SECONDS_PER_HOUR
+            total += share * device.saved_usd_per_hour
+    return total / SECONDS_PER_HOUR
 
 
 def _engine_limits(actor: ActorShape) -> EngineLimits:

@@ -47,7 +47,8 @@ class LearnerFunction(Function):
 
         options = {
             "num_cpus": 0,
-            "resources": self._settings.rank_resources[rank],
+            "num_gpus": 0,
+            "label_selector": {"ray.io/node-id": self._settings.rank_bindings[rank].node},
             "max_restarts": 0,
             # A thread of its own, so that a rank that computes still answers `alive`.
             "concurrency_groups": {"signs_of_life": 1},

@@ -54,7 +54,6 @@ class LearnerSettings:
     """A published version carries samples of its weights, which engines compare with theirs."""
     store: StoreHome
     rank_bindings: tuple[DeviceBinding, ...]
-    rank_resources: tuple[dict[str, float], ...]
     call_timeout_s: float
     planned: Planned = field(default_factory=dict)
     """Of one rank."""

@@ -43,7 +43,7 @@ class ReferenceFunction(Function):
                 dtype=settings.dtype,
                 micro_batch_tokens=settings.micro_batch_tokens,
                 temperature=settings.temperature,
-                threads=len(settings.binding.indices),
+                threads=len(settings.binding.ids),
             )
 
     async def logprobs(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:

@@ -34,7 +34,7 @@ class RewardModelFunction(Function):
         settings.binding.bind()
         from rlhfless.functions.reward_model.model import RewardModel
 
-        threads = len(settings.binding.indices)
+        threads = len(settings.binding.ids)
         self._weights = {spec.label: spec.weight for spec in settings.rewards}
         with self.starting():
             self._models = [RewardModel(spec, threads=threads) for spec in settings.rewards]

@@ -155,8 +155,9 @@ class LiveFleet:
         bounds = self._spec.scaling.generation
         if function is FunctionName.GENERATION and bounds.fixed:
             return 0.0
-        prices = (self._ledger.prices.device(device.kind) for device in allocation.devices)
-        return sum(price.saved_usd_per_hour for price in prices) * allocation.share / SECONDS_PER_HOUR
+        prices = self._ledger.prices
+        saved = (prices.device(device.kind).saved_usd_per_hour * share for device, share in allocation.shared)
+        return sum(saved) / SECONDS_PER_HOUR
 
     def _engine(self, kind: str) -> EngineLimits:
         limits = self._spec.generation.engine

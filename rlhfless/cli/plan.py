@@ -50,9 +50,9 @@ def plan(
 
 def question(spec: Any, devices: str | None) -> Question:
     """Of a spec, and devices as the user writes them. Raises InputError."""
-    from rlhfless.prepare.memory.assumed import parsed_devices, question_of
+    from rlhfless.prepare.memory.assumed import local_devices, parsed_devices, question_of
 
-    return question_of(spec, *parsed_devices(devices))
+    return question_of(spec, *(parsed_devices(devices) if devices is not None else local_devices(spec)))
 
 
 def _as_json(asked: Question, found: MemoryPlan, change: Change | None) -> dict[str, Any]:

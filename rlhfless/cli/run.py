@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rlhfless.prepare.preflight import Prepared
     from rlhfless.spec import RunSpec
 
-SPEC_FILE = "spec.yaml"
-
 NOTHING_DRAWN = "stopped; nothing was drawn yet"
 
 
@@ -40,7 +38,7 @@ def run(
     """Run a spec: generate, score, learn, and write the trace, the metrics and checkpoints."""
     from rlhfless.prepare.memory.assumed import on_these_devices
     from rlhfless.prepare.preflight import preflight
-    from rlhfless.spec.load import load_spec, resolved_yaml
+    from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
 
     # The user's own rewards are in the folder in which the command is called.
     if os.getcwd() not in sys.path:
@@ -78,7 +76,7 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
     from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER, checkpoints_of
     from rlhfless.spec.compare import check_resumable
     from rlhfless.spec.errors import InputError, Problem
-    from rlhfless.spec.load import load_spec
+    from rlhfless.spec.load import SPEC_FILE, load_spec
 
     folder = run_folder.absolute()
     if folder.parent.name == CHECKPOINTS_FOLDER:  # users may also name a checkpoint of the run

@@ -29,9 +29,7 @@ class Blueprint:
     function: FunctionName
     deployment: type
     settings: Callable[[Allocation], Any]
-    """The deployment's settings for a replica in an allocation."""
+    """The deployment's settings for a replica in an allocation whose devices are bound."""
     allocations: tuple[Allocation, ...]
     """The allocations of replica 0, 1, ...; their number is the largest number of replicas at a time."""
     bounds: Bounds = Bounds()
-    takes_allocation: bool = True
-    """False: the replica's parts ask Ray for the allocation themselves (the learner's ranks)."""

@@ -2,7 +2,8 @@
 
 Serve picks its own victim when a deployment shrinks, so an elastic function is not one deployment with n
 replicas but n applications with one replica each (`route_prefix=None`: no HTTP), which the fleet creates and
-deletes by name. A custom Ray resource per device says on which device a replica is to run.
+deletes by name. A replica asks Ray for no device: the run's holders have them (rlhfless.fleet.holders), and the
+replica is put on their node.
 """
 
 from __future__ import annotations
@@ -12,25 +13,27 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
+from ray._private.state import available_resources_per_node
+from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from rlhfless.fleet import ray_session
 from rlhfless.fleet.causes import innermost
-from rlhfless.fleet.ray_session import NoCluster
-from rlhfless.prepare.devices import local_devices
-from rlhfless.scaling.placement import Allocation, Device
+from rlhfless.fleet.nodes import NODE_LABEL, ambiguous, nodes_of
+from rlhfless.prepare.devices import first_gpu_bytes
+from rlhfless.scaling.placement import Node
 from rlhfless.spec import PlacementSpec
 
-DEVICE_PREFIX = "rlhfless-device:"
-"""Ray resources with this prefix are devices: `rlhfless-device:<kind>:<name>`, one unit each."""
+PROBE_S = 60.0
+"""Longest wait for a node to say how much memory its GPUs have: a small task, whose process may have to start."""
 
 POLL_S = 0.25
 """How often the status of starting applications is read, once for all of them: well under the seconds a start takes.
@@ -62,29 +65,27 @@ class Cluster:
     """A running Ray with Serve: made by `await Cluster.start(...)`, ended by `await stop()`."""
 
     def __init__(self, private: bool = False) -> None:
-        self._private = private
-        self.devices = _devices(ray.cluster_resources())
+        self.private = private
+        """The cluster ends with this run."""
+        self._kinds: Collection[str] = ()
+        self._memory_bytes: dict[str, int] = {}
         self._statuses: Mapping[str, Any] = {}
         self._read_s = -math.inf
         self._reading = asyncio.Lock()
 
     @classmethod
-    async def start(cls, spec: PlacementSpec, code: Path | None = None) -> Cluster:
+    async def start(cls, spec: PlacementSpec, kinds: Collection[str] = (), code: Path | None = None) -> Cluster:
         """Start a private Ray on this machine, or join the one at `spec.ray_address`, with the user's code if it is to
-        travel (rlhfless.fleet.user_code).
+        travel (rlhfless.fleet.user_code). `kinds` are the device kinds that the price book has.
 
-        Raises NoCluster if there is no cluster at that address, if it offers no devices, or if it would be joined
+        Raises NoCluster if there is no cluster at that address, or if it would be joined
         over a network without a token.
         """
         if spec.ray_address:
             ray_session.require_token(spec, os.environ)
             await ray_session.reach(spec.ray_address)
         cluster = await ray_session.started(lambda: cls._start(spec, code), spec.ray_address)
-        if not cluster.devices:
-            raise NoCluster(
-                f"the Ray cluster at {spec.ray_address} offers no devices; start its nodes with, say, "
-                f"""--resources='{{"{DEVICE_PREFIX}h100:gpu-0": 1}}'"""
-            )
+        cluster._kinds = kinds
         return cluster
 
     @classmethod
@@ -92,7 +93,7 @@ class Cluster:
         if spec.ray_address:
             ray_session.join(spec.ray_address, code)
         else:
-            ray_session.start_private({_resource(device): 1.0 for device in local_devices()})
+            ray_session.start_private(cores=len(os.sched_getaffinity(0)))
         _make_router_configs_one_at_a_time()
         # No replica is reached by HTTP, so no proxy is started.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
@@ -101,13 +102,26 @@ class Cluster:
     @property
     def lost(self) -> bool:
         """Whether a private Ray has ended, and every replica with it: no call would return."""
-        return self._private and ray_session.is_lost()
+        return self.private and ray_session.is_lost()
+
+    async def nodes(self, wanted: str | None) -> list[Node]:
+        """The nodes that are there now, with what they have and what is free.
+
+        Raises UnknownAccelerator if one has GPUs that the price book has no kind for, unless a kind is `wanted`.
+        """
+        return await asyncio.to_thread(self._nodes, wanted)
+
+    def _nodes(self, wanted: str | None) -> list[Node]:
+        reported = ray.nodes()
+        for node in ambiguous(reported):
+            if node not in self._memory_bytes and (found := _gpu_memory_bytes(node)):
+                self._memory_bytes[node] = found
+        return nodes_of(reported, available_resources_per_node(), self._kinds, self._memory_bytes, wanted)
 
     async def deploy(
-        self, name: str, function: type, arguments: Sequence[Any], allocation: Allocation | None, *, stop_s: float
+        self, name: str, function: type, arguments: Sequence[Any], node: str, *, stop_s: float
     ) -> DeploymentHandle:
-        """Begin to start one replica; returns at once. With `allocation` None the function's parts ask Ray
-        themselves."""
+        """Begin to start one replica on the node with this Ray id; returns at once."""
         options = {
             "name": name,
             "num_replicas": 1,
@@ -116,10 +130,7 @@ class Cluster:
             "graceful_shutdown_wait_loop_s": 0.1,
             # A constructor that fails will fail again: report the first failure instead of trying 20 times.
             "max_constructor_retry_count": 1,
-            "ray_actor_options": {
-                "num_cpus": 0,
-                "resources": {} if allocation is None else allocation_resources(allocation),
-            },
+            "ray_actor_options": {"num_cpus": 0, "num_gpus": 0, "label_selector": {NODE_LABEL: node}},
         }
         await asyncio.to_thread(_deploy, function, arguments, options)
         return self.handle(name)
@@ -174,14 +185,14 @@ class Cluster:
         await asyncio.to_thread(ray_session.end)
 
 
-def allocation_resources(allocation: Allocation) -> dict[str, float]:
-    """What a replica in this allocation asks Ray for. Ray counts in units of 1/10,000, so shares are rounded down."""
-    share = int(allocation.share * 10_000) / 10_000
-    return {_resource(device): share for device in allocation.devices}
-
-
-def _resource(device: Device) -> str:
-    return f"{DEVICE_PREFIX}{device.kind}:{device.name}"
+def _gpu_memory_bytes(node: str) -> int | None:
+    """Of a node's first GPU; None if it cannot be told."""
+    options = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0, "max_calls": 1, "label_selector": {NODE_LABEL: node}}
+    probe: Any = ray.remote(**options)(first_gpu_bytes)  # type: ignore[call-overload]  # Ray's types know no labels
+    try:
+        return int(ray.get(probe.remote(), timeout=PROBE_S))
+    except (RayError, GetTimeoutError):
+        return None
 
 
 def _deploy(function: type, arguments: Sequence[Any], options: dict[str, Any]) -> None:
@@ -204,12 +215,3 @@ def _make_router_configs_one_at_a_time() -> None:
 
     locked.one_at_a_time = True  # type: ignore[attr-defined]
     RequestRouterConfig._serialize_request_router_cls = locked  # type: ignore[method-assign, assignment]
-
-
-def _devices(resources: Mapping[str, float]) -> list[Device]:
-    found = []
-    for resource in resources:
-        if resource.startswith(DEVICE_PREFIX):
-            kind, name = resource.removeprefix(DEVICE_PREFIX).split(":", 1)
-            found.append(Device(name, kind, int(name.rsplit("-", 1)[-1])))
-    return sorted(found, key=lambda device: (device.name.rsplit("-", 1)[0], device.index))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call, StaleCall
 
 BEATS_PER_LEASE = 4
@@ -21,9 +22,12 @@ BEATS_PER_LEASE = 4
 class Heartbeat:
     """Beats until it is cancelled, or until a newer attempt of the run has taken the replicas over."""
 
-    def __init__(self, pools: Sequence[Pool], call: Call, lease_s: float, beaten: Callable[[], None]) -> None:
+    def __init__(
+        self, pools: Sequence[Pool], devices: RunDevices, call: Call, lease_s: float, beaten: Callable[[], None]
+    ) -> None:
         """`beaten` is called after each beat."""
         self._pools = pools
+        self._devices = devices
         self._call = call
         self._lease_s = lease_s
         self._beaten = beaten
@@ -35,11 +39,20 @@ class Heartbeat:
         while True:
             began_s = time.monotonic()
             replicas = [replica for pool in self._pools for replica in pool.replicas() if replica.info]
-            results = await asyncio.gather(*(self._beat(replica, period_s) for replica in replicas))
+            beats = (self._beat(replica, period_s) for replica in replicas)
+            results = await asyncio.gather(self._renew_devices(), *beats)
             if not all(results):
                 return  # the driver's next call is refused, which says why it must stop
             self._beaten()
             await asyncio.sleep(max(0.0, period_s - (time.monotonic() - began_s)))
+
+    async def _renew_devices(self) -> bool:
+        """Returns False if the devices belong to a newer attempt."""
+        try:
+            await self._devices.renew()
+        except StaleCall:
+            return False
+        return True
 
     async def _beat(self, replica: Replica, period_s: float) -> bool:
         """Returns False if the replica belongs to a newer attempt."""

@@ -18,6 +18,7 @@ from rlhfless.fleet.blueprint import Blueprint, Bounds
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
 from rlhfless.fleet.replicas import Replicas
+from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.records import ReplicaState, WeightVersion
@@ -51,9 +52,15 @@ class Pool(Replicas):
     """A slot is the number of an allocation; at most one replica is there at a time."""
 
     def __init__(
-        self, cluster: Cluster, blueprint: Blueprint, call: Call, timeouts: TimeoutsSpec, recorder: Recorder
+        self,
+        cluster: Cluster,
+        devices: RunDevices,
+        blueprint: Blueprint,
+        call: Call,
+        timeouts: TimeoutsSpec,
+        recorder: Recorder,
     ) -> None:
-        super().__init__(cluster, blueprint, call, timeouts, recorder)
+        super().__init__(cluster, devices, blueprint, call, timeouts, recorder)
         self.opens: Opens = self._open_own
         """Makes a replica that is up ready to serve."""
         self.fatal: BaseException | None = None

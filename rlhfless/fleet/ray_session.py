@@ -55,7 +55,7 @@ _init = ray.init
 
 
 class NoCluster(UserError):
-    """There is no cluster to run on: none answers at the address, it has no devices, or it is not safe to join."""
+    """There is no cluster to run on: none answers at the address, or it is not safe to join."""
 
 
 class NoRay(RuntimeError):
@@ -137,8 +137,9 @@ def join(address: str, code: Path | None = None) -> None:
     _after_start()
 
 
-def start_private(resources: Mapping[str, float]) -> None:
-    """Start a Ray on this machine that other machines cannot reach, and other users cannot use."""
+def start_private(cores: int) -> None:
+    """Start a Ray on this machine that other machines cannot reach, and other users cannot use. It has `cores` CPU
+    cores, and the GPUs that it finds."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray runs its workers at niceness 15; here the workers are the run itself, so they get the normal priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -147,7 +148,7 @@ def start_private(resources: Mapping[str, float]) -> None:
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         private_token(Path.home())
     with _own_handler(), _known_by_loopback():
-        _init(address="local", include_dashboard=False, resources=dict(resources), **_QUIET)
+        _init(address="local", include_dashboard=False, num_cpus=cores, **_QUIET)
     _after_start()
 
 

@@ -64,6 +64,7 @@ class Replica:
         self._recorder = recorder
         self._clock = clock
         self._launched_s = clock()
+        self._waits = False
         self._handle: DeploymentHandle | None = None
         self._life: Lifecycle | None = None
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -85,13 +86,28 @@ class Replica:
     def open_device_s(self) -> dict[str, float]:
         """Device-seconds since the last holding was written, by device kind; the cost so far includes them."""
         since_s = self._launched_s if self._life is None else self._life.since_s
-        if not self.state.holds_device:
+        if self._waits or not self.state.holds_device:
             return {}
-        lasted_s = (self._clock() - since_s) * self.allocation.share
-        kinds = [device.kind for device in self.allocation.devices]
-        return {kind: lasted_s * kinds.count(kind) for kind in set(kinds)}
+        lasted_s = self._clock() - since_s
+        held_s: dict[str, float] = {}
+        for device, share in self.allocation.shared:
+            held_s[device.kind] = held_s.get(device.kind, 0.0) + lasted_s * share
+        return held_s
 
     # -- life cycle: every change of state closes holdings, which go into the ledger
+
+    def waits_for_devices(self) -> None:
+        """STARTING, and nothing is billed yet."""
+        self._waits = True
+
+    def has_devices(self) -> None:
+        """The devices are there, and billed from here on."""
+        self._waits, self._launched_s = False, self._clock()
+
+    def check_kept(self) -> None:
+        """Raises ReplicaLost if the replica was given up, such as one whose devices were lost while it started."""
+        if self._given_up.done():
+            raise ReplicaLost(self._given_up.result())
 
     def is_up(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
         """STARTING -> STALE. The incarnation is known from here on."""
@@ -121,7 +137,9 @@ class Replica:
     def gone(self) -> None:
         """The process has ended: RETIRED after a drain, DEAD otherwise. Idempotent."""
         if self._life is None:
-            self._life = Lifecycle(self._identity(f"{self.name}-never-up"), self._launched_s)
+            began_s = self._clock() if self._waits else self._launched_s
+            self._life = Lifecycle(self._identity(f"{self.name}-never-up"), began_s)
+            self._waits = False
         now_s = self._clock()
         if self.state in (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SLEEPING):
             self._record(self._life.retire(now_s))

@@ -11,6 +11,7 @@ from ray.exceptions import RayTaskError
 from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
+from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call, ReplicaInfo, StaleCall, settings_key
 from rlhfless.records import FunctionName, ReplicaState
@@ -27,9 +28,16 @@ class Replicas:
     """All replicas of a function, by name and by slot, which is the number of their allocation."""
 
     def __init__(
-        self, cluster: Cluster, blueprint: Blueprint, call: Call, timeouts: TimeoutsSpec, recorder: Recorder
+        self,
+        cluster: Cluster,
+        devices: RunDevices,
+        blueprint: Blueprint,
+        call: Call,
+        timeouts: TimeoutsSpec,
+        recorder: Recorder,
     ) -> None:
         self._cluster = cluster
+        self._devices = devices
         self._blueprint = blueprint
         self._call = call
         self._timeouts = timeouts
@@ -77,18 +85,21 @@ class Replicas:
     async def start_one(self, slot: int) -> Replica:
         """Start a replica in a slot; returns when it is up (STALE).
 
-        Raises FleetError if the slot is taken or the start fails; an error of the replica's constructor that the user
-        can mend is raised as itself.
+        Raises FleetError if the slot is taken, its devices do not come or the start fails; an error of the replica's
+        constructor that the user can mend is raised as itself.
         """
         await self.remove_dead()
         replica = self._launch(slot)
-        name, allocation = replica.name, replica.allocation
+        name = replica.name
         try:
+            replica.waits_for_devices()
+            bound = await self._devices.acquire(replica.allocation, name, replica.give_up)
+            replica.has_devices()
             handle = await self._cluster.deploy(
                 name,
                 self._blueprint.deployment,
-                [self._blueprint.settings(allocation)],
-                allocation if self._blueprint.takes_allocation else None,
+                [self._blueprint.settings(bound)],
+                bound.devices[0].node,
                 stop_s=self._timeouts.drain_s,
             )
             await self._cluster.wait_running(name, self._timeouts.start_s)
@@ -96,7 +107,9 @@ class Replicas:
                 reply = await asyncio.wait_for(handle.describe.remote(self._call), self._timeouts.call_s)
             except RayTaskError as error:
                 raise error.cause from error  # Ray's own text is the remote traceback
+            replica.check_kept()
             replica.is_up(handle, reply.value)
+            self._devices.is_up(name)
         except BaseException:
             await self._call_off(replica)
             raise
@@ -105,7 +118,12 @@ class Replicas:
     async def _call_off(self, replica: Replica) -> None:
         """Remove a replica after its start has failed or been cancelled."""
         replica.gone()
-        await asyncio.shield(self._cluster.delete([replica.name]))
+        await asyncio.shield(self._remove([replica.name]))
+
+    async def _remove(self, names: Sequence[str]) -> None:
+        """Stop replicas, and give devices back that no other replica uses."""
+        await self._cluster.delete(names)
+        await self._devices.release(*names)
 
     def _launch(self, slot: int) -> Replica:
         if self.at(slot) is not None:
@@ -142,9 +160,13 @@ class Replicas:
         info: ReplicaInfo = reply.value
         taken = {id(replica.allocation) for replica in self.replicas()}
         for allocation in self.allocations:
-            if id(allocation) not in taken and settings_key(self._blueprint.settings(allocation)) == info.settings_key:
+            bound = self._devices.bound(allocation)
+            if bound is None or id(allocation) in taken:
+                continue
+            if settings_key(self._blueprint.settings(bound)) == info.settings_key:
                 replica = self._replicas[name] = Replica(name, self.function, allocation, self._recorder)
                 replica.is_adopted(handle, info)
+                self._devices.adopted(allocation, name, replica.give_up)
                 log.info("%s of an earlier attempt was taken over", name)
                 return
         log.info("%s of an earlier attempt has other settings and is stopped", name)
@@ -169,7 +191,7 @@ class Replicas:
         dead = [name for name, replica in self._replicas.items() if replica.state is ReplicaState.DEAD]
         remains = [name for name in dead if name not in self._removed]
         self._removed.update(remains)
-        await self._cluster.delete(remains)
+        await self._remove(remains)
 
     # -- stopping
 
@@ -188,7 +210,7 @@ class Replicas:
             return
         ours = await gather_or_cancel(*(self._say_stop(replica) for replica in running))
         names = [replica.name for replica, is_ours in zip(running, ours, strict=True) if is_ours]
-        await self._cluster.delete(names)
+        await self._remove(names)
         for replica in running:
             replica.gone()
 

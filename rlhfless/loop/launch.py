@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from rlhfless.fleet.blueprint import Blueprint, Bounds
-from rlhfless.fleet.cluster import Cluster, allocation_resources
+from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Recorder
+from rlhfless.fleet.run_devices import RunDevices, Shown
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.generation.deployment import GenerationFunction, GenerationSettings
 from rlhfless.functions.generation.vllm.messages import EngineSettings
@@ -30,7 +31,7 @@ from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettin
 from rlhfless.prepare.memory.assumed import planned
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, Prompt
-from rlhfless.scaling.placement import CPU_KIND, Allocation, Placement, helpers, place
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, Placement, place_run
 from rlhfless.spec import Hold, RunSpec
 from rlhfless.spec.imports import import_paths
 from rlhfless.weights.address import StoreAddress
@@ -57,23 +58,39 @@ class Launcher:
     call: Call
     cluster: Cluster
     recorder: Recorder
+    placement: Placement
+    devices: RunDevices
     store_folder: Path
     store_token: str
 
     @classmethod
-    def of(
-        cls, spec: RunSpec, prepared: Prepared, call: Call, cluster: Cluster, recorder: Recorder, folder: Path
+    async def of(
+        cls,
+        spec: RunSpec,
+        prepared: Prepared,
+        call: Call,
+        cluster: Cluster,
+        recorder: Recorder,
+        folder: Path,
+        shown: Shown,
     ) -> Launcher:
-        """A launcher with a folder for the run's weights. `folder` is the run's own."""
+        """A launcher with a folder for the run's weights, and a plan of its devices; nothing is taken yet. `folder` is
+        the run's own; `shown` tells the user what is waited for.
+
+        Raises PlacementError if the cluster's devices do not suffice.
+        """
         token = _store_token(folder) if serves_by_http(spec) else ""
-        return cls(spec, prepared, call, cluster, recorder, store_folder(spec, call.run_id), token)
+        placement = place_run(spec, await cluster.nodes(spec.placement.kind))
+        devices = RunDevices(cluster, placement, call, spec.timeouts, spec.recovery.lease_s, shown)
+        home = store_folder(spec, call.run_id)
+        return cls(spec, prepared, call, cluster, recorder, placement, devices, home, token)
 
     def pools(self) -> tuple[Pool, Pool, Pool | None, Pool | None, Pool]:
         """Generation, scoring, reward model (if a reward is one), reference (None when KL is off) and learner.
 
         Nothing is started yet.
         """
-        placement = self._placement()
+        placement = self.placement
         return (
             self._pool(self._generation(placement)),
             self._pool(self._scoring(placement)),
@@ -83,23 +100,12 @@ class Launcher:
         )
 
     def _pool(self, blueprint: Blueprint) -> Pool:
-        return Pool(self.cluster, blueprint, self.call, self.spec.timeouts, self.recorder)
+        return Pool(self.cluster, self.devices, blueprint, self.call, self.spec.timeouts, self.recorder)
 
     @property
     def _lease(self) -> LeaseTerms:
         lease_s = self.spec.recovery.lease_s
         return LeaseTerms(first_s=self.spec.timeouts.start_s + lease_s, renewed_s=lease_s)
-
-    def _placement(self) -> Placement:
-        spec = self.spec
-        return place(
-            spec.placement,
-            self.cluster.devices,
-            generation_actors=spec.scaling.generation.max_actors,
-            devices_per_actor=spec.generation.engine.tensor_parallel_size,
-            learner_ranks=spec.learner.ranks,
-            functions=helpers(spec),
-        )
 
     def _generation(self, placement: Placement) -> Blueprint:
         spec = self.spec
@@ -115,7 +121,7 @@ class Launcher:
                     self.prepared.max_model_len,
                 ),
                 probe_tolerance=spec.weights.probe_tolerance or PROBE_TOLERANCE[spec.model.dtype],
-                binding=binding(allocation, exclusive=True),
+                binding=binding(allocation.devices, exclusive=True),
                 planned=self._planned(FunctionName.GENERATION, allocation),
             )
 
@@ -135,7 +141,7 @@ class Launcher:
                 lease=self._lease,
                 rewards=self.spec.rewards,
                 scoring=self.spec.scoring,
-                binding=binding(allocation, exclusive=False),
+                binding=binding(allocation.devices, exclusive=False),
                 import_paths=import_paths(),
             )
 
@@ -151,7 +157,7 @@ class Launcher:
                 lease=self._lease,
                 rewards=spec.reward_models,
                 on_failure=spec.scoring.on_failure,
-                binding=binding(allocation, exclusive=False),
+                binding=binding(allocation.devices, exclusive=False),
             )
 
         allocations = placement.allocations[FunctionName.REWARD_MODEL]
@@ -170,7 +176,7 @@ class Launcher:
                 dtype=spec.learner.dtype,
                 micro_batch_tokens=spec.learner.micro_batch_tokens,
                 temperature=spec.generation.temperature,
-                binding=binding(allocation, exclusive=False),
+                binding=binding(allocation.devices, exclusive=False),
                 planned=self._planned(FunctionName.REFERENCE, allocation),
             )
 
@@ -182,7 +188,7 @@ class Launcher:
         probe = probe_text(self.prepared.train, self.prepared.max_model_len - 1)
 
         def settings(allocation: Allocation) -> LearnerSettings:
-            ranks = [_rank_allocation(allocation, rank, spec.learner.ranks) for rank in range(spec.learner.ranks)]
+            ranks = [rank_devices(allocation.devices, rank, spec.learner.ranks) for rank in range(spec.learner.ranks)]
             return LearnerSettings(
                 run_id=self.call.run_id,
                 lease=self._lease,
@@ -194,8 +200,7 @@ class Launcher:
                 probe_token_ids=probe,
                 read_back=spec.weights.read_back,
                 store=StoreHome(str(self.store_folder), self.store_token),
-                rank_bindings=tuple(binding(rank, exclusive=False) for rank in ranks),
-                rank_resources=tuple(allocation_resources(rank) for rank in ranks),
+                rank_bindings=tuple(binding(devices, exclusive=False) for devices in ranks),
                 call_timeout_s=spec.timeouts.call_s,
                 planned=self._planned(FunctionName.LEARNER, allocation),
             )
@@ -206,7 +211,6 @@ class Launcher:
             settings,
             placement.allocations[FunctionName.LEARNER],
             Bounds(1, reason="the learner keeps the run's state"),
-            takes_allocation=False,
         )
 
     def _planned(self, function: FunctionName, allocation: Allocation) -> Planned:
@@ -275,15 +279,18 @@ def store_folder(spec: RunSpec, run_id: str) -> Path:
     return base / f"rlhfless-{run_id}"
 
 
-def binding(allocation: Allocation, *, exclusive: bool) -> DeviceBinding:
-    """How a replica in this allocation is bound to its devices."""
-    kind = "cpu" if allocation.devices[0].kind == CPU_KIND else "cuda"
-    return DeviceBinding(kind, tuple(device.index for device in allocation.devices), exclusive)
+def binding(devices: Sequence[Device], *, exclusive: bool) -> DeviceBinding:
+    """How a process finds its devices, which are held and on one node."""
+    kind = "cpu" if devices[0].kind == CPU_KIND else "cuda"
+    return DeviceBinding(kind, tuple(device.local_id for device in devices), exclusive, devices[0].node)
 
 
-def _rank_allocation(allocation: Allocation, rank: int, ranks: int) -> Allocation:
-    """A rank's part of the learner's allocation: its share of the devices. If there are more ranks than
-    devices, ranks share a device."""
-    devices = allocation.devices[rank::ranks] or (allocation.devices[rank % len(allocation.devices)],)
-    crowd = -(-ranks // len(allocation.devices))
-    return Allocation(devices, allocation.share / crowd)
+def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Device, ...]:
+    """A rank's part of the learner's devices: neighbours, on the node of the first of them. More ranks than devices
+    share them."""
+    each, more = divmod(len(devices), ranks)
+    if not each:
+        return (devices[rank % len(devices)],)
+    first = rank * each + min(rank, more)
+    part = devices[first : first + each + (rank < more)]
+    return tuple(device for device in part if device.node == part[0].node)

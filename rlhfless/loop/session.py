@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlhfless.fleet.downloads import fetch_on_nodes, hub_models
 from rlhfless.fleet.each_node import on_each_node, remove_folders
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.pool import RECOVERABLE, Pool
+from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.fleet.user_code import check_on_nodes, gathered, targets
 from rlhfless.functions.base import Call
@@ -26,6 +27,7 @@ from rlhfless.loop.launch import Launcher, store_folders
 from rlhfless.loop.ledger import Earlier, Ledger
 from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
+from rlhfless.prepare.memory.assumed import devices_of, memory_problems, settled_on
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
@@ -34,6 +36,8 @@ from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_mach
 from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError
+from rlhfless.spec.load import SPEC_FILE, resolved_yaml
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
@@ -74,7 +78,7 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
             joined = bool(session.spec.placement.ray_address)
             code = gathered(session.spec, session.folder) if joined else None
             with session.console.waiting("starting Ray"):
-                cluster = await Cluster.start(session.spec.placement, code)
+                cluster = await Cluster.start(session.spec.placement, ledger.prices.kinds, code)
             try:
                 if joined and targets(session.spec):
                     with session.console.waiting("importing your modules on every node"):
@@ -82,10 +86,25 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
                 if models := hub_models(session.spec):
                     with session.console.waiting(f"fetching {', '.join(models)} on every node"):
                         await asyncio.to_thread(fetch_on_nodes, models, session.spec.timeouts.download_s)
+                session = replace(session, spec=await _settled(session, cluster) if joined else session.spec)
                 async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
                     yield under_way
             finally:
                 await to_the_end(cluster.stop())
+
+
+async def _settled(session: Session, cluster: Cluster) -> RunSpec:
+    """The spec with all that the devices of a joined cluster decide, which the run's folder keeps.
+
+    Raises PlacementError if there are none, and InputError if they cannot hold the run.
+    """
+    spec = session.spec
+    kind, count = devices_of(spec, await cluster.nodes(spec.placement.kind))
+    spec = settled_on(spec, kind, count)
+    if problems := memory_problems(spec, kind, count, session.prepared.max_model_len):
+        raise InputError("the run cannot start on this cluster", problems)
+    (session.folder / SPEC_FILE).write_text(resolved_yaml(spec), "utf-8")
+    return spec
 
 
 def _ledger(session: Session, attempt: int, earlier: Trace | None) -> Ledger:
@@ -103,11 +122,12 @@ async def _fleet(
 ) -> AsyncIterator[tuple[Run, int]]:
     spec = session.spec
     call = Call(session.run_id, journal.attempt, 0)
-    launcher = Launcher.of(spec, session.prepared, call, cluster, ledger, session.folder)
+    shown = session.console.stage
+    launcher = await Launcher.of(spec, session.prepared, call, cluster, ledger, session.folder, shown)
     generation, scoring, reward_model, reference, learner = launcher.pools()
     pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
     lease_s = spec.recovery.lease_s
-    beat = Heartbeat(pools, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
+    beat = Heartbeat(pools, launcher.devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     heartbeat = asyncio.create_task(beat.run())
     folders = store_folders(spec, session.run_id)
     run = Run(
@@ -131,13 +151,13 @@ async def _fleet(
     )
     with Janitor(folders, wanted=not spec.placement.ray_address):
         try:
-            yield run, await _begin(session, run, cluster)
+            yield run, await _begin(session, run, cluster, launcher.devices)
         finally:
             heartbeat.cancel()
             with session.console.waiting("stopping all functions"):
                 if is_stopping():
                     ledger.keep_up(pools, 0.0)  # the stop may be cut short
-                await to_the_end(_stop(pools))
+                await to_the_end(_stop(pools, launcher.devices))
                 await to_the_end(_remove(folders, cluster, everywhere=bool(spec.placement.ray_address)))
 
 
@@ -149,19 +169,24 @@ async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool
     await asyncio.to_thread(remove_folders, names)
 
 
-async def _stop(pools: Sequence[Pool]) -> None:
+async def _stop(pools: Sequence[Pool], devices: RunDevices) -> None:
     await gather_or_cancel(*(pool.close() for pool in pools))
-    await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in pools))
+    try:
+        await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in pools))
+    finally:
+        await devices.close()
 
 
-async def _begin(session: Session, run: Run, cluster: Cluster) -> int:
+async def _begin(session: Session, run: Run, cluster: Cluster, devices: RunDevices) -> int:
     """Bring the fleet up; returns the first step.
 
     If the run has been up before, a process that dies meanwhile is replaced. A first start that fails is not repeated,
     because it would fail again.
     """
     left = await cluster.running(f"{run.run_id}-")
+    await devices.adopt()
     await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools))
+    await devices.settle()
     tries = session.spec.recovery.per_step if run.attempt > 1 else 0
     while True:
         try:

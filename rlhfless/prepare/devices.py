@@ -1,24 +1,30 @@
-"""The devices of this machine. Without Ray, so that a spec can be checked before Ray is imported."""
+"""The devices of this machine. Without Ray, so that a spec can be checked before anything of it is imported."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 import torch
 
-from rlhfless.scaling.placement import CPU_KIND, Device
+from rlhfless.scaling.accelerators import kind_of, type_of
+from rlhfless.scaling.placement import Node
 
 
-def local_devices() -> list[Device]:
-    """The devices of this machine: its GPUs, or the CPU cores this process may use where it has none."""
-    if torch.cuda.is_available():
-        return [
-            Device(f"gpu-{i}", gpu_kind(torch.cuda.get_device_name(i)), i) for i in range(torch.cuda.device_count())
-        ]
-    return [Device(f"cpu-{i}", CPU_KIND, i) for i in sorted(os.sched_getaffinity(0))]
+def local_node(kinds: Collection[str]) -> Node:
+    """This machine as a node: its GPUs, and the CPU cores that this process may use. `kinds` are those that the price
+    book has.
+
+    Raises UnknownAccelerator for GPUs that the book has no kind for.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if not torch.cuda.is_available():
+        return Node("", "this machine", cores, cores)
+    kind = kind_of(type_of(torch.cuda.get_device_name(0)), kinds, first_gpu_bytes())
+    gpus = torch.cuda.device_count()
+    return Node("", "this machine", cores, cores, kind, gpus, gpus)
 
 
-def gpu_kind(device_name: str) -> str:
-    """Price book key of a GPU: `NVIDIA H100 80GB HBM3` is `h100`."""
-    words = device_name.lower().replace("-", " ").split()
-    return next((word for word in words if any(c.isdigit() for c in word)), words[-1])
+def first_gpu_bytes() -> int:
+    """Memory of this machine's first GPU."""
+    return int(torch.cuda.get_device_properties(0).total_memory)

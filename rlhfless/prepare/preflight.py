@@ -24,7 +24,7 @@ from rlhfless.records import Prompt
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError, Problem, UserError
 
 T = TypeVar("T")
 
@@ -141,29 +141,27 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     if spec.placement.ray_address:
         return []
     # Imported here, because it imports torch: a fault found earlier should not wait for that.
-    from rlhfless.prepare.devices import local_devices
-    from rlhfless.scaling.placement import PlacementError, helpers, place
+    from rlhfless.prepare.devices import local_node
+    from rlhfless.scaling.accelerators import UnknownAccelerator
+    from rlhfless.scaling.placement import PlacementError, place_run
 
     try:
-        place(
-            spec.placement,
-            local_devices(),
-            generation_actors=spec.scaling.generation.max_actors,
-            devices_per_actor=spec.generation.engine.tensor_parallel_size,
-            learner_ranks=spec.learner.ranks,
-            functions=helpers(spec),
-        )
-    except PlacementError as error:
+        place_run(spec, [local_node(load_price_book(spec.scaling.prices).kinds)])
+    except (PlacementError, UnknownAccelerator) as error:
         return [Problem("placement", str(error))]
+    except InputError:
+        return []  # the price book cannot be read, which is told already
     return []
 
 
 def _memory_problems(spec: RunSpec, sequence_tokens: int) -> list[Problem]:
-    from rlhfless.prepare.devices import local_devices
-    from rlhfless.prepare.memory.assumed import memory_problems
+    from rlhfless.prepare.memory.assumed import local_devices, memory_problems
 
-    devices = local_devices()
-    return memory_problems(spec, devices[0].kind, len(devices), sequence_tokens)
+    try:
+        kind, count = local_devices(spec)
+    except UserError:
+        return []  # told by _device_problems
+    return memory_problems(spec, kind, count, sequence_tokens)
 
 
 def _port_problems(spec: RunSpec) -> list[Problem]:

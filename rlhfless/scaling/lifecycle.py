@@ -69,7 +69,7 @@ class ReplicaIdentity:
     replica: str
     incarnation: str
     allocation: Allocation
-    """The devices it holds, and the share of each."""
+    """The devices it holds, and its share of each."""
 
 
 class Lifecycle:
@@ -177,8 +177,8 @@ class Lifecycle:
         life = self._identity
         replica = life.function, life.replica, life.incarnation
         return tuple(
-            Holding(*replica, device.name, device.kind, life.allocation.share, self._state, start_s, self._since_s)
-            for device in life.allocation.devices
+            Holding(*replica, device.name, device.kind, share, self._state, start_s, self._since_s)
+            for device, share in life.allocation.shared
         )
 
     def _illegal(self, state: ReplicaState) -> IllegalTransition:

@@ -1,30 +1,74 @@
 """Which devices each function may hold, and how much of them. Pure.
 
-A device is a GPU or a CPU core of one node. Co-located functions take turns on a device, so each holds an equal share
-of it: its memory is occupied and no other function can have that share. Shares of a device add up to at most 1, which
-Ray enforces (a custom resource per device) and which makes the bill of a run at most devices x price x time.
+A device is a GPU or a CPU core of one node. Devices are planned by kind and count, in *groups*: a group is on one node,
+and is taken and given back as a whole. Which devices of which node it is, is known when the run holds it
+(`rlhfless.fleet.run_devices`); a group may be planned before its node is there. The devices of one replica are in one
+group, except the learner's, whose ranks may be on several nodes.
+
+Functions that share a device hold equal shares of it: its memory is occupied and no other function can have that share.
+The shares of a device add up to at most 1, which makes the bill of a run at most devices x price x time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from rlhfless.records import FunctionName
 from rlhfless.spec import PlacementSpec, RunSpec
+from rlhfless.spec.errors import UserError
+
+CPU_KIND = "cpu-core"
+"""Device kind of a CPU core in the price book."""
+
+NODE_DEVICES = 8
+"""Devices of a node that is not there yet, where no node of the kind is there to go by: GPU machines have eight."""
+
+
+class PlacementError(UserError):
+    """The devices do not suffice; the text says what for and how many are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a node of the cluster has for runs."""
+
+    name: str
+    """Ray's id of it."""
+    address: str
+    cores: int
+    """CPU cores."""
+    free_cores: int
+    gpu_kind: str = ""
+    """Key of the price book, such as `h100`; empty without GPUs. All GPUs of a node are of one kind."""
+    gpus: int = 0
+    free_gpus: int = 0
+
+    def count(self, kind: str) -> int:
+        """Its devices of a kind, whatever runs hold of them."""
+        return self.cores if kind == CPU_KIND else self.gpus * (kind == self.gpu_kind)
+
+    def free(self, kind: str) -> int:
+        """Its devices of a kind that nothing holds."""
+        return self.free_cores if kind == CPU_KIND else self.free_gpus * (kind == self.gpu_kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of one node."""
+    """One device of a run: planned at first, and of a certain node when the run holds it."""
 
     name: str
-    """Such as `cpu-0`; also the name of the Ray resource, with a prefix."""
+    """Such as `cpu-0`: the run's own name for it, in the ledger too."""
     kind: str
     """Key of the price book, such as `cpu-core` or `h100`."""
     index: int
-    """Number of the core or GPU on its node."""
+    """Number among the run's devices."""
+    node: str = ""
+    """Ray's id of its node; empty while it is only planned."""
+    local_id: str = ""
+    """What the node calls it: number of the core, or entry of CUDA_VISIBLE_DEVICES. Empty while it is only planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +76,56 @@ class Allocation:
     """The devices of one replica, and its share of each."""
 
     devices: tuple[Device, ...]
-    share: float
+    shares: tuple[float, ...]
+    """Of each device, 0 to 1 `[device]`."""
+
+    @classmethod
+    def of(cls, devices: Sequence[Device], share: float = 1.0) -> Allocation:
+        """An equal share of each device."""
+        return cls(tuple(devices), (share,) * len(devices))
+
+    @property
+    def shared(self) -> Iterator[tuple[Device, float]]:
+        """Each device with the share of it."""
+        return zip(self.devices, self.shares, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Devices of one node, which a run takes and gives back together."""
+
+    name: str
+    """Unique in the run."""
+    devices: tuple[Device, ...]
+    node: str = ""
+    """Name of the node that they are planned on: asked for first, and another one if its devices are taken by then."""
+
+    @property
+    def kind(self) -> str:
+        """Of all its devices."""
+        return self.devices[0].kind
+
+    def bound(self, node: str, local_ids: Sequence[str]) -> dict[str, Device]:
+        """The devices by name, when they are known."""
+        pairs = zip(self.devices, local_ids, strict=True)
+        return {device.name: replace(device, node=node, local_id=local_id) for device, local_id in pairs}
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """An allocation for every replica that a run may start."""
+    """An allocation for every replica that a run may start, and the groups that their devices are in."""
 
     allocations: Mapping[FunctionName, tuple[Allocation, ...]]
+    groups: tuple[DeviceGroup, ...]
 
     def allocation(self, function: FunctionName, index: int) -> Allocation:
         """The allocation of a function's replica number `index`."""
         return self.allocations[function][index]
 
-
-class PlacementError(ValueError):
-    """There are too few devices; the message says for what, and how many there are."""
+    def groups_of(self, allocation: Allocation) -> tuple[DeviceGroup, ...]:
+        """The groups that an allocation's devices are in."""
+        names = {device.name for device in allocation.devices}
+        return tuple(group for group in self.groups if any(device.name in names for device in group.devices))
 
 
 def helpers(spec: RunSpec) -> list[FunctionName]:
@@ -60,72 +138,195 @@ def helpers(spec: RunSpec) -> list[FunctionName]:
     return [function for function, needed in wanted.items() if needed]
 
 
+def place_run(spec: RunSpec, nodes: Sequence[Node]) -> Placement:
+    """The placement of a run on a cluster of these nodes. Raises PlacementError as `place` does."""
+    return place(
+        spec.placement,
+        nodes,
+        generation_actors=spec.scaling.generation.max_actors,
+        devices_per_actor=spec.generation.engine.tensor_parallel_size,
+        learner_ranks=spec.learner.ranks,
+        functions=helpers(spec),
+        scoring_cores=spec.scoring.workers,
+    )
+
+
 def place(
     spec: PlacementSpec,
-    devices: Sequence[Device],
+    nodes: Sequence[Node],
     *,
     generation_actors: int,
     devices_per_actor: int,
     learner_ranks: int,
     functions: Sequence[FunctionName],
+    scoring_cores: int = 1,
 ) -> Placement:
     """Give every replica its allocation.
 
-    Co-located: actor i has devices i*k .. i*k+k-1, wrapping around if there are more actors than devices; the learner
-    has all devices; the single replicas of the other functions sit on the last device, then the one before.
-    Disaggregated: the last `learner_devices` devices belong to the learner side, the others to generation.
+    Co-located: the run's devices of each node are one group, because the learner has them all; actor i has k
+    neighbours of them, `i*k .. i*k+k-1` on the first node. Disaggregated: the last `learner_devices` devices are the
+    learner side, on one node if it fits, and each actor has a group of its own. The single replicas of the other
+    functions sit on the last device of the learner side, then the one before. Scoring needs no GPU: where the devices
+    are GPUs it has `scoring_cores` CPU cores in a group of its own.
 
-    Raises PlacementError if a side has no device or an actor needs more devices than its side has.
+    On CPU cores there may be more actors than devices, and they share them. Two engines on one GPU are refused.
+
+    Raises PlacementError if a side has no device, if an actor needs more devices than a node has, or if the cluster
+    has not so many and cannot grow, because it is private.
     """
-    devices = devices[: spec.devices or len(devices)]
-    if len(devices) < (spec.devices or 1):
-        raise PlacementError(f"placement.devices asks for {spec.devices} device(s), but {len(devices)} are there")
-    generation, learning = _sides(spec, devices)
-    if devices_per_actor > len(generation):
-        raise PlacementError(
-            f"generation.engine.tensor_parallel_size is {devices_per_actor}, but generation has {len(generation)} "
-            "device(s); lower it, or raise placement.devices"
-        )
+    kind = device_kind(spec, nodes)
+    rooms = _rooms(spec, nodes, kind)
+    generation, learning = _sides(spec, rooms, devices_per_actor)
+    windows = _windows(spec, generation, devices_per_actor, generation_actors, kind)
+    learner = [device for room in learning for device in room.devices]
     chosen: dict[FunctionName, list[tuple[Device, ...]]] = {
-        FunctionName.GENERATION: [
-            tuple(generation[(i * devices_per_actor + j) % len(generation)] for j in range(devices_per_actor))
-            for i in range(generation_actors)
-        ],
-        FunctionName.LEARNER: [tuple(learning)],
+        FunctionName.GENERATION: [windows[i % len(windows)].devices for i in range(generation_actors)],
+        FunctionName.LEARNER: [tuple(learner)],
     }
+    used = windows[:generation_actors] if spec.mode == "disaggregated" else []
+    groups = [
+        *(DeviceGroup(f"generation-{i}", window.devices, window.node) for i, window in enumerate(used)),
+        *(DeviceGroup(f"learner-{i}", room.devices, room.node) for i, room in enumerate(learning)),
+    ]
     others = [f for f in functions if f not in chosen]
+    if kind != CPU_KIND and FunctionName.SCORING in others:
+        others.remove(FunctionName.SCORING)
+        cores = tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(_scoring_cores(scoring_cores, nodes)))
+        chosen[FunctionName.SCORING] = [cores]
+        groups.append(DeviceGroup("scoring-0", cores))
     for offset, function in enumerate(others):
-        chosen[function] = [(learning[-1 - offset % len(learning)],)]
-    if learner_ranks > len(learning) and learning[0].kind != CPU_KIND:
-        raise PlacementError(f"learner.ranks is {learner_ranks}, but the learner has {len(learning)} device(s)")
-    return Placement(_with_shares(chosen))
+        chosen[function] = [(learner[-1 - offset % len(learner)],)]
+    if learner_ranks > len(learner) and kind != CPU_KIND:
+        raise PlacementError(f"learner.ranks is {learner_ranks}, but the learner has {len(learner)} device(s)")
+    return Placement(_with_shares(chosen), tuple(groups))
 
 
-CPU_KIND = "cpu-core"
-"""Device kind of a CPU core in the price book."""
+def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
+    """The kind of a run's devices: what the spec names, or the GPUs of the cluster, or CPU cores where it has none.
 
-
-def _sides(spec: PlacementSpec, devices: Sequence[Device]) -> tuple[Sequence[Device], Sequence[Device]]:
-    if spec.mode != "disaggregated":
-        return devices, devices
-    if len(devices) <= spec.learner_devices:
+    Raises PlacementError if the cluster has several kinds of GPU and the spec names none, or none of the kind that it
+    names and cannot get any.
+    """
+    kinds = sorted({node.gpu_kind for node in nodes if node.gpus})
+    if spec.kind is None:
+        if len(kinds) > 1:
+            raise PlacementError(f"the cluster has devices of kinds {', '.join(kinds)}; name one with placement.kind")
+        return kinds[0] if kinds else CPU_KIND
+    there = spec.kind == CPU_KIND or spec.kind in kinds
+    if not there and not (spec.ray_address and spec.devices):
         raise PlacementError(
-            f"placement.learner_devices is {spec.learner_devices} and the run has {len(devices)} device(s), which "
+            f"placement.kind is {spec.kind!r}, but the cluster has {', '.join([*kinds, CPU_KIND])}; name one of these. "
+            "If an autoscaler is to bring nodes of the kind, say how many devices with placement.devices, and join the "
+            "cluster with placement.ray_address"
+        )
+    return spec.kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Devices of one node."""
+
+    node: str
+    devices: tuple[Device, ...]
+
+
+def _rooms(spec: PlacementSpec, nodes: Sequence[Node], kind: str) -> list[_Room]:
+    """The run's devices, node by node: free ones first, then those that others hold now, then those of nodes that may
+    come."""
+    there = sum(node.count(kind) for node in nodes)
+    wanted = spec.devices or there
+    if wanted > there and not spec.ray_address:
+        raise PlacementError(f"placement.devices asks for {wanted} device(s), but {there} are there")
+    if not wanted:
+        raise PlacementError(
+            f"the cluster has no devices of kind {kind}; if an autoscaler is to bring them, say how many with "
+            "placement.devices"
+        )
+    left, taken = wanted, dict.fromkeys((node.name for node in nodes), 0)
+    freest = sorted(nodes, key=lambda node: -node.free(kind))
+    for most in (Node.free, Node.count):
+        for node in freest:
+            more = max(min(left, most(node, kind) - taken[node.name]), 0)
+            taken[node.name] += more
+            left -= more
+    sizes = [(node.name, taken[node.name]) for node in freest if taken[node.name]]
+    to_come = max((node.count(kind) for node in nodes), default=0) or NODE_DEVICES
+    while left:
+        sizes.append(("", min(left, to_come)))
+        left -= sizes[-1][1]
+    prefix = "cpu" if kind == CPU_KIND else "gpu"
+    numbered = iter([Device(f"{prefix}-{i}", kind, i) for i in range(wanted)])
+    return [_Room(name, tuple(islice(numbered, size))) for name, size in sizes]
+
+
+def _sides(spec: PlacementSpec, rooms: Sequence[_Room], per_actor: int) -> tuple[Sequence[_Room], Sequence[_Room]]:
+    """The rooms of generation and of the learner side."""
+    if spec.mode != "disaggregated":
+        return rooms, rooms
+    count, needed = sum(len(room.devices) for room in rooms), spec.learner_devices
+    if count <= needed:
+        raise PlacementError(
+            f"placement.learner_devices is {needed} and the run has {count} device(s), which "
             "leaves none for generation; use mode colocated, or more devices"
         )
-    return devices[: -spec.learner_devices], devices[-spec.learner_devices :]
+    # On one node if it has enough: where that costs the fewest actors, and of such the smallest. Otherwise on several.
+    enough = [room for room in reversed(rooms) if len(room.devices) >= needed]
+
+    def cost(room: _Room) -> tuple[int, int]:
+        size = len(room.devices)
+        return size // per_actor - (size - needed) // per_actor, size
+
+    order = [min(enough, key=cost)] if enough else list(reversed(rooms))
+    learning: list[_Room] = []
+    rest = {id(room): room for room in rooms}
+    for room in order:
+        part = min(needed, len(room.devices))
+        needed -= part
+        if part:
+            learning.insert(0, _Room(room.node, room.devices[-part:]))
+            rest[id(room)] = _Room(room.node, room.devices[:-part])
+    return [room for room in rest.values() if room.devices], learning
+
+
+def _windows(spec: PlacementSpec, rooms: Sequence[_Room], size: int, actors: int, kind: str) -> list[_Room]:
+    """Where actors may sit: neighbours on one node, and no device twice."""
+    windows = [
+        _Room(room.node, room.devices[first : first + size])
+        for room in rooms
+        for first in range(0, len(room.devices) - size + 1, size)
+    ]
+    count = sum(len(room.devices) for room in rooms)
+    if spec.mode == "disaggregated" and spec.ray_address and spec.devices:
+        # What is left of each node makes no actor; where nodes may come, it is asked for on another one.
+        left = [device for room in rooms for device in room.devices[len(room.devices) // size * size :]]
+        windows += [_Room("", tuple(left[i : i + size])) for i in range(0, len(left) - size + 1, size)]
+    if not windows:
+        most = max(len(room.devices) for room in rooms)
+        on_one = "" if most == count else f", and not more than {most} of them on one node"
+        raise PlacementError(
+            f"generation.engine.tensor_parallel_size is {size}, but generation has {count} device(s){on_one}; lower "
+            "it, or raise placement.devices"
+        )
+    if actors > len(windows) and kind != CPU_KIND:
+        raise PlacementError(
+            f"scaling.generation.max_actors is {actors}, with {size} device(s) each, but generation has {count} "
+            f"device(s) of kind {kind}, enough for {len(windows)} actor(s); lower it, or raise placement.devices"
+        )
+    return windows
+
+
+def _scoring_cores(wanted: int, nodes: Sequence[Node]) -> int:
+    """As many as its workers, if one node has so many."""
+    return max(min(wanted, max((node.cores for node in nodes), default=wanted)), 1)
 
 
 def _with_shares(
     chosen: Mapping[FunctionName, Sequence[tuple[Device, ...]]],
 ) -> dict[FunctionName, tuple[Allocation, ...]]:
-    """Gives a replica the share of its most crowded device, so that the shares of every device add up to at most 1."""
-    crowd = Counter(
-        device.name for allocations in chosen.values() for allocation in allocations for device in set(allocation)
-    )
-    return {
-        function: tuple(
-            Allocation(allocation, 1.0 / max(crowd[device.name] for device in allocation)) for allocation in allocations
-        )
-        for function, allocations in chosen.items()
-    }
+    """Of each device its replicas have equal shares, which add up to 1."""
+    crowd = Counter(device for allocations in chosen.values() for devices in allocations for device in devices)
+
+    def shared(devices: tuple[Device, ...]) -> Allocation:
+        return Allocation(devices, tuple(1.0 / crowd[device] for device in devices))
+
+    return {function: tuple(map(shared, allocations)) for function, allocations in chosen.items()}

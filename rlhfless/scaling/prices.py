@@ -185,6 +185,11 @@ class PriceBook(SpecModel):
             f"book, which has {', '.join(known)}"
         )
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The device kinds that have a price."""
+        return tuple(device.kind for device in self.devices)
+
     def price_usd_per_hour(self, kind: str) -> float:
         """The price of one device of this kind. Raises PriceError for a kind that has none."""
         return self.device(kind).usd_per_hour

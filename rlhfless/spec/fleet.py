@@ -23,7 +23,12 @@ class PlacementSpec(SpecModel):
     memory and several times the time of bfloat16."""
 
     devices: Annotated[int, Field(ge=1)] | None = None
-    """Devices of the run (GPUs, or CPU cores); by default all devices of the cluster."""
+    """Devices of the run (GPUs, or CPU cores); by default all devices of the cluster. A run that joins a cluster may
+    ask for more than there are: a cluster autoscaler sees the demand, and the run says what it waits for."""
+
+    kind: Annotated[str, Field(min_length=1)] | None = None
+    """Kind of the devices, as the price book names it, such as `h100` or `cpu-core`. By default the GPUs of the
+    cluster, which must be of one kind then, or CPU cores where it has no GPU."""
 
     learner_devices: Annotated[int, Field(ge=1)] = 1
     """Devices set aside for the learner side when disaggregated."""
@@ -152,6 +157,9 @@ class WeightsSpec(SpecModel):
 class TimeoutsSpec(SpecModel):
     """Limits of every wait. When a wait exceeds its limit, the error names the limit and what was waited for."""
 
+    devices_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Until the devices of a replica are there: another run has to give them back, or an autoscaler has to bring a
+    node. What is waited for is said after 5 s, and again until it ends."""
     start_s: Annotated[float, Field(gt=0)] = 600.0
     """A replica's start: process, model, engine; without fetching the model from the hub."""
     download_s: Annotated[float, Field(gt=0)] = 3600.0

@@ -33,6 +33,9 @@ _MEND = "rename the file or folder, or write the character in full"
 # A hub name never ends like this, so such a value is a path even if no such file exists.
 _FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".yaml", ".yml"})
 
+SPEC_FILE = "spec.yaml"
+"""The spec of a run, in its folder, with every default filled in."""
+
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     """Read a YAML or JSON file, apply overrides such as `steps=10` or `rewards.0.weight=2`, and validate.

@@ -102,7 +102,7 @@ def _allocations(trace: Trace) -> Mapping[tuple[FunctionName, str], Allocation]:
     return {
         name: Allocation(
             tuple(Device(device, of.device_kind, index) for index, (device, of) in enumerate(sorted(held.items()))),
-            min(of.share for of in held.values()),
+            tuple(of.share for _, of in sorted(held.items())),
         )
         for name, held in by_replica.items()
     }

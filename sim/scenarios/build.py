@@ -130,7 +130,7 @@ class Layout:
         slow_from = machines.devices - int(machines.stragglers * machines.devices)
         return [
             ActorShape(
-                SlotSetup(Allocation(devices, 1.0), node, start_s(model), wakes),
+                SlotSetup(Allocation.of(devices), node, start_s(model), wakes),
                 shape,
                 prices,
                 machines.straggler_slowdown if _number(devices[-1]) >= slow_from else 1.0,
@@ -143,7 +143,7 @@ class Layout:
         """The slot of the learner."""
         scenario, kind, count = self._scenario, self._scenario.cluster.machines[0].kind, len(self.learner_side)
         slot_setup = SlotSetup(
-            Allocation(tuple(self.learner_side), 1.0),
+            Allocation.of(self.learner_side),
             self._first.devices[0][0],
             start_s(scenario.model.shape),
             {"host_weights": timing.learner_wake_s(scenario, kind, count)},
@@ -161,7 +161,7 @@ class Layout:
         """The slots of scoring, and of the reference if there is one."""
         scoring = self._scenario.scoring
         cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
-        slot_setup = SlotSetup(Allocation(cores, 1.0), self._first.devices[0][0], scoring.start_s, {}, beside=True)
+        slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], scoring.start_s, {}, beside=True)
         group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
         found = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
         if self._scenario.reference is not None:
@@ -174,7 +174,7 @@ class Layout:
         side = tuple(self.learner_side[-devices:])
         wake_s = model.total_bytes / (len(side) * device.host_bytes_per_s.value)
         slot_setup = SlotSetup(
-            Allocation(side, 1.0), self._first.devices[-1][0], start_s(model), {"host_weights": wake_s}
+            Allocation.of(side), self._first.devices[-1][0], start_s(model), {"host_weights": wake_s}
         )
         token_s = timing.forward_token_s(scenario, kind, len(side))
         return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)

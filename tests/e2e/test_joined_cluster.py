@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -54,18 +53,17 @@ def _started(**settings: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _head() -> Iterator[str]:
-    # More devices than cores: an actor in a device without a core of its own is simply not pinned.
-    devices = json.dumps({f"rlhfless-device:cpu-core:cpu-{core}": 1 for core in range(3)})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # Away from the folder of a private Ray that other tests may have running. Ray's sockets need a short path.
     folder = f"/tmp/rlhfless-ray-{port}"
     ray = str(Path(sys.executable).with_name("ray"))
-    command = [ray, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", f"--resources={devices}"]
+    command = [ray, "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}"]
     try:
+        # More devices than cores: an actor on a device without a core of its own is simply not pinned.
         subprocess.run(
-            [*command, "--include-dashboard=false", "--num-cpus=4", f"--temp-dir={folder}"],
+            [*command, "--include-dashboard=false", "--num-cpus=3", f"--temp-dir={folder}"],
             check=True,
             timeout=240,
             capture_output=True,

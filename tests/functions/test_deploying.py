@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import ray
 from ray import cloudpickle, serve
 from ray._private import worker
 from ray.serve._private import request_router
@@ -32,12 +31,13 @@ async def test_many_replicas_are_deployed_at_once(monkeypatch: pytest.MonkeyPatc
         cloudpickle.unregister_pickle_by_value(request_router)
         deployed.extend(target.name for target in targets)
 
-    monkeypatch.setattr(ray, "cluster_resources", dict)
     monkeypatch.setattr(serve, "run_many", run_many)
     monkeypatch.setattr(serve, "get_app_handle", lambda name: name)
     cluster = Cluster()
     names = [f"generation-{i}" for i in range(24)]
-    handles: list[Any] = await asyncio.gather(*(cluster.deploy(name, Function, (), None, stop_s=1) for name in names))
+    handles: list[Any] = await asyncio.gather(
+        *(cluster.deploy(name, Function, (), "a-node", stop_s=1) for name in names)
+    )
     assert handles == names
     assert sorted(deployed) == sorted(names)
 

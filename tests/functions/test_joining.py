@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from rlhfless.fleet import ray_session
-from rlhfless.fleet.cluster import Cluster, NoCluster
+from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.spec import PlacementSpec
 
 

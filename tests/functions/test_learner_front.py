@@ -72,7 +72,6 @@ async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout
         True,
         StoreHome("nowhere"),
         (),
-        (),
         call_timeout_s,
     )
     front = Front.__new__(Front)

@@ -114,7 +114,7 @@ def test_finite_is_what_torch_calls_finite(dtype: torch.dtype) -> None:
 async def test_a_replica_that_cannot_load_its_model_says_so_itself(llama: Path) -> None:
     """Of a constructor that raises, Serve reports a text; the run needs the error."""
     edit(llama, **{UP: None})
-    binding = DeviceBinding("cpu", (0,), exclusive=False)
+    binding = DeviceBinding("cpu", ("0",), exclusive=False)
     model = ModelSpec(path=str(llama))
     function = ReferenceFunction(ReferenceSettings("run", LeaseTerms(600, 600), model, "float32", 100, 1.0, binding))
     with pytest.raises(InputError, match=f"lacks tensor '{UP}'"):

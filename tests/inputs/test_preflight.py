@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from rlhfless.prepare import rewards as reward_checks
 from rlhfless.prepare.preflight import preflight
 from rlhfless.rewards.confinement import Protection
-from rlhfless.scaling.placement import Device
+from rlhfless.scaling.placement import Node
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 
@@ -308,7 +308,7 @@ def test_scoring_that_outlasts_its_own_call_is_refused(check):
 
 def test_what_gpus_cannot_hold_is_refused_before_anything_starts(fault, check, monkeypatch):
     """An engine at 0.85 of an L40S leaves 7 GB, too little for a learner whose batches have 16 million tokens."""
-    monkeypatch.setattr("rlhfless.prepare.devices.local_devices", lambda: [Device("gpu-0", "l40s", 0)])
+    monkeypatch.setattr("rlhfless.prepare.devices.local_node", lambda _: Node("", "here", 8, 8, "l40s", 1, 1))
     parts = {
         "placement": {"mode": "colocated"},
         "learner": {"dtype": "bfloat16", "micro_batch_tokens": 2**24, "gradient_checkpointing": False},

@@ -36,9 +36,7 @@ class FakeCluster:
         self.stopped: list[str] = []
         self._slots: dict[str, int] = {}
 
-    async def deploy(
-        self, name: str, function: Any, settings: Sequence[int], allocation: Allocation | None, stop_s: float
-    ) -> Any:
+    async def deploy(self, name: str, function: Any, settings: Sequence[int], node: str, stop_s: float) -> Any:
         slot = settings[0]
         self._slots[name] = slot
         self.begun.append(slot)
@@ -52,6 +50,22 @@ class FakeCluster:
 
     async def delete(self, names: Sequence[str]) -> None:
         self.stopped += names
+
+
+class FakeDevices:
+    """Has every device at once, and remembers which replicas use one."""
+
+    def __init__(self) -> None:
+        self.users: set[str] = set()
+
+    async def acquire(self, allocation: Allocation, user: str, lost: Any) -> Allocation:
+        self.users.add(user)
+        return allocation
+
+    def is_up(self, user: str) -> None: ...
+
+    async def release(self, *users: str) -> None:
+        self.users -= set(users)
 
 
 class FakeHandle:
@@ -89,9 +103,9 @@ def pool_of(
     given: Sequence[Allocation] = (),
 ) -> Pool:
     """A real pool, with replicas of these names that serve in the first slots, on the allocations that are `given`."""
-    all_allocations = tuple(given) or tuple(Allocation((Device(f"cpu-{i}", "cpu-core", i),), 1.0) for i in range(slots))
+    all_allocations = tuple(given) or tuple(Allocation.of([Device(f"cpu-{i}", "cpu-core", i)]) for i in range(slots))
     blueprint = Blueprint(function, object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors"))
-    pool = Pool(cluster, blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
+    pool = Pool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
     for name, allocation in zip(names, all_allocations, strict=False):
         replica = pool._replicas[name] = Replica(name, function, allocation, NoRecords())
         replica.is_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ class FakePool:
 
     def __init__(self, *names: str, allocations: int = 3, fewest: int = 1) -> None:
         self.bounds = Bounds(fewest, "min_actors")
-        self.allocations = tuple(Allocation((Device(f"cpu-{i}", "cpu-core", i),), 1.0) for i in range(allocations))
+        self.allocations = tuple(Allocation.of([Device(f"cpu-{i}", "cpu-core", i)]) for i in range(allocations))
         self.actors: dict[str, FakeActor] = {}
         for name in names:
             self.join(name)

@@ -31,7 +31,7 @@ PRICES = PriceBook.model_validate(
 )
 
 
-HALF_A_CORE = Allocation((Device("cpu-1", CPU_KIND, 1),), 0.5)
+HALF_A_CORE = Allocation.of([Device("cpu-1", CPU_KIND, 1)], 0.5)
 
 
 class Fleet:

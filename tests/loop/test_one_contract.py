@@ -189,7 +189,7 @@ def setup() -> Setup:
     """Three actors, of which each step takes some seconds; scoring and a learner beside them."""
 
     def slot_setup(name: str, kind: str) -> SlotSetup:
-        return SlotSetup(Allocation((Device(name, kind, 0),), 1.0), name, 0.5, {})
+        return SlotSetup(Allocation.of([Device(name, kind, 0)]), name, 0.5, {})
 
     shape = EngineShape(max_sequences=8, kv_blocks=1000, block_tokens=4, chunk_tokens=None)
     actors = [ActorShape(slot_setup(f"h100-{slot}", "h100"), shape, PricedModel(MODEL, 8)) for slot in range(PLACES)]

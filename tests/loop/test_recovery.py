@@ -71,7 +71,7 @@ def lost_pool(*states: str) -> Any:
 
 def replica_that(end: str) -> Replica:
     recorder = SimpleNamespace(add_holding=lambda _: None)
-    allocation = Allocation((Device("cpu-0", CPU_KIND, 0),), 1.0)
+    allocation = Allocation.of([Device("cpu-0", CPU_KIND, 0)])
     replica = Replica("r", FunctionName.SCORING, allocation, recorder)  # type: ignore[arg-type]
     replica.is_up(SimpleNamespace(), ReplicaInfo("a", 1, "here"))  # type: ignore[arg-type]
     if end == "leaves":

@@ -126,7 +126,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
 
 
 async def test_the_function_scores_groups(path: str) -> None:
-    binding = DeviceBinding("cpu", (0,), exclusive=False)
+    binding = DeviceBinding("cpu", ("0",), exclusive=False)
     settings = RewardModelSettings("run", LeaseTerms(600, 600), (spec(path, weight=2),), "drop", binding)
     function = RewardModelFunction(settings)
     prompt = Prompt("p", (6,), "w1 ")

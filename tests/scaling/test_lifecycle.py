@@ -19,7 +19,7 @@ from rlhfless.scaling.placement import Allocation, Device
 
 S = ReplicaState
 CORES = (Device("cpu-0", "cpu-core", 0), Device("cpu-1", "cpu-core", 1))
-IDENTITY = ReplicaIdentity(FunctionName.GENERATION, "generation-0", "a1", Allocation(CORES, 0.5))
+IDENTITY = ReplicaIdentity(FunctionName.GENERATION, "generation-0", "a1", Allocation.of(CORES, 0.5))
 V1 = WeightVersion("run", 1, 1, "aa")
 V2 = WeightVersion("run", 1, 2, "bb")
 

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName
-from rlhfless.scaling.placement import Device, Placement, PlacementError, helpers, place
+from rlhfless.scaling.placement import Node, Placement, PlacementError, helpers, place
 from rlhfless.spec import PlacementSpec, RunSpec
 
 HELPERS = [FunctionName.SCORING, FunctionName.REFERENCE]
 
 
-def devices(count: int, kind: str = "cpu-core") -> list[Device]:
-    return [Device(f"s-{i}", kind, i) for i in range(count)]
+def gpus(name: str, count: int, free: int | None = None, kind: str = "h100", cores: int = 16) -> Node:
+    return Node(name, name, cores, cores, kind, count, count if free is None else free)
 
 
-def placed(spec: PlacementSpec, count: int, *, actors: int = 1, per_actor: int = 1, ranks: int = 1) -> Placement:
+def cpus(count: int) -> Node:
+    return Node("cpus", "cpus", count, count)
+
+
+def placed(
+    spec: PlacementSpec, *nodes: Node, actors: int = 1, per_actor: int = 1, ranks: int = 1, scoring_cores: int = 1
+) -> Placement:
     return place(
         spec,
-        devices(count, "h100"),
+        nodes,
         generation_actors=actors,
         devices_per_actor=per_actor,
         learner_ranks=ranks,
         functions=HELPERS,
+        scoring_cores=scoring_cores,
     )
 
 
@@ -35,30 +43,124 @@ def names(placement: Placement, function: FunctionName) -> list[list[str]]:
 
 
 def test_colocated_functions_share_the_devices() -> None:
-    placement = placed(PlacementSpec(), 2, actors=2)
-    assert names(placement, FunctionName.GENERATION) == [["s-0"], ["s-1"]]
-    assert names(placement, FunctionName.LEARNER) == [["s-0", "s-1"]]
-    assert names(placement, FunctionName.SCORING) == [["s-1"]]
-    assert names(placement, FunctionName.REFERENCE) == [["s-0"]]
-    # s-0: an actor, the learner, the reference; s-1: an actor, the learner, scoring.
-    assert placement.allocation(FunctionName.GENERATION, 1).share == pytest.approx(1 / 3)
+    placement = placed(PlacementSpec(), cpus(2), actors=2)
+    assert names(placement, FunctionName.GENERATION) == [["cpu-0"], ["cpu-1"]]
+    assert names(placement, FunctionName.LEARNER) == [["cpu-0", "cpu-1"]]
+    assert names(placement, FunctionName.SCORING) == [["cpu-1"]]
+    assert names(placement, FunctionName.REFERENCE) == [["cpu-0"]]
+    # cpu-0: an actor, the learner, the reference; cpu-1: an actor, the learner, scoring.
+    assert placement.allocation(FunctionName.GENERATION, 1).shares == pytest.approx((1 / 3,))
+    assert placement.allocation(FunctionName.LEARNER, 0).shares == pytest.approx((1 / 3, 1 / 3))
+    # The learner has them all, so they are taken and given back together.
+    assert [len(group.devices) for group in placement.groups] == [2]
 
 
 def test_disaggregated_sides_share_nothing() -> None:
-    placement = placed(PlacementSpec(mode="disaggregated", learner_devices=2), 5, actors=3, ranks=2)
-    assert names(placement, FunctionName.GENERATION) == [["s-0"], ["s-1"], ["s-2"]]
-    assert names(placement, FunctionName.LEARNER) == [["s-3", "s-4"]]
-    assert placement.allocation(FunctionName.GENERATION, 0).share == 1
-    assert placement.allocation(FunctionName.LEARNER, 0).share == pytest.approx(1 / 2)
+    placement = placed(PlacementSpec(mode="disaggregated", learner_devices=2), cpus(5), actors=3, ranks=2)
+    assert names(placement, FunctionName.GENERATION) == [["cpu-0"], ["cpu-1"], ["cpu-2"]]
+    assert names(placement, FunctionName.LEARNER) == [["cpu-3", "cpu-4"]]
+    assert placement.allocation(FunctionName.GENERATION, 0).shares == (1,)
+    # cpu-3: the learner and the reference; cpu-4: the learner and scoring.
+    assert placement.allocation(FunctionName.LEARNER, 0).shares == pytest.approx((1 / 2, 1 / 2))
+    assert grouped(placement) == {
+        "generation-0": ["cpu-0"],
+        "generation-1": ["cpu-1"],
+        "generation-2": ["cpu-2"],
+        "learner-0": ["cpu-3", "cpu-4"],
+    }
+
+
+def grouped(placement: Placement) -> dict[str, list[str]]:
+    return {group.name: [device.name for device in group.devices] for group in placement.groups}
 
 
 def test_tensor_parallel_actors_take_neighbours() -> None:
-    placement = placed(PlacementSpec(), 4, actors=2, per_actor=2)
-    assert names(placement, FunctionName.GENERATION) == [["s-0", "s-1"], ["s-2", "s-3"]]
+    placement = placed(PlacementSpec(), gpus("a", 4), actors=2, per_actor=2)
+    assert names(placement, FunctionName.GENERATION) == [["gpu-0", "gpu-1"], ["gpu-2", "gpu-3"]]
 
 
-def test_more_actors_than_devices_take_turns() -> None:
-    assert names(placed(PlacementSpec(), 2, actors=3), FunctionName.GENERATION) == [["s-0"], ["s-1"], ["s-0"]]
+def test_more_actors_than_cores_take_turns() -> None:
+    placement = placed(PlacementSpec(), cpus(2), actors=3)
+    assert names(placement, FunctionName.GENERATION) == [["cpu-0"], ["cpu-1"], ["cpu-0"]]
+    # cpu-0 has two actors, the learner and the reference; cpu-1 an actor, the learner and scoring.
+    assert placement.allocation(FunctionName.LEARNER, 0).shares == (1 / 4, 1 / 3)
+
+
+def test_two_engines_on_one_gpu_are_refused() -> None:
+    with pytest.raises(
+        PlacementError,
+        match=r"scaling.generation.max_actors is 3, with 1 device\(s\) each, but generation has 2 device\(s\) of kind "
+        r"h100, enough for 2 actor\(s\); lower it, or raise placement.devices",
+    ):
+        placed(PlacementSpec(), gpus("a", 2), actors=3)
+
+
+def test_scoring_has_cores_where_the_devices_are_gpus() -> None:
+    placement = placed(PlacementSpec(), gpus("a", 2), actors=2, scoring_cores=4)
+    assert names(placement, FunctionName.SCORING) == [["cpu-0", "cpu-1", "cpu-2", "cpu-3"]]
+    assert {device.kind for device in placement.allocation(FunctionName.SCORING, 0).devices} == {"cpu-core"}
+    # Nothing but the actor, the learner and, on the last device, the reference is on a GPU.
+    assert placement.allocation(FunctionName.LEARNER, 0).shares == (1 / 2, 1 / 3)
+    few = placed(PlacementSpec(), gpus("a", 2, cores=3), actors=2, scoring_cores=4)
+    assert len(few.allocation(FunctionName.SCORING, 0).devices) == 3
+
+
+# Three nodes: actors of two devices fit into 3 + 2 + 1 GPUs twice, and nowhere across two nodes.
+
+
+def test_an_actor_is_on_one_node() -> None:
+    nodes = gpus("a", 3), gpus("b", 2), gpus("c", 1)
+    spec = PlacementSpec(mode="disaggregated", learner_devices=1)
+    placement = placed(spec, *nodes, actors=2, per_actor=2)
+    assert {group.name: (group.node, len(group.devices)) for group in placement.groups} == {
+        "generation-0": ("a", 2),
+        "generation-1": ("b", 2),
+        "learner-0": ("c", 1),
+        "scoring-0": ("", 1),
+    }
+    with pytest.raises(PlacementError, match=r"is 4, but generation has 5 device\(s\), and not more than 3 of them"):
+        placed(spec, *nodes, actors=1, per_actor=4)
+
+
+def test_a_learner_that_fits_no_node_is_on_several() -> None:
+    spec = PlacementSpec(mode="disaggregated", learner_devices=3)
+    placement = placed(spec, gpus("a", 2), gpus("b", 2), actors=1, ranks=3)
+    assert {group.name: (group.node, len(group.devices)) for group in placement.groups} == {
+        "generation-0": ("a", 1),
+        "learner-0": ("a", 1),
+        "learner-1": ("b", 2),
+        "scoring-0": ("", 1),
+    }
+    assert len(placement.groups_of(placement.allocation(FunctionName.LEARNER, 0))) == 2
+
+
+def test_free_devices_are_planned_first() -> None:
+    placement = placed(PlacementSpec(devices=2), gpus("a", 4, free=1), gpus("b", 4, free=3), actors=2)
+    assert [group.node for group in placement.groups] == ["b", ""]
+    both = placed(PlacementSpec(devices=7), gpus("a", 4, free=1), gpus("b", 4, free=3), actors=7)
+    assert [(group.node, len(group.devices)) for group in both.groups[:2]] == [("b", 4), ("a", 3)]
+
+
+def test_a_cluster_that_is_joined_may_grow() -> None:
+    spec = PlacementSpec(devices=6, ray_address="head:6379")
+    placement = placed(spec, gpus("a", 4), actors=3, per_actor=2)
+    assert [(group.node, len(group.devices)) for group in placement.groups[:2]] == [("a", 4), ("", 2)]
+    apart = PlacementSpec(mode="disaggregated", learner_devices=2, devices=6, ray_address="head:6379")
+    placement = placed(apart, gpus("a", 3), gpus("b", 2), actors=1, per_actor=4)
+    assert [(group.node, len(group.devices)) for group in placement.groups[:2]] == [("", 4), ("b", 2)]
+    none_yet = PlacementSpec(devices=16, kind="h200", ray_address="head:6379")
+    placement = placed(none_yet, gpus("a", 4), actors=2, per_actor=8)
+    assert [(group.node, group.kind, len(group.devices)) for group in placement.groups[:2]] == [("", "h200", 8)] * 2
+
+
+def test_the_kind_is_named_where_the_cluster_has_several() -> None:
+    nodes = gpus("a", 1), gpus("b", 1, kind="l40s"), cpus(4)
+    with pytest.raises(PlacementError, match=r"devices of kinds h100, l40s; name one with placement.kind"):
+        placed(PlacementSpec(), *nodes)
+    assert placed(PlacementSpec(kind="l40s"), *nodes).groups[0].node == "b"
+    assert placed(PlacementSpec(kind="cpu-core"), *nodes).groups[0].kind == "cpu-core"
+    with pytest.raises(PlacementError, match=r"placement.kind is 'b200', but the cluster has h100, l40s, cpu-core"):
+        placed(PlacementSpec(kind="b200", devices=8), *nodes)
 
 
 @pytest.mark.parametrize(
@@ -68,34 +170,85 @@ def test_more_actors_than_devices_take_turns() -> None:
         (PlacementSpec(mode="disaggregated"), 1, {}, "leaves none for generation"),
         (PlacementSpec(), 2, {"per_actor": 4}, "tensor_parallel_size is 4, but generation has 2"),
         (PlacementSpec(), 2, {"ranks": 3}, r"learner.ranks is 3, but the learner has 2 device\(s\)"),
+        (PlacementSpec(kind="cpu-core", ray_address="a:1"), 0, {}, "the cluster has no devices of kind cpu-core"),
     ],
 )
 def test_too_few_devices_are_refused_by_name(
     spec: PlacementSpec, count: int, options: dict[str, int], message: str
 ) -> None:
     with pytest.raises(PlacementError, match=message):
-        placed(spec, count, **options)
+        placed(spec, *([gpus("a", count)] if count else []), **options)
+
+
+def placed_or_error(
+    spec: PlacementSpec, nodes: Sequence[Node], actors: int, per_actor: int
+) -> tuple[Placement | None, str]:
+    try:
+        return placed(spec, *nodes, actors=actors, per_actor=per_actor), ""
+    except PlacementError as error:
+        return None, str(error)
 
 
 @given(
-    count=st.integers(1, 9),
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    busy=st.integers(0, 9),
+    wanted=st.none() | st.integers(1, 20),
+    learner=st.integers(1, 6),
     actors=st.integers(1, 12),
     per_actor=st.integers(1, 3),
     disaggregated=st.booleans(),
+    gpu=st.booleans(),
+    joined=st.booleans(),
 )
-def test_no_device_is_sold_twice(count: int, actors: int, per_actor: int, disaggregated: bool) -> None:
-    spec = PlacementSpec(mode="disaggregated" if disaggregated else "colocated")
-    try:
-        placement = placed(spec, count, actors=actors, per_actor=per_actor)
-    except PlacementError:
-        assert per_actor > count - disaggregated or (disaggregated and count == 1)
+def test_no_device_is_sold_twice(
+    counts: list[int],
+    busy: int,
+    wanted: int | None,
+    learner: int,
+    actors: int,
+    per_actor: int,
+    disaggregated: bool,
+    gpu: bool,
+    joined: bool,
+) -> None:
+    nodes = [
+        gpus(f"n{i}", count, free=max(count - busy, 0)) if gpu else Node(f"n{i}", "", count, max(count - busy, 0))
+        for i, count in enumerate(counts)
+    ]
+    spec = PlacementSpec(
+        mode="disaggregated" if disaggregated else "colocated",
+        devices=wanted,
+        learner_devices=learner,
+        ray_address="a:1" if joined else None,
+    )
+    count = wanted or sum(counts)
+    placement, error = placed_or_error(spec, nodes, actors, per_actor)
+    if placement is None:
+        reasons = (
+            (not joined and count > sum(counts), "placement.devices asks"),
+            (disaggregated and learner >= count, "leaves none"),
+            (per_actor > 1, "tensor_parallel_size"),
+            (gpu and actors * per_actor > count - learner * disaggregated - len(counts) * per_actor, "max_actors"),
+        )
+        assert any(may and text in error for may, text in reasons), error
         return
     sold: dict[str, float] = defaultdict(float)
     for allocations in placement.allocations.values():
         for allocation in allocations:
-            for device in allocation.devices:
-                sold[device.name] += allocation.share
+            for device, share in allocation.shared:
+                sold[device.name] += share
     assert max(sold.values()) <= 1 + 1e-9
+    groups = {device.name: group for group in placement.groups for device in group.devices}
+    assert len(groups) == sum(len(group.devices) for group in placement.groups)
+    assert set(sold) <= set(groups)
+    at = dict.fromkeys((node.name for node in nodes), 0)
+    for group in placement.groups:
+        if group.node:
+            at[group.node] += len(group.devices)
+    assert all(at[f"n{i}"] <= count for i, count in enumerate(counts))
+    for actor in placement.allocations[FunctionName.GENERATION]:
+        assert len({groups[device.name].name for device in actor.devices}) == 1
+        assert len({device.name for device in actor.devices}) == per_actor
 
 
 def test_helpers_are_those_that_the_spec_needs() -> None:

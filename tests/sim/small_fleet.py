@@ -54,7 +54,7 @@ def slot_setup(
     device: int, kind: str = "h100", start_s: float = 2.0, node: int | None = None, **changes: object
 ) -> SlotSetup:
     """One device, on the node of the same number."""
-    allocation = Allocation((Device(f"{kind}-{device}", kind, device),), 1.0)
+    allocation = Allocation.of([Device(f"{kind}-{device}", kind, device)])
     node = device if node is None else node
     return dataclasses.replace(SlotSetup(allocation, f"node-{node}", start_s, {"host": 0.5, "disk": 1.5}), **changes)
 

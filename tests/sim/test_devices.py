@@ -76,14 +76,14 @@ def test_generation_that_waits_for_a_device_for_ever_is_a_fault() -> None:
 
 
 def test_a_service_beside_an_actor_does_not_wait() -> None:
-    cores = {"allocation": Allocation((Device("cpu-core-0", "cpu-core", 0),), 0.5), "beside": True}
+    cores = {"allocation": Allocation.of([Device("cpu-core-0", "cpu-core", 0)], 0.5), "beside": True}
     shared = setup_of(
         actor(0, slot_setup=slot_setup(0, **cores)), services=(on(SCORING, slot_setup(0, start_s=0.7, **cores)),)
     )
     simulation, generation = one_step(shared, Evenly(), batch_of([(5, [3]), (5, [100])]))
     first = called(simulation, Work.SCORE)[0]
     assert first.start_s == pytest.approx(generation.progress.table.finish_s[0] + 0.7)
-    whole = {"allocation": Allocation((Device("cpu-core-0", "cpu-core", 0),), 0.75), "beside": True}
+    whole = {"allocation": Allocation.of([Device("cpu-core-0", "cpu-core", 0)], 0.75), "beside": True}
     with pytest.raises(ValueError, match=r"shares of device 'cpu-core-0' add up to 1\.25; lower them"):
         dataclasses.replace(shared, services=(on(SCORING, slot_setup(0, **whole)),))
 

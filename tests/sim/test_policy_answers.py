@@ -94,7 +94,7 @@ def test_who_was_released_at_the_instant_it_came_up_is_not_told_of() -> None:
 
 
 def test_live_fleet_as_a_policy_sees_them() -> None:
-    eight = Allocation(tuple(Device(f"h100-{i}", "h100", i) for i in range(8)), 1.0)
+    eight = Allocation.of([Device(f"h100-{i}", "h100", i) for i in range(8)])
     setup = setup_of(actor(0), actor(1), learner=on(LEARNER, slot_setup(0, allocation=eight)))
     view = fleet_view(setup, MEMORY)
     assert view.generation() == (0, 1)

@@ -67,7 +67,9 @@ def record(folder: Path, actors: int, prompts: int = 16, median_tokens: float = 
 
 def _setup(actors: int) -> Setup:
     def slot_setup(core: int, start_s: float = 1.0) -> SlotSetup:
-        return SlotSetup(Allocation((Device(f"cpu-{core}", "cpu-core", core),), 0.3), "node", start_s, {}, beside=True)
+        return SlotSetup(
+            Allocation.of([Device(f"cpu-{core}", "cpu-core", core)], 0.3), "node", start_s, {}, beside=True
+        )
 
     shape = EngineShape(256, 100_000, 16, 8192)
     prices = PricedModel(ENGINE, shape.max_sequences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionName
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devices
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
-from rlhfless.scaling.placement import CPU_KIND, PlacementError
+from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError, device_kind
+from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError, Problem, UserError
 
 _DEVICES = re.compile(r"(?:([1-9]\d*) ?x ?)?([a-z][\w-]*)", re.IGNORECASE)
 
@@ -26,13 +27,8 @@ PROMPT_TOKENS = 1024
 """Room for a prompt where the prompts have not been read: the longest sequence is this and `generation.max_tokens`."""
 
 
-def parsed_devices(text: str | None) -> tuple[str, int]:
-    """Kind and number: of `8xh100`, or of this machine's devices without a text. Raises InputError."""
-    if text is None:
-        from rlhfless.prepare.devices import local_devices  # imports torch
-
-        found = local_devices()
-        return found[0].kind, len(found)
+def parsed_devices(text: str) -> tuple[str, int]:
+    """Kind and number of `8xh100`. Raises InputError."""
     match = _DEVICES.fullmatch(text.strip())
     if match is None:
         raise InputError("--devices", [Problem("", f"{text!r} names no devices", "write it as 8xh100")])
@@ -68,12 +64,31 @@ def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
         return settled(spec, kind)
 
 
+def devices_of(spec: RunSpec, nodes: Sequence[Node]) -> tuple[str, int]:
+    """Kind and number of the devices of a run on these nodes. Raises PlacementError if there are none to choose."""
+    kind = device_kind(spec.placement, nodes)
+    return kind, spec.placement.devices or sum(node.count(kind) for node in nodes)
+
+
+def local_devices(spec: RunSpec) -> tuple[str, int]:
+    """Kind and number of a run's devices on this machine.
+
+    Raises PlacementError, UnknownAccelerator, or InputError if the price book cannot be read.
+    """
+    from rlhfless.prepare.devices import local_node  # imports torch
+
+    return devices_of(spec, [local_node(load_price_book(spec.scaling.prices).kinds)])
+
+
 def on_these_devices(spec: RunSpec) -> tuple[RunSpec, str]:
     """A spec with all that the devices of this machine decide, and what they are. On a cluster that is joined its
     devices decide, when it is."""
     if spec.placement.ray_address:
         return spec, f"the devices of the cluster at {spec.placement.ray_address}"
-    kind, count = parsed_devices(None)
+    try:
+        kind, count = local_devices(spec)
+    except UserError:
+        return spec, "no devices"  # told by preflight
     return settled_on(spec, kind, count), f"{count} x {kind}"
 
 

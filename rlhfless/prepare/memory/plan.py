@@ -26,7 +26,7 @@ from rlhfless.prepare.memory.formulas import (
 from rlhfless.records import FunctionName
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.placement import CPU_KIND, Device, helpers, place
+from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, place_run
 from rlhfless.spec import RunSpec
 
 LOGITS_CHUNK_ELEMENTS = 2**25
@@ -34,6 +34,10 @@ LOGITS_CHUNK_ELEMENTS = 2**25
 
 DEFAULT_CPU_KV_GIB = 1.0
 """As in rlhfless.functions.generation.vllm.arguments; a test compares the two."""
+
+
+HOST_CORES = 64
+"""Cores of a GPU machine, for placements that are only planned: more than scoring takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +162,8 @@ class _Functions(dict[FunctionName, int]):
 
 
 def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, _Functions]:
-    placement = place(
-        spec.placement,
-        [Device(f"{kind}-{index}", kind, index) for index in range(count)],
-        generation_actors=spec.scaling.generation.max_actors,
-        devices_per_actor=spec.generation.engine.tensor_parallel_size,
-        learner_ranks=spec.learner.ranks,
-        functions=helpers(spec),
-    )
+    asked = spec.placement.model_copy(update={"kind": kind, "devices": count})
+    placement = place_run(spec.model_copy(update={"placement": asked}), _nodes(kind, count))
     found: dict[str, _Functions] = {}
     for function, allocations in placement.allocations.items():
         if function is FunctionName.SCORING:
@@ -178,6 +176,14 @@ def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, _
                 here = found.setdefault(device.name, _Functions())
                 here[function] = here.get(function, 0) + 1
     return found
+
+
+def _nodes(kind: str, count: int) -> list[Node]:
+    """Machines with so many devices: one with all CPU cores, or as many of eight GPUs as it takes."""
+    if kind == CPU_KIND:
+        return [Node("0", "", count, count)]
+    sizes = [min(NODE_DEVICES, count - first) for first in range(0, count, NODE_DEVICES)]
+    return [Node(str(i), "", HOST_CORES, HOST_CORES, kind, size, size) for i, size in enumerate(sizes)]
 
 
 def phases_of(

@@ -1,0 +1,85 @@
+"""What Ray reports of a cluster's nodes, as nodes with devices of kinds that the price book knows. Pure.
+
+GPUs have the kind of their node's label `ray.io/accelerator-type`, which Ray sets itself where it finds NVIDIA or AMD
+devices. One type is ambiguous: an A100 has 40 or 80 GB, so its memory has to be looked at. On a node without GPUs the
+CPU cores are the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from rlhfless.scaling.accelerators import AMBIGUOUS, UnknownAccelerator, kind_of, types_of
+from rlhfless.scaling.placement import DeviceGroup, Node
+
+NODE_LABEL = "ray.io/node-id"
+TYPE_LABEL = "ray.io/accelerator-type"
+
+
+def selector(kind: str) -> dict[str, str]:
+    """The label selector of the nodes that have GPUs of a kind."""
+    return {TYPE_LABEL: f"in({','.join(types_of(kind))})"}
+
+
+def ambiguous(reported: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the nodes whose devices' memory has to be looked at."""
+    return [node["NodeID"] for node in reported if node["Alive"] and _accelerator(node) in AMBIGUOUS]
+
+
+def nodes_of(
+    reported: Sequence[Mapping[str, Any]],
+    available: Mapping[str, Mapping[str, float]],
+    known: Collection[str],
+    memory_bytes: Mapping[str, int],
+    wanted: str | None = None,
+) -> list[Node]:
+    """The nodes that are alive.
+
+    `reported` is `ray.nodes()`; `available` are the free resources by node; `known` are the price book's kinds;
+    `memory_bytes` is of one device, by node, for the ambiguous types. GPUs of an unknown type raise UnknownAccelerator,
+    unless another kind is `wanted`: then they are left aside.
+    """
+    nodes = []
+    for node in reported:
+        if not node["Alive"]:
+            continue
+        name, resources = node["NodeID"], node["Resources"]
+        free = available.get(name, {})
+        gpus, kind = int(resources.get("GPU", 0)), ""
+        if gpus:
+            try:
+                kind = kind_of(_accelerator(node), known, memory_bytes.get(name))
+            except UnknownAccelerator as error:
+                if wanted is None:
+                    raise UnknownAccelerator(f"node {node['NodeManagerAddress']}: {error}") from error
+                gpus = 0
+        nodes.append(
+            Node(
+                name,
+                node["NodeManagerAddress"],
+                cores=int(resources.get("CPU", 0)),
+                free_cores=int(free.get("CPU", 0)),
+                gpu_kind=kind,
+                gpus=gpus,
+                free_gpus=min(int(free.get("GPU", 0)), gpus),
+            )
+        )
+    return sorted(nodes, key=lambda node: (node.address, node.name))
+
+
+def _accelerator(node: Mapping[str, Any]) -> str:
+    return str(node["Labels"].get(TYPE_LABEL, ""))
+
+
+def shortage(group: DeviceGroup, nodes: Sequence[Node]) -> str:
+    """Why the devices of a group are waited for: what is asked, and what is free."""
+    count, kind = len(group.devices), group.kind
+    asked = f"{count} x {kind} on one node"
+    having = [node for node in nodes if node.count(kind)]
+    if not having:
+        return f"{asked}: no node of the cluster has any"
+    found = ", ".join(f"{node.address} has {node.free(kind)} of {node.count(kind)} free" for node in having)
+    if all(node.count(kind) < count for node in having):
+        return f"{asked}: no node has so many ({found})"
+    return f"{asked}: {found}"

@@ -1,0 +1,284 @@
+"""The devices of a run: taken when the first replica on them starts, given back when the last has gone.
+
+Replicas are planned on groups of devices (rlhfless.scaling.placement). A group that is taken is *bound*: its node and
+its numbers there are known, and stay until it is given back. A group whose holder is lost takes its replicas along,
+because Ray may give the devices to another run from then on.
+
+A wait for devices says what it waits for within SAY_S, says it again, and ends after `timeouts.devices_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from rlhfless.fleet.cluster import Cluster, FleetError
+from rlhfless.fleet.holders import Demand, Held, StaleHolder, keeper_left, keeper_of
+from rlhfless.fleet.nodes import NODE_LABEL, selector, shortage
+from rlhfless.functions.base import Call, StaleCall
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Placement
+from rlhfless.spec import TimeoutsSpec
+
+log = logging.getLogger(__name__)
+
+SAY_S = 5.0
+"""A wait for devices that is longer is told, and a status is never older than this. A free device takes a second."""
+
+SAY_AGAIN_S = 30.0
+"""Between two lines of the log about the same wait."""
+
+CALL_S = 30.0
+"""Longest wait for the keeper: it only answers. Its own start is part of it."""
+
+Lost = Callable[[str], None]
+"""Told why the devices of a replica are lost."""
+
+Shown = Callable[[str], AbstractContextManager[None]]
+"""Shows a text as long as the block lasts."""
+
+
+class NoDevices(FleetError):
+    """Devices did not come in time; the text says which, what is free, and how long was waited."""
+
+
+@dataclass
+class _Taken:
+    """A group that replicas use or wait for."""
+
+    users: dict[str, Lost] = field(default_factory=dict)
+    starting: set[str] = field(default_factory=set)
+    """Users that are not up yet: their own leases are longer."""
+    held: Held | None = None
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class RunDevices:
+    """Takes and gives back a run's groups of devices."""
+
+    def __init__(
+        self, cluster: Cluster, placement: Placement, call: Call, timeouts: TimeoutsSpec, lease_s: float, shown: Shown
+    ) -> None:
+        self._cluster = cluster
+        self._placement = placement
+        self._call = call
+        self._timeouts = timeouts
+        self._lease_s = lease_s
+        self._shown = shown
+        self._keeper: Any = None
+        self._taken: dict[str, _Taken] = {}
+
+    # -- taking and giving back
+
+    async def acquire(self, allocation: Allocation, user: str, lost: Lost) -> Allocation:
+        """The allocation with its devices bound, which `user` holds until `release`. `lost` is called if they are lost.
+
+        Raises NoDevices after `timeouts.devices_s`, or StaleCall if a newer attempt of the run has taken over.
+        """
+        groups = self._placement.groups_of(allocation)
+        for group in groups:
+            taken = self._taken.setdefault(group.name, _Taken())
+            taken.users[user] = lost
+            taken.starting.add(user)
+        await asyncio.gather(*map(self._take, groups))
+        return self._bound(allocation)
+
+    def is_up(self, user: str) -> None:
+        """A user has started, and has a lease that is renewed from now on."""
+        for taken in self._taken.values():
+            taken.starting.discard(user)
+
+    async def release(self, *users: str) -> None:
+        """Replicas have gone, or were never there; devices that no other uses are given back."""
+        unused = []
+        for name, taken in self._taken.items():
+            for user in users:
+                taken.users.pop(user, None)
+                taken.starting.discard(user)
+            if not taken.users:
+                unused.append(name)
+        for name in unused:
+            del self._taken[name]
+        if unused:
+            await self._give_back(unused)
+
+    async def _give_back(self, groups: Sequence[str]) -> None:
+        if self._keeper is None or self._cluster.lost:
+            return
+        try:
+            await self._ask("release", groups)
+        except StaleCall:
+            pass  # they belong to the newer attempt now
+        except FleetError as error:
+            log.warning("devices were not given back in order, and will be when their lease ends: %s", error)
+
+    def bound(self, allocation: Allocation) -> Allocation | None:
+        """The allocation with its devices bound; None if the run does not hold them."""
+        groups = self._placement.groups_of(allocation)
+        held = all(group.name in self._taken and self._taken[group.name].held for group in groups)
+        return self._bound(allocation) if held else None
+
+    def _bound(self, allocation: Allocation) -> Allocation:
+        devices: dict[str, Device] = {}
+        for group in self._placement.groups_of(allocation):
+            taken = self._taken.get(group.name)
+            if taken is None or taken.held is None:
+                raise NoDevices(f"devices {group.name} were lost as soon as they were there")
+            devices |= group.bound(taken.held.node, taken.held.local_ids)
+        return Allocation(tuple(devices[device.name] for device in allocation.devices), allocation.shares)
+
+    # -- waiting
+
+    async def _take(self, group: DeviceGroup) -> None:
+        """Returns when the group is held."""
+        taken = self._taken[group.name]
+        async with taken.asking:
+            held = await self._ask("hold", group.name, self._demand(group), SAY_S)
+            if held is None:
+                held = await self._wait(group)
+            self._found(group, held)
+
+    async def _wait(self, group: DeviceGroup) -> Held:
+        began_s = time.monotonic() - SAY_S
+        told_s = -SAY_AGAIN_S
+        while True:
+            waited_s = time.monotonic() - began_s
+            reason = shortage(group, await self._cluster.nodes(group.kind))
+            text = f"waiting for devices ({waited_s:.0f} s of at most {self._timeouts.devices_s:.0f} s): {reason}"
+            if waited_s > self._timeouts.devices_s:
+                raise NoDevices(
+                    f"waited {waited_s:.0f} s (timeouts.devices_s) for devices: {reason}. Wait until they are free, "
+                    "lower placement.devices, or see why the autoscaler brings no node"
+                )
+            if waited_s - told_s >= SAY_AGAIN_S:
+                log.warning("%s", text)
+                told_s = waited_s
+            with self._shown(text):
+                held = await self._ask("hold", group.name, self._demand(group), SAY_S)
+            if held is not None:
+                return held
+
+    def _found(self, group: DeviceGroup, held: Held) -> None:
+        taken = self._taken.get(group.name)
+        if taken is None:
+            return  # released meanwhile
+        before, taken.held = taken.held, held
+        if before is None:
+            ids = ", ".join(held.local_ids)
+            log.info("%s: %s %s of node %s (%s)", group.name, group.kind, ids, held.address, held.node)
+        elif before != held:
+            self._tell(group.name)
+            taken.held = held
+
+    def _demand(self, group: DeviceGroup) -> Demand:
+        gpu, count = group.kind != CPU_KIND, len(group.devices)
+        anywhere = selector(group.kind) if gpu else {}
+        if not group.node:
+            return Demand(group.kind, count, gpu, _pairs(anywhere) if gpu else ())
+        here = {NODE_LABEL: group.node}
+        return Demand(group.kind, count, gpu, _pairs(here, anywhere or {NODE_LABEL: f"!in({group.node})"}))
+
+    # -- the life of what is held
+
+    async def renew(self) -> None:
+        """Renew the lease of what is held, and tell what was lost meanwhile.
+
+        Raises StaleCall if a newer attempt has taken over.
+        """
+        names = [name for name, taken in self._taken.items() if taken.held is not None]
+        if self._keeper is None or self._cluster.lost:
+            return
+        try:
+            gone = await self._ask("lost", names, SAY_S)
+        except FleetError as error:
+            log.warning("%s", error)
+            return
+        for name in gone:
+            self._tell(name)
+
+    def _tell(self, group: str) -> None:
+        """Replicas on devices that are not held any more must not go on: another run may get the devices."""
+        taken = self._taken.get(group)
+        if taken is None or taken.held is None:
+            return
+        taken.held = None
+        for lost in list(taken.users.values()):
+            lost(f"its devices ({group}) are lost: what held them has died")
+
+    async def adopt(self) -> None:
+        """Find what an earlier driver of the run has left. What no replica is found on is given back by `settle`."""
+        self._keeper = await asyncio.to_thread(keeper_left, self._call.run_id)
+        if self._keeper is None:
+            return
+        try:
+            left = await self._ask("held", SAY_S)
+        except FleetError as error:
+            log.warning("devices of an earlier attempt: %s", error)
+            return
+        for group in self._placement.groups:
+            demand, held = left.pop(group.name, (None, None))
+            if held is not None and self._demand(group).is_met_by(demand):
+                self._taken[group.name] = _Taken(held=held)
+
+    def adopted(self, allocation: Allocation, user: str, lost: Lost) -> None:
+        """A replica of an earlier driver uses these devices, which are bound."""
+        for group in self._placement.groups_of(allocation):
+            self._taken[group.name].users[user] = lost
+
+    async def settle(self) -> None:
+        """Give back what an earlier driver has left and no replica uses."""
+        if self._keeper is not None:
+            await self.release()
+            await self._give_back([group.name for group in self._placement.groups if group.name not in self._taken])
+
+    async def close(self) -> None:
+        """Give everything back. A private cluster ends with all that it holds anyway."""
+        if self._keeper is None or self._cluster.private:
+            return
+        try:
+            await self._ask("release", [group.name for group in self._placement.groups])
+        except (StaleCall, FleetError) as error:
+            log.info("the keeper of the run's devices is left to its lease: %s", error)
+            return
+        await asyncio.to_thread(ray.kill, self._keeper)
+
+    # -- calls of the keeper
+
+    @property
+    def _keeps_s(self) -> float:
+        """The lease of what is held. Longer than that of the replicas on it, and their orderly stop, so that no other
+        run gets a device that a replica still uses: a driver renews its replicas' leases with every call."""
+        starting = any(taken.starting for taken in self._taken.values())
+        return 2 * self._lease_s + self._timeouts.drain_s + (self._timeouts.start_s if starting else 0.0)
+
+    async def _ask(self, method: str, *arguments: object) -> Any:
+        """Call the keeper. Raises StaleCall, or FleetError if it is lost, with all that it held, or does not answer."""
+        if self._keeper is None:
+            self._keeper = keeper_of(self._call.run_id, self._keeps_s)
+        call = getattr(self._keeper, method).remote(self._call.attempt, self._keeps_s, *arguments)
+        try:
+            return await asyncio.wait_for(call, CALL_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, StaleHolder):
+                raise StaleCall(f"devices of run {self._call.run_id}: {error.cause}") from error
+            raise
+        except TimeoutError:
+            raise FleetError(f"the keeper of the run's devices did not answer within {CALL_S:.0f} s") from None
+        except ActorUnavailableError as error:
+            raise FleetError(f"the keeper of the run's devices cannot be reached for now: {error}") from error
+        except RayActorError as error:
+            self._keeper = None
+            for name in list(self._taken):
+                self._tell(name)
+            raise FleetError(f"the keeper of the run's devices was lost, and all devices with it: {error}") from error
+
+
+def _pairs(*selectors: dict[str, str]) -> tuple[tuple[tuple[str, str], ...], ...]:
+    return tuple(tuple(labels.items()) for labels in selectors)

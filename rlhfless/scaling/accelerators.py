@@ -1,0 +1,84 @@
+"""Accelerator types, as Ray names them, and the kinds of the price book. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from rlhfless.spec.errors import UserError
+
+TYPE_LABEL = "ray.io/accelerator-type"
+"""The label in which Ray says which accelerators a node has."""
+
+KINDS: Mapping[str, str] = {
+    "A10G": "a10g",
+    "A100-40G": "a100-40gb",
+    "A100-80G": "a100-80gb",
+    "AMD-Instinct-MI300X-OAM": "mi300x",
+    "AMD-Instinct-MI325X-OAM": "mi325x",
+    "B200": "b200",
+    "B300": "b300",
+    "GB200": "gb200",
+    "GB300": "gb300",
+    "H100": "h100",
+    "H20": "h20",
+    "H200": "h200",
+    "L4": "l4",
+    "L40S": "l40s",
+    "RTX-PRO-6000": "rtx-pro-6000",
+}
+"""Kinds of the price book by Ray's accelerator types."""
+
+AMBIGUOUS: Mapping[str, Mapping[int, str]] = {"A100": {40: "a100-40gb", 80: "a100-80gb"}}
+"""Kinds by memory in GiB, of the types that come with several."""
+
+MODEL_NAME = re.compile(r"\w+\s+((?:[A-Z]+\s+)*[A-Z0-9]*\d[A-Z0-9]*)")
+"""Maker, then the model: words in capitals up to the first with a digit."""
+
+
+class UnknownAccelerator(UserError):
+    """A node has devices of a type that no kind of the price book is known for."""
+
+
+def kind_of(accelerator: str, known: Collection[str], memory_bytes: int | None = None) -> str:
+    """The price book's kind of an accelerator type; `known` are the kinds that the book has.
+
+    A type that is not in the table is the kind of the same name, if the book has one. Raises UnknownAccelerator.
+    """
+    if accelerator in AMBIGUOUS:
+        return _by_memory(accelerator, memory_bytes)
+    kind = KINDS.get(accelerator, accelerator.lower())
+    if accelerator in KINDS or kind in known:
+        return kind
+    types = ", ".join(sorted([*KINDS, *AMBIGUOUS]))
+    what = f"devices of type {accelerator!r}" if accelerator else "GPUs without a type"
+    label = "" if accelerator else f", and start the node with the label {TYPE_LABEL}"
+    raise UnknownAccelerator(
+        f"{what} are not known; known are {types}. Add a kind {kind!r} to the price book (scaling.prices){label}, or "
+        "name another kind with placement.kind"
+    )
+
+
+def type_of(device_name: str) -> str:
+    """The accelerator type of a device with this name, as Ray derives it (ray/_private/accelerators/nvidia_gpu.py):
+    `NVIDIA A100-SXM4-80GB` is an A100, `NVIDIA RTX PRO 6000 Blackwell Server Edition` an RTX-PRO-6000."""
+    found = MODEL_NAME.match(device_name)
+    name = found.group(1) if found else device_name.removeprefix("NVIDIA").strip()
+    return name.replace(" ", "-")
+
+
+def types_of(kind: str) -> list[str]:
+    """The accelerator types that may be of a kind."""
+    types = [accelerator for accelerator, of in KINDS.items() if of == kind]
+    types += [accelerator for accelerator, sizes in AMBIGUOUS.items() if kind in sizes.values()]
+    return types or [kind, kind.upper()]
+
+
+def _by_memory(accelerator: str, memory_bytes: int | None) -> str:
+    sizes = AMBIGUOUS[accelerator]
+    if memory_bytes is None:
+        raise UnknownAccelerator(
+            f"the memory of a device of type {accelerator} could not be read, so it is not known which of "
+            f"{', '.join(sizes.values())} it is; start its node with the label {TYPE_LABEL}, such as A100-80G"
+        )
+    return sizes[min(sizes, key=lambda size_gib: abs(size_gib - memory_bytes / 2**30))]

@@ -1,0 +1,117 @@
+"""A function that costs nothing and says where it is: for tests of the fleet on a real Ray."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+import ray
+
+from rlhfless.fleet.blueprint import Blueprint, Bounds
+from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.replica import Replica
+from rlhfless.fleet.run_devices import RunDevices
+from rlhfless.functions.base import Call, DeviceBinding, Function, Reply
+from rlhfless.functions.lease import LeaseTerms
+from rlhfless.loop.launch import binding
+from rlhfless.records import FunctionName, Holding, Invocation
+from rlhfless.scaling.placement import Allocation, place
+from rlhfless.spec import PlacementSpec, TimeoutsSpec
+
+LEASE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class StandInSettings:
+    run_id: str
+    lease: LeaseTerms
+    binding: DeviceBinding
+
+
+class StandIn(Function):
+    """Says where it is."""
+
+    def __init__(self, settings: StandInSettings) -> None:
+        super().__init__(settings)
+        settings.binding.bind()
+
+    async def where(self, call: Call) -> Reply[tuple[str, str]]:
+        """The address of its node, and its mask of GPUs."""
+        self.admit(call)
+        return self.reply((ray.util.get_node_ip_address(), os.environ["CUDA_VISIBLE_DEVICES"]), time.time())
+
+
+class NoRecords:
+    """Holdings and invocations that are of no interest."""
+
+    def add_holding(self, holding: Holding) -> None: ...
+
+    def add_invocation(self, invocation: Invocation) -> None: ...
+
+
+@dataclass
+class StandInRun:
+    """A run whose actors and scoring are stand-ins."""
+
+    call: Call
+    cluster: Cluster
+    devices: RunDevices
+    actors: Pool
+    scoring: Pool
+    shown: list[tuple[float, str]] = field(default_factory=list)
+    """What the user was told while devices were waited for, and when (monotonic)."""
+
+    async def where(self, replica: Replica) -> tuple[str, list[str]]:
+        """Address of a replica's node, and its GPUs there."""
+        address, mask = await replica.call("where", self.call, timeout_s=20, waiting_for="its place")
+        return address, mask.split(",") if mask else []
+
+    async def add(self, pool: Pool, slot: int) -> tuple[str, list[str]]:
+        """Start a replica; returns where it is."""
+        return await self.where(await pool.add(self.call, slot))
+
+
+@asynccontextmanager
+async def stand_in_run(
+    run_id: str, spec: PlacementSpec, *, actors: int, per_actor: int = 1, devices_s: float = 60.0, attempt: int = 1
+) -> AsyncIterator[StandInRun]:
+    """A run on the Ray that this process has joined. At the end its devices are free again."""
+    call, cluster = Call(run_id, attempt, 0), Cluster()
+    cluster._kinds = ("h100",)
+    timeouts = TimeoutsSpec(start_s=60, drain_s=2, devices_s=devices_s)
+    placement = place(
+        spec,
+        await cluster.nodes(None),
+        generation_actors=actors,
+        devices_per_actor=per_actor,
+        learner_ranks=1,
+        functions=[FunctionName.SCORING],
+    )
+    told: list[tuple[float, str]] = []
+
+    @contextmanager
+    def shown(text: str) -> Iterator[None]:
+        told.append((time.monotonic(), text))
+        yield
+
+    devices = RunDevices(cluster, placement, call, timeouts, LEASE_S, shown)
+
+    def settings(allocation: Allocation) -> StandInSettings:
+        return StandInSettings(run_id, LeaseTerms(120, 60), binding(allocation.devices, exclusive=False))
+
+    def pool(function: FunctionName) -> Pool:
+        blueprint = Blueprint(function, StandIn, settings, placement.allocations[function], Bounds(0))
+        return Pool(cluster, devices, blueprint, call, timeouts, NoRecords())
+
+    run = StandInRun(call, cluster, devices, pool(FunctionName.GENERATION), pool(FunctionName.SCORING), told)
+    try:
+        yield run
+    finally:
+        for of_function in (run.actors, run.scoring):
+            await of_function.close()
+            await of_function.stop(*of_function.replicas())
+        await devices.close()
