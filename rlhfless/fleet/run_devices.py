@@ -23,6 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.holders import Demand, Held, StaleHolder, keeper_left, keeper_of
 from rlhfless.fleet.nodes import NODE_LABEL, selector, shortage
+from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call, StaleCall
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Placement
 from rlhfless.spec import TimeoutsSpec
@@ -87,7 +88,7 @@ class RunDevices:
             taken = self._taken.setdefault(group.name, _Taken())
             taken.users[user] = lost
             taken.starting.add(user)
-        await asyncio.gather(*map(self._take, groups))
+        await gather_or_cancel(*map(self._take, groups))
         return self._bound(allocation)
 
     def is_up(self, user: str) -> None:
