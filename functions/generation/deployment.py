@@ -82,10 +82,9 @@ class GenerationFunction(Function):
     async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:
         """Load and check a version; returns its label. Idempotent: a version that is loaded is not loaded again.
 
-        Raises WeightCheckFailed, after which the replica serves nothing until a load has passed, and StoreNotShared.
+        Raises WeightCheckFailed, after which the replica serves nothing until a load has passed.
         """
         self.admit(call)
-        self._settings.engine.store.require_shared()
         start_s = time.time()
         async with self._loading:
             if self._loaded is None or self._loaded.version != published.version:

@@ -92,6 +92,7 @@ class RankActor:
         """Write the weights to the store; returns the version, its location, its bytes and tensors."""
         with self._memory_told("publish"), self._as_published(perturbed):
             stored = self._store.put(run_id, attempt, PERTURBED_STEP if perturbed else step, self._rank.weights())
+            self._settings.store.mark()
         self._forget_old(stored.version)
         return stored.version, stored.location, stored.size_bytes, stored.tensors
 

@@ -32,9 +32,15 @@ class StoreHome:
 
         if not self.token:
             store = FolderStore(self.folder)
-            StoreAddress("folder", self.folder).mark()
+            self.mark()
             return store
         return HttpStoreServer(self.folder, host=host, token=self.token)
+
+    def mark(self) -> None:
+        """Show engines that this folder is the learner's (StoreAddress.require_shared). Again with each version: a
+        folder that was lost is made anew."""
+        if not self.token:
+            StoreAddress("folder", self.folder).mark()
 
 
 @dataclass(frozen=True, slots=True)
