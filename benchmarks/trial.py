@@ -303,6 +303,8 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--cases", type=int, help="only the first so many of each part")
     options = parsed(parser, parts="models", cases=1)
+    # A shell's background commands ignore SIGINT, and so would the runs that this one starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rows = []
     print(machine())
     for part in options.parts.split(","):
