@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.holders import Demand, Held, StaleHolder, keeper_left, keeper_of
@@ -261,10 +261,10 @@ class RunDevices:
 
     async def _ask(self, method: str, *arguments: object) -> Any:
         """Call the keeper. Raises StaleCall, or FleetError if it is lost, with all that it held, or does not answer."""
-        if self._keeper is None:
-            self._keeper = keeper_of(self._call.run_id, self._keeps_s)
-        call = getattr(self._keeper, method).remote(self._call.attempt, self._keeps_s, *arguments)
         try:
+            if self._keeper is None:
+                self._keeper = keeper_of(self._call.run_id, self._keeps_s)
+            call = getattr(self._keeper, method).remote(self._call.attempt, self._keeps_s, *arguments)
             return await asyncio.wait_for(call, CALL_S)
         except RayTaskError as error:
             if isinstance(error.cause, StaleHolder):
@@ -274,7 +274,7 @@ class RunDevices:
             raise FleetError(f"the keeper of the run's devices did not answer within {CALL_S:.0f} s") from None
         except ActorUnavailableError as error:
             raise FleetError(f"the keeper of the run's devices cannot be reached for now: {error}") from error
-        except RayActorError as error:
+        except RayError as error:  # it died; of memory, too, for which Ray has an error that is no RayActorError
             self._keeper = None
             for name in list(self._taken):
                 self._tell(name)
