@@ -27,6 +27,7 @@ from ray.serve.schema import ApplicationStatus
 
 from rlhfless.fleet import ray_session
 from rlhfless.fleet.causes import innermost
+from rlhfless.fleet.each_node import on_node
 from rlhfless.fleet.nodes import NODE_LABEL, ambiguous, nodes_of
 from rlhfless.prepare.devices import first_gpu_bytes
 from rlhfless.scaling.placement import Node
@@ -187,10 +188,8 @@ class Cluster:
 
 def _gpu_memory_bytes(node: str) -> int | None:
     """Of a node's first GPU; None if it cannot be told."""
-    options = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0, "max_calls": 1, "label_selector": {NODE_LABEL: node}}
-    probe: Any = ray.remote(**options)(first_gpu_bytes)  # type: ignore[call-overload]  # Ray's types know no labels
     try:
-        return int(ray.get(probe.remote(), timeout=PROBE_S))
+        return int(ray.get(on_node(node, first_gpu_bytes), timeout=PROBE_S))
     except (RayError, GetTimeoutError):
         return None
 

@@ -9,9 +9,17 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlhfless.fleet.nodes import NODE_LABEL
 
 log = logging.getLogger(__name__)
+
+
+def on_node(node: str, work: Callable[..., object], *arguments: object) -> Any:
+    """Ray's reference to what `work` will have returned on a node, in a process that ends with it. Holds no device."""
+    options = {"num_cpus": 0, "num_gpus": 0, "max_retries": 0, "max_calls": 1, "label_selector": {NODE_LABEL: node}}
+    task: Any = ray.remote(**options)(work)  # type: ignore[call-overload]  # Ray's types know no labels
+    return task.remote(*arguments)
 
 
 def on_each_node(work: Callable[..., object], *arguments: object, timeout_s: float) -> dict[str, object]:
@@ -19,13 +27,8 @@ def on_each_node(work: Callable[..., object], *arguments: object, timeout_s: flo
 
     A node on which it did not end within `timeout_s`, or raised, or which was lost, is not among them; the log says so.
     """
-    calls: dict[Any, str] = {}
-    for node in ray.nodes():
-        if node["Alive"]:
-            here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            task: Any = ray.remote(work)
-            placed = task.options(num_cpus=0, max_retries=0, scheduling_strategy=here)
-            calls[placed.remote(*arguments)] = node["NodeManagerAddress"]
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    calls = {on_node(node["NodeID"], work, *arguments): node["NodeManagerAddress"] for node in nodes}
     ended, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
     for call in late:
         log.warning("%s did not end within %.0f s on node %s", work.__name__, timeout_s, calls[call])

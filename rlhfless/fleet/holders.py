@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from rlhfless.functions.lease import Lease, LeaseTerms
 
@@ -37,6 +37,8 @@ NAMESPACE = "rlhfless"
 HEAD_RESOURCE = "node:__internal_head__"
 """What Ray gives the head node: keepers are there, because no run survives its loss anyway."""
 
+DIED = (RayActorError, OutOfMemoryError)
+"""What a call of an actor that has died raises: Ray's error for one that it killed for memory is no RayActorError."""
 
 LOOK_S = 5.0
 """How often a keeper looks whether its lease has ended."""
@@ -168,7 +170,7 @@ class Keeper:
             return await asyncio.wait_for(known[1].held.remote(), wait_s)
         except (TimeoutError, ActorUnavailableError):
             return None
-        except RayActorError:
+        except DIED:
             if self._holders.get(group) is known:
                 self._end(group)
             return None
@@ -195,7 +197,7 @@ class Keeper:
                 await asyncio.wait_for(self._holders[group][1].held.remote(), wait_s)
             except (TimeoutError, ActorUnavailableError):
                 return False
-            except RayActorError:
+            except DIED:
                 return True
             return False
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rlhfless.scaling.accelerators import AMBIGUOUS, UnknownAccelerator, kind_of, types_of
+from rlhfless.scaling.accelerators import AMBIGUOUS, TYPE_LABEL, UnknownAccelerator, kind_of, types_of
 from rlhfless.scaling.placement import DeviceGroup, Node
 
 NODE_LABEL = "ray.io/node-id"
-TYPE_LABEL = "ray.io/accelerator-type"
 
 
 def selector(kind: str) -> dict[str, str]:

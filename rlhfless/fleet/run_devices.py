@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from rlhfless.fleet.cluster import Cluster, FleetError
-from rlhfless.fleet.holders import Demand, Held, StaleHolder, keeper_left, keeper_of
+from rlhfless.fleet.holders import DIED, Demand, Held, StaleHolder, keeper_left, keeper_of
 from rlhfless.fleet.nodes import NODE_LABEL, selector, shortage
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call, StaleCall
@@ -274,7 +274,7 @@ class RunDevices:
             raise FleetError(f"the keeper of the run's devices did not answer within {CALL_S:.0f} s") from None
         except ActorUnavailableError as error:
             raise FleetError(f"the keeper of the run's devices cannot be reached for now: {error}") from error
-        except RayError as error:  # it died; of memory, too, for which Ray has an error that is no RayActorError
+        except DIED as error:
             self._keeper = None
             for name in list(self._taken):
                 self._tell(name)
