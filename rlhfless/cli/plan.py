@@ -33,11 +33,12 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Memory per device and phase: what fits, the largest micro-batch and KV cache, the nearest change that fits."""
+    from rlhfless.prepare.memory.assumed import local_devices, parsed_devices, question_of
     from rlhfless.prepare.memory.changes import nearest_change
     from rlhfless.spec.load import load_spec
 
     loaded = load_spec(spec, overrides or ())
-    asked = question(loaded, devices)
+    asked = question_of(loaded, *(parsed_devices(devices) if devices is not None else local_devices(loaded)))
     found = asked.plan()
     change = None if found.fits else nearest_change(asked)
     if as_json:
@@ -46,13 +47,6 @@ def plan(
         _show(asked, found, change)
     if not found.fits:
         raise typer.Exit(DOES_NOT_FIT)
-
-
-def question(spec: Any, devices: str | None) -> Question:
-    """Of a spec, and devices as the user writes them. Raises InputError."""
-    from rlhfless.prepare.memory.assumed import local_devices, parsed_devices, question_of
-
-    return question_of(spec, *(parsed_devices(devices) if devices is not None else local_devices(spec)))
 
 
 def _as_json(asked: Question, found: MemoryPlan, change: Change | None) -> dict[str, Any]:
@@ -83,13 +77,13 @@ def _show(asked: Question, found: MemoryPlan, change: Change | None) -> None:
     table.add_column("GiB", justify="right")
     for device in found.devices:
         name = f"{device.count} x {device.kind}"
-        for holder in device.holders:
-            for phase in holder.phases:
-                largest = phase is holder.largest
+        for part in device.functions:
+            for phase in part.phases:
+                largest = phase is part.largest
                 parts = ", ".join(f"{p.name} {p.size_bytes / GIB:.1f}" for p in phase.parts if p.size_bytes)
                 size = f"{phase.size_bytes / GIB:.1f}"
                 table.add_row(
-                    name, holder.function, phase.name, parts if largest else "", size, style="" if largest else "dim"
+                    name, part.function, phase.name, parts if largest else "", size, style="" if largest else "dim"
                 )
                 name = ""
         state = "fits in" if device.fits else "[red]does not fit in[/red]"

@@ -184,7 +184,7 @@ def test_05b_fits_beside_its_engine_on_one_h100_and_7b_does_not() -> None:
     fits = dataclasses.replace(small, spec=run).plan()
     assert fits.fits
     (device,) = fits.devices
-    assert sorted(holder.function for holder in device.holders) == [FunctionName.GENERATION, FunctionName.LEARNER]
+    assert sorted(part.function for part in device.functions) == [FunctionName.GENERATION, FunctionName.LEARNER]
     assert device.size_bytes <= device.memory_bytes == 80_000_000_000
     assert fits.micro_batch_tokens >= 8192
 

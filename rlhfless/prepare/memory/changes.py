@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhfless.prepare.memory.plan import MemoryPlan, memory_plan
@@ -122,7 +122,7 @@ def _after(asked: Question, edits: Sequence[Edit]) -> Change | None:
         return None
     spec = edited(asked.spec, values)
     try:
-        plan = Question(spec, asked.shape, sheet, count, asked.sequence_tokens, asked.host_bytes).plan()
+        plan = replace(asked, spec=spec, sheet=sheet, count=count).plan()
     except PlacementError:
         return None
     return Change(" and ".join(text for text, *_ in edits), plan)

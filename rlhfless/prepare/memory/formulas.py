@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
 from rlhfless.spec import DType
 
 GIB = 2**30
-
-DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 PROCESS_BYTES = int(0.8 * GIB)
 """Of each process on a GPU, outside of torch's own account: CUDA's context with its kernels (0.5 GiB on data-centre

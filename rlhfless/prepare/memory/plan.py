@@ -6,7 +6,7 @@ So a device must hold the largest phase of each of them at once.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,14 +35,16 @@ LOGITS_CHUNK_ELEMENTS = 2**25
 DEFAULT_CPU_KV_GIB = 1.0
 """As in rlhfless.functions.generation.vllm.arguments; a test compares the two."""
 
+MOST_TOKENS = 2**24
+"""Of a micro-batch whose size is looked for: more than any step has."""
 
 HOST_CORES = 64
 """Cores of a GPU machine, for placements that are only planned: more than scoring takes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """A function on one device: its phases, of which the largest counts."""
+class FunctionPlan:
+    """A replica or rank of a function on one device: its phases, of which the largest counts."""
 
     function: FunctionName
     phases: tuple[Phase, ...]
@@ -59,12 +61,12 @@ class DevicePlan:
     count: int
     kind: str
     memory_bytes: int
-    holders: tuple[Holder, ...]
+    functions: tuple[FunctionPlan, ...]
 
     @property
     def size_bytes(self) -> int:
         """What is held at most."""
-        return sum(holder.largest.size_bytes for holder in self.holders)
+        return sum(part.largest.size_bytes for part in self.functions)
 
     @property
     def fits(self) -> bool:
@@ -96,8 +98,7 @@ class MemoryPlan:
         found = [
             f"{device.kind}: {_gib(device.size_bytes)} are needed and {_gib(device.memory_bytes)} are there ("
             + ", ".join(
-                f"{holder.function} {_gib(holder.largest.size_bytes)} in {holder.largest.name}"
-                for holder in device.holders
+                f"{part.function} {_gib(part.largest.size_bytes)} in {part.largest.name}" for part in device.functions
             )
             + ")"
             for device in self.devices
@@ -123,17 +124,12 @@ def memory_plan(
     `host_bytes`: memory of one machine, which is the devices' own on CPU cores. Raises PlacementError if there are too
     few devices.
     """
-    by_device = _functions_by_device(spec, sheet.kind, count)
     memory = host_bytes if sheet.kind == CPU_KIND else int(sheet.memory_bytes.value)
-    kinds = Counter(by_device.values())
+    alike = Counter(tuple(sorted(here)) for here in _functions_by_device(spec, sheet.kind, count).values())
     plans = []
-    for functions, alike in sorted(kinds.items(), key=lambda item: sorted(item[0].items())):
-        holders = tuple(
-            Holder(function, phases_of(spec, shape, sheet, function, sequence_tokens))
-            for function, times in functions.items()
-            for _ in range(times)
-        )
-        plans.append(DevicePlan(alike, sheet.kind, memory, holders))
+    for functions, times in sorted(alike.items()):
+        parts = [FunctionPlan(each, phases_of(spec, shape, sheet, each, sequence_tokens)) for each in functions]
+        plans.append(DevicePlan(times, sheet.kind, memory, tuple(parts)))
     store = version_bytes(shape, spec.model.dtype)
     publishing = 4 * spec.learner.ranks * shape.parameters + store
     on_cpu = sum(plan.count * plan.size_bytes for plan in plans) if sheet.kind == CPU_KIND else 0
@@ -150,21 +146,15 @@ def memory_plan(
 
 def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
     """The cores of a machine, which share its memory."""
-    holders = tuple(holder for plan in plans for holder in plan.holders for _ in range(plan.count))
-    return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, holders),) if plans else ()
+    functions = tuple(part for plan in plans for part in plan.functions for _ in range(plan.count))
+    return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, functions),) if plans else ()
 
 
-class _Functions(dict[FunctionName, int]):
-    """How many replicas or ranks of each function are on a device."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted(self.items())))
-
-
-def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, _Functions]:
+def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, list[FunctionName]]:
+    """By device: the functions of the replicas and ranks that are on it."""
     asked = spec.placement.model_copy(update={"kind": kind, "devices": count})
     placement = place_run(spec.model_copy(update={"placement": asked}), _nodes(kind, count))
-    found: dict[str, _Functions] = {}
+    found: defaultdict[str, list[FunctionName]] = defaultdict(list)
     for function, allocations in placement.allocations.items():
         if function is FunctionName.SCORING:
             continue  # CPU work
@@ -173,8 +163,7 @@ def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, _
             if function is FunctionName.LEARNER:
                 devices = tuple(devices[rank % len(devices)] for rank in range(spec.learner.ranks))
             for device in devices:
-                here = found.setdefault(device.name, _Functions())
-                here[function] = here.get(function, 0) + 1
+                found[device.name].append(function)
     return found
 
 
@@ -196,13 +185,7 @@ def phases_of(
     if function is FunctionName.GENERATION:
         return (_generation(spec, shape, sheet),)
     if function is FunctionName.LEARNER:
-        phases = learn_phases(
-            shape,
-            tokens,
-            spec.learner.dtype,
-            LOGITS_CHUNK_ELEMENTS,
-            checkpointing=spec.learner.gradient_checkpointing,
-        )
+        phases = _learner_phases(spec, shape, tokens)
     elif function is FunctionName.REFERENCE:
         phases = (reference_phase(shape, tokens, spec.learner.dtype, LOGITS_CHUNK_ELEMENTS),)
     else:
@@ -239,34 +222,26 @@ def _kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
     return _engine(spec, shape, sheet)[1] // per_token
 
 
+def _learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[Phase, ...]:
+    learner = spec.learner
+    return learn_phases(
+        shape, tokens, learner.dtype, LOGITS_CHUNK_ELEMENTS, checkpointing=learner.gradient_checkpointing
+    )
+
+
 def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan], memory: int) -> int:
-    """By bisection over tokens, on the device with the least left for the learner."""
-    learners = [plan for plan in plans if any(holder.function is FunctionName.LEARNER for holder in plan.holders)]
-    if not learners:
-        return 0
-
-    def left(plan: DevicePlan) -> tuple[int, int]:
-        ranks = sum(holder.function is FunctionName.LEARNER for holder in plan.holders)
-        others = sum(h.largest.size_bytes for h in plan.holders if h.function is not FunctionName.LEARNER)
-        return (memory - others) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND), ranks
-
-    room = min(left(plan)[0] for plan in learners)
-
-    def needed(tokens: int) -> int:
-        phases = learn_phases(
-            shape,
-            tokens,
-            spec.learner.dtype,
-            LOGITS_CHUNK_ELEMENTS,
-            checkpointing=spec.learner.gradient_checkpointing,
-        )
-        return max(phase.size_bytes for phase in phases)
-
-    low, high = 0, 2**24
+    """By bisection over tokens, on the device with the least left for each rank."""
+    rooms = []
+    for plan in plans:
+        others = [part.largest.size_bytes for part in plan.functions if part.function is not FunctionName.LEARNER]
+        if ranks := len(plan.functions) - len(others):
+            rooms.append((memory - sum(others)) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND))
+    low, high = 0, MOST_TOKENS if rooms else 0
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if needed(middle) <= room else (low, middle - 1)
-    return low if needed(0) <= room else 0
+        needed = max(phase.size_bytes for phase in _learner_phases(spec, shape, middle))
+        low, high = (middle, high) if needed <= min(rooms) else (low, middle - 1)
+    return low
 
 
 def _gib(size_bytes: int) -> str:

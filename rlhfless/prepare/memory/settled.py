@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited
@@ -71,7 +72,7 @@ def placed(asked: Question) -> RunSpec:
         return spec
     for candidate in _placements(asked):
         try:
-            if _with(asked, candidate).plan().fits:
+            if replace(asked, spec=candidate).plan().fits:
                 return candidate
         except PlacementError:
             continue
@@ -87,10 +88,6 @@ def _placements(asked: Question) -> Iterator[RunSpec]:
     if asked.sheet.kind != CPU_KIND and not is_set(spec, key):
         yield from (edited(together, {key: fraction}) for fraction in FRACTIONS)
     yield edited(spec, {"placement.mode": "disaggregated"})
-
-
-def _with(asked: Question, spec: RunSpec) -> Question:
-    return Question(spec, asked.shape, asked.sheet, asked.count, asked.sequence_tokens, asked.host_bytes)
 
 
 def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> RunSpec:

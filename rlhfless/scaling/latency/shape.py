@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per number."""
 
 
 class UnknownShape(ValueError):
@@ -114,6 +115,6 @@ def _whole(config: Mapping[str, Any], key: str) -> int:
 
 def _bytes_of(config: Mapping[str, Any]) -> int:
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    if name not in _BYTES:
-        raise UnknownShape(f"`dtype` of the model's config is {name!r}; known are {', '.join(_BYTES)}")
-    return _BYTES[name]
+    if name not in DTYPE_BYTES:
+        raise UnknownShape(f"`dtype` of the model's config is {name!r}; known are {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[name]
