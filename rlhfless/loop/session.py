@@ -33,8 +33,9 @@ from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
+from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
-from rlhfless.scaling.prices import load_price_book
+from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import SPEC_FILE, resolved_yaml
@@ -74,27 +75,36 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
     with contextlib.closing(Journal(session.folder / JOURNAL_FILE)) as journal:
         attempt, trace = journal.begin_attempt(), session.folder / TRACE_FOLDER
         earlier = read_trace(trace, tokens=False) if attempt > 1 and trace.exists() else None
-        with contextlib.closing(_ledger(session, attempt, earlier)) as ledger:
-            joined = bool(session.spec.placement.ray_address)
-            code = gathered(session.spec, session.folder) if joined else None
-            with session.console.waiting("starting Ray"):
-                cluster = await Cluster.start(session.spec.placement, ledger.prices.kinds, code)
-            try:
-                if joined and targets(session.spec):
-                    with session.console.waiting("importing your modules on every node"):
-                        await asyncio.to_thread(check_on_nodes, session.spec)
-                if models := hub_models(session.spec):
-                    with session.console.waiting(f"fetching {', '.join(models)} on every node"):
-                        await asyncio.to_thread(fetch_on_nodes, models, session.spec.timeouts.download_s)
-                session = replace(session, spec=await _settled(session, cluster) if joined else session.spec)
+        joined = bool(session.spec.placement.ray_address)
+        code = gathered(session.spec, session.folder) if joined else None
+        prices = load_price_book(session.spec.scaling.prices)
+        with session.console.waiting("starting Ray"):
+            cluster = await Cluster.start(session.spec.placement, prices.kinds, code)
+        try:
+            await _reach_nodes(session)
+            if joined:
+                session = await _settled(session, cluster)
+            # Opened here, because the trace keeps the spec as the devices have settled it.
+            with contextlib.closing(_ledger(session, prices, attempt, earlier)) as ledger:
                 async with _fleet(session, cluster, ledger, journal, earlier) as under_way:
                     yield under_way
-            finally:
-                await to_the_end(cluster.stop())
+        finally:
+            await to_the_end(cluster.stop())
 
 
-async def _settled(session: Session, cluster: Cluster) -> RunSpec:
-    """The spec with all that the devices of a joined cluster decide, which the run's folder keeps.
+async def _reach_nodes(session: Session) -> None:
+    """Bring code and models to the nodes that are there. Raises CodeNotThere, ModelNotThere."""
+    spec = session.spec
+    if spec.placement.ray_address and targets(spec):
+        with session.console.waiting("importing your modules on every node"):
+            await asyncio.to_thread(check_on_nodes, spec)
+    if models := hub_models(spec):
+        with session.console.waiting(f"fetching {', '.join(models)} on every node"):
+            await asyncio.to_thread(fetch_on_nodes, models, spec.timeouts.download_s)
+
+
+async def _settled(session: Session, cluster: Cluster) -> Session:
+    """With all that the devices of a joined cluster decide; the run's folder keeps the spec.
 
     Raises PlacementError if there are none, and InputError if they cannot hold the run.
     """
@@ -104,12 +114,14 @@ async def _settled(session: Session, cluster: Cluster) -> RunSpec:
     if problems := memory_problems(spec, kind, count, session.prepared.max_model_len):
         raise InputError("the run cannot start on this cluster", problems)
     (session.folder / SPEC_FILE).write_text(resolved_yaml(spec), "utf-8")
-    return spec
+    shape = session.prepared.shape
+    if shape is not None:
+        shape = replace(shape, weight_bytes=DTYPE_BYTES[spec.model.dtype])
+    return replace(session, spec=spec, prepared=replace(session.prepared, shape=shape))
 
 
-def _ledger(session: Session, attempt: int, earlier: Trace | None) -> Ledger:
+def _ledger(session: Session, prices: PriceBook, attempt: int, earlier: Trace | None) -> Ledger:
     spec, folder = session.spec, session.folder / TRACE_FOLDER
-    prices = load_price_book(spec.scaling.prices)
     spec_values: dict[str, Any] = spec.model_dump(mode="json")
     meta = TraceMeta(session.run_id, attempt, prices.snapshot(), spec_values, describe_machine())
     before = None if earlier is None else Earlier.of(earlier, prices)
