@@ -10,6 +10,7 @@ instead.
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -39,6 +40,20 @@ def storable_values(value: Any) -> Any:
 def legible(text: str) -> str:
     """`storable`, and control characters but tab and line feed as escapes: for messages, logs and terminals."""
     return _ILLEGIBLE.sub(_escape, text)
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """JSON from outside. Raises ValueError with one line on whatever is wrong with it.
+
+    Beside bad syntax: bytes that are no text, more levels than Python's stack, numbers of more than 4,300 digits.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno} column {error.colno}" if "\n" in error.doc.strip() else f"column {error.colno}"
+        raise ValueError(f"{error.msg} at {place}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def tolerant(stream: TextIO) -> TextIO:

@@ -7,7 +7,6 @@ its configuration after a colon as in `openai/gsm8k:main`, or a local data set f
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
+from rlhfless.text import parsed_json
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 _FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".txt")
@@ -38,7 +38,7 @@ def read_rows(field: str, path: str, split: str) -> list[Row]:
     """
     file = Path(path)
     if file.is_file():
-        rows = _parquet(field, file) if _is_parquet(file) else _jsonl(field, file)
+        rows = _parquet(field, file) if _is_parquet(field, file) else _jsonl(field, file)
     elif file.is_dir() or (_HUB_NAME.fullmatch(path) and not path.endswith(_FILE_SUFFIXES)):
         rows = _dataset(field, path, split)
     else:
@@ -50,9 +50,12 @@ def read_rows(field: str, path: str, split: str) -> list[Row]:
     return rows
 
 
-def _is_parquet(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(4) == b"PAR1"
+def _is_parquet(field: str, file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(4) == b"PAR1"
+    except OSError as error:
+        raise _error(field, f"{str(file)!r} cannot be read: {error}", "check its owner and mode, and the disk") from error
 
 
 def _jsonl(field: str, file: Path) -> list[Row]:
@@ -65,9 +68,9 @@ def _jsonl(field: str, file: Path) -> list[Row]:
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            faults.append(f"{file}:{number}: not JSON: {error.msg} at column {error.colno}")
+            values = parsed_json(line)
+        except ValueError as error:
+            faults.append(f"{file}:{number}: not JSON: {error}")
             continue
         if isinstance(values, dict):
             rows.append(Row(f"{file.name}:{number}", values))

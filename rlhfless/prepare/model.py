@@ -147,8 +147,11 @@ def _shape(spec: ModelSpec, config: Any) -> ModelShape | None:
 
 
 def _tokenizer_info(spec: ModelSpec, tokenizer: Any) -> tuple[TokenizerInfo, tuple[str, ...]]:
-    """Raises InputError if no token can end a response."""
+    """Raises InputError if the tokenizer is empty, or no token can end a response."""
     path, field = (spec.tokenizer, "model.tokenizer") if spec.tokenizer else (spec.path, "model.path")
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        what = f"{path!r} has no tokenizer: what transformers makes of it has special tokens only"
+        raise _error(field, what, "add tokenizer.json and tokenizer_config.json from where the model came from")
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     if eos is None:
         what = f"the tokenizer of {path!r} has no end-of-sequence token, so no response could end by itself"

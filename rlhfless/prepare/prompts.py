@@ -204,7 +204,8 @@ def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: PromptsSpec, fa
     for row in rows:
         value = row.values.get(spec.id_field)
         if not isinstance(value, str | int) or value == "":
-            mend = f"{nearest(spec.id_field, row.values)}Leave prompts.id_field out to use hashes"
+            near = "" if spec.id_field in row.values else nearest(spec.id_field, row.values)
+            mend = f"{near}Leave prompts.id_field out to use hashes"
             faults.add(f"no id in `{spec.id_field}`", row, f"got {shown(value)}", mend)
         elif (earlier := first.setdefault(storable(str(value)), row)) is not row:
             mend = "ids must differ; leave prompts.id_field out to use hashes"

@@ -9,7 +9,6 @@ run.json is written last. It names the run, step and weights of the checkpoint.
 
 from __future__ import annotations
 
-import json
 import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from fsspec.core import url_to_fs
 
 from rlhfless.spec import CheckpointSpec
 from rlhfless.spec.errors import UserError
+from rlhfless.text import parsed_json
 
 NOTES_FILE = "run.json"
 
@@ -174,10 +174,12 @@ def read_notes(location: str | Path) -> CheckpointNotes:
     """The notes of a checkpoint. Raises CheckpointError if there is no checkpoint, or one of another version."""
     files, path = files_of(str(location))
     try:
-        content = json.loads(files.cat_file(f"{path}/{NOTES_FILE}"))
-    except (OSError, ValueError) as error:
+        content = parsed_json(files.cat_file(f"{path}/{NOTES_FILE}"))
+        if not isinstance(content, dict):
+            raise TypeError(f"it is a {type(content).__name__}, not a mapping")
+        version = content.get("version")
+        if version != CHECKPOINT_VERSION:
+            raise CheckpointError(f"{location} has version {version}, and this rlhfless knows {CHECKPOINT_VERSION}")
+        return CheckpointNotes(**content)
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{location} is no checkpoint of a run: {NOTES_FILE}: {error}") from error
-    version = content.get("version")
-    if version != CHECKPOINT_VERSION:
-        raise CheckpointError(f"{location} has version {version}, and this rlhfless knows {CHECKPOINT_VERSION}")
-    return CheckpointNotes(**content)

@@ -41,6 +41,7 @@ from rlhfless.records.ledger import (
 from rlhfless.records.parts import check_version, read_part, write_part, write_whole
 from rlhfless.records.rollouts import FinishReason, Rollout, Score, VersionSpan
 from rlhfless.records.schema import TABLES, TRACE_VERSION, TraceError
+from rlhfless.text import parsed_json
 
 META_FILE = "meta.json"
 
@@ -281,10 +282,10 @@ def read_meta(folder: str | os.PathLike[str]) -> TraceMeta:
     """Reads meta.json. Raises TraceError if it is missing, broken, or of another version."""
     path = Path(folder) / META_FILE
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = parsed_json(path.read_bytes())
     except FileNotFoundError:
         raise TraceError(f"{path} does not exist; name the folder of a run, or the `trace` in it") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise TraceError(f"{path} is not JSON ({error}); restore it from a copy of the run") from error
     version = content.pop("trace_version", None) if isinstance(content, dict) else None
     check_version(path, version)

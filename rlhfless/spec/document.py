@@ -77,7 +77,10 @@ class DocumentError(ValueError):
 
 def parse(text: str) -> Document:
     """Read a text as JSON or YAML. Raises DocumentError."""
-    return _parse_json(text) if _JSON_START.match(text) else _parse_yaml(text)
+    try:
+        return _parse_json(text) if _JSON_START.match(text) else _parse_yaml(text)
+    except RecursionError as error:
+        raise DocumentError(Problem("", "nested too deeply, or an alias that holds itself", "write it flat")) from error
 
 
 def parse_value(text: str) -> Any:
@@ -105,6 +108,8 @@ def _parse_json(text: str) -> Document:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise DocumentError(Problem("", f"not JSON: {error.msg}", origin=place)) from error
+    except ValueError as error:  # a number of more than 4,300 digits
+        raise DocumentError(Problem("", f"not JSON: {error}")) from error
     # JSON is YAML except for tabs between tokens, so the YAML reader finds the lines and keys given twice.
     return Document(data, _parse_yaml(text.replace("\t", " ")).origins)
 
@@ -141,7 +146,11 @@ def _scalar(node: yaml.Node) -> Any:
         return text.lower() == "true"
     if kind == "int":
         base = {"0x": 16, "0o": 8}.get(text[:2], 10)
-        return int(text, base)
+        try:
+            return int(text, base)
+        except ValueError as error:  # more than 4,300 digits, Python's limit
+            what = f"a number of {len(text):,} characters"
+            raise DocumentError(Problem("", what, "write a smaller one", _line(node))) from error
     if kind == "float":
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     if kind == "str":

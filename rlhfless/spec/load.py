@@ -134,7 +134,8 @@ def _override(data: dict[str, Any], text: str, origins: dict[document.Path, str]
     try:
         value = document.parse_value(value_text)
     except document.DocumentError as error:
-        return Problem(key, f"{value_text!r}: {error.problem.what}", "quote it", f"--set {text}")
+        mend = error.problem.mend or "quote it"
+        return Problem(key, f"{shown(value_text)}: {error.problem.what}", mend, f"--set {key}=...")
     path: document.Path = ()
     here: Any = data
     *parents, last = key.split(".")

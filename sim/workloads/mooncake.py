@@ -6,11 +6,11 @@ prompt share it, which the engine knows by itself.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from rlhfless.sim.workloads.rows import Request, read_lines, refuse, whole_number
+from rlhfless.text import parsed_json
 
 
 def read_mooncake(path: str | os.PathLike[str]) -> list[Request]:
@@ -22,8 +22,8 @@ def read_mooncake(path: str | os.PathLike[str]) -> list[Request]:
     requests = []
     for row, line in read_lines(path):
         try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
+            fields = parsed_json(line)
+        except ValueError as error:
             refuse(path, row, f"it is not JSON ({error})")
         if not isinstance(fields, dict):
             refuse(path, row, f"it is a {type(fields).__name__}, not an object")

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 from transformers import AutoConfig
 
 from rlhfless.prepare import rewards as reward_checks
+from rlhfless.prepare.memory.assumed import question_of, settled_on
 from rlhfless.prepare.preflight import preflight
 from rlhfless.rewards.confinement import Protection
 from rlhfless.scaling.placement import Node
@@ -134,6 +135,36 @@ def test_a_model_that_cannot_be_a_policy_is_refused(fault, edit_config, changes,
     edit_config(**changes)
     message = fault()
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("[]", "it is a list, not a mapping"),
+        ('{"text_config": []}', "it is a list, not a mapping"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"hidden_size": ' + "1" * 5000 + "}", "4300 digits"),
+    ],
+)
+def test_a_config_that_is_none_is_refused_by_the_plan(model_folder, content, part):
+    """`validate` and `run` ask the plan first, and go on without it where it cannot be made."""
+    (model_folder / "config.json").write_text(content)
+    run = {"model": {"path": str(model_folder)}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
+    spec = RunSpec.model_validate(run)
+    with pytest.raises(InputError, match=part):
+        question_of(spec, "cpu-core", 2)
+    settled_on(spec, "cpu-core", 2)
+
+
+def test_a_folder_without_a_tokenizer_is_not_blamed_on_the_prompts(fault, model_folder):
+    """From the folder of a family that has a class of its own, transformers makes an empty tokenizer."""
+    config = json.loads((model_folder / "config.json").read_text()) | {"model_type": "qwen3"}
+    (model_folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model_folder / name).unlink()
+    message = fault()
+    assert "no tokenizer" in message
+    assert "remove these rows" not in message
 
 
 def test_a_folder_without_config_weights_or_tokenizer(fault, model_folder):

@@ -162,6 +162,9 @@ def test_chat_messages_and_plain_texts_are_rendered(load, write_rows, chat_token
             ["train.jsonl:1: not JSON", "train.jsonl:3: an object", "got [1]"],
         ),
         (["{"] * 9, {}, ["train.jsonl:3: not JSON", "(and 6 more)", "one JSON object per line"]),
+        (['{"prompt": "w1"}', '{"n": ' + "1" * 5000 + "}"], {}, ["train.jsonl:2: not JSON", "4300 digits"]),
+        (['{"n": ' + "[" * 100_000 + "]" * 100_000 + "}"], {}, ["train.jsonl:1: not JSON", "nested too deeply"]),
+        ([{"prompt": "w1", "key": float("nan")}], {"id_field": "key"}, ["got nan\n    Leave prompts.id_field out"]),
         ([], {}, ["is empty"]),
         (["", " "], {}, ["is empty"]),
     ],
@@ -217,6 +220,11 @@ def test_a_file_that_is_not_text_is_named(fault, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_bytes(b"\xff\xfe\x00")
     assert "cannot be read as UTF-8 text" in fault(path)
+
+
+def test_a_file_that_the_system_refuses_to_read_is_named(fault):
+    """The memory of this process: reading its first bytes is an input/output error, for root as well."""
+    assert "'/proc/self/mem' cannot be read: [Errno 5]" in fault("/proc/self/mem")
 
 
 def test_hub_data_sets_need_datasets(fault, monkeypatch):

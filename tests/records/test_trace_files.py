@@ -190,6 +190,13 @@ def rewrite(tmp_path: Path, table: str, change: object) -> Path:
     return path
 
 
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[" * 100_000, b'{"n": ' + b"1" * 5000 + b"}"])
+def test_meta_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "meta.json").write_bytes(content)
+    with pytest.raises(TraceError, match="is not JSON .* restore it from a copy of the run"):
+        read_trace(tmp_path)
+
+
 def test_unknown_version_of_a_part_is_refused(tmp_path: Path) -> None:
     write_one_of_each(tmp_path)
     metadata = {NAME_KEY: b"steps", VERSION_KEY: str(TRACE_VERSION + 1).encode()}

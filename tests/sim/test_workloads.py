@@ -42,6 +42,7 @@ def test_good_rows(tmp_path: Path) -> None:
         (read_azure, AZURE + "2023,x,1\n", "row 3: ContextTokens is 'x', not a whole number"),
         (read_azure, AZURE + "\n2023,5,0\n", "row 4: GeneratedTokens is 0, less than 1"),
         (read_mooncake, MOONCAKE + "{\n", "row 2: it is not JSON"),
+        (read_mooncake, MOONCAKE + "[" * 100_000 + "\n", "row 2: it is not JSON (it is nested too deeply)"),
         (read_mooncake, "[1]\n", "row 1: it is a list, not an object"),
         (read_mooncake, '{"input_length": 1, "hash_ids": []}\n', "row 1: it has no output_length"),
         (read_mooncake, MOONCAKE.replace("500", "1.5"), "row 1: output_length is 1.5, not a whole number"),

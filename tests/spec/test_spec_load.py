@@ -202,11 +202,26 @@ def test_a_wrong_override_is_explained(fault, override, parts):
             ["rewards.1.kwargs.k.0 (line 7)", "not valid Unicode"],
         ),
         ("steps: 3\nsteps: 4", ["steps (line 8)", "given twice", "line 7"]),
+        ("steps: " + "1" * 5000, ["line 7", "a number of 5,000 characters"]),
+        ("kwargs: &a [*a]", ["nested too deeply, or an alias that holds itself"]),
     ],
 )
 def test_a_wrong_key_or_value_is_explained(fault, lines, parts):
     message = fault(MINIMAL + lines + "\n")
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("text", ["a: " + "[" * 20_000 + "]" * 20_000, '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"])
+def test_what_is_nested_too_deeply_is_refused(fault, text):
+    assert "nested too deeply" in fault(text)
+
+
+def test_a_number_that_is_too_long_is_refused_and_not_repeated(fault):
+    in_json, in_override = fault('{"steps": ' + "1" * 5000 + "}"), fault(MINIMAL, "steps=" + "1" * 5000)
+    assert "not JSON" in in_json
+    assert "4300 digits" in in_json
+    assert "a number of 5,000 characters" in in_override
+    assert len(in_override) < 500
 
 
 def test_what_is_missing_is_named_with_its_meaning(fault):

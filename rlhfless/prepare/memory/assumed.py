@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlhfless.prepare.memory.changes import Question, nearest_change
 from rlhfless.prepare.memory.plan import phases_of
@@ -20,6 +20,7 @@ from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError, device_ki
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem, UserError
+from rlhfless.text import parsed_json
 
 _DEVICES = re.compile(r"(?:([1-9]\d*) ?x ?)?([a-z][\w-]*)", re.IGNORECASE)
 
@@ -134,13 +135,20 @@ def host_memory_bytes() -> int:
 def _shape(spec: RunSpec) -> tuple[ModelShape, int | None]:
     try:
         file = _config_file(spec.model.path)
-        config = json.loads(file.read_text("utf-8"))
-        config = config.get("text_config", config)
+        config = _mapping(parsed_json(file.read_bytes()))
+        config = _mapping(config.get("text_config", config))
         return ModelShape.of_config(config), config.get("max_position_embeddings")
     except (UnknownShape, ValueError, OSError) as error:
         what = f"the sizes of {spec.model.path!r} cannot be read: {error}"
         mend = "name a folder with the config.json of a decoder-only transformer, or a model of the hub"
         raise InputError("the plan", [Problem("model.path", what, mend)]) from error
+
+
+def _mapping(config: Any) -> Mapping[str, Any]:
+    """Raises ValueError if it is none."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"it is a {type(config).__name__}, not a mapping")
+    return config
 
 
 def _config_file(model: str) -> Path:
