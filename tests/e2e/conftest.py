@@ -1,4 +1,6 @@
-"""A small policy with random weights, prompts for it, and one live run that the tests of a session share."""
+"""A small policy with random weights, prompts for it, and one live run that the tests of a module share.
+
+A process has one Ray at a time, so it ends with the module."""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ class Live:
     folder: Path
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     """A run with real Ray, vLLM and torch, one generation actor up."""
     spec = RunSpec.model_validate(spec_values(assets))

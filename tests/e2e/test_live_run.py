@@ -29,7 +29,7 @@ from rlhfless.scaling.accounting import check_holdings, summarise
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.weights.check import WeightCheckFailed
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 def alive(pid: int) -> bool:

@@ -18,7 +18,7 @@ from rlhfless.weights.store import StoredWeights
 
 VOCABULARY = ["<bos>", "<eos>", "<pad>", *(chr(code) for code in range(33, 127))]  # 97: not a multiple of 64,
 # so the engine's padded output head is tested too
-CONTEXT_TOKENS = 128
+CONTEXT_TOKENS = 1024
 PROBE_TOKENS = (5, 6, 7, 8, 9, 40, 41, 42)
 
 
