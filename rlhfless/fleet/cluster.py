@@ -105,6 +105,11 @@ class Cluster:
         """Whether a private Ray has ended, and every replica with it: no call would return."""
         return self.private and ray_session.is_lost()
 
+    @property
+    def address(self) -> str:
+        """Under which others join it: `host:port`."""
+        return str(ray.get_runtime_context().gcs_address)
+
     async def nodes(self, wanted: str | None) -> list[Node]:
         """The nodes that are there now, with what they have and what is free.
 

@@ -18,6 +18,11 @@ from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import ScoringSpec
 
 
+Labels = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
 class EvaluationSpec(SpecModel):
     """Evaluation on the held-out prompts, before and after the run and in between."""
 
@@ -46,6 +51,23 @@ class CheckpointSpec(SpecModel):
     best_by: str = "reward_mean"
     """Metric that decides which checkpoint is the best, such as `eval/exact_match`; between evaluations its last value
     counts."""
+
+
+class LimitsSpec(SpecModel):
+    """Bounds on the whole run, all its attempts together. They are looked at after each step; the run keeps a
+    checkpoint of the step that reached one, and says which."""
+
+    max_cost_usd: Annotated[float, Field(gt=0)] | None = None
+    """By the price book."""
+
+    max_device_hours: Annotated[float, Field(gt=0)] | None = None
+    """Devices held, whether busy or not."""
+
+    max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
+    """Time in which the run had a driver; a pause does not count."""
+
+    then: Literal["pause", "stop"] = "pause"
+    """`pause`: the run can go on once its limit is raised. `stop`: the run has ended."""
 
 
 class LoggingSpec(SpecModel):
@@ -103,6 +125,14 @@ class RunSpec(SpecModel):
     timeouts: TimeoutsSpec = TimeoutsSpec()
     recovery: RecoverySpec = RecoverySpec()
     logging: LoggingSpec = LoggingSpec()
+
+    limits: LimitsSpec = LimitsSpec()
+
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    """Among the runs of a service: runs of a higher priority get devices first, and runs of a lower one give way."""
+
+    metadata: Labels = Field(default_factory=dict)
+    """Labels of your own, to find runs by."""
 
     seed: int = 0
     """Every random choice of the run follows from it."""

@@ -1,0 +1,89 @@
+"""The application: its routes, its errors, and its life."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from rlhfless import __version__
+from rlhfless.control.api import drivers, events, health, runs
+from rlhfless.control.database.access import Unavailable
+from rlhfless.control.errors import ApiError
+from rlhfless.control.objects import ErrorBody
+from rlhfless.control.service import Service
+from rlhfless.spec.errors import Problem
+
+RETRY_AFTER_S = 2.0
+"""After which a client asks again when the database is away."""
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorBody, "description": text}
+    for code, text in {
+        401: "No API key, or none that is known.",
+        403: "The key's scopes do not reach so far.",
+        404: "There is no such object.",
+        409: "Not possible in this state.",
+        413: "The body is too large.",
+        422: "Fields of the request are wrong; each is named.",
+        429: "Too many requests; `Retry-After` says when to ask again.",
+        503: "The database, or Ray, is away; ask again.",
+    }.items()
+}
+
+
+def app_of(service: Service) -> FastAPI:
+    """The application of a service."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with service.working():
+            yield
+
+    app = FastAPI(
+        title="rlhfless",
+        version=__version__,
+        description="Runs of reinforcement learning from feedback on devices that come and go.",
+        lifespan=lifespan,
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.service = service
+    for router in (runs.router, events.router):
+        app.include_router(router, prefix="/v1", responses=ERRORS)
+    app.include_router(drivers.router, include_in_schema=False)
+    app.include_router(health.router)
+    for kind, handler in ((ApiError, _api), (RequestValidationError, _invalid), (Unavailable, _away)):
+        app.add_exception_handler(kind, handler)  # type: ignore[arg-type]  # Starlette's type is of any exception
+    app.add_exception_handler(HTTPException, _http)  # type: ignore[arg-type]
+    return app
+
+
+async def _api(_: Request, error: ApiError) -> JSONResponse:
+    headers = {} if error.retry_after_s is None else {"Retry-After": f"{error.retry_after_s:.0f}"}
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    problems = [
+        Problem(".".join(str(part) for part in one["loc"] if part not in ("body", "query", "path")), one["msg"])
+        for one in error.errors()
+    ]
+    first = problems[0]
+    answer = ApiError(422, "invalid_request", f"{first.where}: {first.what}", first.where or None, problems)
+    return JSONResponse(answer.body(), 422)
+
+
+async def _away(_: Request, error: Unavailable) -> JSONResponse:
+    answer = ApiError(503, "database_unavailable", f"{error}; nothing was changed, ask again")
+    return JSONResponse(answer.body(), 503, {"Retry-After": f"{RETRY_AFTER_S:.0f}"})
+
+
+async def _http(_: Request, error: HTTPException) -> JSONResponse:
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "error")
+    return JSONResponse(ApiError(error.status_code, code, str(error.detail)).body(), error.status_code, error.headers)

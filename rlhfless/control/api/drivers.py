@@ -1,0 +1,49 @@
+"""Where drivers deliver. Not part of the public interface."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request
+from sqlalchemy.orm import Session
+
+from rlhfless.control import ingest, store
+from rlhfless.control.database.tables import LeaseRow
+from rlhfless.control.delivery import Push, PushAnswer
+from rlhfless.control.errors import ApiError
+from rlhfless.control.lifecycle import ENDED, Wish
+from rlhfless.control.security.access import hashed
+from rlhfless.control.service import service_of
+
+router = APIRouter(prefix="/internal")
+
+
+@router.post("/runs/{run_id}/deliveries")
+async def deliver(
+    request: Request, run_id: str, push: Push, authorization: Annotated[str, Header()] = ""
+) -> PushAnswer:
+    """Take what a driver delivers, and say what is wanted of it. Idempotent."""
+    service = service_of(request.app)
+    token = authorization.removeprefix("Bearer ")
+
+    def take(session: Session) -> PushAnswer:
+        run = store.run_of(session, run_id)
+        if not hmac.compare_digest(hashed(token), run.driver_token):
+            status, code = (409, "stale_attempt") if push.attempt < run.attempt else (401, "unauthorized")
+            raise ApiError(status, code, f"this is not the secret of attempt {run.attempt} of {run_id}")
+        pushed = ingest.take(session, run, push)
+        lease = session.get(LeaseRow, run_id)
+        wish = "run" if run.wish == Wish.RUN else run.wish
+        if wish == "run" and run_id in service.supervisor.yields:
+            wish = "yield"
+        if run.status in ENDED and wish == "run":
+            wish = "cancel"
+        reason = service.supervisor.lease_reasons.get(run_id, "")
+        return PushAnswer(pushed=pushed, wish=wish, granted=lease.granted if lease else 0, lease_reason=reason)  # type: ignore[arg-type]
+
+    answer = await service.database.write(take)
+    service.replicas[run_id] = push.now.replicas
+    if push.now.lease is not None and answer.granted == 0:
+        service.supervisor.soon()
+    return answer

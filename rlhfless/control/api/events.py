@@ -1,0 +1,100 @@
+"""Events of runs: as a list, and as a stream."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import StreamingResponse
+from fastapi.sse import format_sse_event
+
+from rlhfless.control import store
+from rlhfless.control.api.runs import Reads
+from rlhfless.control.api.views import event_object, run_object
+from rlhfless.control.database.tables import EventRow, RunRow
+from rlhfless.control.lifecycle import ENDED
+from rlhfless.control.objects import EventObject, ListObject
+from rlhfless.control.service import Service, service_of
+
+router = APIRouter(tags=["events"])
+
+SSE = "text/event-stream"
+
+KEEP_ALIVE_S = 15.0
+"""A stream without events sends a comment so often: proxies close connections that are silent for a minute."""
+
+PER_READ = 500
+
+SSE_DOC: dict[int | str, dict[str, Any]] = {
+    200: {"content": {SSE: {"schema": {"type": "string"}}}, "description": "A list, or a stream of events."}
+}
+
+
+@router.get("/runs/{run_id}/events", response_model=ListObject[EventObject], responses=SSE_DOC, summary="Events")
+async def list_events(
+    request: Request,
+    _: Reads,
+    run_id: str,
+    after: Annotated[int, Query(ge=0, description="Id of the last event that is known.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    last_event_id: Annotated[int | None, Header(ge=0, description="As `after`, from a stream that broke.")] = None,
+) -> ListObject[EventObject] | StreamingResponse:
+    """Oldest first. With `Accept: text/event-stream` a stream: what is there, then what comes, until the run has
+    ended. `Last-Event-ID` goes on after an event without loss or repeat."""
+    service = service_of(request.app)
+    run = await service.database.read(lambda session: store.run_of(session, run_id))
+    if SSE in request.headers.get("accept", ""):
+        start = after if last_event_id is None else last_event_id
+        return StreamingResponse(_stream(service, run, start), media_type=SSE, headers={"Cache-Control": "no-store"})
+    rows, more = await service.database.read(lambda session: store.events(session, run_id, after, limit))
+    return ListObject(data=[event_object(row) for row in rows], has_more=more)
+
+
+async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[bytes]:
+    read = service.database.read
+    while True:
+        events = service.bus.recent(run.id, after)
+        if events is None:
+            events, _ = await read(functools.partial(store.events, run_id=run.id, after=after, limit=PER_READ))
+        for event in events:
+            yield _encoded(event)
+            after = event.seq
+        if events:
+            continue
+        if await service.bus.more(run.id, after, KEEP_ALIVE_S):
+            continue
+        run = await read(functools.partial(store.run_of, run_id=run.id))
+        if run.status in ENDED and run.last_event <= after:
+            return
+        yield b": still here\n\n"
+
+
+def _encoded(row: EventRow) -> bytes:
+    return format_sse_event(data_str=event_object(row).model_dump_json(), event=row.type, id=str(row.seq))
+
+
+@router.get("/events", responses=SSE_DOC, response_class=StreamingResponse, summary="Changes of all runs")
+async def watch_runs(request: Request, _: Reads) -> StreamingResponse:
+    """A stream: each run whenever it has changed (`event: run`), or its id when it was deleted (`event: deleted`)."""
+    service = service_of(request.app)
+    return StreamingResponse(_changes(service), media_type=SSE, headers={"Cache-Control": "no-store"})
+
+
+async def _changes(service: Service) -> AsyncIterator[bytes]:
+    watcher = service.bus.watch()
+    try:
+        yield b": watching\n\n"
+        while True:
+            changed = await watcher.changed(KEEP_ALIVE_S)
+            if not changed:
+                yield b": still here\n\n"
+            for run_id in changed:
+                row = await service.database.read(functools.partial(store.run_if_there, run_id=run_id))
+                if row is None:
+                    yield format_sse_event(data_str=f'{{"id": "{run_id}"}}', event="deleted")
+                else:
+                    yield format_sse_event(data_str=run_object(row).model_dump_json(), event="run")
+    finally:
+        watcher.close()

@@ -1,0 +1,227 @@
+"""Runs: POST, list, look, cancel, pause, resume, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
+from sqlalchemy.orm import Session
+
+from rlhfless.control import store
+from rlhfless.control.api.views import run_object
+from rlhfless.control.database.tables import IdempotencyRow, RunRow
+from rlhfless.control.errors import ApiError
+from rlhfless.control.lifecycle import ENDED, NotPossible, Status, Wish, asked
+from rlhfless.control.objects import ListObject, RunObject
+from rlhfless.control.posted import posted_spec
+from rlhfless.control.security.access import Caller, requires
+from rlhfless.control.service import Service, service_of
+from rlhfless.spec import RunSpec
+
+router = APIRouter(tags=["runs"])
+
+Reads = Annotated[Caller, Depends(requires("read"))]
+Runs = Annotated[Caller, Depends(requires("run"))]
+
+KEY_CHARACTERS = 255
+
+EXAMPLE = {
+    "name": "demo",
+    "model": {"path": "Qwen/Qwen3-0.6B"},
+    "prompts": {"path": "prompts.jsonl"},
+    "rewards": [{"type": "exact_match"}],
+    "steps": 100,
+}
+
+
+@router.post("/runs", status_code=201, summary="Start a run")
+async def create_run(
+    request: Request,
+    response: Response,
+    caller: Runs,
+    spec: Annotated[dict[str, Any], Body(openapi_examples={"small": {"value": EXAMPLE}})],
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=KEY_CHARACTERS)] = None,
+) -> RunObject:
+    """Queue a run. Its spec is checked for shape and cross-field errors now (422); what needs a look at files, the hub
+    or devices is checked when it is `validating`. With an `Idempotency-Key`, the same request makes one run."""
+    service = service_of(request.app)
+    body_hash = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+
+    def answered(session: Session) -> RunObject | None:
+        before = store.answered(session, caller.owner, idempotency_key or "")
+        if before is None:
+            return None
+        if before.body_hash != body_hash:
+            message = f"Idempotency-Key {idempotency_key!r} was used for another body, of run {before.run_id}"
+            raise ApiError(409, "idempotency_conflict", message, "Idempotency-Key")
+        return run_object(store.run_of(session, before.run_id))
+
+    if idempotency_key is not None and (known := await service.database.read(answered)) is not None:
+        response.status_code = 200
+        return known
+    checked = posted_spec(spec, service.settings)
+    row = new_run(service, caller.owner, spec, checked)
+
+    def create(session: Session) -> RunObject:
+        if idempotency_key is not None:
+            if (known := answered(session)) is not None:  # by a request at the same time
+                return known
+            made = {"owner": caller.owner, "key": idempotency_key, "body_hash": body_hash}
+            session.add(row)
+            session.flush()
+            session.add(IdempotencyRow(run_id=row.id, created_at=row.created_at, **made))
+        else:
+            session.add(row)
+        store.add_event(session, row, "status", row.status_reason, data={"status": Status.QUEUED, "before": None})
+        return run_object(row)
+
+    made = await service.database.write(create)
+    service.supervisor.soon()
+    return made
+
+
+def new_run(service: Service, owner: str, posted: dict[str, Any], spec: RunSpec) -> RunRow:
+    """The row of a new run."""
+    now = time.time()
+    run_id = f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(4)}"
+    return RunRow(
+        id=run_id,
+        name=spec.name,
+        owner=owner,
+        created_at=now,
+        status=Status.QUEUED,
+        status_reason="waiting for its turn",
+        status_since=now,
+        wish=Wish.RUN,
+        wished_at=now,
+        priority=spec.priority,
+        spec=posted,
+        run_metadata=dict(spec.metadata),
+        folder=str(service.settings.runs / run_id),
+        steps=spec.steps,
+        step=0,
+        latest={},
+        checkpoints=[],
+        cost_usd=0.0,
+        device_s=0.0,
+        attempt=0,
+        deaths=0,
+        driver_token="",
+        pushed=0,
+        last_event=0,
+    )
+
+
+@router.get("/runs", summary="List runs")
+async def list_runs(
+    request: Request,
+    _: Reads,
+    after: Annotated[str | None, Query(description="Id of the last run of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    status: Annotated[list[Status] | None, Query()] = None,
+) -> ListObject[RunObject]:
+    """Newest first. `metadata[name]=value` finds runs by their labels."""
+    labels = {
+        name[len("metadata[") : -1]: value
+        for name, value in request.query_params.items()
+        if name.startswith("metadata[") and name.endswith("]")
+    }
+    rows, more = await service_of(request.app).database.read(
+        lambda session: store.runs(session, limit, after, status or (), labels)
+    )
+    return ListObject(data=[run_object(row) for row in rows], has_more=more)
+
+
+@router.get("/runs/{run_id}", summary="One run")
+async def get_run(request: Request, _: Reads, run_id: str) -> RunObject:
+    """Its status, progress, cost, and spec."""
+    return await service_of(request.app).database.read(lambda session: run_object(store.run_of(session, run_id)))
+
+
+@router.post("/runs/{run_id}/cancel", summary="Cancel a run")
+async def cancel_run(request: Request, _: Runs, run_id: str) -> RunObject:
+    """Stop it for good; what it has saved stays. Idempotent."""
+    return await _ask(service_of(request.app), run_id, Wish.CANCEL)
+
+
+@router.post("/runs/{run_id}/pause", summary="Pause a run")
+async def pause_run(request: Request, _: Runs, run_id: str) -> RunObject:
+    """Stop it after its step, with a checkpoint, and give every device back. Idempotent."""
+    return await _ask(service_of(request.app), run_id, Wish.PAUSE)
+
+
+@router.post("/runs/{run_id}/resume", summary="Resume a paused run")
+async def resume_run(
+    request: Request,
+    _: Runs,
+    run_id: str,
+    changes: Annotated[dict[str, Any] | None, Body(description="`limits`, to raise the one that was reached.")] = None,
+) -> RunObject:
+    """Queue it again; it goes on after its newest checkpoint. Idempotent."""
+    service = service_of(request.app)
+
+    def change(session: Session) -> None:
+        row = store.run_of(session, run_id)
+        row.spec = row.spec | changes_of(changes or {})
+        posted_spec(row.spec, service.settings)
+
+    return await _ask(service, run_id, Wish.RUN, change if changes else None)
+
+
+def changes_of(changes: dict[str, Any]) -> dict[str, Any]:
+    """What may change when a run is resumed. Raises ApiError (422)."""
+    for name in changes:
+        if name != "limits":
+            raise ApiError(422, "invalid_request", f"{name!r} cannot change when a run is resumed; `limits` can", name)
+    return changes
+
+
+async def _ask(service: Service, run_id: str, wish: Wish, before: Callable[[Session], None] | None = None) -> RunObject:
+    words = {Wish.RUN: "resumed", Wish.PAUSE: "paused", Wish.CANCEL: "cancelled"}
+
+    def ask(session: Session) -> RunObject:
+        row = store.run_of(session, run_id)
+        try:
+            status, wanted = asked(Status(row.status), Wish(row.wish), wish)
+        except NotPossible as error:
+            raise ApiError(409, "not_possible", f"run {run_id}: {error}") from error
+        if before is not None:
+            before(session)
+        if row.wish != wanted:
+            row.wish, row.wished_at = wanted, time.time()
+            if status == row.status and wanted is Wish.CANCEL:
+                store.add_event(session, row, "message", "told to cancel")
+        if status != row.status:
+            reason = {Status.PAUSING: "pausing after this step", Status.QUEUED: "waiting for its turn again"}
+            store.set_status(session, row, status, reason.get(status, words[wish]))
+        return run_object(row)
+
+    answer = await service.database.write(ask)
+    service.supervisor.soon()
+    return answer
+
+
+@router.delete("/runs/{run_id}", status_code=204, summary="Delete an ended run")
+async def delete_run(request: Request, _: Runs, run_id: str) -> None:
+    """Remove the run with its events, metrics and folder. Checkpoints at a `checkpoint.url` of its own stay."""
+    service = service_of(request.app)
+
+    def forget(session: Session) -> str:
+        row = store.run_of(session, run_id)
+        if row.status not in ENDED:
+            raise ApiError(409, "not_possible", f"run {run_id} is {row.status}; cancel it before it is deleted")
+        store.forget_run(session, run_id)
+        store.touch(session, row)
+        return row.folder
+
+    folder = await service.database.write(forget)
+    service.bus.forget(run_id)
+    await asyncio.to_thread(shutil.rmtree, Path(folder), ignore_errors=True)

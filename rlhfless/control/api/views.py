@@ -1,0 +1,80 @@
+"""From rows of the database to the objects of the API."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rlhfless.control.database.tables import EventRow, RolloutRow, RunRow, UsageRow
+from rlhfless.control.objects import (
+    CheckpointObject,
+    ErrorObject,
+    EventObject,
+    FunctionUsage,
+    RolloutObject,
+    RunObject,
+)
+
+SECONDS_PER_HOUR = 3600.0
+
+
+def run_object(row: RunRow) -> RunObject:
+    """One run."""
+    checkpoints = checkpoint_objects(row)
+    return RunObject(
+        id=row.id,
+        name=row.name,
+        status=row.status,  # type: ignore[arg-type]
+        status_reason=row.status_reason,
+        status_since=row.status_since,
+        created_at=row.created_at,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+        step=row.step,
+        steps=row.steps,
+        latest={name: finite(value) for name, value in row.latest.items()},
+        cost_usd=row.cost_usd,
+        device_hours=row.device_s / SECONDS_PER_HOUR,
+        left_s=row.left_s,
+        attempt=row.attempt,
+        priority=row.priority,
+        metadata=row.run_metadata,
+        owner=row.owner,
+        latest_checkpoint=checkpoints[0] if checkpoints else None,
+        error=ErrorObject.model_validate(row.error) if row.error else None,
+        spec=row.resolved or row.spec,
+    )
+
+
+def checkpoint_objects(row: RunRow) -> list[CheckpointObject]:
+    """The newest first."""
+    found = [CheckpointObject.model_validate(entry) for entry in row.checkpoints]
+    return sorted(found, key=lambda checkpoint: -checkpoint.step)
+
+
+def event_object(row: EventRow) -> EventObject:
+    """One event."""
+    return EventObject(
+        id=row.seq,
+        run_id=row.run_id,
+        created_at=row.created_at,
+        level=row.level,  # type: ignore[arg-type]
+        type=row.type,
+        message=row.message,
+        data=row.data,
+    )
+
+
+def usage_row(row: UsageRow) -> FunctionUsage:
+    """One function's."""
+    return FunctionUsage(**{name: getattr(row, name) for name in FunctionUsage.model_fields})
+
+
+def rollout_object(row: RolloutRow) -> RolloutObject:
+    """One sample."""
+    return RolloutObject(run_id=row.run_id, step=row.step, **row.data)
+
+
+def finite(value: Any) -> float | None:
+    """JSON knows no NaN."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,187 @@
+"""Which run may hold how many devices. Pure: requests in, promises out, the clock handed in.
+
+A run asks for a *minimum*, without which it cannot work, a *maximum* that it could use, and a *unit*: the devices of
+one generation actor, in which it grows and shrinks. A *grant* is a promise: the run may hold so many. A grant that is
+lowered is taken back at the end of the run's step, so what the run still holds counts until the run has said that it
+is free. The sum of what is granted or held is thus never above what is there.
+
+Waiting runs have an order: priority, which grows while a run waits (so nothing starves); among equals the owner that
+holds the least; then the time of asking. The first run in that order for which there are enough devices of its kind at
+all is served before any run behind it: nothing smaller overtakes it for ever. For it, runs give back what they hold
+above their minimum, the last in order first; and if that is not enough, runs of a lower priority give way as a whole. What
+nothing waits for goes to the runs that can use more, evenly.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+AGING_S = 600.0
+"""A waiting run gains one level of priority in this time: a run of the lowest priority waits for a day and a half
+at most behind a stream of runs of the highest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a run asks for, has been promised, and holds."""
+
+    run_id: str
+    owner: str
+    priority: int
+    kind: str
+    minimum: int
+    maximum: int
+    unit: int
+    granted: int
+    held: int
+    asked_at_s: float
+
+    @property
+    def taken(self) -> int:
+        """Devices that no other run can have now."""
+        return max(self.granted, self.held)
+
+    @property
+    def waits(self) -> bool:
+        return self.granted == 0
+
+    @property
+    def spare(self) -> int:
+        """What it can give back and go on."""
+        return max(self.granted - self.minimum, 0) // self.unit * self.unit
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What changes."""
+
+    granted: Mapping[str, int]
+    """By run: the promises that are other ones from now on."""
+    yields: tuple[str, ...]
+    """Runs that are to give way at the end of their step."""
+    reasons: Mapping[str, str]
+    """By run: why it waits."""
+
+
+@dataclass
+class _Kind:
+    """The devices of one kind, while promises are made."""
+
+    count: int
+    requests: list[Request]
+    granted: dict[str, int] = field(default_factory=dict)
+    yields: list[str] = field(default_factory=list)
+
+    def of(self, request: Request) -> int:
+        """What is promised to a run by now."""
+        return self.granted.get(request.run_id, request.granted)
+
+    @property
+    def free(self) -> int:
+        """Devices that are neither promised nor held."""
+        return self.count - sum(max(self.of(request), request.held) for request in self.requests)
+
+    @property
+    def to_come(self) -> int:
+        """Free devices, when everything that is asked back has been given back."""
+        gone = set(self.yields)
+        return self.count - sum(self.of(request) for request in self.requests if request.run_id not in gone)
+
+
+def decide(requests: Iterable[Request], there: Mapping[str, int], now_s: float) -> Decisions:
+    """The promises from now on. `there`: devices by kind."""
+    by_kind: dict[str, list[Request]] = defaultdict(list)
+    for request in sorted(requests, key=lambda request: request.run_id):
+        by_kind[request.kind].append(request)
+    granted: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    yields: list[str] = []
+    for name, all_of_it in by_kind.items():
+        kind = _Kind(there.get(name, 0), all_of_it)
+        waiting = _serve(kind, now_s)
+        if not any(request.minimum <= kind.count for request in waiting):
+            _share_out(kind)
+        granted |= {r.run_id: kind.of(r) for r in all_of_it if kind.of(r) != r.granted}
+        yields += kind.yields
+        reasons |= {request.run_id: _reason(request, kind, now_s, place) for place, request in enumerate(waiting)}
+    return Decisions(granted, tuple(yields), reasons)
+
+
+def _serve(kind: _Kind, now_s: float) -> list[Request]:
+    """Promise minimums in order; returns the runs that go on waiting."""
+    waiting = _in_order([request for request in kind.requests if request.waits], kind, now_s)
+    left: list[Request] = []
+    blocked = False
+    for request in waiting:
+        possible = request.minimum <= kind.count
+        if possible and not blocked and request.held == 0 and request.minimum <= kind.free:
+            kind.granted[request.run_id] = request.minimum
+            continue
+        left.append(request)
+        if possible and not blocked:
+            blocked = True
+            _take_back(kind, request)
+    return left
+
+
+def _in_order(waiting: Sequence[Request], kind: _Kind, now_s: float) -> list[Request]:
+    owned: dict[str, int] = defaultdict(int)
+    for request in kind.requests:
+        owned[request.owner] += request.taken
+
+    def rank(request: Request) -> tuple[float, int, float, str]:
+        aged = request.priority + max(now_s - request.asked_at_s, 0.0) // AGING_S
+        return -aged, owned[request.owner], request.asked_at_s, request.run_id
+
+    return sorted(waiting, key=rank)
+
+
+def _take_back(kind: _Kind, wanting: Request) -> None:
+    """Lower promises until, at the end of steps, there will be enough for a run."""
+    holders = [request for request in kind.requests if not request.waits]
+    last_first = sorted(holders, key=lambda r: (r.priority, -r.asked_at_s, r.run_id))
+    for request in last_first:
+        while kind.to_come < wanting.minimum and kind.of(request) - request.unit >= request.minimum:
+            kind.granted[request.run_id] = kind.of(request) - request.unit
+    below = [request for request in last_first if request.priority < wanting.priority]
+    if kind.to_come + sum(kind.of(request) for request in below) < wanting.minimum:
+        return  # to send them away would not help
+    for request in below:
+        if kind.to_come < wanting.minimum:
+            kind.yields.append(request.run_id)
+
+
+def _share_out(kind: _Kind) -> None:
+    """Give what nothing waits for to the runs that can use more: the run that has the least above its minimum first.
+
+    A run that has two units more above its minimum than another one wants gives one back.
+    """
+    growing = [r for r in kind.requests if kind.of(r) and r.maximum > kind.of(r) and r.run_id not in kind.yields]
+    while growing:
+        request = min(growing, key=lambda r: (kind.of(r) - r.minimum, -r.priority, r.asked_at_s, r.run_id))
+        if request.unit <= kind.free and kind.of(request) + request.unit <= request.maximum:
+            kind.granted[request.run_id] = kind.of(request) + request.unit
+        else:
+            growing.remove(request)
+            _even_out(kind, request)
+
+
+def _even_out(kind: _Kind, poor: Request) -> None:
+    """A run that could use more, and finds nothing free, gets a unit of the run that has the most above its minimum:
+    it is asked back now, and given when it is free."""
+    if kind.of(poor) + poor.unit > poor.maximum or kind.to_come >= poor.unit:
+        return
+    rich = max(kind.requests, key=lambda r: (kind.of(r) - r.minimum, r.run_id))
+    if kind.of(rich) - rich.minimum - (kind.of(poor) - poor.minimum) >= 2 * max(rich.unit, poor.unit):
+        kind.granted[rich.run_id] = kind.of(rich) - rich.unit
+
+
+def _reason(request: Request, kind: _Kind, now_s: float, place: int) -> str:
+    waited_s = max(now_s - request.asked_at_s, 0.0)
+    wanted = f"waiting for {request.minimum} x {request.kind} for {waited_s:.0f} s"
+    if request.minimum > kind.count:
+        return f"{wanted}; there are {kind.count} in all. Ask for fewer (placement.devices), or add nodes"
+    ahead = f", {place} run(s) before it" if place else ""
+    return f"{wanted}; {max(kind.free, 0)} of {kind.count} free{ahead}"

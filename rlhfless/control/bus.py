@@ -1,0 +1,101 @@
+"""Tells those that watch runs what has changed, in the order of the commits.
+
+A watcher of one run gets every event after the one that it has seen: from memory if it is recent, else from the
+database. A watcher of all runs gets each run that has changed; changes that come while it is slow are merged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from rlhfless.control.database.tables import EventRow
+
+KEPT = 512
+"""Events of a run that are kept in memory: more than a watcher falls behind in a second."""
+
+
+class Bus:
+    """Belongs to the loop; `publish` may be called from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._recent: dict[str, deque[EventRow]] = {}
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._watchers: set[_Watcher] = set()
+
+    def publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
+        """These runs have changed, with these new events of each."""
+        self._loop.call_soon_threadsafe(self._publish, changed)
+
+    def _publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
+        for run_id, events in changed.items():
+            if events:
+                self._recent.setdefault(run_id, deque(maxlen=KEPT)).extend(events)
+                for waiter in self._waiting.get(run_id, ()):
+                    waiter.set()
+            for watcher in self._watchers:
+                watcher.add(run_id)
+
+    def recent(self, run_id: str, after: int) -> Sequence[EventRow] | None:
+        """The run's events after one of them; None if memory does not have all of them."""
+        kept = self._recent.get(run_id)
+        if not kept or kept[0].seq > after + 1:
+            return None
+        return list(itertools.dropwhile(lambda event: event.seq <= after, kept))
+
+    async def more(self, run_id: str, after: int, timeout_s: float) -> bool:
+        """Wait until the run has an event after this one; False after `timeout_s`."""
+        kept = self._recent.get(run_id)
+        if kept and kept[-1].seq > after:
+            return True
+        waiter = asyncio.Event()
+        waiters = self._waiting.setdefault(run_id, set())
+        waiters.add(waiter)
+        try:
+            await asyncio.wait_for(waiter.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            waiters.discard(waiter)
+            if not waiters:
+                self._waiting.pop(run_id, None)
+        return True
+
+    def forget(self, run_id: str) -> None:
+        """The run is gone."""
+        self._recent.pop(run_id, None)
+
+    def watch(self) -> _Watcher:
+        """A watcher of all runs; close it."""
+        watcher = _Watcher(self._watchers.discard)
+        self._watchers.add(watcher)
+        return watcher
+
+
+class _Watcher:
+    """Collects the runs that have changed."""
+
+    def __init__(self, gone: Callable[[_Watcher], None]) -> None:
+        self._changed: dict[str, None] = {}
+        self._there = asyncio.Event()
+        self._gone = gone
+
+    def add(self, run_id: str) -> None:
+        self._changed[run_id] = None
+        self._there.set()
+
+    async def changed(self, timeout_s: float) -> list[str]:
+        """Ids of the runs that have changed since the last call; empty after `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._there.wait(), timeout_s)
+        except TimeoutError:
+            return []
+        found, self._changed = list(self._changed), {}
+        self._there.clear()
+        return found
+
+    def close(self) -> None:
+        self._gone(self)

@@ -1,0 +1,1 @@
+"""The database of the service: its tables, their migrations, and how they are read and written."""

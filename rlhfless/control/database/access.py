@@ -1,0 +1,142 @@
+"""How the service reads and writes its database: SQLite by default, PostgreSQL by URL.
+
+The API process alone writes, through one thread, so writes are in the order in which they were asked for, and what is
+read afterwards has them. Reads go through a few threads. A database that is away for a while raises `Unavailable`;
+drivers keep what they have until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.orm import Session
+
+from rlhfless.spec.errors import InputError, Problem, UserError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+READERS = 4
+"""Threads that read: a read takes a millisecond."""
+
+CONNECT_S = 5
+"""Longest wait for a connection."""
+
+STATEMENT_S = 30
+"""Longest statement."""
+
+CHANGED = "changed"
+"""Key of a session's info: the runs that a transaction has changed, with their new events."""
+
+ADVISORY_LOCK = 0x726C6866
+"""PostgreSQL's lock of the one service that writes ("rlhf")."""
+
+
+class Unavailable(Exception):
+    """The database does not answer. What was asked for was not done, and may be asked for again."""
+
+
+class SecondService(UserError):
+    """Another service writes to this database."""
+
+
+class Database:
+    """One database."""
+
+    def __init__(self, url: str) -> None:
+        """Raises InputError if the URL is none."""
+        self.engine = _engine(url)
+        self._writer = ThreadPoolExecutor(1, "database-writer")
+        self._readers = ThreadPoolExecutor(READERS, "database-reader")
+        self._lock: Any = None
+        self.on_commit: Callable[[Any], None] | None = None
+        """Told, from the writer's thread, which runs a transaction has changed (store.CHANGED)."""
+
+    async def write(self, change: Callable[[Session], T]) -> T:
+        """Do `change` in one transaction; it may be done again. What it returns must not need the session.
+
+        Raises Unavailable, or what `change` raises; nothing is changed then.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._in_transaction, change)
+
+    async def read(self, query: Callable[[Session], T]) -> T:
+        """Raises Unavailable."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._in_transaction, query)
+
+    def _in_transaction(self, change: Callable[[Session], T]) -> T:
+        try:
+            with Session(self.engine, expire_on_commit=False) as session:
+                with session.begin():
+                    result = change(session)
+                if (changed := session.info.get(CHANGED)) and self.on_commit is not None:
+                    self.on_commit(changed)
+                return result
+        except (DBAPIError, PoolTimeout) as error:
+            if isinstance(error, PoolTimeout) or error.connection_invalidated or _is_away(error):
+                log.warning("the database does not answer: %s", error)
+                raise Unavailable(f"the database does not answer ({type(error).__name__})") from error
+            raise
+
+    def require_only_service(self) -> None:
+        """Raises SecondService if another service writes here. SQLite's file is guarded by the data folder's lock."""
+        if self.engine.dialect.name != "postgresql":
+            return
+        self._lock = self.engine.connect()
+        if not self._lock.execute(text(f"SELECT pg_try_advisory_lock({ADVISORY_LOCK})")).scalar():
+            raise SecondService("another rlhfless service uses this database; stop it, or name another with --database")
+
+    def close(self) -> None:
+        """Waits for what was asked for."""
+        self._writer.shutdown()
+        self._readers.shutdown()
+        if self._lock is not None:
+            self._lock.close()
+        self.engine.dispose()
+
+
+def _is_away(error: DBAPIError) -> bool:
+    """The server, or the file, cannot be reached: nothing is wrong with the statement."""
+    return type(error).__name__ in {"OperationalError", "InterfaceError"}
+
+
+def sqlite_url(folder: Path) -> str:
+    """Of the database in a data folder."""
+    return f"sqlite:///{folder.absolute() / 'service.sqlite'}"
+
+
+def _engine(url: str) -> Engine:
+    try:
+        parsed = make_url(url)
+        if parsed.drivername in ("postgres", "postgresql"):
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+            raise ArgumentError(f"{parsed.get_backend_name()} is not supported")
+        return _sqlite(str(parsed)) if parsed.get_backend_name() == "sqlite" else _postgres(parsed)
+    except (ArgumentError, NoSuchModuleError) as error:
+        what, mend = str(error), "write postgresql://user:password@host/name, or leave it out for SQLite"
+        raise InputError("the service", [Problem("database", what, mend)]) from error
+
+
+def _sqlite(url: str) -> Engine:
+    engine = create_engine(url, connect_args={"timeout": CONNECT_S, "check_same_thread": False})
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _: Any) -> None:
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    return engine
+
+
+def _postgres(url: Any) -> Engine:
+    options = {"connect_timeout": CONNECT_S, "options": f"-c statement_timeout={STATEMENT_S}s"}
+    return create_engine(url, pool_size=READERS + 2, pool_pre_ping=True, pool_timeout=CONNECT_S, connect_args=options)

@@ -1,0 +1,38 @@
+"""Bring a database to the present tables, with alembic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine
+
+from rlhfless.spec.errors import UserError
+
+
+class NewerDatabase(UserError):
+    """The database was written by a newer rlhfless."""
+
+
+def config_of(engine: Engine | None = None) -> Config:
+    """Alembic's configuration, which no file holds."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
+    config.attributes["engine"] = engine
+    return config
+
+
+def migrate(engine: Engine) -> None:
+    """To the newest version; all tables are made in an empty database. Raises NewerDatabase."""
+    known = {script.revision for script in ScriptDirectory.from_config(config_of()).walk_revisions()}
+    with engine.connect() as connection:
+        found = MigrationContext.configure(connection).get_current_revision()
+    if found is not None and found not in known:
+        raise NewerDatabase(
+            f"the database is of version {found}, which this rlhfless does not know; use the rlhfless that wrote it, "
+            "or a newer one"
+        )
+    command.upgrade(config_of(engine), "head")

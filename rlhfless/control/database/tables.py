@@ -1,0 +1,199 @@
+"""The tables. Only the API process writes them (docs/control.md); times are unix seconds.
+
+A change here needs a migration beside it (database/migrations); a test compares the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, String, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+Json = dict[str, Any]
+
+
+class Base(DeclarativeBase):
+    """Of all tables."""
+
+    type_annotation_map: ClassVar[Any] = {Json: JSON, list[Any]: JSON, float: Double, int: BigInteger, str: Text}
+
+
+RUN_ID = String(80)
+
+
+def _of_run() -> Mapped[str]:
+    return mapped_column(RUN_ID, ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+
+
+class RunRow(Base):
+    """One run."""
+
+    __tablename__ = "runs"
+    __table_args__ = (Index("runs_by_creation", "created_at", "id"), Index("runs_by_status", "status"))
+
+    id: Mapped[str] = mapped_column(RUN_ID, primary_key=True)
+    name: Mapped[str]
+    owner: Mapped[str] = mapped_column(String(80))
+    """Id of the API key that made it; `local` where the service asks for none."""
+    created_at: Mapped[float]
+    started_at: Mapped[float | None]
+    """Of the first step."""
+    finished_at: Mapped[float | None]
+    status: Mapped[str] = mapped_column(String(16))
+    status_reason: Mapped[str]
+    status_since: Mapped[float]
+    wish: Mapped[str] = mapped_column(String(8))
+    """What the user wants of it (lifecycle.Wish)."""
+    wished_at: Mapped[float]
+    priority: Mapped[int]
+    spec: Mapped[Json]
+    """As it was POSTed."""
+    resolved: Mapped[Json | None]
+    """With every default, and what the devices have settled; from the driver."""
+    run_metadata: Mapped[Json] = mapped_column("metadata")
+    folder: Mapped[str]
+    steps: Mapped[int]
+    step: Mapped[int]
+    """The last step that is done."""
+    latest: Mapped[Json]
+    """The metrics that were measured last, by name."""
+    checkpoints: Mapped[list[Any]]
+    error: Mapped[Json | None]
+    """code, message, param."""
+    plan: Mapped[Json | None]
+    """What was predicted before it began."""
+    best_static: Mapped[Json | None]
+    """What the best static fleet would have cost for the same steps."""
+    cost_usd: Mapped[float]
+    device_s: Mapped[float]
+    left_s: Mapped[float | None]
+    """Predicted time to its end."""
+    attempt: Mapped[int]
+    """Number of its drivers so far."""
+    deaths: Mapped[int]
+    """Drivers in a row that died without a step."""
+    driver: Mapped[Json | None]
+    """How the driver at work is found again."""
+    driver_token: Mapped[str]
+    """Hash of the secret by which its drivers are known."""
+    pushed: Mapped[int]
+    """Sequence number of the last item that a driver has delivered."""
+    last_event: Mapped[int]
+    """Sequence number of the run's newest event."""
+
+
+class EventRow(Base):
+    """What a user is told, in order. `seq` counts from 1 in each run, without gaps."""
+
+    __tablename__ = "events"
+
+    run_id: Mapped[str] = _of_run()
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    created_at: Mapped[float]
+    level: Mapped[str] = mapped_column(String(8))
+    """info, warning or error."""
+    type: Mapped[str] = mapped_column(String(24))
+    """status, message, metrics, checkpoint, ..."""
+    message: Mapped[str]
+    data: Mapped[Json]
+
+
+class MetricsRow(Base):
+    """The metrics of a step, or of an evaluation after it."""
+
+    __tablename__ = "metrics"
+
+    run_id: Mapped[str] = _of_run()
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kind: Mapped[str] = mapped_column(String(12), primary_key=True)
+    """step or evaluation."""
+    at: Mapped[float]
+    values: Mapped[Json]
+
+
+class UsageRow(Base):
+    """Devices that a function of a run has held, of all its attempts together."""
+
+    __tablename__ = "usage"
+
+    run_id: Mapped[str] = _of_run()
+    function: Mapped[str] = mapped_column(String(24), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(40), primary_key=True)
+    """Of the devices."""
+    busy_device_s: Mapped[float]
+    idle_device_s: Mapped[float]
+    cold_device_s: Mapped[float]
+    cost_usd: Mapped[float]
+    cold_starts: Mapped[int]
+    invocations: Mapped[int]
+
+
+class RolloutRow(Base):
+    """Samples to read: a few of each step, of the newest steps."""
+
+    __tablename__ = "rollouts"
+
+    run_id: Mapped[str] = _of_run()
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    place: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    data: Mapped[Json]
+
+
+class LeaseRow(Base):
+    """Devices that the broker has promised to a run, or that the run waits for."""
+
+    __tablename__ = "leases"
+
+    run_id: Mapped[str] = _of_run()
+    kind: Mapped[str] = mapped_column(String(40))
+    minimum: Mapped[int]
+    maximum: Mapped[int]
+    unit: Mapped[int]
+    """Devices of one actor: what is above the minimum comes and goes in these."""
+    granted: Mapped[int]
+    """0 while the run waits."""
+    held: Mapped[int]
+    """What the driver says that it uses: at most what was ever granted and not given back."""
+    asked_at: Mapped[float]
+    granted_at: Mapped[float | None]
+
+
+class IdempotencyRow(Base):
+    """POSTs that were answered, by the key that the client chose."""
+
+    __tablename__ = "idempotency"
+
+    owner: Mapped[str] = mapped_column(String(80), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    body_hash: Mapped[str] = mapped_column(String(64))
+    run_id: Mapped[str] = mapped_column(RUN_ID, ForeignKey("runs.id", ondelete="CASCADE"))
+    created_at: Mapped[float]
+
+
+class KeyRow(Base):
+    """API keys. The secret is not here, only its hash."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(String(80), primary_key=True)
+    name: Mapped[str]
+    hash: Mapped[str] = mapped_column(String(64), unique=True)
+    scopes: Mapped[list[Any]]
+    created_at: Mapped[float]
+    revoked_at: Mapped[float | None]
+
+
+class SimulationRow(Base):
+    """Simulations that were POSTed."""
+
+    __tablename__ = "simulations"
+
+    id: Mapped[str] = mapped_column(String(80), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(80))
+    created_at: Mapped[float]
+    finished_at: Mapped[float | None]
+    status: Mapped[str] = mapped_column(String(16))
+    request: Mapped[Json]
+    result: Mapped[Json | None]
+    error: Mapped[Json | None]

@@ -1,0 +1,100 @@
+"""What a driver delivers, and what it is answered: the one interface between the service and the drivers of its runs.
+
+A driver puts *items* into its outbox, numbered without gaps over all attempts of the run, and pushes them in order. The
+service takes each once. A push also says what the driver does now (`Now`), which is not kept, and its answer says what
+is wanted of the driver.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ITEMS_PER_PUSH = 500
+"""At most so many items in one push: a driver that was cut off for long delivers in several."""
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Item(_Message):
+    """Something that happened, which must not be lost."""
+
+    seq: int = Field(ge=1)
+    attempt: int = Field(ge=1)
+    at: float
+    kind: Literal["status", "message", "metrics", "usage", "resolved", "checkpoints", "rollouts", "plan", "ended"]
+    data: dict[str, Any]
+
+
+class LeaseWanted(_Message):
+    """Devices that a run needs to work, and those that it could use."""
+
+    kind: str
+    minimum: int = Field(ge=1)
+    maximum: int = Field(ge=1)
+    unit: int = Field(ge=1)
+    held: int = Field(ge=0)
+    """Devices that it uses now."""
+
+
+class ReplicaNow(_Message):
+    """A replica of the run."""
+
+    function: str
+    replica: str
+    state: str
+    since: float
+    weights: str | None
+    devices: list[str]
+    kind: str
+    node: str
+    usd_per_hour: float
+
+
+class Now(_Message):
+    """What a driver does now."""
+
+    reason: str
+    """What it does or waits for, in words."""
+    left_s: float | None = None
+    lease: LeaseWanted | None = None
+    replicas: list[ReplicaNow] = []
+
+
+class Push(_Message):
+    """One delivery."""
+
+    attempt: int = Field(ge=1)
+    items: list[Item] = Field(max_length=ITEMS_PER_PUSH)
+    now: Now
+
+
+class PushAnswer(_Message):
+    """What the service has, and what it wants of the driver."""
+
+    pushed: int
+    """Number of the last item that it has: the next push begins with the one after it."""
+    wish: Literal["run", "pause", "cancel", "yield"]
+    """`yield`: stop after the step, as for a pause; the run goes on when its turn comes again."""
+    granted: int
+    """Devices that the run may hold; 0 while it waits for its lease."""
+    lease_reason: str
+    """Why it waits, in words."""
+
+
+class DriverOrder(_Message):
+    """What a driver is started with: a file in its run's folder that its user alone can read."""
+
+    run_id: str
+    attempt: int
+    token: str
+    service_file: str
+    """Where the service's address is found, also after it has started again."""
+    ray_address: str
+    one_machine: bool
+    """The Ray cluster is this machine alone."""
+    spec: dict[str, Any]
+    """As it was POSTed."""

@@ -1,0 +1,1 @@
+"""The process that drives one run of the service."""

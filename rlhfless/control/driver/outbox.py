@@ -1,0 +1,121 @@
+"""What a driver has to deliver, on disk until the service has it: one SQLite file in the run's folder.
+
+Items are numbered over all attempts of the run without gaps, so a driver that follows delivers what an earlier one
+could not. An older driver cannot add any more once a newer attempt has begun.
+
+An item is on disk when the process dies; a power failure may lose the last ones, as it loses the steps that they are
+of: the run goes on from its checkpoint and makes them again.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhfless.control.delivery import ITEMS_PER_PUSH, Item
+
+OUTBOX_FILE = "outbox.sqlite"
+
+LOCK_S = 30.0
+"""Longest wait for another process that has the file locked: a transaction takes a millisecond."""
+
+KEPT_ITEMS = 10_000
+"""Items that were delivered are kept for a while: a database that was restored from a copy asks for them again."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS items (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, attempt INTEGER NOT NULL, at REAL NOT NULL, kind TEXT NOT NULL,
+    data TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS attempts (attempt INTEGER PRIMARY KEY);
+"""
+
+
+class StaleOutbox(RuntimeError):
+    """A newer attempt of the run has begun; this driver must end."""
+
+
+class Outbox:
+    """May be used from several threads."""
+
+    def __init__(self, folder: Path, attempt: int) -> None:
+        """Raises StaleOutbox if a newer attempt has begun."""
+        self._lock = threading.Lock()
+        self._attempt = attempt
+        self._database = sqlite3.connect(
+            folder / OUTBOX_FILE, timeout=LOCK_S, isolation_level=None, check_same_thread=False
+        )
+        self._database.execute("PRAGMA journal_mode=WAL")
+        self._database.execute("PRAGMA synchronous=NORMAL")
+        self._database.executescript(_SCHEMA)
+        with self._transaction():
+            self._require_newest()
+            self._database.execute("INSERT OR IGNORE INTO attempts VALUES (?)", (attempt,))
+
+    def add(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Put an item in; it is on disk when this returns. Raises StaleOutbox."""
+        text = json.dumps(data, allow_nan=False)
+        with self._transaction():
+            self._require_newest()
+            self._database.execute(
+                "INSERT INTO items (attempt, at, kind, data) VALUES (?, ?, ?, ?)",
+                (self._attempt, time.time(), kind, text),
+            )
+
+    def after(self, seq: int, limit: int = ITEMS_PER_PUSH) -> list[Item]:
+        """The items after this number, in order."""
+        with self._lock:
+            rows = self._database.execute(
+                "SELECT seq, attempt, at, kind, data FROM items WHERE seq > ? ORDER BY seq LIMIT ?", (seq, limit)
+            ).fetchall()
+        return list(_items(rows))
+
+    def delivered(self, seq: int) -> None:
+        """The service has all up to this number: forget old ones."""
+        with self._transaction():
+            self._database.execute("DELETE FROM items WHERE seq <= ?", (seq - KEPT_ITEMS,))
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _require_newest(self) -> None:
+        (newest,) = self._database.execute("SELECT coalesce(max(attempt), 0) FROM attempts").fetchone()
+        if newest > self._attempt:
+            raise StaleOutbox(f"attempt {newest} of the run has begun; attempt {self._attempt} ends")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock:
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self._database.execute("COMMIT")
+
+
+def undelivered(folder: Path, seq: int) -> list[Item]:
+    """What is in a run's outbox after a number, from outside its driver; empty if there is none."""
+    file = folder / OUTBOX_FILE
+    if not file.exists():
+        return []
+    with closing(sqlite3.connect(file, timeout=LOCK_S)) as database:
+        try:
+            rows = database.execute(
+                "SELECT seq, attempt, at, kind, data FROM items WHERE seq > ? ORDER BY seq", (seq,)
+            ).fetchall()
+        except sqlite3.OperationalError:  # its driver was killed before the tables were there
+            return []
+    return list(_items(rows))
+
+
+def _items(rows: Iterable[tuple[int, int, float, str, str]]) -> Iterator[Item]:
+    for seq, attempt, at, kind, data in rows:
+        yield Item.model_validate({"seq": seq, "attempt": attempt, "at": at, "kind": kind, "data": json.loads(data)})

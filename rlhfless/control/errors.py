@@ -1,0 +1,50 @@
+"""Errors of the API: one envelope, `{"error": {"code", "message", "param", "problems"}}`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhfless.spec.errors import Problem
+
+
+class ApiError(Exception):
+    """An answer other than success."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        problems: Sequence[Problem] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        """`code` is for programs and does not change; `message` names the value and the mend; `param` is the dotted
+        field."""
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.problems = tuple(problems)
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, object]:
+        """The answer's body."""
+        problems = [{"param": p.where or None, "message": p.what, "mend": p.mend or None} for p in self.problems]
+        error = {"code": self.code, "message": self.message, "param": self.param, "problems": problems}
+        return {"error": error}
+
+
+def not_found(what: str, name: str) -> ApiError:
+    """404."""
+    return ApiError(404, "not_found", f"there is no {what} {name!r}")
+
+
+def refused(source: str, problems: Sequence[Problem]) -> ApiError:
+    """422 with every wrong field."""
+    first = problems[0]
+    count = "" if len(problems) == 1 else f" (and {len(problems) - 1} more)"
+    mend = f"; {first.mend}" if first.mend else ""
+    message = f"{source}: {first.where + ': ' if first.where else ''}{first.what}{mend}{count}"
+    return ApiError(422, "invalid_spec", message, first.where or None, problems)

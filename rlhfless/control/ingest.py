@@ -1,0 +1,153 @@
+"""Takes what drivers deliver into the database, each item once, in the order of its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sqlalchemy import delete
+from sqlalchemy.orm import Session
+
+from rlhfless.control import store
+from rlhfless.control.database.tables import LeaseRow, MetricsRow, RolloutRow, RunRow, UsageRow
+from rlhfless.control.delivery import Item, LeaseWanted, Now, Push
+from rlhfless.control.errors import ApiError
+from rlhfless.control.lifecycle import FOLLOWING, Status, Wish
+
+KEPT_ROLLOUT_STEPS = 50
+"""Steps whose samples can be read: the newest. They are for reading; the trace has all figures of all samples."""
+
+
+def take(session: Session, run: RunRow, push: Push) -> int:
+    """Take a push; returns the number of the last item that the database has.
+
+    Raises ApiError (409) for a driver that another has replaced, and for items that leave a gap.
+    """
+    if push.attempt != run.attempt:
+        message = f"attempt {push.attempt} of {run.id} has been replaced by attempt {run.attempt}; this driver must end"
+        raise ApiError(409, "stale_attempt", message)
+    take_items(session, run, push.items)
+    _now(session, run, push.now)
+    return run.pushed
+
+
+def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
+    """Take items; those that the database has are left out. Raises ApiError (409) if some are missing before them."""
+    for item in items:
+        if item.seq <= run.pushed:
+            continue
+        if item.seq != run.pushed + 1:
+            raise ApiError(409, "gap", f"item {run.pushed + 1} is missing before item {item.seq}; push from there")
+        run.pushed = item.seq
+        _TAKES[item.kind](session, run, item)
+    if items:
+        store.touch(session, run)
+
+
+def _now(session: Session, run: RunRow, now: Now) -> None:
+    status = Status(run.status)
+    if status in FOLLOWING and FOLLOWING[status] and run.status_reason != now.reason and now.reason:
+        run.status_reason = now.reason
+        store.touch(session, run)
+    run.left_s = now.left_s
+    _lease(session, run, now.lease)
+
+
+def _lease(session: Session, run: RunRow, wanted: LeaseWanted | None) -> None:
+    row = session.get(LeaseRow, run.id)
+    if wanted is None:
+        if row is not None:
+            session.delete(row)
+        return
+    if row is None:
+        row = LeaseRow(run_id=run.id, granted=0, asked_at=0.0, granted_at=None)
+        session.add(row)
+    for name, value in wanted.model_dump().items():
+        if getattr(row, name) != value:
+            setattr(row, name, value)
+
+
+def _status(session: Session, run: RunRow, item: Item) -> None:
+    if item.attempt != run.attempt:
+        return  # of a driver that has died meanwhile
+    wanted = Status(item.data["status"])
+    if run.wish == Wish.PAUSE and wanted is Status.RUNNING:
+        wanted = Status.PAUSING
+    if wanted is Status.RUNNING and run.started_at is None:
+        run.started_at = item.at
+    if wanted in FOLLOWING[Status(run.status)] or wanted == run.status:
+        store.set_status(session, run, wanted, item.data["reason"])
+
+
+def _message(session: Session, run: RunRow, item: Item) -> None:
+    store.add_event(session, run, "message", item.data["message"], item.data["level"], at=item.at)
+
+
+def _metrics(session: Session, run: RunRow, item: Item) -> None:
+    step, kind, values = item.data["step"], item.data["kind"], item.data["values"]
+    session.merge(MetricsRow(run_id=run.id, step=step, kind=kind, at=item.at, values=values))
+    run.latest = run.latest | values
+    if kind == "step":
+        run.step, run.deaths = step, 0
+        message = f"step {step} of {run.steps}"
+    else:
+        message = f"evaluation after step {step}"
+    shown = {name: value for name, value in values.items() if value is not None}
+    store.add_event(session, run, "metrics" if kind == "step" else "evaluation", message, data={
+        "step": step, "metrics": shown
+    }, at=item.at)  # fmt: skip
+
+
+def _usage(session: Session, run: RunRow, item: Item) -> None:
+    """All that the run has used so far: a later item replaces an earlier one."""
+    session.execute(delete(UsageRow).where(UsageRow.run_id == run.id))
+    rows = [UsageRow(run_id=run.id, **values) for values in item.data["functions"]]
+    session.add_all(rows)
+    run.cost_usd = sum(row.cost_usd for row in rows)
+    run.device_s = sum(row.busy_device_s + row.idle_device_s + row.cold_device_s for row in rows)
+
+
+def _resolved(_: Session, run: RunRow, item: Item) -> None:
+    run.resolved = item.data["spec"]
+    run.steps = item.data["spec"]["steps"]
+
+
+def _checkpoints(session: Session, run: RunRow, item: Item) -> None:
+    store.set_checkpoints(session, run, item.data["checkpoints"])
+
+
+def _rollouts(session: Session, run: RunRow, item: Item) -> None:
+    step = item.data["step"]
+    for place, sample in enumerate(item.data["samples"]):
+        session.merge(RolloutRow(run_id=run.id, step=step, place=place, data=sample))
+    store.prune_rollouts(session, run.id, step - KEPT_ROLLOUT_STEPS)
+
+
+def _plan(_: Session, run: RunRow, item: Item) -> None:
+    run.plan = item.data
+
+
+def _ended(session: Session, run: RunRow, item: Item) -> None:
+    if item.attempt != run.attempt:
+        return
+    status = Status(item.data["status"])
+    if status is Status.QUEUED and run.wish == Wish.CANCEL:
+        status = Status.CANCELLED
+    if run.wish == Wish.PAUSE and status is Status.QUEUED:
+        status = Status.PAUSED
+    if status is Status.PAUSED:
+        run.wish = Wish.PAUSE
+    if status in FOLLOWING[Status(run.status)]:
+        store.set_status(session, run, status, item.data["reason"], item.data.get("error"))
+
+
+_TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {
+    "status": _status,
+    "message": _message,
+    "metrics": _metrics,
+    "usage": _usage,
+    "resolved": _resolved,
+    "checkpoints": _checkpoints,
+    "rollouts": _rollouts,
+    "plan": _plan,
+    "ended": _ended,
+}

@@ -1,0 +1,88 @@
+"""The life cycle of a run. Pure: which status follows which, and what a user may ask for in each.
+
+    queued -> validating -> provisioning -> running -> succeeded | failed | cancelled
+                                 running -> pausing -> paused -> queued (resumed)
+
+A run waits as `queued` for its turn, as `provisioning` for devices and for its functions to start. `paused` keeps the
+checkpoint and holds no device. A run that gives way to another of higher priority is `queued` again.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    """Of a run."""
+
+    QUEUED = "queued"
+    VALIDATING = "validating"
+    PROVISIONING = "provisioning"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Wish(StrEnum):
+    """What a user wants of a run."""
+
+    RUN = "run"
+    PAUSE = "pause"
+    CANCEL = "cancel"
+
+
+ENDED = frozenset({Status.SUCCEEDED, Status.FAILED, Status.CANCELLED})
+"""A run in one of these never changes again."""
+
+AT_REST = ENDED | {Status.PAUSED}
+"""No driver, no device."""
+
+DRIVEN = frozenset({Status.VALIDATING, Status.PROVISIONING, Status.RUNNING, Status.PAUSING})
+"""A driver is at work, or should be."""
+
+FOLLOWING: dict[Status, frozenset[Status]] = {
+    Status.QUEUED: frozenset({Status.VALIDATING, Status.PAUSED, Status.CANCELLED, Status.FAILED}),
+    Status.VALIDATING: frozenset({Status.PROVISIONING, Status.PAUSING}) | AT_REST | {Status.QUEUED},
+    Status.PROVISIONING: frozenset({Status.RUNNING, Status.PAUSING, Status.VALIDATING}) | AT_REST | {Status.QUEUED},
+    Status.RUNNING: frozenset({Status.PAUSING, Status.VALIDATING, Status.PROVISIONING}) | AT_REST | {Status.QUEUED},
+    Status.PAUSING: frozenset({Status.VALIDATING, Status.PROVISIONING, Status.RUNNING}) | AT_REST | {Status.QUEUED},
+    Status.PAUSED: frozenset({Status.QUEUED, Status.CANCELLED}),
+    Status.SUCCEEDED: frozenset(),
+    Status.FAILED: frozenset(),
+    Status.CANCELLED: frozenset(),
+}
+"""The statuses that may follow each. A resumed driver of a run begins with `validating` again."""
+
+
+class NotPossible(Exception):
+    """What is asked for cannot be done with a run of this status; the text says why, and what can."""
+
+
+def asked(status: Status, wanted: Wish, wish: Wish) -> tuple[Status, Wish]:
+    """Status and wish after a user asks for `wish` of a run that was wanted to `wanted`. Idempotent.
+
+    Raises NotPossible.
+    """
+    if wish is Wish.CANCEL:
+        if status in ENDED - {Status.CANCELLED}:
+            raise NotPossible(f"the run has {_ended(status)}; there is nothing left to cancel")
+        return (status, wish) if status in DRIVEN else (Status.CANCELLED, wish)
+    if wanted is Wish.CANCEL:
+        raise NotPossible("the run is cancelled; start a new one, from its newest checkpoint if it should go on there")
+    if status in ENDED:
+        raise NotPossible(f"the run has {_ended(status)}; start a new one")
+    if wish is Wish.PAUSE:
+        if status is Status.QUEUED:
+            return Status.PAUSED, wish
+        return (Status.PAUSED if status is Status.PAUSED else Status.PAUSING), wish
+    if status is Status.PAUSED:
+        return Status.QUEUED, wish
+    # A pause that is called off before it is done: the driver is told to go on, and reports what it does.
+    return (Status.RUNNING if status is Status.PAUSING else status), wish
+
+
+def _ended(status: Status) -> str:
+    return {Status.SUCCEEDED: "succeeded", Status.FAILED: "failed", Status.CANCELLED: "been cancelled"}[status]

@@ -1,0 +1,44 @@
+"""The keys of a service, as requests are checked against them."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from rlhfless.control.database.access import Database
+from rlhfless.control.database.tables import KeyRow
+from rlhfless.control.errors import ApiError
+from rlhfless.control.security.access import LOCAL, SCOPES, Caller, hashed
+
+KEPT_S = 5.0
+"""The keys are read again after this time: a key that the command line has revoked is refused from then on."""
+
+
+class Keys:
+    """Reads the table of keys now and then."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._known: dict[str, Caller] = {}
+        self._read_s = 0.0
+
+    async def caller(self, authorization: str | None) -> Caller:
+        """The sender of a request with this header. Raises ApiError (401); Unavailable if the keys cannot be read."""
+        if time.monotonic() - self._read_s > KEPT_S:
+            self._known = await self._database.read(_known)
+            self._read_s = time.monotonic()
+        if not self._known:
+            return Caller(LOCAL, frozenset(SCOPES))
+        scheme, _, secret = (authorization or "").partition(" ")
+        found = self._known.get(hashed(secret.strip())) if scheme.lower() == "bearer" else None
+        if found is None:
+            message = "this service asks for an API key: send `Authorization: Bearer rlk_...` (rlhfless keys create)"
+            raise ApiError(401, "unauthorized", message)
+        return found
+
+
+def _known(session: Session) -> dict[str, Caller]:
+    rows = session.scalars(select(KeyRow).where(KeyRow.revoked_at.is_(None)))
+    return {row.hash: Caller(row.id, frozenset(row.scopes)) for row in rows}

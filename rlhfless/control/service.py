@@ -1,0 +1,106 @@
+"""One service: its database, the bus, the supervisor, and where its Ray is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import IO, Any
+
+from rlhfless.control.bus import Bus
+from rlhfless.control.database.access import Database, sqlite_url
+from rlhfless.control.database.migrate import migrate
+from rlhfless.control.delivery import ReplicaNow
+from rlhfless.control.drivers import Drivers
+from rlhfless.control.ray_host import RAY_FILE, RayNow, read_ray
+from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
+from rlhfless.control.supervisor import Supervisor
+from rlhfless.spec.errors import UserError
+
+LOCK_FILE = "service.lock"
+
+
+class DataInUse(UserError):
+    """Another service has the data folder."""
+
+
+class Service:
+    """Made by `Service.opened`."""
+
+    def __init__(self, settings: ServiceSettings, database: Database, drivers: Drivers, address: str) -> None:
+        """`address`: where it answers, such as http://127.0.0.1:8080."""
+        self.settings = settings
+        self.database = database
+        self.address = address
+        self.bus = Bus(asyncio.get_running_loop())
+        self.supervisor = Supervisor(self, drivers)
+        self.replicas: dict[str, list[ReplicaNow]] = {}
+        """By run: its replicas now, as its driver said last."""
+        database.on_commit = self.bus.publish
+
+    def ray(self) -> RayNow | None:
+        """The Ray that runs are on, and its devices; None while it is not there."""
+        return read_ray(self.settings.folder / RAY_FILE)
+
+    def ray_address(self) -> str:
+        """Empty while there is none."""
+        found = self.ray()
+        return found.address if found else ""
+
+    def devices_there(self) -> dict[str, int]:
+        """Devices that runs may hold together, by kind."""
+        found = self.ray()
+        return (found.devices if found else {}) | self.settings.capacity
+
+    def announce(self) -> None:
+        """Write down where the service answers: for drivers that go on, and for the command line."""
+        file = self.settings.folder / SERVICE_FILE
+        content = {"url": self.settings.public_url or self.address, "pid": os.getpid(), "started_at": time.time()}
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(content), "utf-8")
+        new.replace(file)
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        """Within the block runs are looked after."""
+        self.announce()
+        task = asyncio.create_task(self.supervisor.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def open_database(settings: ServiceSettings) -> Database:
+    """The database with its present tables. Raises InputError, SecondService or NewerDatabase."""
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    database = Database(settings.database or sqlite_url(settings.folder))
+    database.require_only_service()
+    migrate(database.engine)
+    return database
+
+
+def lock_data(folder: Path) -> IO[str]:
+    """Lock a data folder for as long as the file is open. Raises DataInUse."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK_FILE).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise DataInUse(
+            f"another rlhfless service uses {folder}; stop it (rlhfless down), or name another --data"
+        ) from None
+    return file
+
+
+def service_of(app: Any) -> Service:
+    """Of a FastAPI application."""
+    service: Service = app.state.service
+    return service

@@ -1,0 +1,79 @@
+"""What a service is started with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from rlhfless.spec.base import SpecModel
+
+DATA_FOLDER = "rlhfless-data"
+SERVICE_FILE = "service.json"
+"""Where the service of a data folder answers: its drivers and the command line find it there."""
+
+
+class LimitsOfRequests(SpecModel):
+    """Bounds on what clients send."""
+
+    body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
+    """Largest body of a request. A spec with its prompts by path is a few KiB; rewards may be tested on some MiB."""
+    requests_per_minute: Annotated[int, Field(ge=1)] = 60_000
+    """By one key, or one address: far above what a page and its streams need, and below what would starve runs."""
+    streams: Annotated[int, Field(ge=1)] = 1_000
+    """Event streams open at a time."""
+
+
+class Retention(SpecModel):
+    """What ended runs leave, and for how long."""
+
+    days: Annotated[float, Field(gt=0)] | None = None
+    """An ended run, with its folder, is removed so long after its end. By default only DELETE removes it."""
+
+
+class ServiceSettings(SpecModel):
+    """One service. It keeps everything in its data folder, but for the database if that has a URL of its own."""
+
+    data: str = DATA_FOLDER
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """0: any that is free."""
+    database: str | None = None
+    """`postgresql://user:password@host/name`; by default SQLite in the data folder."""
+    ray_address: str | None = None
+    """A Ray cluster to join; by default the service starts one on this machine, which only this machine can reach."""
+    capacity: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Devices that runs may hold together, by kind. By default all that the cluster has now; name more where a cluster
+    autoscaler brings nodes."""
+    max_drivers: Annotated[int, Field(ge=1)] = 4
+    """Runs with a driver at a time; others are queued. A driver takes about a gigabyte of host memory."""
+    roots: tuple[str, ...] = ()
+    """Folders, and URL prefixes, that a spec may name files in, beside the data folder."""
+    code: tuple[str, ...] = ()
+    """Packages that a spec may name classes and functions of (`mine` allows `mine.rewards:score`)."""
+    http_hosts: tuple[str, ...] = ()
+    """Loopback and link-local hosts, as `host:port`, that HTTP rewards may reach all the same."""
+    allow_hub: bool = True
+    """Whether a spec may name models and data sets of the hub."""
+    public_url: str | None = None
+    """Under which clients and drivers reach the service, where that is not its own address."""
+    requests: LimitsOfRequests = LimitsOfRequests()
+    retention: Retention = Retention()
+
+    @property
+    def folder(self) -> Path:
+        """The data folder."""
+        return Path(self.data).absolute()
+
+    @property
+    def runs(self) -> Path:
+        """The folder that has a folder per run."""
+        return self.folder / "runs"
+
+
+def default_roots() -> tuple[str, ...]:
+    """The current folder, and where the bundled models are made."""
+    home = os.environ.get("RLHFLESS_HOME") or str(Path.home() / ".cache" / "rlhfless")
+    return (str(Path.cwd()), str(Path(home).absolute()))

@@ -1,0 +1,165 @@
+"""What is written to and read from the tables. Each function is one part of a transaction of its caller's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Select, delete, select, update
+from sqlalchemy.orm import Session
+
+from rlhfless.control.database.access import CHANGED
+from rlhfless.control.database.tables import (
+    EventRow,
+    IdempotencyRow,
+    LeaseRow,
+    MetricsRow,
+    RolloutRow,
+    RunRow,
+    UsageRow,
+)
+from rlhfless.control.errors import not_found
+from rlhfless.control.lifecycle import AT_REST, ENDED, Status
+
+
+def run_of(session: Session, run_id: str) -> RunRow:
+    """Raises ApiError (404)."""
+    row = session.get(RunRow, run_id)
+    if row is None:
+        raise not_found("run", run_id)
+    return row
+
+
+def run_if_there(session: Session, run_id: str) -> RunRow | None:
+    """None if there is none, or no more."""
+    return session.get(RunRow, run_id)
+
+
+def runs(
+    session: Session, limit: int, after: str | None, statuses: Sequence[str], metadata: Mapping[str, str]
+) -> tuple[list[RunRow], bool]:
+    """A page of runs, newest first, and whether there are more. Raises ApiError (404) if `after` is no run."""
+    query = select(RunRow).order_by(RunRow.created_at.desc(), RunRow.id.desc())
+    if statuses:
+        query = query.where(RunRow.status.in_(statuses))
+    for name, value in metadata.items():
+        query = query.where(RunRow.run_metadata[name].as_string() == value)
+    if after is not None:
+        last = run_of(session, after)
+        earlier = (RunRow.created_at < last.created_at) | (
+            (RunRow.created_at == last.created_at) & (RunRow.id < last.id)
+        )
+        query = query.where(earlier)
+    return _page(session, query, limit)
+
+
+def _page(session: Session, query: Select[Any], limit: int) -> tuple[list[Any], bool]:
+    found = list(session.scalars(query.limit(limit + 1)))
+    return found[:limit], len(found) > limit
+
+
+def touch(session: Session, run: RunRow, *events: EventRow) -> None:
+    """The run has changed: those that watch it are told after the commit."""
+    session.info.setdefault(CHANGED, {}).setdefault(run.id, []).extend(events)
+
+
+def add_event(
+    session: Session, run: RunRow, type_: str, message: str, level: str = "info", data: Any = None, at: float = 0.0
+) -> None:
+    """The run's next event."""
+    run.last_event += 1
+    row = EventRow(
+        run_id=run.id,
+        seq=run.last_event,
+        created_at=at or time.time(),
+        level=level,
+        type=type_,
+        message=message,
+        data=data or {},
+    )
+    session.add(row)
+    touch(session, run, row)
+
+
+def set_status(session: Session, run: RunRow, status: Status, reason: str, error: Any = None) -> None:
+    """The run's status, and an event if it is another one. Devices are promised only while a driver is at work."""
+    now = time.time()
+    before, run.status_reason = run.status, reason
+    if error is not None:
+        run.error = error
+    if status == before:
+        touch(session, run)
+        return
+    run.status, run.status_since = status, now
+    if status in ENDED:
+        run.finished_at = now
+    if status in AT_REST | {Status.QUEUED}:
+        run.driver = run.left_s = None
+        session.execute(delete(LeaseRow).where(LeaseRow.run_id == run.id))
+    level = "error" if status is Status.FAILED else "info"
+    add_event(session, run, "status", reason, level, {"status": status, "before": before, "error": error})
+
+
+def events(session: Session, run_id: str, after: int, limit: int) -> tuple[list[EventRow], bool]:
+    """Events of a run after one of them, oldest first, and whether there are more."""
+    query = select(EventRow).where(EventRow.run_id == run_id, EventRow.seq > after).order_by(EventRow.seq)
+    return _page(session, query, limit)
+
+
+def metrics(session: Session, run_id: str, after_step: int) -> list[MetricsRow]:
+    """Of the steps after one, in order."""
+    query = select(MetricsRow).where(MetricsRow.run_id == run_id, MetricsRow.step > after_step)
+    return list(session.scalars(query.order_by(MetricsRow.step, MetricsRow.kind)))
+
+
+def usage(session: Session, run_id: str) -> list[UsageRow]:
+    """By function."""
+    return list(session.scalars(select(UsageRow).where(UsageRow.run_id == run_id).order_by(UsageRow.function)))
+
+
+def rollouts(session: Session, run_id: str, step: int | None, limit: int) -> list[RolloutRow]:
+    """The newest first, or those of one step."""
+    query = select(RolloutRow).where(RolloutRow.run_id == run_id)
+    if step is not None:
+        query = query.where(RolloutRow.step == step)
+    return list(session.scalars(query.order_by(RolloutRow.step.desc(), RolloutRow.place).limit(limit)))
+
+
+def driven(session: Session) -> list[RunRow]:
+    """All runs that are neither ended nor paused."""
+    return list(session.scalars(select(RunRow).where(RunRow.status.not_in(list(AT_REST)))))
+
+
+def answered(session: Session, owner: str, key: str) -> IdempotencyRow | None:
+    """What was answered to a POST with this key."""
+    return session.get(IdempotencyRow, (owner, key))
+
+
+def set_checkpoints(session: Session, run: RunRow, found: list[Any]) -> None:
+    """What the driver lists. The new ones are told."""
+    known = {entry["id"] for entry in run.checkpoints}
+    run.checkpoints = found
+    for entry in found:
+        if entry["id"] not in known:
+            add_event(session, run, "checkpoint", f"saved {entry['id']}", data=entry)
+
+
+def prune_rollouts(session: Session, run_id: str, before_step: int) -> None:
+    """Forget samples of earlier steps."""
+    session.execute(delete(RolloutRow).where(RolloutRow.run_id == run_id, RolloutRow.step < before_step))
+
+
+def leases(session: Session) -> list[tuple[LeaseRow, RunRow]]:
+    """Of all runs."""
+    return [tuple(row) for row in session.execute(select(LeaseRow, RunRow).join(RunRow))]  # type: ignore[misc]
+
+
+def forget_run(session: Session, run_id: str) -> None:
+    """The run and all rows of it."""
+    session.execute(delete(RunRow).where(RunRow.id == run_id))
+
+
+def note_reason(session: Session, run_id: str, reason: str) -> None:
+    """A status reason that is no event."""
+    session.execute(update(RunRow).where(RunRow.id == run_id).values(status_reason=reason))

@@ -1,0 +1,237 @@
+"""Brings every run from its status to the one that is wanted: starts drivers, notices those that die, resumes runs.
+
+One look a second, from the database alone; so it does not matter when the service was away, or what happened then. What
+a driver has put into its outbox and could not deliver is read from the run's folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import time
+from pathlib import Path
+from typing import Protocol
+
+from sqlalchemy.orm import Session
+
+from rlhfless.control import store
+from rlhfless.control.broker import Request, decide
+from rlhfless.control.database.access import Database, Unavailable
+from rlhfless.control.database.tables import RunRow
+from rlhfless.control.delivery import DriverOrder
+from rlhfless.control.driver.outbox import undelivered
+from rlhfless.control.drivers import Drivers
+from rlhfless.control.ingest import take_items
+from rlhfless.control.lifecycle import DRIVEN, Status, Wish
+from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often it looks: a driver's start takes ten times as long."""
+
+MOST_DEATHS = 5
+"""Drivers of a run that die in a row without a step between them: the sixth would die as well."""
+
+KILL_AFTER_S = 60.0
+"""A driver that was told to cancel, and is still there so long after, is killed: `timeouts.stop_s` is 25 s."""
+
+
+class Surroundings(Protocol):
+    """What the supervisor needs of its service."""
+
+    @property
+    def settings(self) -> ServiceSettings: ...
+
+    @property
+    def database(self) -> Database: ...
+
+    def ray_address(self) -> str:
+        """Empty while there is no Ray."""
+
+    def devices_there(self) -> dict[str, int]:
+        """By kind."""
+
+
+class Supervisor:
+    """Of one service."""
+
+    def __init__(self, service: Surroundings, drivers: Drivers) -> None:
+        self._service = service
+        self._drivers = drivers
+        self._look = asyncio.Event()
+        self.yields: set[str] = set()
+        """Runs that are to give way."""
+        self.lease_reasons: dict[str, str] = {}
+
+    def soon(self) -> None:
+        """Look at once: something has changed."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Look again and again, until it is cancelled."""
+        while True:
+            try:
+                await self.look()
+            except Unavailable as error:
+                log.warning("supervisor: %s", error)
+            except Exception:
+                log.exception("supervisor: a look has failed; it is repeated")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), LOOK_S)
+            self._look.clear()
+
+    async def look(self) -> None:
+        """One look at all runs."""
+        runs = await self._service.database.read(store.driven)
+        for run in runs:
+            if run.status in DRIVEN or run.driver is not None:
+                await self._check(run)
+        await self._promise()
+        await self._admit()
+
+    # -- drivers that work
+
+    async def _check(self, run: RunRow) -> None:
+        handle = run.driver
+        if handle is None or not await asyncio.to_thread(self._drivers.alive, handle):
+            await self._gone(run)
+        elif run.wish == Wish.CANCEL and time.time() - run.wished_at > KILL_AFTER_S:
+            log.warning("%s: the driver does not end; it is killed", run.id)
+            await asyncio.to_thread(self._drivers.kill, handle)
+
+    async def _gone(self, run: RunRow) -> None:
+        """The driver is not there any more: what it left is taken; if it had not ended the run, another one follows."""
+        why = "its driver was not started" if run.driver is None else self._drivers.ended_by(run.driver)
+        left = await asyncio.to_thread(undelivered, Path(run.folder), run.pushed)
+
+        def settle(session: Session) -> None:
+            row = store.run_of(session, run.id)
+            if row.attempt != run.attempt or row.status not in DRIVEN:
+                return
+            take_items(session, row, left)
+            if row.status not in DRIVEN:
+                return
+            row.driver = None
+            row.deaths += 1
+            if row.wish == Wish.CANCEL:
+                store.set_status(session, row, Status.CANCELLED, "cancelled")
+            elif row.wish == Wish.PAUSE:
+                store.set_status(session, row, Status.PAUSED, f"paused; {why} before it could save a checkpoint")
+            elif row.deaths > MOST_DEATHS:
+                reason = f"{why}, as did {MOST_DEATHS} before it; see the run's logs"
+                error: dict[str, object] = {"code": "driver_died", "message": reason, "param": None, "problems": []}
+                store.set_status(session, row, Status.FAILED, reason, error)
+            else:
+                store.set_status(session, row, Status.QUEUED, f"{why}; another one goes on")
+
+        await self._service.database.write(settle)
+
+    # -- devices
+
+    async def _promise(self) -> None:
+        there = self._service.devices_there()
+        now = time.time()
+
+        def promise(session: Session) -> None:
+            rows = store.leases(session)
+            requests = [
+                Request(
+                    lease.run_id,
+                    run.owner,
+                    run.priority,
+                    lease.kind,
+                    lease.minimum,
+                    lease.maximum,
+                    lease.unit,
+                    lease.granted,
+                    lease.held,
+                    lease.asked_at,
+                )
+                for lease, run in rows
+            ]
+            decisions = decide(requests, there, now)
+            for lease, run in rows:
+                if lease.run_id in decisions.granted:
+                    lease.granted = decisions.granted[lease.run_id]
+                    lease.granted_at = now
+                    store.touch(session, run)
+            self.yields = set(decisions.yields)
+            self.lease_reasons = dict(decisions.reasons)
+
+        await self._service.database.write(promise)
+
+    # -- drivers that begin
+
+    async def _admit(self) -> None:
+        """Start drivers for the first of the queue, as many as may work at a time."""
+
+        def first(session: Session) -> list[RunRow]:
+            rows = store.driven(session)
+            working = [row for row in rows if row.status in DRIVEN]
+            queue = sorted(
+                (row for row in rows if row.status == Status.QUEUED and row.wish == Wish.RUN),
+                key=lambda row: (-row.priority, row.created_at, row.id),
+            )
+            room = self._service.settings.max_drivers - len(working)
+            for place, row in enumerate(queue):
+                if place >= room:
+                    reason = f"waiting for its turn: {place - max(room, 0)} run(s) before it, {len(working)} at work"
+                    if row.status_reason != reason and row.attempt == 0:
+                        row.status_reason = reason
+                        store.touch(session, row)
+            return queue[: max(room, 0)]
+
+        if not self._service.ray_address():
+            return
+        for run in await self._service.database.write(first):
+            await self._begin(run)
+
+    async def _begin(self, run: RunRow) -> None:
+        """Start the next driver of a run. It is in the database before it is started: no second one can be."""
+        token = secrets.token_urlsafe(32)
+
+        def begin(session: Session) -> int:
+            row = store.run_of(session, run.id)
+            if row.status != Status.QUEUED or row.wish != Wish.RUN or row.attempt != run.attempt:
+                return 0
+            row.attempt += 1
+            row.driver_token = hashlib.sha256(token.encode()).hexdigest()
+            store.set_status(session, row, Status.VALIDATING, "its driver starts")
+            return row.attempt
+
+        attempt = await self._service.database.write(begin)
+        if not attempt:
+            return
+        settings, folder = self._service.settings, Path(run.folder)
+        order = DriverOrder(
+            run_id=run.id,
+            attempt=attempt,
+            token=token,
+            service_file=str(settings.folder / SERVICE_FILE),
+            ray_address=self._service.ray_address(),
+            one_machine=settings.ray_address is None,
+            spec=run.spec,
+        )
+
+        def start() -> dict[str, object]:
+            folder.mkdir(parents=True, exist_ok=True)
+            return self._drivers.start(folder, order)
+
+        handle = await asyncio.to_thread(start)
+
+        def note(session: Session) -> None:
+            row = store.run_of(session, run.id)
+            if row.attempt == attempt:
+                row.driver = handle
+
+        await self._service.database.write(note)
+
+    async def stop_all(self) -> None:
+        """Ask all drivers to stop in order: their runs go on when the service is there again."""
+        for run in await self._service.database.read(store.driven):
+            if run.driver is not None:
+                await asyncio.to_thread(self._drivers.stop, run.driver)
