@@ -8,8 +8,8 @@ is free. The sum of what is granted or held is thus never above what is there.
 Waiting runs have an order: priority, which grows while a run waits (so nothing starves); among equals the owner that
 holds the least; then the time of asking. The first run in that order for which there are enough devices of its kind at
 all is served before any run behind it: nothing smaller overtakes it for ever. For it, runs give back what they hold
-above their minimum, the last in order first; and if that is not enough, runs of a lower priority give way as a whole. What
-nothing waits for goes to the runs that can use more, evenly.
+above their minimum, the last in order first; and if that is not enough, runs of a lower priority give way as a whole.
+What nothing waits for goes to the runs that can use more, evenly.
 """
 
 from __future__ import annotations

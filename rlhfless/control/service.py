@@ -18,6 +18,7 @@ from rlhfless.control.database.migrate import migrate
 from rlhfless.control.delivery import ReplicaNow
 from rlhfless.control.drivers import Drivers
 from rlhfless.control.ray_host import RAY_FILE, RayNow, read_ray
+from rlhfless.control.security.keys import Keys
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 from rlhfless.control.supervisor import Supervisor
 from rlhfless.spec.errors import UserError
@@ -38,6 +39,7 @@ class Service:
         self.database = database
         self.address = address
         self.bus = Bus(asyncio.get_running_loop())
+        self.keys = Keys(database)
         self.supervisor = Supervisor(self, drivers)
         self.replicas: dict[str, list[ReplicaNow]] = {}
         """By run: its replicas now, as its driver said last."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
@@ -55,8 +55,9 @@ async def list_events(
 async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[bytes]:
     read = service.database.read
     while True:
-        events = service.bus.recent(run.id, after)
-        if events is None:
+        recent = service.bus.recent(run.id, after)
+        events: Sequence[EventRow] = recent or ()
+        if recent is None:
             events, _ = await read(functools.partial(store.events, run_id=run.id, after=after, limit=PER_READ))
         for event in events:
             yield _encoded(event)
