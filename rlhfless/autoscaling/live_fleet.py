@@ -47,6 +47,8 @@ class LiveFleet:
         self._call = call
         self._actors = pools[0]
         self._pools = pools
+        self._unusable: frozenset[int] = frozenset()
+        """Actors' slots whose devices another run has."""
         self._slots = [(pool, number) for pool in pools for number in range(len(pool.allocations))]
         self._ledger = ledger
         self._speeds = speeds
@@ -59,6 +61,16 @@ class LiveFleet:
     def kinds(self) -> dict[str, str]:
         """Device kinds of the generation actors, by name."""
         return {actor.name: actor.allocation.devices[0].kind for actor in self._actors.replicas()}
+
+    def limit_actors(self, most: int) -> None:
+        """Use at most so many slots for generation actors from now on; actors at others are released. Between steps
+        only: a policy's step has the slots that it began with."""
+        slots = range(len(self._actors.allocations))
+        in_use_first = sorted(slots, key=lambda slot: (not self._actors.expects(slot), slot))
+        self._unusable = frozenset(in_use_first[most:])
+        for slot in self._unusable:
+            if self._actors.expects(slot):
+                self._actors.release(slot)
 
     def view(self) -> FleetView:
         """See rlhfless.autoscaling.policy_runner.Fleet."""
@@ -146,8 +158,9 @@ class LiveFleet:
                 resident_usd_per_s={},
                 engine=engines.get(allocation.devices[0].kind),
                 beside=True,
+                usable=function is not FunctionName.GENERATION or number not in self._unusable,
             )
-            for allocation in pool.allocations
+            for number, allocation in enumerate(pool.allocations)
         ]
 
     def _usd_per_s(self, function: FunctionName, allocation: Allocation) -> float:

@@ -52,6 +52,10 @@ class Scaler:
         self._runner.ask(Idle(self._fleet.slot_of(function)), step)
         self._fleet.idle(function, step)
 
+    def limit_actors(self, most: int) -> None:
+        """Use at most so many generation actors from now on; called between steps."""
+        self._fleet.limit_actors(most)
+
     def drawn(self, step: int) -> None:
         """The rollouts of a step are in the ledger: learn the speed of the engines from them."""
         if self._runner.figures(step):

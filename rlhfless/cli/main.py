@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rlhfless import __version__
-from rlhfless.cli import models, plan, rewards, run, signals, simulate, trace, validate
+from rlhfless import __version__, signals
+from rlhfless.cli import models, plan, rewards, run, service, simulate, trace, validate
 from rlhfless.spec.errors import UserError
 from rlhfless.text import legible, tolerant
 
@@ -84,7 +84,7 @@ def _options(
     """The options of every command. `_Group` reads `debug`."""
 
 
-for _module in (run, validate, plan, rewards, simulate, trace, models):
+for _module in (run, validate, plan, rewards, simulate, trace, models, service):
     _module.register(app)
 
 

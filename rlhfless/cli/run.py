@@ -98,11 +98,11 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
 
 def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     from rlhfless.cli.report import final_report
-    from rlhfless.cli.signals import Interrupted, OrderlyStop
     from rlhfless.loop.driver import Driver
     from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, told
     from rlhfless.loop.launch import remove_stores
     from rlhfless.loop.session import Session
+    from rlhfless.signals import Interrupted, OrderlyStop
     from rlhfless.telemetry.console import Console
     from rlhfless.telemetry.logs import RunLog
     from rlhfless.telemetry.open_sinks import open_sinks

@@ -54,7 +54,12 @@ class LocalDrivers:
         command = [sys.executable, "-m", "rlhfless.control.driver", str(folder)]
         with (folder / LOG_FILE).open("ab") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=_environment(order),
             )
         self._started[process.pid] = process
         return {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
@@ -82,6 +87,13 @@ class LocalDrivers:
     def kill(self, handle: Handle) -> None:
         """See Drivers."""
         _signal(handle, signal.SIGKILL)
+
+
+def _environment(order: DriverOrder) -> dict[str, str]:
+    environment = dict(os.environ)
+    if order.one_machine:  # the service's own Ray asks for a token; "disabled" may be inherited from another cluster's
+        environment.pop("RAY_AUTH_MODE", None)
+    return environment
 
 
 def _process(handle: Handle) -> psutil.Process | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from sqlalchemy import delete
@@ -12,6 +13,9 @@ from rlhfless.control.database.tables import LeaseRow, MetricsRow, RolloutRow, R
 from rlhfless.control.delivery import Item, LeaseWanted, Now, Push
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import FOLLOWING, Status, Wish
+
+MOST_DEATHS = 5
+"""Drivers of a run that end in a row, by no fault of the run, without a step between them: the sixth would as well."""
 
 KEPT_ROLLOUT_STEPS = 50
 """Steps whose samples can be read: the newest. They are for reading; the trace has all figures of all samples."""
@@ -55,11 +59,9 @@ def _now(session: Session, run: RunRow, now: Now) -> None:
 def _lease(session: Session, run: RunRow, wanted: LeaseWanted | None) -> None:
     row = session.get(LeaseRow, run.id)
     if wanted is None:
-        if row is not None:
-            session.delete(row)
-        return
+        return  # it does not know yet; what an earlier driver of the run had stays promised
     if row is None:
-        row = LeaseRow(run_id=run.id, granted=0, asked_at=0.0, granted_at=None)
+        row = LeaseRow(run_id=run.id, granted=0, asked_at=time.time(), granted_at=None)
         session.add(row)
     for name, value in wanted.model_dump().items():
         if getattr(row, name) != value:
@@ -132,12 +134,18 @@ def _ended(session: Session, run: RunRow, item: Item) -> None:
     status = Status(item.data["status"])
     if status is Status.QUEUED and run.wish == Wish.CANCEL:
         status = Status.CANCELLED
+    if item.data["retry"]:
+        run.deaths += 1
+        if run.deaths > MOST_DEATHS:
+            status = Status.FAILED
     if run.wish == Wish.PAUSE and status is Status.QUEUED:
         status = Status.PAUSED
     if status is Status.PAUSED:
         run.wish = Wish.PAUSE
     if status in FOLLOWING[Status(run.status)]:
-        store.set_status(session, run, status, item.data["reason"], item.data.get("error"))
+        store.release(session, run)
+        store.set_status(session, run, status, item.data["reason"])
+        run.error = None if status is Status.QUEUED else item.data["error"]
 
 
 _TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {

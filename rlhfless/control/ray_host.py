@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -27,6 +28,12 @@ RAY_FILE = "ray.json"
 LOG_FILE = "ray-host.log"
 
 LOOK_S = 1.0
+
+LOCK_FILE = "ray-host.lock"
+"""Held by the host: a data folder has one."""
+
+AGAIN_S = 10.0
+"""Between two starts of a host that ends at once, because Ray cannot start or be joined."""
 
 STALE_S = 15.0
 """A file that is older is of a host that hangs or has died: it writes every second, and reading the nodes of a large
@@ -56,11 +63,41 @@ def read_ray(file: Path) -> RayNow | None:
     return found if time.time() - found.at < STALE_S and psutil.pid_exists(found.pid) else None
 
 
-def start_host(folder: Path, ray_address: str | None) -> subprocess.Popen[bytes]:
-    """Start the host of a data folder, in a session of its own."""
-    command = [sys.executable, "-m", "rlhfless.control.ray_host", str(folder), *([ray_address] if ray_address else [])]
-    with (folder / LOG_FILE).open("ab") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+class HostKeeper:
+    """Keeps a host of a data folder alive within its block, which leaves the host as it is."""
+
+    def __init__(self, folder: Path, ray_address: str | None) -> None:
+        self._folder = folder
+        self._address = ray_address
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._keep())
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        while True:
+            running = self._process is not None and self._process.poll() is None
+            there = running or read_ray(self._folder / RAY_FILE) is not None
+            if not there and time.monotonic() - self._started_s > AGAIN_S:
+                self._start()
+            await asyncio.sleep(LOOK_S)
+
+    def _start(self) -> None:
+        self._started_s = time.monotonic()
+        command = [sys.executable, "-m", "rlhfless.control.ray_host", str(self._folder)]
+        with (self._folder / LOG_FILE).open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, *([self._address] if self._address else [])],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
 
 def stop_host(folder: Path, timeout_s: float) -> bool:
@@ -121,5 +158,19 @@ def _write(folder: Path, now: RayNow) -> None:
     new.replace(folder / RAY_FILE)
 
 
+def _only_one(folder: Path) -> IO[str] | None:
+    """The folder's lock; None if another host has it."""
+    file = (folder / LOCK_FILE).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
 if __name__ == "__main__":
+    held = _only_one(Path(sys.argv[1]))
+    if held is None:
+        sys.exit(0)
     asyncio.run(host(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None))

@@ -83,7 +83,8 @@ def add_event(
 
 
 def set_status(session: Session, run: RunRow, status: Status, reason: str, error: Any = None) -> None:
-    """The run's status, and an event if it is another one. Devices are promised only while a driver is at work."""
+    """The run's status, and an event if it is another one. A run whose driver has died keeps its devices: the next
+    driver goes on with them."""
     now = time.time()
     before, run.status_reason = run.status, reason
     if error is not None:
@@ -96,9 +97,15 @@ def set_status(session: Session, run: RunRow, status: Status, reason: str, error
         run.finished_at = now
     if status in AT_REST | {Status.QUEUED}:
         run.driver = run.left_s = None
-        session.execute(delete(LeaseRow).where(LeaseRow.run_id == run.id))
+    if status in AT_REST:
+        release(session, run)
     level = "error" if status is Status.FAILED else "info"
     add_event(session, run, "status", reason, level, {"status": status, "before": before, "error": error})
+
+
+def release(session: Session, run: RunRow) -> None:
+    """The run holds no device any more."""
+    session.execute(delete(LeaseRow).where(LeaseRow.run_id == run.id))
 
 
 def events(session: Session, run_id: str, after: int, limit: int) -> tuple[list[EventRow], bool]:
@@ -138,8 +145,9 @@ def answered(session: Session, owner: str, key: str) -> IdempotencyRow | None:
 
 def set_checkpoints(session: Session, run: RunRow, found: list[Any]) -> None:
     """What the driver lists. The new ones are told."""
-    known = {entry["id"] for entry in run.checkpoints}
-    run.checkpoints = found
+    known = {entry["id"]: entry for entry in run.checkpoints}
+    # A driver that goes on lists those of earlier ones, too: their time is the one that is known.
+    run.checkpoints = [entry | {"created_at": known.get(entry["id"], entry)["created_at"]} for entry in found]
     for entry in found:
         if entry["id"] not in known:
             add_event(session, run, "checkpoint", f"saved {entry['id']}", data=entry)

@@ -24,7 +24,7 @@ from rlhfless.control.database.tables import RunRow
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import Drivers
-from rlhfless.control.ingest import take_items
+from rlhfless.control.ingest import MOST_DEATHS, take_items
 from rlhfless.control.lifecycle import DRIVEN, Status, Wish
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 
@@ -32,9 +32,6 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often it looks: a driver's start takes ten times as long."""
-
-MOST_DEATHS = 5
-"""Drivers of a run that die in a row without a step between them: the sixth would die as well."""
 
 KILL_AFTER_S = 60.0
 """A driver that was told to cancel, and is still there so long after, is killed: `timeouts.stop_s` is 25 s."""
@@ -63,6 +60,8 @@ class Supervisor:
         self._service = service
         self._drivers = drivers
         self._look = asyncio.Event()
+        self.admits = True
+        """Drivers may begin."""
         self.yields: set[str] = set()
         """Runs that are to give way."""
         self.lease_reasons: dict[str, str] = {}
@@ -91,7 +90,8 @@ class Supervisor:
             if run.status in DRIVEN or run.driver is not None:
                 await self._check(run)
         await self._promise()
-        await self._admit()
+        if self.admits:
+            await self._admit()
 
     # -- drivers that work
 

@@ -83,6 +83,17 @@ class Replica:
         return 0 if self.info is None else self.info.step
 
     @property
+    def since_s(self) -> float:
+        """It is in its state since then (unix time)."""
+        return self._launched_s if self._life is None else self._life.since_s
+
+    @property
+    def served(self) -> str | None:
+        """Label of the weights that it serves; None if it serves none."""
+        asked = None if self._life is None or self.state is not ReplicaState.SERVING else self._life.asked
+        return None if asked is None else asked.label
+
+    @property
     def open_device_s(self) -> dict[str, float]:
         """Device-seconds since the last holding was written, by device kind; the cost so far includes them."""
         since_s = self._launched_s if self._life is None else self._life.since_s

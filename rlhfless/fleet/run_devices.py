@@ -120,6 +120,11 @@ class RunDevices:
         except FleetError as error:
             log.warning("devices were not given back in order, and will be when their lease ends: %s", error)
 
+    def held(self, kind: str) -> int:
+        """Devices of a kind that replicas of the run have, or wait for."""
+        return sum(len(group.devices) for group in self._placement.groups if group.name in self._taken
+                   and group.kind == kind)  # fmt: skip
+
     def bound(self, allocation: Allocation) -> Allocation | None:
         """The allocation with its devices bound; None if the run does not hold them."""
         groups = self._placement.groups_of(allocation)

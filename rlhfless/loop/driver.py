@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.loop.evaluation import evaluate_held_out
+from rlhfless.loop.host import Cause, RunPaused
+from rlhfless.loop.limits import reached
 from rlhfless.loop.recovery import Recovered, Recovery
 from rlhfless.loop.run import Run
 from rlhfless.loop.schedules import schedule_of
@@ -94,6 +96,7 @@ class RunSteps:
         if step != self.following:
             raise ValueError(f"step {step} is trained on, but step {self.following} is the next; mend the schedule")
         with self._session.console.stage(f"step {step}"):
+            self._session.host.drawn(self._run, step, experience)
             await train(self._run, self._run.under_way[step], experience)
         await self.close(step)
 
@@ -102,9 +105,30 @@ class RunSteps:
         spec = self._session.spec
         if step in (0, spec.steps) or _due(step, spec.evaluation.every_steps):
             await self._evaluate(step)
-        if step == spec.steps or (step and _due(step, spec.checkpoint.every_steps)):
-            await self._run.checkpoint(step)
+        saves = step == spec.steps or (step and _due(step, spec.checkpoint.every_steps))
+        if saves:
+            await self._save(step)
         self.following = step + 1
+        await self._obey(step, saved=saves or not step)
+
+    async def _obey(self, step: int, *, saved: bool) -> None:
+        """Do what the host wants after a step, and keep the limits. Raises RunPaused."""
+        run = self._run
+        verdict = self._session.host.after_step(run, step)
+        if step == self._session.spec.steps:
+            return
+        limit = reached(self._session.spec.limits, run.ledger.spent(run.pools))
+        cause = Cause.LIMIT if limit else verdict.stop
+        if cause is not None:
+            if not saved:
+                await self._save(step)
+            raise RunPaused(cause, limit or f"stopped after step {step}")
+        if verdict.actors is not None:
+            run.scaler.limit_actors(verdict.actors)
+
+    async def _save(self, step: int) -> None:
+        await self._run.checkpoint(step)
+        self._session.host.saved(self._run.checkpoints)
 
     async def _evaluate(self, step: int) -> None:
         run = self._run

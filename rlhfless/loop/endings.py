@@ -14,6 +14,7 @@ from rlhfless.fleet.ray_session import NoCluster, NoRay
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.base import FunctionBroken, StaleCall
 from rlhfless.functions.generation.vllm.messages import EngineError
+from rlhfless.loop.host import RunPaused
 from rlhfless.loop.session import JOURNAL_FILE
 from rlhfless.records.checkpoints import CheckpointError, checkpoints_of
 from rlhfless.records.journal import StaleAttempt, has_rollouts
@@ -26,6 +27,8 @@ PROGRAM_FAULT = 1
 TO_MEND = 2
 WRONG_RESULT = 3
 MACHINES_FAILED = 4
+STOPPED = 5
+"""A limit of the spec was reached."""
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
@@ -66,6 +69,10 @@ ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
     (
         (StaleAttempt, StaleCall),
         Ending(TO_MEND, False, "another driver goes on with this run; there is nothing to do here"),
+    ),
+    (
+        (RunPaused,),
+        Ending(STOPPED, True, "what was drawn and learned is kept. Raise the limit with `--set`, and go on with"),
     ),
     (
         (RewardError,),

@@ -28,6 +28,7 @@ from rlhfless.functions.out_of_memory import Planned
 from rlhfless.functions.reference.deployment import ReferenceFunction, ReferenceSettings
 from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
+from rlhfless.loop.host import DevicesWanted
 from rlhfless.prepare.memory.assumed import planned
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, Prompt
@@ -294,3 +295,20 @@ def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Devi
     first = rank * each + min(rank, more)
     part = devices[first : first + each + (rank < more)]
     return tuple(device for device in part if device.node == part[0].node)
+
+
+def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
+    """What a run needs to work, and what it could use at most, of its main kind of devices: those of the learner."""
+    kind = placement.allocation(FunctionName.LEARNER, 0).devices[0].kind
+    actors = placement.allocations[FunctionName.GENERATION]
+    fewest = actors[: spec.scaling.generation.min_actors]
+    others = [allocation for name, all_of_it in placement.allocations.items() if name != FunctionName.GENERATION
+              for allocation in all_of_it]  # fmt: skip
+    needed = {group.name for allocation in (*fewest, *others) for group in placement.groups_of(allocation)}
+    groups = [group for group in placement.groups if group.kind == kind]
+    return DevicesWanted(
+        kind,
+        minimum=sum(len(group.devices) for group in groups if group.name in needed),
+        maximum=sum(len(group.devices) for group in groups),
+        unit=spec.generation.engine.tensor_parallel_size,
+    )

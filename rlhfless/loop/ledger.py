@@ -6,10 +6,11 @@ import logging
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlhfless.fleet.pool import Pool
+from rlhfless.loop.limits import Spent
 from rlhfless.loop.step_context import StepBegun
 from rlhfless.records import (
     Decision,
@@ -23,6 +24,7 @@ from rlhfless.records import (
 )
 from rlhfless.records.traces import Trace, TracedRollout, TraceWriter
 from rlhfless.scaling.accounting import cold_starts
+from rlhfless.scaling.intervals import length, union
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.scaling.step_times import StepTimes, recovery_until_s, step_times
 
@@ -40,8 +42,8 @@ class Earlier:
     rollouts_of: frozenset[int] = frozenset()
     """Steps with rollouts in the trace."""
     steps: frozenset[int] = frozenset()
-    starts: tuple[Holding, ...] = ()
-    """Durations of starts."""
+    holdings: tuple[Holding, ...] = ()
+    invocations: tuple[Invocation, ...] = ()
 
     @classmethod
     def of(cls, trace: Trace, prices: PriceBook) -> Earlier:
@@ -49,7 +51,8 @@ class Earlier:
             cost_usd=prices.cost_usd(trace.holdings),
             rollouts_of=frozenset(rollout.step for rollout in trace.rollouts),
             steps=frozenset(record.step for record in trace.steps),
-            starts=tuple(holding for holding in trace.holdings if holding.state is ReplicaState.STARTING),
+            holdings=trace.holdings,
+            invocations=trace.invocations,
         )
 
 
@@ -70,12 +73,22 @@ class Ledger:
         """Calls of the steps in progress."""
         self._drawn: dict[int, list[TracedRollout]] = defaultdict(list)
         """Rollouts of the steps in progress, by step."""
-        self._starts: list[Holding] = list(earlier.starts)
+        self._holdings = list(earlier.holdings)
+        self._invocations = list(earlier.invocations)
+        self._starts = [holding for holding in earlier.holdings if holding.state is ReplicaState.STARTING]
+        self._earlier_device_s = sum(holding.device_s for holding in earlier.holdings if prices.occupies(holding))
+        self._earlier_held_s = length(union((holding.start_s, holding.end_s) for holding in earlier.holdings))
+        self._device_s = 0.0
+        self._since_s: float | None = None
+        """The first holding of this attempt began."""
         self._recent: dict[FunctionName, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
     def add_holding(self, holding: Holding) -> None:
         """Add a span of time in which a replica held a device, in one state."""
         self._writer.add_holding(holding)
+        self._holdings.append(holding)
+        self._device_s += holding.device_s if self.prices.occupies(holding) else 0.0
+        self._since_s = holding.start_s if self._since_s is None else min(self._since_s, holding.start_s)
         self._closed_usd += self.prices.cost_usd([holding])
         if holding.state == ReplicaState.STARTING:
             self._starts.append(holding)
@@ -83,6 +96,7 @@ class Ledger:
     def add_invocation(self, invocation: Invocation) -> None:
         """Add a call of a function."""
         self._writer.add_invocation(invocation)
+        self._invocations.append(invocation)
         self._calls.append(invocation)
         self._recent[invocation.function].append(invocation)
 
@@ -118,13 +132,19 @@ class Ledger:
 
     def cost_usd(self, pools: Iterable[Pool]) -> float:
         """Cost of the run up to now, with the holdings that are still open."""
-        open_usd = sum(
-            device_s * self.prices.price_usd_per_hour(kind) / SECONDS_PER_HOUR
-            for pool in pools
-            for replica in pool.replicas()
-            for kind, device_s in replica.open_device_s.items()
+        return self._closed_usd + sum(
+            device_s * self.prices.price_usd_per_hour(kind) / SECONDS_PER_HOUR for kind, device_s in _open(pools)
         )
-        return self._closed_usd + open_usd
+
+    def spent(self, pools: Sequence[Pool]) -> Spent:
+        """Of all attempts of the run, up to now."""
+        device_s = self._earlier_device_s + self._device_s + sum(device_s for _, device_s in _open(pools))
+        held_s = self._earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
+        return Spent(self.cost_usd(pools), device_s, held_s)
+
+    def records(self) -> tuple[list[Holding], list[Invocation]]:
+        """What the bill of the run is made of, of all its attempts: holdings that have been closed, and calls."""
+        return list(self._holdings), list(self._invocations)
 
     def mean_start_s(self, function: FunctionName) -> float | None:
         """Mean duration of the function's cold starts; None if there was none."""
@@ -175,3 +195,10 @@ class Ledger:
     def close(self) -> None:
         """Write the remaining rows."""
         self._writer.close()
+
+
+def _open(pools: Iterable[Pool]) -> Iterator[tuple[str, float]]:
+    """Device kind and device-seconds of the holdings that are not closed yet."""
+    for pool in pools:
+        for replica in pool.replicas():
+            yield from replica.open_device_s.items()

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.fleet.user_code import check_on_nodes, gathered, targets
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
+from rlhfless.loop.host import Host, NoHost
 from rlhfless.loop.janitor import Janitor
-from rlhfless.loop.launch import Launcher, store_folders
+from rlhfless.loop.launch import Launcher, devices_wanted, store_folders
 from rlhfless.loop.ledger import Earlier, Ledger
 from rlhfless.loop.recovery import clear
 from rlhfless.loop.run import Run
@@ -39,7 +40,7 @@ from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import SPEC_FILE, resolved_yaml
-from rlhfless.telemetry.console import Console
+from rlhfless.telemetry.progress import Progress
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
 
@@ -60,8 +61,9 @@ class Session:
     prepared: Prepared
     run_id: str
     folder: Path
-    console: Console
+    console: Progress
     sinks: MetricSinks
+    host: Host = field(default_factory=NoHost)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -136,6 +138,7 @@ async def _fleet(
     call = Call(session.run_id, journal.attempt, 0)
     shown = session.console.stage
     launcher = await Launcher.of(spec, session.prepared, call, cluster, ledger, session.folder, shown)
+    await session.host.devices(devices_wanted(spec, launcher.placement))
     generation, scoring, reward_model, reference, learner = launcher.pools()
     pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
     lease_s = spec.recovery.lease_s
@@ -161,6 +164,9 @@ async def _fleet(
         checkpoints=session.checkpoints,
         monitor=RolloutMonitor(spec.model.dtype, spec.weights.rollout_difference_limit),
     )
+    actors = session.host.began(run, launcher.devices.held)
+    if actors is not None:
+        run.scaler.limit_actors(actors)
     with Janitor(folders, wanted=not spec.placement.ray_address):
         try:
             yield run, await _begin(session, run, cluster, launcher.devices)

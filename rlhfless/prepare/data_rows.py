@@ -55,7 +55,9 @@ def _is_parquet(field: str, file: Path) -> bool:
         with file.open("rb") as stream:
             return stream.read(4) == b"PAR1"
     except OSError as error:
-        raise _error(field, f"{str(file)!r} cannot be read: {error}", "check its owner and mode, and the disk") from error
+        raise _error(
+            field, f"{str(file)!r} cannot be read: {error}", "check its owner and mode, and the disk"
+        ) from error
 
 
 def _jsonl(field: str, file: Path) -> list[Row]:

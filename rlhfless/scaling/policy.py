@@ -69,6 +69,8 @@ class ReplicaSlot:
     beside: bool = False
     """Its replica may be awake at the same time as others on its devices: CPU cores, or a device with memory for
     both."""
+    usable: bool = True
+    """The run may hold its devices now. Another run has those of a slot that is not usable, which has no replica."""
 
 
 @dataclass(frozen=True, slots=True)

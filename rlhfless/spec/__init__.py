@@ -30,7 +30,7 @@ from rlhfless.spec.rewards import (
     RegexSpec,
     RewardSpec,
 )
-from rlhfless.spec.run import CheckpointSpec, EvaluationSpec, LoggingSpec, RunSpec
+from rlhfless.spec.run import CheckpointSpec, EvaluationSpec, LimitsSpec, LoggingSpec, RunSpec
 from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import OnFailure, ScoringSpec
 
@@ -58,6 +58,7 @@ __all__ = [
     "KLSpec",
     "LearnerSpec",
     "LengthPenaltySpec",
+    "LimitsSpec",
     "LoggingSpec",
     "MathSpec",
     "ModelSpec",

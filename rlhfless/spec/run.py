@@ -17,7 +17,6 @@ from rlhfless.spec.rewards import RewardSpec
 from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import ScoringSpec
 
-
 Labels = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -64,7 +63,7 @@ class LimitsSpec(SpecModel):
     """Devices held, whether busy or not."""
 
     max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
-    """Time in which the run had a driver; a pause does not count."""
+    """Time in which the run held devices; neither queues nor pauses count."""
 
     then: Literal["pause", "stop"] = "pause"
     """`pause`: the run can go on once its limit is raised. `stop`: the run has ended."""

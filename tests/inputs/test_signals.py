@@ -19,7 +19,7 @@ from rlhfless.cli import signals
 # process that ignores SIGTERM, and that one another in a session of its own, as Ray, vLLM and reward workers do.
 RUN = """
 import asyncio, pathlib, signal, subprocess, sys, time
-from rlhfless.cli.signals import Interrupted, OrderlyStop
+from rlhfless.signals import Interrupted, OrderlyStop
 
 NESTED = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 OUTER = (

@@ -193,7 +193,7 @@ def rewrite(tmp_path: Path, table: str, change: object) -> Path:
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[" * 100_000, b'{"n": ' + b"1" * 5000 + b"}"])
 def test_meta_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "meta.json").write_bytes(content)
-    with pytest.raises(TraceError, match="is not JSON .* restore it from a copy of the run"):
+    with pytest.raises(TraceError, match=r"is not JSON .* restore it from a copy of the run"):
         read_trace(tmp_path)
 
 

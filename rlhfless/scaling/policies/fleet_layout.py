@@ -20,7 +20,7 @@ class Layout:
 
     replica_slots: tuple[ReplicaSlot, ...]
     generation: tuple[int, ...]
-    """Slots for generation actors that decode."""
+    """Slots for generation actors that decode, which the run may use now."""
     prefill: tuple[int, ...]
     """Slots for generation actors that prefill only, and hand the KV over."""
     others: tuple[int, ...]
@@ -37,7 +37,7 @@ class Layout:
         engines = [
             (slot, replica_slot.engine)
             for slot, replica_slot in enumerate(replica_slots)
-            if replica_slot.engine is not None
+            if replica_slot.engine is not None and replica_slot.usable
         ]
         generation = tuple(slot for slot, engine in engines if not engine.prefill_only)
         if not generation:

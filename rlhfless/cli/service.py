@@ -1,0 +1,134 @@
+"""`rlhfless up` and `rlhfless down`: the service, with its API and page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhfless.control.settings import DATA_FOLDER, ServiceSettings, default_roots
+
+UP_S = 60.0
+"""Longest wait for a service in the background to answer: it opens its database, which another machine may have."""
+
+LOG_FILE = "service.log"
+
+Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(up)
+    app.command()(down)
+
+
+def up(
+    data: Data = DATA_FOLDER,
+    host: Annotated[str, typer.Option(help="Address to listen on. Off loopback an API key is needed.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8080,
+    database: Annotated[
+        str | None, typer.Option(metavar="URL", help="PostgreSQL; by default SQLite in the data folder.")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster to join; by default a private one is started.")
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND=N", help="Devices for runs, where nodes come when they are needed."),
+    ] = None,
+    max_drivers: Annotated[int, typer.Option(min=1, help="Runs with a driver at a time; others are queued.")] = 4,
+    root: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Folder that specs may name files in; by default the current one."),
+    ] = None,
+    code: Annotated[
+        list[str] | None, typer.Option(metavar="PACKAGE", help="Specs may name code of this package.")
+    ] = None,
+    public_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Under which clients reach the service.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when it answers; it goes on in the background.")
+    ] = False,
+) -> None:
+    """Start the service: API and page at http://127.0.0.1:8080. Ctrl-C stops runs in order; they go on at the next
+    `up`."""
+    values: dict[str, Any] = {
+        "data": data,
+        "host": host,
+        "port": port,
+        "database": database,
+        "ray_address": ray_address,
+        "capacity": dict(_capacity(text) for text in capacity or ()),
+        "max_drivers": max_drivers,
+        "roots": tuple(str(Path(path).absolute()) if "://" not in path else path for path in root or default_roots()),
+        "code": tuple(code or ()),
+        "public_url": public_url,
+    }
+    settings = ServiceSettings.model_validate(values)
+    if detach:
+        _detached(settings)
+        return
+    from rlhfless.control.serve import serve
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("rlhfless").setLevel(logging.INFO)
+    asyncio.run(serve(settings, lambda text: typer.echo(text, err=True)))
+
+
+def _capacity(text: str) -> tuple[str, int]:
+    kind, _, count = text.partition("=")
+    if not kind or not count.isdecimal():
+        raise typer.BadParameter(f"{text!r} is not of the form KIND=N, such as h100=64", param_hint="--capacity")
+    return kind, int(count)
+
+
+def _detached(settings: ServiceSettings) -> None:
+    """The same command in the background, in a session of its own; returns when it answers."""
+    from rlhfless.control.serve import address_of
+    from rlhfless.spec.errors import UserError
+
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, sys.argv[0], *(word for word in sys.argv[1:] if word != "--detach")]
+    log = settings.folder / LOG_FILE
+    with log.open("ab") as stream:
+        began = stream.tell()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True, env=os.environ
+        )
+    end_s = time.monotonic() + UP_S
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            with log.open("rb") as stream:
+                stream.seek(began)
+                raise UserError(stream.read().decode("utf-8", "replace").strip() or f"the service has ended; see {log}")
+        url = address_of(settings)
+        if url is not None and _answers(url):
+            typer.echo(f"rlhfless is at {url} (data: {settings.folder}, log: {log})", err=True)
+            return
+        time.sleep(0.1)
+    raise UserError(f"waited {UP_S:.0f} s for the service to answer; see {log}")
+
+
+def _answers(url: str) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(f"{url}/healthz", timeout=2.0).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def down(data: Data = DATA_FOLDER) -> None:
+    """Stop the service of a data folder with its runs, in order. They go on at the next `up`."""
+    from rlhfless.control.serve import stop_service
+
+    there = stop_service(ServiceSettings(data=data))
+    typer.echo("stopped" if there else f"no service runs for {Path(data).absolute()}", err=True)

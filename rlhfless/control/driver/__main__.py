@@ -1,0 +1,11 @@
+"""`python -m rlhfless.control.driver RUN_FOLDER`: the process of one attempt of one run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rlhfless.control.driver.main import drive
+
+if __name__ == "__main__":
+    sys.exit(drive(Path(sys.argv[1])))

@@ -1,0 +1,206 @@
+"""One attempt of a run of the service: check the spec, wait for devices, run, and say how it ended.
+
+Whatever happens, the last item of the outbox says it. Only a driver that is killed leaves none; the service sees that
+it is gone, and starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfless.control.delivery import DriverOrder
+from rlhfless.control.driver.link import Link
+from rlhfless.control.driver.outbox import Outbox, StaleOutbox
+from rlhfless.control.driver.reporter import Reporter
+from rlhfless.control.drivers import read_order
+from rlhfless.control.lifecycle import Status
+from rlhfless.fleet.tasks import is_stopping, to_the_end
+from rlhfless.loop.driver import Driver
+from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_MEND, WRONG_RESULT, ending_of, told
+from rlhfless.loop.host import Cause, RunPaused
+from rlhfless.loop.session import JOURNAL_FILE, Session
+from rlhfless.prepare.preflight import preflight
+from rlhfless.records.journal import has_rollouts
+from rlhfless.signals import Interrupted, OrderlyStop
+from rlhfless.spec import RunSpec, TimeoutsSpec
+from rlhfless.spec.errors import InputError, SpecError
+from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
+from rlhfless.telemetry.console import Console
+from rlhfless.telemetry.logs import RunLog
+from rlhfless.telemetry.open_sinks import open_sinks
+
+log = logging.getLogger(__name__)
+
+DELIVER_S = 10.0
+"""Longest wait, at the end, until the service has everything. What it has not it reads from the outbox."""
+
+ENDED, STALE = 0, 3
+"""Exit codes: how the run ended is in the outbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of an attempt."""
+
+    status: Status
+    reason: str
+    error: dict[str, Any] | None = None
+    retry: bool = False
+    """It was no fault of the run: another driver may do better."""
+
+
+def drive(folder: Path) -> int:
+    """Drive the run in a folder as its order says; returns the exit code."""
+    order = read_order(folder)
+    run_log = RunLog(folder, order.run_id)
+    try:
+        with contextlib.closing(Outbox(folder, order.attempt)) as outbox:
+            stop = OrderlyStop(TimeoutsSpec().stop_s, log.info, lambda: None)
+            try:
+                stop.run(_Attempt(order, folder, outbox).run())
+            except Interrupted as error:
+                return error.exit_code
+    except StaleOutbox as error:
+        log.warning("%s", error)
+        return STALE
+    finally:
+        run_log.close()
+    return ENDED
+
+
+class _Attempt:
+    """One attempt of a run."""
+
+    def __init__(self, order: DriverOrder, folder: Path, outbox: Outbox) -> None:
+        self._order = order
+        self._folder = folder
+        self._outbox = outbox
+        self._called_off: list[Cause | None] = []
+        """Why the service ends it before its time; None: for good."""
+        self._replaced = ""
+
+    async def run(self) -> None:
+        """Run, say how it ended, and deliver that. Raises CancelledError if a signal has stopped it."""
+        spec = self._spec()
+        console = Console("off" if spec.logging.console == "off" else "lines", f"run {self._order.run_id}", spec.steps)
+        reporter = Reporter(self._outbox, console, spec.steps, spec.timeouts.devices_s)
+        link = Link(self._order, self._outbox, reporter.now, reporter.heard, self._replace)
+        work = asyncio.create_task(self._work(spec, reporter, console))
+        self._loop, self._task = asyncio.get_running_loop(), work
+        reporter.wake, reporter.cancel = link.wake, self._call_off
+        link.start()
+        ended = Ended(Status.QUEUED, "stopped with the service; goes on when it is there again")
+        try:
+            ended = await work
+        except asyncio.CancelledError:
+            if self._called_off and not is_stopping():
+                ended = _called_off(self._called_off[0])
+            elif not self._replaced:
+                raise
+        finally:
+            log.info("ended: %s", ended)
+            if not self._replaced:
+                await to_the_end(reporter.settle())
+                reporter.tell("ended", **asdict(ended))
+            await asyncio.to_thread(link.close, DELIVER_S)
+
+    def _spec(self) -> RunSpec:
+        """What was POSTed, on the service's Ray; in a run that goes on, with all that its devices have settled."""
+        own = self._folder / SPEC_FILE
+        posted = RunSpec.model_validate(self._order.spec)
+        spec = load_spec(own) if own.is_file() else posted
+        placement = spec.placement.model_copy(update={"ray_address": self._order.ray_address})
+        weights = spec.weights
+        if self._order.one_machine and weights.store == "auto":
+            weights = weights.model_copy(update={"store": "folder"})
+        changes = {"placement": placement, "weights": weights, "limits": posted.limits}
+        return spec.model_copy(update=changes | {"output": str(self._folder.parent)})
+
+    def _call_off(self, cause: Cause | None) -> None:
+        if not self._called_off:
+            self._called_off.append(cause)
+            self._task.cancel()
+
+    def _replace(self, why: str) -> None:
+        """In the link's thread."""
+        log.warning("%s", why)
+        self._replaced = why
+        self._loop.call_soon_threadsafe(self._task.cancel)
+
+    async def _work(self, spec: RunSpec, reporter: Reporter, console: Console) -> Ended:
+        """Raises StaleOutbox, or CancelledError."""
+        reporter.status(Status.VALIDATING, "checking model, prompts and rewards")
+        sinks = None
+        try:
+            with reporter.waiting("checking model, prompts and rewards"):
+                prepared = await asyncio.to_thread(preflight, spec)
+            for warning in prepared.warnings:
+                reporter.tell("message", level="warning", message=warning)
+            if not (self._folder / SPEC_FILE).exists():
+                (self._folder / SPEC_FILE).write_text(resolved_yaml(spec), "utf-8")
+            sinks = open_sinks(spec.logging, self._folder, self._order.run_id, console, reporter)
+            session = Session(spec, prepared, self._order.run_id, self._folder, reporter, sinks, reporter)
+            outcome = await Driver(session).execute()
+        except StaleOutbox:
+            raise
+        except Exception as error:
+            log.error("the run has stopped", exc_info=error)
+            return self._ended_by(error, spec)
+        finally:
+            if sinks is not None:
+                sinks.close()
+            console.close()
+        return Ended(Status.SUCCEEDED, f"all {outcome.steps} steps are done; the model is in {outcome.checkpoint}")
+
+    def _ended_by(self, error: Exception, spec: RunSpec) -> Ended:
+        text = told(error, self._folder)
+        if isinstance(error, RunPaused):
+            return _paused(error, spec)
+        ending = ending_of(error)
+        param = error.problems[0].where or None if isinstance(error, InputError | SpecError) else None
+        problems = [
+            {"param": problem.where or None, "message": problem.what, "mend": problem.mend or None}
+            for problem in (error.problems if isinstance(error, InputError | SpecError) else ())
+        ]
+        code = CODES.get(ending.exit_code, "failed")
+        failure: dict[str, Any] = {"code": code, "message": text, "param": param, "problems": problems}
+        if ending.exit_code == MACHINES_FAILED:
+            return Ended(Status.QUEUED, f"{text}; another driver goes on", failure, retry=True)
+        if ending.resume and has_rollouts(self._folder / JOURNAL_FILE):
+            return Ended(
+                Status.PAUSED, f"{text}. What was drawn and learned is kept; once that is mended, resume", failure
+            )
+        return Ended(Status.FAILED, text, failure)
+
+
+CODES = {
+    TO_MEND: "invalid",
+    WRONG_RESULT: "wrong_weights",
+    MACHINES_FAILED: "machines_failed",
+    STOPPED: "limit_reached",
+}
+"""Codes of errors by the ending's exit code."""
+
+
+def _called_off(cause: Cause | None) -> Ended:
+    if cause is None:
+        return Ended(Status.CANCELLED, "cancelled")
+    if cause is Cause.PAUSE:
+        return Ended(Status.PAUSED, "paused before its first step")
+    return Ended(Status.QUEUED, "gave way to a run of higher priority")
+
+
+def _paused(error: RunPaused, spec: RunSpec) -> Ended:
+    if error.cause is Cause.PAUSE:
+        return Ended(Status.PAUSED, f"paused: {error}")
+    if error.cause is Cause.YIELD:
+        return Ended(Status.QUEUED, f"gave way to a run of higher priority: {error}")
+    failure = {"code": "limit_reached", "message": str(error), "param": "limits", "problems": []}
+    if spec.limits.then == "stop":
+        return Ended(Status.CANCELLED, f"stopped: {error}", failure)
+    return Ended(Status.PAUSED, f"paused: {error}; raise it to resume", failure)

@@ -1,0 +1,279 @@
+"""The service as the run's host: what happens goes into the outbox, and what the service wants is done.
+
+Methods are called in the run's loop; `heard` and `now` in the link's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from rlhfless.control.delivery import LeaseWanted, Now, PushAnswer, ReplicaNow
+from rlhfless.control.driver.outbox import Outbox
+from rlhfless.control.driver.samples import samples_to_read
+from rlhfless.control.driver.usage import UsageTeller
+from rlhfless.control.lifecycle import Status
+from rlhfless.fleet.run_devices import NoDevices
+from rlhfless.loop.host import Cause, DevicesWanted, Verdict
+from rlhfless.loop.run import Run
+from rlhfless.records import Experience, ReplicaState
+from rlhfless.records.checkpoints import Checkpoints
+from rlhfless.scaling.prices import PriceBook
+from rlhfless.telemetry.console import Console
+from rlhfless.telemetry.sinks import NO_SAMPLES
+
+RECENT_STEPS = 8
+"""The time that is left is foreseen at the pace of so many steps."""
+
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
+"""Of histograms: what the page draws as bands."""
+
+
+class Reporter:
+    """Host, progress display and metric sink of a run, in one: all three tell the service."""
+
+    def __init__(self, outbox: Outbox, console: Console, steps: int, devices_s: float) -> None:
+        self._outbox = outbox
+        self._console = console
+        self._steps = steps
+        self._devices_s = devices_s
+        self._loop = asyncio.get_running_loop()
+        self._answer: PushAnswer | None = None
+        self._answered = asyncio.Event()
+        self._waits: list[tuple[str, float]] = []
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._done = 0
+        self._run: Run | None = None
+        self._wanted: DevicesWanted | None = None
+        self._held: Callable[[str], int] = lambda _: 0
+        self._usage: UsageTeller | None = None
+        self._status: Status | None = None
+        self.wake: Callable[[], None] = lambda: None
+        """There is something to deliver."""
+        self.cancel: Callable[[Cause | None], None] = lambda _: None
+        """End the run now; None: for good."""
+
+    # -- to the service
+
+    def tell(self, item: str, /, **data: Any) -> None:
+        """Put an item into the outbox. Raises StaleOutbox."""
+        self._outbox.add(item, data)
+        self.wake()
+
+    def status(self, status: Status, reason: str) -> None:
+        """The run's status from now on."""
+        if status is not self._status:
+            self._status = status
+            self.tell("status", status=status, reason=reason)
+
+    def now(self) -> Now:
+        """What the run does now."""
+        return Now(
+            reason=self._reason(),
+            left_s=self._left_s(),
+            lease=self._lease(),
+            replicas=[] if self._run is None else replicas_of(self._run),
+        )
+
+    def _reason(self) -> str:
+        for what, since_s in reversed(list(self._waits)):
+            waited_s = time.monotonic() - since_s
+            return f"{what} ({waited_s:.0f} s)" if waited_s >= 5 else what
+        return ""
+
+    def _left_s(self) -> float | None:
+        pace = list(self._recent)
+        return sum(pace) / len(pace) * max(self._steps - self._done, 0) if pace else None
+
+    def _lease(self) -> LeaseWanted | None:
+        wanted = self._wanted
+        if wanted is None:
+            return None
+        return LeaseWanted(
+            kind=wanted.kind,
+            minimum=wanted.minimum,
+            maximum=wanted.maximum,
+            unit=wanted.unit,
+            held=self._held(wanted.kind),
+        )
+
+    # -- from the service
+
+    def heard(self, answer: PushAnswer) -> None:
+        """The service has answered."""
+        self._loop.call_soon_threadsafe(self._hear, answer)
+
+    def _hear(self, answer: PushAnswer) -> None:
+        self._answer = answer
+        self._answered.set()
+        if answer.wish == "cancel":
+            self.cancel(None)
+        elif answer.wish != "run" and not self._done and self._status is not Status.RUNNING:
+            self.cancel(Cause.PAUSE if answer.wish == "pause" else Cause.YIELD)
+
+    async def devices(self, wanted: DevicesWanted) -> None:
+        """See rlhfless.loop.host.Host: waits for the lease of the service."""
+        self._wanted = wanted
+        end_s = time.monotonic() + self._devices_s
+        self.status(Status.PROVISIONING, f"asking for {wanted.minimum} x {wanted.kind}")
+        with self._shown(f"waiting for {wanted.minimum} x {wanted.kind}"):
+            while not self._granted:
+                self.wake()
+                self._answered.clear()
+                try:
+                    await asyncio.wait_for(self._answered.wait(), max(end_s - time.monotonic(), 0.001))
+                except TimeoutError:
+                    reason = self._answer.lease_reason if self._answer else "the service does not answer"
+                    raise NoDevices(
+                        f"waited {self._devices_s:.0f} s (timeouts.devices_s) for devices: {reason}"
+                    ) from None
+                if self._answer is not None and self._answer.lease_reason:
+                    self._waits[-1] = (self._answer.lease_reason, math.inf)
+
+    @property
+    def _granted(self) -> int:
+        """Devices that the run may hold; 0 while it waits."""
+        return 0 if self._answer is None else self._answer.granted
+
+    # -- Host
+
+    def began(self, run: Run, held: Callable[[str], int]) -> int | None:
+        """See rlhfless.loop.host.Host."""
+        self._run, self._held = run, held
+        self.tell("resolved", spec=run.spec.model_dump(mode="json"))
+        self._usage = UsageTeller(run.ledger, self.tell)
+        return self._actors()
+
+    def drawn(self, run: Run, step: int, experience: Experience) -> None:
+        """See rlhfless.loop.host.Host."""
+        del run
+        self.tell("rollouts", step=step, samples=samples_to_read(experience, step))
+
+    def after_step(self, run: Run, step: int) -> Verdict:
+        """See rlhfless.loop.host.Host."""
+        self.status(Status.RUNNING, f"step {step} of {self._steps} is done")
+        if self._usage is not None:
+            self._usage.later(run.pools)
+        wish = self._answer.wish if self._answer else "run"
+        stop = {"pause": Cause.PAUSE, "yield": Cause.YIELD}.get(wish)
+        return Verdict(stop, self._actors())
+
+    def saved(self, checkpoints: Checkpoints) -> None:
+        """See rlhfless.loop.host.Host."""
+        found = checkpoints.all()
+        best = max(found, key=lambda one: (-math.inf if one.notes.score is None else one.notes.score, one.notes.step))
+        entries = [
+            {
+                "id": f"step-{one.notes.step:06d}",
+                "step": one.notes.step,
+                "location": one.location,
+                "best": one is best,
+                "score": one.notes.score,
+                "created_at": time.time(),
+            }
+            for one in found
+        ]
+        self.tell("checkpoints", checkpoints=entries)
+
+    def _actors(self) -> int | None:
+        """Most generation actors that fit into what is granted."""
+        wanted, run = self._wanted, self._run
+        if wanted is None or run is None or wanted.maximum == wanted.minimum:
+            return None
+        more = max(self._granted - wanted.minimum, 0) // wanted.unit
+        return run.spec.scaling.generation.min_actors + more
+
+    async def settle(self) -> None:
+        """The run has ended: its whole usage."""
+        if self._usage is not None:
+            await self._usage.now()
+
+    # -- Progress
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """See rlhfless.telemetry.progress.Progress."""
+        with self._shown(what), self._console.waiting(what):
+            yield
+
+    @contextmanager
+    def stage(self, what: str) -> Iterator[None]:
+        """See rlhfless.telemetry.progress.Progress."""
+        if what.startswith("step "):
+            self.status(Status.RUNNING, what)
+            what = f"{what} of {self._steps}"
+        with self._shown(what), self._console.stage(what):
+            yield
+
+    @contextmanager
+    def _shown(self, what: str) -> Iterator[None]:
+        entry = (what, time.monotonic())
+        self._waits.append(entry)
+        place = len(self._waits) - 1
+        try:
+            yield
+        finally:
+            if entry in self._waits:
+                self._waits.remove(entry)
+            else:  # its text has changed meanwhile
+                del self._waits[place:]
+
+    def show(self, content: str) -> None:
+        """See rlhfless.telemetry.progress.Progress."""
+        self._console.show(content)
+        self.tell("message", level="info", message=content)
+
+    # -- MetricSink
+
+    def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
+        """See rlhfless.telemetry.sinks.MetricSink."""
+        is_step = "step_s" in values
+        if is_step:
+            self._done = step
+            self._recent.append(values["step_s"])
+        shown: dict[str, float | None] = {
+            name: float(value) if math.isfinite(value) else None for name, value in values.items()
+        }
+        for name, many in samples.items():
+            quantiles = np.quantile(np.asarray(many, dtype=float), QUANTILES) if len(many) else ()
+            shown |= {f"{name}/p{100 * q:.0f}": float(value) for q, value in zip(QUANTILES, quantiles, strict=False)}
+        self.tell("metrics", step=step, kind="step" if is_step else "evaluation", values=shown)
+
+    def close(self) -> None:
+        """See rlhfless.telemetry.sinks.MetricSink."""
+
+
+def replicas_of(run: Run) -> list[ReplicaNow]:
+    """The replicas of a run, now. Called from another thread: what changes meanwhile is told next time."""
+    found = []
+    for pool in run.pools:
+        for replica in list(pool.replicas()):
+            devices = replica.allocation.devices
+            prices = run.ledger.prices
+            found.append(
+                ReplicaNow(
+                    function=str(replica.function),
+                    replica=replica.name,
+                    state=str(replica.state),
+                    since=replica.since_s,
+                    weights=replica.served,
+                    devices=[device.name for device in devices],
+                    kind=devices[0].kind,
+                    node=devices[0].node,
+                    usd_per_hour=_rate(replica.state, replica.allocation.shared, prices),
+                )
+            )
+    return found
+
+
+def _rate(state: ReplicaState, shared: Any, prices: PriceBook) -> float:
+    if not state.holds_device:
+        return 0.0
+    return float(sum(prices.price_usd_per_hour(device.kind) * share for device, share in shared))

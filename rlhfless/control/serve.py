@@ -1,0 +1,150 @@
+"""`rlhfless up`: the service of a data folder, and its end.
+
+SIGTERM, and a service that is killed, leave drivers and Ray at work: the next service of the folder finds them again.
+Ctrl-C and `rlhfless down` stop runs in order, and then Ray; the runs go on at the next `up`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+
+import psutil
+import uvicorn
+
+from rlhfless.control import store
+from rlhfless.control.api.app import app_of
+from rlhfless.control.drivers import LocalDrivers
+from rlhfless.control.ray_host import HostKeeper, stop_host
+from rlhfless.control.service import Service, lock_data, open_database
+from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
+from rlhfless.spec.errors import InputError, Problem
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 2
+"""How long open streams are waited for when the service ends."""
+
+DRIVERS_S = 45.0
+"""Longest wait for drivers that stop in order: `timeouts.stop_s` is 25 s, and they deliver what they have."""
+
+HOST_S = 30.0
+"""Longest wait for Ray to end."""
+
+
+async def serve(settings: ServiceSettings, say: Callable[[str], None]) -> None:
+    """Serve until a signal. Raises DataInUse, SecondService, NewerDatabase, or InputError if the port is taken."""
+    with lock_data(settings.folder):
+        database = await asyncio.to_thread(open_database, settings)
+        try:
+            with _bound(settings) as listening:
+                host, port = listening.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                service = Service(settings, database, LocalDrivers(), f"http://{shown}:{port}")
+                config = uvicorn.Config(
+                    app_of(service),
+                    log_config=None,
+                    access_log=False,
+                    timeout_graceful_shutdown=GRACE_S,
+                    timeout_keep_alive=65,
+                )
+                server = _Server(config)
+                say(f"rlhfless is at {settings.public_url or service.address} (data: {settings.folder})")
+                async with HostKeeper(settings.folder, settings.ray_address), _signals(service, server, say):
+                    await server.serve(sockets=[listening])
+        finally:
+            database.close()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        """Signals are handled by `_signals`."""
+        yield
+
+
+def _bound(settings: ServiceSettings) -> socket.socket:
+    """The socket to listen on. Raises InputError if that is not possible."""
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        found = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        what = f"{settings.host}:{settings.port} cannot be listened on: {error.strerror or error}"
+        mend = "name another with --port, or stop what has it"
+        raise InputError("the service", [Problem("port", what, mend)]) from error
+    return found
+
+
+@contextlib.asynccontextmanager
+async def _signals(service: Service, server: uvicorn.Server, say: Callable[[str], None]) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    ending: list[asyncio.Task[None]] = []
+
+    def leave() -> None:
+        server.should_exit = True
+
+    def wind_down() -> None:
+        if ending:  # the second one: at once
+            server.should_exit = server.force_exit = True
+        ending.append(asyncio.create_task(_wind_down(service, server, say)))
+
+    loop.add_signal_handler(signal.SIGTERM, leave)
+    loop.add_signal_handler(signal.SIGINT, wind_down)
+    try:
+        yield
+        await asyncio.gather(*ending, return_exceptions=True)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _wind_down(service: Service, server: uvicorn.Server, say: Callable[[str], None]) -> None:
+    """Stop runs in order, then Ray, then the service."""
+    try:
+        working = [run for run in await service.database.read(store.driven) if run.driver is not None]
+        if working:
+            say(f"stopping {len(working)} run(s) in order; they go on at the next `rlhfless up`")
+        service.supervisor.admits = False
+        await service.supervisor.stop_all()
+        end_s = time.monotonic() + DRIVERS_S
+        while time.monotonic() < end_s:
+            if not any(run.driver for run in await service.database.read(store.driven)):
+                break
+            service.supervisor.soon()
+            await asyncio.sleep(0.2)
+        if service.settings.ray_address is None:
+            await asyncio.to_thread(stop_host, service.settings.folder, HOST_S)
+    finally:
+        server.should_exit = True
+
+
+def address_of(settings: ServiceSettings) -> str | None:
+    """Where the service of a data folder answers; None if none runs."""
+    try:
+        found = json.loads((settings.folder / SERVICE_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return str(found["url"]) if psutil.pid_exists(found["pid"]) else None
+
+
+def stop_service(settings: ServiceSettings) -> bool:
+    """End the service of a data folder with its runs and its Ray, in order; returns whether there was any."""
+    try:
+        pid = json.loads((settings.folder / SERVICE_FILE).read_text("utf-8"))["pid"]
+        process = psutil.Process(pid)
+        there = "rlhfless" in " ".join(process.cmdline())
+    except (OSError, ValueError, psutil.Error):
+        there = False
+    if there:
+        os.kill(pid, signal.SIGINT)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(DRIVERS_S + HOST_S + GRACE_S)
+    gone = stop_host(settings.folder, HOST_S)
+    return there or not gone

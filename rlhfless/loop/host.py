@@ -1,0 +1,104 @@
+"""What hosts a run, as the run sees it: it promises devices, may want the run to stop after a step, and is told what
+happens. A run that the command line started has no host of its own: it may use what it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from rlhfless.records import Experience
+from rlhfless.records.checkpoints import Checkpoints
+from rlhfless.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhfless.loop.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesWanted:
+    """Devices that a run asks its host for."""
+
+    kind: str
+    minimum: int
+    """Without these it cannot work."""
+    maximum: int
+    """With these it has all actors that its spec allows."""
+    unit: int
+    """Devices of one generation actor, which it takes and gives back together."""
+
+
+class Cause(StrEnum):
+    """Why a run stops after a step, with a checkpoint."""
+
+    PAUSE = "pause"
+    """Its user asked for it."""
+    YIELD = "yield"
+    """A run of higher priority needs the devices."""
+    LIMIT = "limit"
+    """It has reached a limit of its spec."""
+
+
+class RunPaused(UserError):
+    """The run has stopped after a step; it can go on from its checkpoint."""
+
+    def __init__(self, cause: Cause, text: str) -> None:
+        super().__init__(cause, text)
+        self.cause = cause
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a host wants after a step."""
+
+    stop: Cause | None = None
+    actors: int | None = None
+    """Most generation actors from now on; None for as many as the spec allows."""
+
+
+class Host(Protocol):
+    """All methods but `devices` return at once."""
+
+    async def devices(self, wanted: DevicesWanted) -> None:
+        """Returns when the run may take the minimum. Raises FleetError if that does not happen in time."""
+
+    def began(self, run: Run, held: Callable[[str], int]) -> int | None:
+        """The run's fleet is about to start. `held`: devices of a kind that the run takes or has, at any time later.
+
+        Returns the most generation actors for now; None for as many as the spec allows.
+        """
+
+    def drawn(self, run: Run, step: int, experience: Experience) -> None:
+        """The samples of a step are there."""
+
+    def after_step(self, run: Run, step: int) -> Verdict:
+        """A step is done, and evaluated."""
+
+    def saved(self, checkpoints: Checkpoints) -> None:
+        """A checkpoint was saved; others may have been deleted."""
+
+
+class NoHost:
+    """The run may use all that it finds, until it ends."""
+
+    async def devices(self, wanted: DevicesWanted) -> None:
+        """See Host."""
+
+    def began(self, run: Run, held: Callable[[str], int]) -> int | None:
+        """See Host."""
+
+    def drawn(self, run: Run, step: int, experience: Experience) -> None:
+        """See Host."""
+
+    def after_step(self, run: Run, step: int) -> Verdict:  # noqa: ARG002
+        """See Host."""
+        return Verdict()
+
+    def saved(self, checkpoints: Checkpoints) -> None:
+        """See Host."""
