@@ -91,8 +91,8 @@ class LocalDrivers:
 
 def _environment(order: DriverOrder) -> dict[str, str]:
     environment = dict(os.environ)
-    if order.one_machine:  # the service's own Ray asks for a token; "disabled" may be inherited from another cluster's
-        environment.pop("RAY_AUTH_MODE", None)
+    if order.one_machine:  # the service's own Ray asks for a token
+        environment["RAY_AUTH_MODE"] = "token"
     return environment
 
 

@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import stat
 import tempfile
 import threading
@@ -132,7 +133,7 @@ def join(address: str, code: Path | None = None) -> None:
     """Connect this process to a cluster. `code`: a folder that all processes of the run have as their working
     directory. Raises ConnectionError if there is no cluster."""
     environment: dict[str, Any] = {} if code is None else {"runtime_env": {"working_dir": str(code)}}
-    with _own_handler():
+    with _own_handler(), _known_by_loopback() if _only_on_loopback(address) else contextlib.nullcontext():
         _init(address=address, **environment, **_QUIET)
     _after_start()
 
@@ -200,6 +201,19 @@ def _own_handler() -> Iterator[None]:
         yield
     finally:
         sigaction(int(signal.SIGTERM), saved, None)
+
+
+def _only_on_loopback(address: str) -> bool:
+    """Whether a cluster is a private one of this machine, such as a service's: Ray would look for it, under whatever
+    name it is given, at this machine's address in the network, where it does not listen."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not is_loopback(host):
+        return False
+    try:
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), REACH_S).close()
+    except OSError:
+        return True
+    return False
 
 
 @contextmanager

@@ -60,6 +60,7 @@ def app_of(service: Service) -> FastAPI:
     app.include_router(health.router)
     for kind, handler in ((ApiError, _api), (RequestValidationError, _invalid), (Unavailable, _away)):
         app.add_exception_handler(kind, handler)  # type: ignore[arg-type]  # Starlette's type is of any exception
+    app.add_exception_handler(Exception, _fault)
     app.add_exception_handler(HTTPException, _http)  # type: ignore[arg-type]
     return app
 
@@ -82,6 +83,11 @@ async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
 async def _away(_: Request, error: Unavailable) -> JSONResponse:
     answer = ApiError(503, "database_unavailable", f"{error}; nothing was changed, ask again")
     return JSONResponse(answer.body(), 503, {"Retry-After": f"{RETRY_AFTER_S:.0f}"})
+
+
+async def _fault(_: Request, error: Exception) -> JSONResponse:
+    answer = ApiError(500, "internal_error", f"{type(error).__name__}; the service's log has more")
+    return JSONResponse(answer.body(), 500)
 
 
 async def _http(_: Request, error: HTTPException) -> JSONResponse:

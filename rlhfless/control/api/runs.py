@@ -71,15 +71,13 @@ async def create_run(
     row = new_run(service, caller.owner, spec, checked)
 
     def create(session: Session) -> RunObject:
+        if idempotency_key is not None and (known := answered(session)) is not None:  # by a request at the same time
+            return known
+        session.add(row)
+        session.flush()  # what follows refers to it
         if idempotency_key is not None:
-            if (known := answered(session)) is not None:  # by a request at the same time
-                return known
             made = {"owner": caller.owner, "key": idempotency_key, "body_hash": body_hash}
-            session.add(row)
-            session.flush()
             session.add(IdempotencyRow(run_id=row.id, created_at=row.created_at, **made))
-        else:
-            session.add(row)
         store.add_event(session, row, "status", row.status_reason, data={"status": Status.QUEUED, "before": None})
         return run_object(row)
 

@@ -19,6 +19,7 @@ from rlhfless.control.driver.outbox import Outbox, StaleOutbox
 from rlhfless.control.driver.reporter import Reporter
 from rlhfless.control.drivers import read_order
 from rlhfless.control.lifecycle import Status
+from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.tasks import is_stopping, to_the_end
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_MEND, WRONG_RESULT, ending_of, told
@@ -169,7 +170,7 @@ class _Attempt:
         ]
         code = CODES.get(ending.exit_code, "failed")
         failure: dict[str, Any] = {"code": code, "message": text, "param": param, "problems": problems}
-        if ending.exit_code == MACHINES_FAILED:
+        if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
             return Ended(Status.QUEUED, f"{text}; another driver goes on", failure, retry=True)
         if ending.resume and has_rollouts(self._folder / JOURNAL_FILE):
             return Ended(
