@@ -45,13 +45,15 @@ class Drivers(Protocol):
 class LocalDrivers:
     """Each driver is a process in a session of its own, which outlives the service."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "rlhfless.control.driver") -> None:
+        """`module` is run with the run's folder."""
+        self._module = module
         self._started: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, folder: Path, order: DriverOrder) -> Handle:
         """See Drivers."""
         write_order(folder, order)
-        command = [sys.executable, "-m", "rlhfless.control.driver", str(folder)]
+        command = [sys.executable, "-m", self._module, str(folder)]
         with (folder / LOG_FILE).open("ab") as log:
             process = subprocess.Popen(
                 command,

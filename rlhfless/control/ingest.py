@@ -12,7 +12,7 @@ from rlhfless.control import store
 from rlhfless.control.database.tables import LeaseRow, MetricsRow, RolloutRow, RunRow, UsageRow
 from rlhfless.control.delivery import Item, LeaseWanted, Now, Push
 from rlhfless.control.errors import ApiError
-from rlhfless.control.lifecycle import FOLLOWING, Status, Wish
+from rlhfless.control.lifecycle import DRIVEN, FOLLOWING, Status, Wish
 
 MOST_DEATHS = 5
 """Drivers of a run that end in a row, by no fault of the run, without a step between them: the sixth would as well."""
@@ -48,8 +48,9 @@ def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
 
 
 def _now(session: Session, run: RunRow, now: Now) -> None:
-    status = Status(run.status)
-    if status in FOLLOWING and FOLLOWING[status] and run.status_reason != now.reason and now.reason:
+    if Status(run.status) not in DRIVEN:
+        return  # the driver has just said that the run has ended
+    if run.status_reason != now.reason and now.reason:
         run.status_reason = now.reason
         store.touch(session, run)
     run.left_s = now.left_s

@@ -140,9 +140,9 @@ class _Attempt:
         try:
             with reporter.waiting("checking model, prompts and rewards"):
                 prepared = await asyncio.to_thread(preflight, spec)
-            for warning in prepared.warnings:
-                reporter.tell("message", level="warning", message=warning)
             if not (self._folder / SPEC_FILE).exists():
+                for warning in prepared.warnings:
+                    reporter.tell("message", level="warning", message=warning)
                 (self._folder / SPEC_FILE).write_text(resolved_yaml(spec), "utf-8")
             sinks = open_sinks(spec.logging, self._folder, self._order.run_id, console, reporter)
             session = Session(spec, prepared, self._order.run_id, self._folder, reporter, sinks, reporter)

@@ -158,7 +158,7 @@ class Reporter:
 
     def after_step(self, run: Run, step: int) -> Verdict:
         """See rlhfless.loop.host.Host."""
-        self.status(Status.RUNNING, f"step {step} of {self._steps} is done")
+        self.status(Status.RUNNING, "running")
         if self._usage is not None:
             self._usage.later(run.pools)
         wish = self._answer.wish if self._answer else "run"
@@ -207,7 +207,7 @@ class Reporter:
     def stage(self, what: str) -> Iterator[None]:
         """See rlhfless.telemetry.progress.Progress."""
         if what.startswith("step "):
-            self.status(Status.RUNNING, what)
+            self.status(Status.RUNNING, "running")
             what = f"{what} of {self._steps}"
         with self._shown(what), self._console.stage(what):
             yield
