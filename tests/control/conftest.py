@@ -1,0 +1,35 @@
+"""A service with stand-ins, for each test that wants one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from standing import NoDrivers, served, there_is_ray
+
+from rlhfless.control.service import Service
+from rlhfless.control.settings import ServiceSettings
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ServiceSettings:
+    return ServiceSettings(data=str(tmp_path / "data"), port=0, roots=(str(tmp_path),))
+
+
+@pytest.fixture
+def drivers() -> NoDrivers:
+    return NoDrivers()
+
+
+@pytest.fixture
+def service(settings: ServiceSettings, drivers: NoDrivers) -> Iterator[tuple[httpx.Client, Service]]:
+    there_is_ray(settings.folder)
+    with served(settings, drivers) as pair:
+        yield pair
+
+
+@pytest.fixture
+def client(service: tuple[httpx.Client, Service]) -> httpx.Client:
+    return service[0]

@@ -1,0 +1,131 @@
+"""A service for tests: real API, database and supervisor; its Ray and its drivers are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from rlhfless.control.api.app import app_of
+from rlhfless.control.delivery import DriverOrder
+from rlhfless.control.drivers import Drivers, Handle
+from rlhfless.control.ray_host import RAY_FILE
+from rlhfless.control.service import Service, open_database
+from rlhfless.control.settings import ServiceSettings
+
+RUN: dict[str, Any] = {
+    "name": "small",
+    "model": {"path": "some/model"},
+    "prompts": {"path": "some/prompts"},
+    "rewards": [{"type": "exact_match"}],
+    "steps": 5,
+}
+
+
+def there_is_ray(folder: Path, cores: int = 2, at: float | None = None) -> None:
+    """Write what a Ray host would write. Far in the future: it is not renewed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    devices = {"cpu-core": cores}
+    now = {"address": "127.0.0.1:1", "pid": os.getpid(), "at": at or time.time() + 1e6, "nodes": 1}
+    new = folder / "ray.new"
+    new.write_text(json.dumps(now | {"devices": devices, "free": devices}))
+    new.replace(folder / RAY_FILE)
+
+
+class NoDrivers(Drivers):
+    """Drivers that are "alive" until they are killed, and do nothing."""
+
+    def __init__(self) -> None:
+        self.orders: list[DriverOrder] = []
+        self.dead: set[int] = set()
+        self.stopped: set[int] = set()
+
+    def start(self, folder: Path, order: DriverOrder) -> Handle:
+        self.orders.append(order)
+        return {"number": len(self.orders) - 1}
+
+    def alive(self, handle: Handle) -> bool:
+        return handle["number"] not in self.dead
+
+    def ended_by(self, handle: Handle) -> str:
+        return "its driver was ended by SIGKILL"
+
+    def stop(self, handle: Handle) -> None:
+        self.stopped.add(handle["number"])
+
+    def kill(self, handle: Handle) -> None:
+        self.dead.add(handle["number"])
+
+
+@contextmanager
+def served(settings: ServiceSettings, drivers: Drivers) -> Iterator[tuple[httpx.Client, Service]]:
+    """The application, served on a free port by a thread; a client of it, and its service."""
+    ready, holder = threading.Event(), {}
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        async def serve() -> None:
+            database = open_database(settings)
+            service = Service(settings, database, drivers, f"http://127.0.0.1:{port}")
+            server = uvicorn.Server(uvicorn.Config(app_of(service), log_config=None, timeout_graceful_shutdown=1))
+            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+            holder.update(server=server, service=service)
+            ready.set()
+            await server.serve(sockets=[listening])
+            database.close()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+        thread.start()
+        assert ready.wait(30)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+                yield client, holder["service"]
+        finally:
+            holder["server"].should_exit = True
+            thread.join(30)
+
+
+class Pushes:
+    """Delivers as a driver does."""
+
+    def __init__(self, client: httpx.Client, order: DriverOrder) -> None:
+        self._client = client
+        self.order = order
+        self.seq = 0
+
+    def __call__(self, *items: tuple[str, dict[str, Any]], lease: dict[str, Any] | None = None, reason: str = "") -> Any:
+        numbered = []
+        for kind, data in items:
+            self.seq += 1
+            numbered.append(
+                {"seq": self.seq, "attempt": self.order.attempt, "at": time.time(), "kind": kind, "data": data}
+            )
+        return self.again(numbered, lease=lease, reason=reason)
+
+    def again(self, items: list[dict[str, Any]], lease: dict[str, Any] | None = None, reason: str = "") -> Any:
+        """Items that have their numbers."""
+        body = {"attempt": self.order.attempt, "items": items, "now": {"reason": reason, "lease": lease}}
+        return self._client.post(
+            f"/internal/runs/{self.order.run_id}/deliveries",
+            json=body,
+            headers={"Authorization": f"Bearer {self.order.token}"},
+        )
+
+
+def until(condition: Any, timeout_s: float = 20.0) -> Any:
+    """What `condition` returns, when that is true."""
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return found

@@ -1,0 +1,175 @@
+"""Which run may hold how many devices: by hand, and over many rounds of random runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless.control.broker import AGING_S, Request, decide
+
+KIND = "h100"
+
+
+def asking(
+    name: str,
+    minimum: int,
+    maximum: int | None = None,
+    *,
+    granted: int = 0,
+    held: int | None = None,
+    priority: int = 0,
+    at: float = 0.0,
+    owner: str = "a",
+    unit: int = 1,
+) -> Request:
+    most = minimum if maximum is None else maximum
+    held = granted if held is None else held
+    return Request(name, owner, priority, KIND, minimum, most, unit, granted, held, at)
+
+
+def test_first_come_first_served() -> None:
+    decisions = decide([asking("late", 1, at=1), asking("early", 2)], {KIND: 2}, 10.0)
+    assert decisions.granted == {"early": 2}
+    assert decisions.reasons == {"late": "waiting for 1 x h100 for 9 s; 0 of 2 free"}
+
+
+def test_a_small_run_does_not_overtake_for_ever() -> None:
+    requests = [asking("holds", 2, granted=2), asking("large", 4, at=1), asking("small", 1, at=2)]
+    assert decide(requests, {KIND: 4}, 10.0).granted == {}
+
+
+def test_one_that_can_never_be_served_blocks_no_other() -> None:
+    decisions = decide([asking("huge", 16), asking("small", 1, at=1)], {KIND: 8}, 10.0)
+    assert decisions.granted == {"small": 1}
+    assert "there are 8 in all" in decisions.reasons["huge"]
+
+
+def test_priority_and_age() -> None:
+    urgent, old = asking("urgent", 2, priority=1, at=AGING_S), asking("old", 2, at=0.0)
+    assert decide([urgent, old], {KIND: 2}, AGING_S + 1).granted == {"old": 2}, "it has waited longer, at the same level"
+    assert decide([urgent, old], {KIND: 2}, AGING_S - 1).granted == {"urgent": 2}
+
+
+def test_the_owner_with_less_comes_first() -> None:
+    requests = [asking("a1", 2, granted=2), asking("a2", 2, at=1), asking("b1", 2, at=2, owner="b")]
+    assert decide(requests, {KIND: 4}, 10.0).granted == {"b1": 2}
+
+
+def test_what_nothing_waits_for_is_shared_out_in_units() -> None:
+    decisions = decide([asking("x", 2, 10, unit=2), asking("y", 2, 4, unit=2, at=1)], {KIND: 11}, 1.0)
+    assert decisions.granted == {"x": 6, "y": 4}
+
+
+def test_elastic_runs_give_back_first_and_it_is_given_when_it_is_free() -> None:
+    elastic, waits = asking("elastic", 2, 8, granted=8), asking("waits", 4, at=1)
+    asked_back = decide([elastic, waits], {KIND: 8}, 10.0)
+    assert asked_back.granted == {"elastic": 4}
+    assert not asked_back.yields
+    still_held = dataclasses.replace(elastic, granted=4, held=8)
+    assert decide([still_held, waits], {KIND: 8}, 11.0).granted == {}
+    given_back = dataclasses.replace(elastic, granted=4, held=4)
+    assert decide([given_back, waits], {KIND: 8}, 12.0).granted == {"waits": 4}
+
+
+def test_a_run_of_lower_priority_gives_way_only_if_that_helps() -> None:
+    low, high = asking("low", 2, granted=2), asking("high", 2, priority=1, at=1)
+    assert decide([low, high], {KIND: 2}, 10.0).yields == ("low",)
+    equal = dataclasses.replace(high, priority=0)
+    assert decide([low, equal], {KIND: 2}, 10.0).yields == ()
+    fixed = asking("fixed", 2, granted=2, priority=2)
+    too_much = asking("much", 4, priority=1, at=1)
+    assert decide([low, fixed, too_much], {KIND: 4}, 10.0).yields == ()
+
+
+def test_a_run_that_came_alone_shares_later() -> None:
+    decisions = decide([asking("first", 1, 8, granted=7), asking("second", 1, 8, granted=1, at=1)], {KIND: 8}, 1.0)
+    assert decisions.granted == {"first": 6}
+    decisions = decide([asking("first", 1, 8, granted=5), asking("second", 1, 8, granted=3, at=1)], {KIND: 8}, 1.0)
+    assert decisions.granted == {"first": 4}
+    decisions = decide([asking("first", 1, 8, granted=4), asking("second", 1, 8, granted=4, at=1)], {KIND: 8}, 1.0)
+    assert decisions.granted == {}
+
+
+def test_kinds_do_not_mix() -> None:
+    other = dataclasses.replace(asking("other", 4), kind="a100")
+    assert decide([other, asking("mine", 2)], {KIND: 2, "a100": 0}, 0.0).granted == {"mine": 2}
+
+
+class World:
+    """Runs that come, work for some rounds and go, with what they hold lagging behind what they were promised."""
+
+    def __init__(self, seed: int, devices: int) -> None:
+        self.random = random.Random(seed)
+        self.devices = devices
+        self.runs: dict[str, Request] = {}
+        self.left: dict[str, int] = {}
+        self.done: set[str] = set()
+        self.now_s = 0.0
+
+    def come(self, number: int) -> None:
+        minimum = self.random.randint(1, self.devices)
+        unit = self.random.choice([1, 1, 2])
+        extra = unit * self.random.randint(0, 3)
+        name = f"run-{number}"
+        self.runs[name] = asking(
+            name,
+            minimum,
+            minimum + extra,
+            unit=unit,
+            priority=self.random.choice([-1, 0, 0, 1]),
+            at=self.now_s,
+            owner=self.random.choice("ab"),
+        )
+        self.left[name] = self.random.randint(1, 6)
+
+    def round(self) -> None:
+        self.now_s += 30.0
+        decisions = decide(self.runs.values(), {KIND: self.devices}, self.now_s)
+        for name, granted in decisions.granted.items():
+            before = self.runs[name]
+            assert granted == 0 or before.minimum <= granted <= before.maximum
+            assert (granted - before.minimum) % before.unit == 0
+            self.runs[name] = dataclasses.replace(before, granted=granted)
+        for name in decisions.yields:
+            self.runs[name] = dataclasses.replace(self.runs[name], granted=0, held=0)
+        taken = sum(run.taken for run in self.runs.values())
+        assert taken <= self.devices, "promised or held twice"
+        for name, run in list(self.runs.items()):
+            if run.granted and self.random.random() < 0.7:  # its step has ended
+                self.runs[name] = dataclasses.replace(run, held=run.granted)
+                self.left[name] -= 1
+                if self.left[name] <= 0:
+                    self.done.add(name)
+                    del self.runs[name]
+
+
+@given(seed=st.integers(0, 10**6), devices=st.integers(1, 12), count=st.integers(1, 12))
+def test_nothing_is_promised_twice_and_nothing_starves(seed: int, devices: int, count: int) -> None:
+    world = World(seed, devices)
+    for number in range(count):
+        world.come(number)
+        world.round()
+    for _ in range(60 * count):
+        if not world.runs:
+            break
+        world.round()
+    assert len(world.done) == count, f"still waiting: {world.runs}"
+
+
+@pytest.mark.parametrize("rounds", [2_000])
+def test_a_low_priority_is_served_in_a_stream_of_high_ones(rounds: int) -> None:
+    world = World(3, 2)
+    world.runs["low"] = asking("low", 2, priority=-1)
+    world.left["low"] = 1
+    for number in range(rounds):
+        if sum(1 for name in world.runs if name != "low") < 3:
+            world.runs[f"high-{number}"] = asking(f"high-{number}", 2, priority=1, at=world.now_s, owner="b")
+            world.left[f"high-{number}"] = 2
+        world.round()
+        if "low" in world.done:
+            return
+    raise AssertionError("it starves")

@@ -1,0 +1,55 @@
+"""Which status follows which, and what may be asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhfless.control.lifecycle import AT_REST, DRIVEN, ENDED, FOLLOWING, NotPossible, Status, Wish, asked
+
+
+@pytest.mark.parametrize(
+    ("status", "wanted", "wish", "expected"),
+    [
+        ("queued", "run", "pause", ("paused", "pause")),
+        ("queued", "run", "cancel", ("cancelled", "cancel")),
+        ("running", "run", "pause", ("pausing", "pause")),
+        ("pausing", "pause", "pause", ("pausing", "pause")),
+        ("pausing", "pause", "run", ("running", "run")),
+        ("paused", "pause", "run", ("queued", "run")),
+        ("paused", "pause", "pause", ("paused", "pause")),
+        ("paused", "pause", "cancel", ("cancelled", "cancel")),
+        ("running", "run", "run", ("running", "run")),
+        ("running", "run", "cancel", ("running", "cancel")),
+        ("cancelled", "cancel", "cancel", ("cancelled", "cancel")),
+    ],
+)
+def test_what_is_asked_for(status: str, wanted: str, wish: str, expected: tuple[str, str]) -> None:
+    assert asked(Status(status), Wish(wanted), Wish(wish)) == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "wanted", "wish", "message"),
+    [
+        ("succeeded", "run", "cancel", "has succeeded"),
+        ("failed", "run", "pause", "has failed"),
+        ("cancelled", "cancel", "run", "is cancelled"),
+        ("running", "cancel", "pause", "is cancelled"),
+    ],
+)
+def test_what_is_not_possible(status: str, wanted: str, wish: str, message: str) -> None:
+    with pytest.raises(NotPossible, match=message):
+        asked(Status(status), Wish(wanted), Wish(wish))
+
+
+def test_every_status_has_followers_and_ends_have_none() -> None:
+    assert set(FOLLOWING) == set(Status)
+    assert {status for status, following in FOLLOWING.items() if not following} == ENDED
+    for status in Status:
+        for wanted in Wish:
+            for wish in Wish:
+                try:
+                    following, _ = asked(status, wanted, wish)
+                except NotPossible:
+                    continue
+                assert following == status or following in FOLLOWING[status]
+    assert DRIVEN.isdisjoint(AT_REST)
