@@ -96,6 +96,9 @@ def _detached(settings: ServiceSettings) -> None:
     from rlhfless.spec.errors import UserError
 
     settings.folder.mkdir(parents=True, exist_ok=True)
+    if (url := address_of(settings)) is not None and _answers(url):
+        typer.echo(f"rlhfless is at {url} already (data: {settings.folder})", err=True)
+        return
     command = [sys.executable, sys.argv[0], *(word for word in sys.argv[1:] if word != "--detach")]
     log = settings.folder / LOG_FILE
     with log.open("ab") as stream:

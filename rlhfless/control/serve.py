@@ -21,7 +21,7 @@ import uvicorn
 
 from rlhfless.control import store
 from rlhfless.control.api.app import app_of
-from rlhfless.control.drivers import LocalDrivers
+from rlhfless.control.drivers import Drivers, LocalDrivers
 from rlhfless.control.ray_host import HostKeeper, stop_host
 from rlhfless.control.service import Service, lock_data, open_database
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
@@ -39,15 +39,18 @@ HOST_S = 30.0
 """Longest wait for Ray to end."""
 
 
-async def serve(settings: ServiceSettings, say: Callable[[str], None]) -> None:
-    """Serve until a signal. Raises DataInUse, SecondService, NewerDatabase, or InputError if the port is taken."""
+async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: Drivers | None = None) -> None:
+    """Serve until a signal; drivers are processes of this machine unless others are given.
+
+    Raises DataInUse, SecondService, NewerDatabase, or InputError if the port is taken.
+    """
     with lock_data(settings.folder):
         database = await asyncio.to_thread(open_database, settings)
         try:
             with _bound(settings) as listening:
                 host, port = listening.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host
-                service = Service(settings, database, LocalDrivers(), f"http://{shown}:{port}")
+                service = Service(settings, database, drivers or LocalDrivers(), f"http://{shown}:{port}")
                 config = uvicorn.Config(
                     app_of(service),
                     log_config=None,

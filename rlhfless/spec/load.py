@@ -42,6 +42,15 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
 
     Raises SpecError with all problems.
     """
+    return _load(path, overrides)[0]
+
+
+def load_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What `load_spec` makes a spec of: the keys that the user has written, with absolute paths. Raises SpecError."""
+    return _load(path, overrides)[1]
+
+
+def _load(path: str | Path, overrides: Sequence[str]) -> tuple[RunSpec, dict[str, Any]]:
     path = Path(path)
     source = str(path)
     text = _read(path)
@@ -68,7 +77,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
         raise SpecError(source, [*problems, *explain(error, RunSpec, origins, data)]) from error
     if problems:
         raise SpecError(source, problems)
-    return spec
+    return spec, data
 
 
 def json_schema() -> dict[str, Any]:

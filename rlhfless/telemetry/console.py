@@ -97,6 +97,12 @@ class Console:
         with self._stage(what, self._now()):
             yield
 
+    def tell(self, what: str) -> None:
+        """Shows what is done or waited for, until this is called again; of a run that is somewhere else."""
+        what = legible(what)
+        with self._lock:
+            self._waiting = [_Wait(what, self._now(), Spinner("dots"))] if what else []
+
     def emit(
         self,
         step: int,

@@ -103,7 +103,9 @@ class Pushes:
         self.order = order
         self.seq = 0
 
-    def __call__(self, *items: tuple[str, dict[str, Any]], lease: dict[str, Any] | None = None, reason: str = "") -> Any:
+    def __call__(
+        self, *items: tuple[str, dict[str, Any]], lease: dict[str, Any] | None = None, reason: str = ""
+    ) -> Any:
         numbered = []
         for kind, data in items:
             self.seq += 1

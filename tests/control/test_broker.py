@@ -50,7 +50,9 @@ def test_one_that_can_never_be_served_blocks_no_other() -> None:
 
 def test_priority_and_age() -> None:
     urgent, old = asking("urgent", 2, priority=1, at=AGING_S), asking("old", 2, at=0.0)
-    assert decide([urgent, old], {KIND: 2}, AGING_S + 1).granted == {"old": 2}, "it has waited longer, at the same level"
+    assert decide([urgent, old], {KIND: 2}, AGING_S + 1).granted == {"old": 2}, (
+        "it has waited longer, at the same level"
+    )
     assert decide([urgent, old], {KIND: 2}, AGING_S - 1).granted == {"urgent": 2}
 
 

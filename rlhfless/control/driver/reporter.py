@@ -156,7 +156,7 @@ class Reporter:
         del run
         self.tell("rollouts", step=step, samples=samples_to_read(experience, step))
 
-    def after_step(self, run: Run, step: int) -> Verdict:
+    def after_step(self, run: Run, step: int) -> Verdict:  # noqa: ARG002
         """See rlhfless.loop.host.Host."""
         self.status(Status.RUNNING, "running")
         if self._usage is not None:

@@ -1,0 +1,96 @@
+"""`rlhfless keys`: the API keys of a service. They are made in its database, so this needs no key."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhfless.cli.service import Data
+from rlhfless.control.settings import DATA_FOLDER, ServiceSettings
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+Database = Annotated[str | None, typer.Option("--database", metavar="URL", help="As given to `rlhfless up`.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    keys = typer.Typer(help="API keys of a service.", no_args_is_help=True)
+    keys.command()(create)
+    keys.command("list")(list_keys)
+    keys.command()(revoke)
+    app.add_typer(keys, name="keys")
+
+
+def create(
+    name: Annotated[str, typer.Argument(help="What it is for, for you to know it by.")],
+    scope: Annotated[str, typer.Option(help="read, run (starts and steers runs), or admin.")] = "run",
+    data: Data = DATA_FOLDER,
+    database: Database = None,
+) -> None:
+    """Make a key; it is printed this once. A service that runs knows it within seconds."""
+    from rlhfless.control.security.access import SCOPES, make_key
+
+    chosen = next((known for known in SCOPES if known == scope), None)
+    if chosen is None:
+        raise typer.BadParameter(f"{scope!r} is none of {', '.join(SCOPES)}", param_hint="--scope")
+    with _session(data, database) as session:
+        _, secret = make_key(session, name, chosen)
+        session.commit()
+    typer.echo(secret)
+
+
+def list_keys(
+    data: Data = DATA_FOLDER,
+    database: Database = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """All keys, without their secrets."""
+    from sqlalchemy import select
+
+    from rlhfless.cli.runs_tables import time_of
+    from rlhfless.control.database.tables import KeyRow
+
+    with _session(data, database) as session:
+        rows = list(session.scalars(select(KeyRow).order_by(KeyRow.created_at)))
+    if as_json:
+        shown = ("id", "name", "scopes", "created_at", "revoked_at")
+        typer.echo(json.dumps([{field: getattr(row, field) for field in shown} for row in rows], indent=2))
+        return
+    for row in rows:
+        state = "" if row.revoked_at is None else f"  revoked {time_of(row.revoked_at)}"
+        typer.echo(f"{row.id}  {row.scopes[-1]:<5}  {time_of(row.created_at)}  {row.name}{state}")
+
+
+def revoke(
+    key: Annotated[str, typer.Argument(metavar="KEY_ID", help="Such as key_0a1b2c3d4e5f.")],
+    data: Data = DATA_FOLDER,
+    database: Database = None,
+) -> None:
+    """Refuse a key from now on. Idempotent."""
+    from rlhfless.control.database.tables import KeyRow
+    from rlhfless.spec.errors import UserError
+
+    with _session(data, database) as session:
+        row = session.get(KeyRow, key)
+        if row is None:
+            raise UserError(f"there is no key {key!r}; `rlhfless keys list` shows all")
+        row.revoked_at = row.revoked_at or time.time()
+        session.commit()
+
+
+def _session(data: str, database: str | None) -> Session:
+    from sqlalchemy.orm import Session
+
+    from rlhfless.control.database.access import Database, sqlite_url
+    from rlhfless.control.database.migrate import migrate
+
+    settings = ServiceSettings(data=data, database=database)
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    found = Database(settings.database or sqlite_url(settings.folder))
+    migrate(found.engine)
+    return Session(found.engine, expire_on_commit=False)

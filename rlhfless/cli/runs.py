@@ -1,0 +1,223 @@
+"""`rlhfless runs`: the runs of a service. The service is found as rlhfless.client.Client finds it.
+
+Exit codes, beside those of all commands: 3 a run that was watched has failed, 4 the service does not answer, 5 a run
+that was watched was cancelled or paused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhfless.cli.options import Overrides, SpecFile
+from rlhfless.text import legible
+
+if TYPE_CHECKING:
+    from rlhfless.client import Client
+    from rlhfless.control.objects import RunObject
+
+Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Of the service; by default RLHFLESS_URL.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run; `last` is the newest.")]
+
+LAST = "last"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    runs = typer.Typer(help="Start, watch and steer the runs of a service.", no_args_is_help=True)
+    for command in (create, show, watch, cancel, pause, resume, delete, logs, usage, events, checkpoints):
+        runs.command()(command)
+    runs.command("list")(list_runs)
+    app.add_typer(runs, name="runs")
+
+
+def create(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the run until it has ended.")] = False,
+    idempotency_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="The same key and spec are one run, however often it is sent.")
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Start a run."""
+    from rlhfless.spec.load import load_values
+
+    values = load_values(spec, overrides or ())
+    with _client(url) as client:
+        run = client.create_run(values, idempotency_key)
+        if as_json:
+            _print_json(run)
+        else:
+            typer.echo(f"{run.id} is {run.status}; its page is {client.url}/#/runs/{run.id}")
+        if watch:
+            _watch(client, run, as_json)
+
+
+def list_runs(
+    status: Annotated[list[str] | None, typer.Option(help="Only these statuses.")] = None,
+    label: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Only runs with this label.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
+    after: Annotated[str | None, typer.Option(metavar="RUN", help="Go on after this run.")] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The runs of the service, newest first."""
+    from rlhfless.cli.runs_tables import runs_table
+
+    labels = dict(_label(text) for text in label or ())
+    with _client(url) as client:
+        page = client.list_runs(after, limit, status or (), labels)
+    if as_json:
+        _print_json(page)
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(runs_table(page.data))
+    if page.has_more:
+        typer.echo(f"there are more: --after {page.data[-1].id}")
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"{text!r} is not of the form NAME=VALUE", param_hint="--label")
+    return name, value
+
+
+def show(run: RunId, url: Url = None, as_json: Json = False) -> None:
+    """One run."""
+    with _client(url) as client:
+        found = client.get_run(_id(client, run))
+    _print_run(found, as_json)
+
+
+def watch(run: RunId, url: Url = None, as_json: Json = False) -> None:
+    """Follow a run until it has ended. Ctrl-C ends only the watching."""
+    with _client(url) as client:
+        _watch(client, client.get_run(_id(client, run)), as_json)
+
+
+def cancel(run: RunId, url: Url = None, as_json: Json = False) -> None:
+    """Stop a run for good; what it has saved stays."""
+    with _client(url) as client:
+        _print_run(client.cancel_run(_id(client, run)), as_json)
+
+
+def pause(run: RunId, url: Url = None, as_json: Json = False) -> None:
+    """Stop a run after its step, with a checkpoint; it gives its devices back."""
+    with _client(url) as client:
+        _print_run(client.pause_run(_id(client, run)), as_json)
+
+
+def resume(
+    run: RunId,
+    limits: Annotated[
+        list[str] | None, typer.Option("--limit", metavar="KEY=VALUE", help="A new limit, such as max_cost_usd=20.")
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a paused run."""
+    from rlhfless.spec import document
+
+    raised = {name: document.parse_value(value) for name, value in map(_label, limits or ())}
+    with _client(url) as client:
+        _print_run(client.resume_run(_id(client, run), raised or None), as_json)
+
+
+def delete(run: RunId, url: Url = None) -> None:
+    """Remove an ended run, with its folder."""
+    with _client(url) as client:
+        client.delete_run(_id(client, run))
+
+
+def logs(run: RunId, lines: Annotated[int, typer.Option(min=1)] = 100, url: Url = None) -> None:
+    """The end of a run's log."""
+    with _client(url) as client:
+        typer.echo(legible(client.logs(_id(client, run), lines)), nl=False)
+
+
+def usage(run: RunId, url: Url = None, as_json: Json = False) -> None:
+    """Device time and cost of a run, by function."""
+    from rlhfless.cli.runs_tables import usage_table
+
+    with _client(url) as client:
+        found = client.usage(_id(client, run))
+    if as_json:
+        _print_json(found)
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(usage_table(found))
+
+
+def events(run: RunId, after: int = 0, limit: int = 1000, url: Url = None, as_json: Json = False) -> None:
+    """What has happened in a run."""
+    with _client(url) as client:
+        page = client.events(_id(client, run), after, limit)
+    if as_json:
+        _print_json(page)
+        return
+    from rlhfless.cli.runs_tables import time_of
+
+    for event in page.data:
+        level = "" if event.level == "info" else f"{event.level}: "
+        typer.echo(legible(f"{event.id:>5}  {time_of(event.created_at)}  {event.type:<10}  {level}{event.message}"))
+
+
+def checkpoints(run: RunId, url: Url = None, as_json: Json = False) -> None:
+    """The checkpoints of a run, newest first."""
+    with _client(url) as client:
+        page = client.checkpoints(_id(client, run))
+    if as_json:
+        _print_json(page)
+        return
+    for checkpoint in page.data:
+        typer.echo(f"{checkpoint.id}  {'best  ' if checkpoint.best else '      '}{checkpoint.location}")
+
+
+def _client(url: str | None) -> Client:
+    from rlhfless.client import Client
+
+    return Client(url)
+
+
+def _id(client: Client, run: str) -> str:
+    """The id of a run: as given, or of the newest."""
+    if run != LAST:
+        return Path(run).name  # users also name a run's folder
+    newest = client.list_runs(limit=1).data
+    if not newest:
+        from rlhfless.spec.errors import UserError
+
+        raise UserError("the service has no run; start one with `rlhfless runs create SPEC`")
+    return newest[0].id
+
+
+def _print_json(found: Any) -> None:
+    typer.echo(json.dumps(found.model_dump(mode="json"), indent=2))
+
+
+def _print_run(run: RunObject, as_json: bool) -> None:
+    if as_json:
+        _print_json(run)
+        return
+    from rich.console import Console
+
+    from rlhfless.cli.runs_tables import run_lines
+
+    Console(highlight=False).print(run_lines(run), soft_wrap=True)
+
+
+def _watch(client: Client, run: RunObject, as_json: bool) -> None:
+    from rlhfless.cli.runs_watch import exit_code_of, watch_run
+
+    ended = watch_run(client, run, as_json)
+    if code := exit_code_of(ended):
+        raise typer.Exit(code)

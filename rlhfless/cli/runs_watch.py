@@ -1,0 +1,111 @@
+"""Follows a run of a service on the terminal, as `rlhfless run` shows one of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import typer
+
+from rlhfless.cli.runs_tables import function_row, total_row
+from rlhfless.client import Client
+from rlhfless.client.errors import ApiFault, ServiceAway
+from rlhfless.control.lifecycle import AT_REST, Status
+from rlhfless.control.objects import EventObject, RunObject
+from rlhfless.telemetry.console import Console
+from rlhfless.telemetry.report import EvaluationRow, FinalReport, render_report
+
+LOOK_S = 1.0
+"""How often the run's reason is read while it is watched."""
+
+EVAL = "eval/"
+
+
+def watch_run(client: Client, run: RunObject, as_json: bool) -> RunObject:
+    """Show events until the run has ended or is paused; returns the run."""
+    if as_json:
+        for event in client.watch(run.id):
+            typer.echo(json.dumps(event.model_dump(mode="json")))
+            if _rests(event):
+                break
+        return client.get_run(run.id)
+    console = Console(
+        "live" if sys.stdout.isatty() else "lines", f"run {run.id}  {client.url}/#/runs/{run.id}", run.steps
+    )
+    over = threading.Event()
+    telling = threading.Thread(target=_tell, args=(client.url, run.id, console, over), daemon=True)
+    telling.start()
+    before: dict[str, float] = {}
+    try:
+        for event in client.watch(run.id):
+            _show(console, event, before)
+            if _rests(event):
+                break
+    except KeyboardInterrupt:
+        console.close()
+        again = f"rlhfless runs watch {run.id}"
+        typer.echo(f"not watched any more; the run goes on. Watch it with: {again}, end it with: "
+                   f"rlhfless runs cancel {run.id}", err=True)  # fmt: skip
+        raise typer.Exit(0) from None
+    finally:
+        over.set()
+        console.tell("")
+        console.close()
+    ended = client.get_run(run.id)
+    if ended.status is Status.SUCCEEDED:
+        console.show(render_report(_report(client, ended, before)))
+    else:
+        typer.echo(f"{run.id} {ended.status}: {ended.status_reason}", err=True)
+    return ended
+
+
+def exit_code_of(run: RunObject) -> int:
+    """0 for a run that has succeeded, 3 for one that has failed, 5 for one that was cancelled or paused."""
+    return {Status.SUCCEEDED: 0, Status.FAILED: 3}.get(run.status, 5)
+
+
+def _rests(event: EventObject) -> bool:
+    return event.type == "status" and event.data.get("status") in AT_REST
+
+
+def _tell(url: str, run_id: str, console: Console, over: threading.Event) -> None:
+    """Show what the run does or waits for, until `over`."""
+    with Client(url) as client:
+        while not over.wait(LOOK_S):
+            try:
+                run = client.get_run(run_id)
+            except (ApiFault, ServiceAway) as error:
+                console.tell(str(error))
+                continue
+            if not over.is_set():
+                console.tell(f"{run.status}: {run.status_reason}")
+
+
+def _show(console: Console, event: EventObject, before: dict[str, float]) -> None:
+    if event.type in ("metrics", "evaluation"):
+        values = event.data["metrics"]
+        if event.type == "evaluation" and not before:
+            before |= {name.removeprefix(EVAL): value for name, value in values.items()}
+        console.emit(event.data["step"], values)
+    elif event.type == "status":
+        console.show(f"{event.data['status']}: {event.message}")
+    else:
+        console.show(event.message if event.level == "info" else f"{event.level}: {event.message}")
+
+
+def _report(client: Client, run: RunObject, before: dict[str, float]) -> FinalReport:
+    usage = client.usage(run.id)
+    after = {name.removeprefix(EVAL): value for name, value in run.latest.items() if name.startswith(EVAL)}
+    checkpoint = run.latest_checkpoint.location if run.latest_checkpoint is not None else ""
+    return FinalReport(
+        title=f"run {run.id} succeeded",
+        steps=run.steps,
+        wall_s=(run.finished_at or run.status_since) - run.created_at,
+        replicas_lost=0,
+        steps_again=0,
+        evaluations=tuple(EvaluationRow(name.replace("_", " "), before.get(name), now) for name, now in after.items()),
+        functions=tuple(map(function_row, usage.functions)),
+        total=total_row(usage),
+        files=(("checkpoint", checkpoint), ("page", f"{client.url}/#/runs/{run.id}")),
+    )

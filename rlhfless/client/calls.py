@@ -1,0 +1,218 @@
+"""The requests of the API: what is sent, what comes back, and whether it may be sent again. Both clients send these."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import httpx
+from pydantic import TypeAdapter
+
+from rlhfless.client.errors import ServiceAway, fault_of
+from rlhfless.control.lifecycle import ENDED
+from rlhfless.control.objects import (
+    CheckpointObject,
+    EventObject,
+    ListObject,
+    MetricsObject,
+    ReplicaObject,
+    RolloutObject,
+    RunObject,
+    UsageObject,
+)
+from rlhfless.control.settings import DATA_FOLDER, SERVICE_FILE
+
+T = TypeVar("T")
+
+URL, KEY = "RLHFLESS_URL", "RLHFLESS_API_KEY"
+"""Environment variables: where the service is, and with which key it is asked."""
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+TIMEOUT_S = 30.0
+"""Longest wait for an answer."""
+
+STREAM_S = 60.0
+"""Longest silence of a stream of events: the service sends something every 15 s."""
+
+TRIES = 6
+"""A request that may be sent again is sent so often, over some ten seconds: a service starts in three."""
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 5.0
+"""Between two tries; doubled each time."""
+
+AGAIN = frozenset({429, 502, 503, 504})
+"""Answers after which the same request may succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request."""
+
+    method: str
+    path: str
+    answer: Any
+    """Type of the answer; `str` and `bytes` as they come, None for no body."""
+    params: Sequence[tuple[str, str]] = ()
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    repeatable: bool = True
+    """Sent again, it changes nothing more."""
+
+    def parsed(self, response: httpx.Response) -> T:
+        """The answer. Raises ApiFault."""
+        if not response.is_success:
+            raise fault_of(response)
+        if self.answer in (None, str, bytes):
+            return {None: None, str: response.text, bytes: response.content}[self.answer]  # type: ignore[return-value]
+        found: T = TypeAdapter(self.answer).validate_json(response.content)
+        return found
+
+
+def wait_s(attempt: int, response: httpx.Response | None) -> float:
+    """How long to wait after try number `attempt`, from 0."""
+    told = response.headers.get("retry-after", "") if response is not None else ""
+    return float(told) if told.isdecimal() else min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
+
+
+def service_url(given: str | None, data: str | None = None) -> str:
+    """Where the service is: as given, or RLHFLESS_URL, or the service of the data folder, or the default."""
+    found = given or os.environ.get(URL)
+    if found is None:
+        try:
+            content = json.loads((Path(data or DATA_FOLDER) / SERVICE_FILE).read_text("utf-8"))
+            found = str(content["url"])
+        except (OSError, ValueError, KeyError):
+            found = DEFAULT_URL
+    return found.rstrip("/")
+
+
+def headers(key: str | None) -> dict[str, str]:
+    """Of every request."""
+    key = key or os.environ.get(KEY)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def away(url: str, error: Exception) -> ServiceAway:
+    """No answer came."""
+    return ServiceAway(
+        f"no rlhfless service answers at {url} ({error or type(error).__name__}); start one with `rlhfless up`, or "
+        f"name another with {URL} or --url"
+    )
+
+
+# -- the requests
+
+
+def create_run(spec: Mapping[str, Any], idempotency_key: str | None) -> Call[RunObject]:
+    key = idempotency_key or uuid.uuid4().hex
+    return Call("POST", "/v1/runs", RunObject, body=dict(spec), headers={"Idempotency-Key": key})
+
+
+def get_run(run_id: str) -> Call[RunObject]:
+    return Call("GET", f"/v1/runs/{run_id}", RunObject)
+
+
+def list_runs(
+    after: str | None, limit: int, status: Sequence[str], metadata: Mapping[str, str]
+) -> Call[ListObject[RunObject]]:
+    params = [("limit", str(limit)), *(("status", one) for one in status)]
+    params += [(f"metadata[{name}]", value) for name, value in metadata.items()]
+    params += [("after", after)] if after else []
+    return Call("GET", "/v1/runs", ListObject[RunObject], params)
+
+
+def act(run_id: str, action: str, body: Mapping[str, Any] | None = None) -> Call[RunObject]:
+    return Call("POST", f"/v1/runs/{run_id}/{action}", RunObject, body=dict(body) if body else None)
+
+
+def delete_run(run_id: str) -> Call[None]:
+    return Call("DELETE", f"/v1/runs/{run_id}", None)
+
+
+def events(run_id: str, after: int, limit: int) -> Call[ListObject[EventObject]]:
+    params = [("after", str(after)), ("limit", str(limit))]
+    return Call("GET", f"/v1/runs/{run_id}/events", ListObject[EventObject], params)
+
+
+def metrics(run_id: str, names: Sequence[str], after_step: int | None, points: int | None) -> Call[MetricsObject]:
+    params = [("name", name) for name in names]
+    params += [("after_step", str(after_step))] if after_step is not None else []
+    params += [("points", str(points))] if points is not None else []
+    return Call("GET", f"/v1/runs/{run_id}/metrics", MetricsObject, params)
+
+
+def checkpoints(run_id: str) -> Call[ListObject[CheckpointObject]]:
+    return Call("GET", f"/v1/runs/{run_id}/checkpoints", ListObject[CheckpointObject])
+
+
+def usage(run_id: str) -> Call[UsageObject]:
+    return Call("GET", f"/v1/runs/{run_id}/usage", UsageObject)
+
+
+def rollouts(run_id: str, step: int | None, limit: int) -> Call[ListObject[RolloutObject]]:
+    params = [("limit", str(limit)), *([("step", str(step))] if step is not None else [])]
+    return Call("GET", f"/v1/runs/{run_id}/rollouts", ListObject[RolloutObject], params)
+
+
+def logs(run_id: str, lines: int) -> Call[str]:
+    return Call("GET", f"/v1/runs/{run_id}/logs", str, [("lines", str(lines))])
+
+
+def functions() -> Call[ListObject[ReplicaObject]]:
+    return Call("GET", "/v1/functions", ListObject[ReplicaObject])
+
+
+def post(path: str, body: Mapping[str, Any]) -> Call[dict[str, Any]]:
+    """A question that changes nothing."""
+    return Call("POST", path, dict[str, Any], body=dict(body))
+
+
+def get(path: str) -> Call[dict[str, Any]]:
+    return Call("GET", path, dict[str, Any])
+
+
+# -- streams
+
+
+class Stream:
+    """Lines of a stream of events, as events; each once, in order, whatever the connection does."""
+
+    def __init__(self, run_id: str, after: int) -> None:
+        self.path = f"/v1/runs/{run_id}/events"
+        self.after = after
+        """Id of the last event that came."""
+        self.ended = False
+        """The run's last event has come."""
+        self._data: list[str] = []
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the request that goes on where the last one broke."""
+        return {"Accept": "text/event-stream", "Last-Event-ID": str(self.after)}
+
+    def begin(self) -> None:
+        """A new connection: half an event of the last one counts for nothing."""
+        self._data = []
+
+    def feed(self, line: str) -> Iterator[EventObject]:
+        """The event that this line ends, if it ends one."""
+        if line.startswith("data: "):
+            self._data.append(line.removeprefix("data: "))
+        elif not line and self._data:
+            event = EventObject.model_validate_json("\n".join(self._data))
+            self._data = []
+            if event.id > self.after:
+                self.after = event.id
+                self.ended = event.type == "status" and event.data.get("status") in ENDED
+                yield event
+
+
+def is_ended(run: RunObject) -> bool:
+    """Nothing more will happen in this run."""
+    return run.status in ENDED

@@ -1,0 +1,72 @@
+"""What a client raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from rlhfless.control.objects import ErrorObject
+from rlhfless.spec.errors import UserError
+
+
+class ServiceAway(UserError):
+    """The service does not answer."""
+
+    status = 4
+
+
+class ApiFault(UserError):
+    """The service has refused a request, or failed at it."""
+
+    def __init__(self, status_code: int, error: ErrorObject) -> None:
+        super().__init__(status_code, error)
+        self.status_code = status_code
+        """Of HTTP."""
+        self.error = error
+        """code, message, param, and all problems."""
+
+    def __str__(self) -> str:
+        """The message, and every problem on a line of its own."""
+        problems = self.error.problems
+        if not problems:
+            return self.error.message
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = [f"{self.error.message.partition(':')[0]}: {count}"]
+        for problem in problems:
+            lines.append(f"- {problem.param}: {problem.message}" if problem.param else f"- {problem.message}")
+            lines += [f"    {problem.mend}"] if problem.mend else []
+        return "\n".join(lines)
+
+
+class Invalid(ApiFault):
+    """422: fields of the request are wrong."""
+
+
+class Unauthorized(ApiFault):
+    """401: no API key, or none that the service knows."""
+
+
+class Forbidden(ApiFault):
+    """403: the key's scopes do not reach so far."""
+
+
+class NotFound(ApiFault):
+    """404."""
+
+
+class Conflict(ApiFault):
+    """409: not possible in the present state."""
+
+
+_BY_STATUS: dict[int, type[ApiFault]] = {401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 422: Invalid}
+
+
+def fault_of(response: httpx.Response) -> ApiFault:
+    """The error in an answer. What is no answer of the service, such as a proxy's page, is told with its status."""
+    try:
+        body: Any = response.json()
+        error = ErrorObject.model_validate(body["error"])
+    except (ValueError, KeyError, TypeError):
+        error = ErrorObject(code="http", message=f"HTTP {response.status_code} {response.reason_phrase}")
+    return _BY_STATUS.get(response.status_code, ApiFault)(response.status_code, error)
