@@ -96,5 +96,7 @@ class DriverOrder(_Message):
     ray_address: str
     one_machine: bool
     """The Ray cluster is this machine alone."""
+    http_hosts: list[str]
+    """See ServiceSettings.http_hosts."""
     spec: dict[str, Any]
     """As it was POSTed."""

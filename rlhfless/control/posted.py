@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.control.errors import refused
+from rlhfless.control.security.named import code_problems, file_problems
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
@@ -16,13 +17,16 @@ OWN = {
     ("output",): "the service keeps each run in its own folder",
     ("placement", "ray_address"): "the service runs on its own Ray cluster",
     ("placement", "trusted_network"): "the service runs on its own Ray cluster",
+    ("scoring", "http_hosts"): "the service says which hosts rewards may reach",
     ("logging", "metrics_port"): "the service serves the metrics of all runs under /metrics",
 }
 """Keys of a spec that are the service's own, and why."""
 
 
-def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:  # noqa: ARG001
+def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
     """The spec. Raises ApiError (422) with every wrong field."""
+    if problems := code_problems(values, settings):  # before anything that it names is imported
+        raise refused("the spec", problems)
     try:
         spec = RunSpec.model_validate(values)
     except ValidationError as error:
@@ -32,6 +36,7 @@ def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:  
         for path, why in OWN.items()
         if _has(values, path)
     ]
+    problems += file_problems(spec, settings)
     if problems:
         raise refused("the spec", problems)
     return spec

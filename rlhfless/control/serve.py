@@ -23,6 +23,7 @@ from rlhfless.control import store
 from rlhfless.control.api.app import app_of
 from rlhfless.control.drivers import Drivers, LocalDrivers
 from rlhfless.control.ray_host import HostKeeper, stop_host
+from rlhfless.control.security.start import require_safe
 from rlhfless.control.service import Service, lock_data, open_database
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 from rlhfless.spec.errors import InputError, Problem
@@ -42,11 +43,12 @@ HOST_S = 30.0
 async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: Drivers | None = None) -> None:
     """Serve until a signal; drivers are processes of this machine unless others are given.
 
-    Raises DataInUse, SecondService, NewerDatabase, or InputError if the port is taken.
+    Raises DataInUse, SecondService, NewerDatabase, NotSafe, or InputError if the port is taken.
     """
     with lock_data(settings.folder):
         database = await asyncio.to_thread(open_database, settings)
         try:
+            await asyncio.to_thread(require_safe, settings, database)
             with _bound(settings) as listening:
                 host, port = listening.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host

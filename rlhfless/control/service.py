@@ -18,6 +18,7 @@ from rlhfless.control.database.migrate import migrate
 from rlhfless.control.delivery import ReplicaNow
 from rlhfless.control.drivers import Drivers
 from rlhfless.control.ray_host import RAY_FILE, RayNow, read_ray
+from rlhfless.control.retention import sweep_for_ever
 from rlhfless.control.security.keys import Keys
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 from rlhfless.control.supervisor import Supervisor
@@ -71,12 +72,14 @@ class Service:
     async def working(self) -> AsyncIterator[None]:
         """Within the block runs are looked after."""
         self.announce()
-        task = asyncio.create_task(self.supervisor.run())
+        work = (self.supervisor.run(), sweep_for_ever(self.database, self.settings))
+        tasks = [asyncio.create_task(one) for one in work]
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def open_database(settings: ServiceSettings) -> Database:

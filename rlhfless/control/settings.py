@@ -55,6 +55,10 @@ class ServiceSettings(SpecModel):
     """Packages that a spec may name classes and functions of (`mine` allows `mine.rewards:score`)."""
     http_hosts: tuple[str, ...] = ()
     """Loopback and link-local hosts, as `host:port`, that HTTP rewards may reach all the same."""
+    trust_remote_code: bool = False
+    """Whether a spec may run code that comes with a model."""
+    engine_extra: bool = False
+    """Whether a spec may give vLLM further arguments, which are passed on unchecked."""
     allow_hub: bool = True
     """Whether a spec may name models and data sets of the hub."""
     public_url: str | None = None

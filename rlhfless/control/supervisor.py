@@ -214,6 +214,7 @@ class Supervisor:
             service_file=str(settings.folder / SERVICE_FILE),
             ray_address=self._service.ray_address(),
             one_machine=settings.ray_address is None,
+            http_hosts=list(settings.http_hosts),
             spec=run.spec,
         )
 

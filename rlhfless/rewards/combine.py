@@ -88,7 +88,7 @@ class Rewards:
 
     def _reward(self, spec: LocalSpec | VerifierSpec, isolated: Sequence[VerifierSpec]) -> Reward:
         if not isinstance(spec, VerifierSpec):
-            return _local(spec)
+            return _local(spec, self._scoring.http_hosts)
         assert self._workers is not None
         return _InWorkers(self._workers, isolated.index(spec))
 
@@ -127,7 +127,9 @@ def checker(spec: LocalSpec | VerifierSpec) -> Checked:
     return verifier(spec) if isinstance(spec, VerifierSpec) else _local(spec)
 
 
-def _local(spec: LocalSpec) -> ExactMatch | Regex | Format | LengthPenalty | HttpReward:
+def _local(
+    spec: LocalSpec, hosts: tuple[str, ...] | None = None
+) -> ExactMatch | Regex | Format | LengthPenalty | HttpReward:
     if isinstance(spec, ExactMatchSpec):
         return ExactMatch(spec)
     if isinstance(spec, RegexSpec):
@@ -139,4 +141,4 @@ def _local(spec: LocalSpec) -> ExactMatch | Regex | Format | LengthPenalty | Htt
     # Imported here, because httpx takes a quarter of a second to import.
     from rlhfless.rewards.http import HttpReward
 
-    return HttpReward(spec)
+    return HttpReward(spec, hosts)

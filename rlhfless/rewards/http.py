@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import httpx
 
 from rlhfless.records import Prompt
+from rlhfless.rewards.guard import Guarded
 from rlhfless.rewards.protocol import Failed, Outcome, Report, Sample, finite, quote
 from rlhfless.spec import HttpSpec
 
@@ -26,8 +27,10 @@ _BUSY = frozenset({408, 429})
 class HttpReward:
     """Asks `spec.url`."""
 
-    def __init__(self, spec: HttpSpec) -> None:
+    def __init__(self, spec: HttpSpec, hosts: Collection[str] | None = None) -> None:
+        """`hosts`: see ScoringSpec.http_hosts."""
         self._spec = spec
+        self._hosts = hosts
         self._limit = asyncio.Semaphore(spec.concurrency)
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002 (the endpoint says what it needs)
@@ -38,7 +41,9 @@ class HttpReward:
         size = self._spec.batch_size
         token = os.environ.get(self._spec.token_env or "")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        async with httpx.AsyncClient(headers=headers, timeout=self._spec.timeout_s) as client:
+        guard = None if self._hosts is None else Guarded(self._hosts)
+        # httpx takes no proxy from the environment where a transport is given.
+        async with httpx.AsyncClient(headers=headers, timeout=self._spec.timeout_s, transport=guard) as client:
 
             async def score(first: int) -> None:
                 async with self._limit:

@@ -30,6 +30,7 @@ MAY_DIFFER = (
     "priority",
     "recovery",
     "scaling",
+    "scoring.http_hosts",
     "scoring.max_failed",
     "scoring.timeout_s",
     "scoring.workers",

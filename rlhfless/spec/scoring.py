@@ -42,6 +42,10 @@ class ScoringSpec(SpecModel):
     """The run stops when more than this share of a step's samples has failed. If half of them fail, the cause is more
     likely the reward than the responses."""
 
+    http_hosts: tuple[str, ...] | None = None
+    """If given, HTTP rewards reach no loopback, link-local or metadata address but these, as `host:port`; redirects and
+    names that resolve to such addresses are refused as well. A service sets this for the runs of its users."""
+
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest time for one batch of finished groups; samples that are not scored by then have failed. Half of
     `timeouts.call_s`, so that a reward that hangs on every sample costs samples and not the run."""

@@ -16,6 +16,7 @@ from rlhfless.control.api import drivers, events, health, runs
 from rlhfless.control.database.access import Unavailable
 from rlhfless.control.errors import ApiError
 from rlhfless.control.objects import ErrorBody
+from rlhfless.control.security.gate import Gate
 from rlhfless.control.service import Service
 from rlhfless.spec.errors import Problem
 
@@ -54,6 +55,7 @@ def app_of(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
+    app.add_middleware(Gate, settings=service.settings, open_to_all=lambda: not service.keys.asked_for)
     for router in (runs.router, events.router):
         app.include_router(router, prefix="/v1", responses=ERRORS)
     app.include_router(drivers.router, include_in_schema=False)

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import secrets
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, NotPossible, Status, Wish, asked
 from rlhfless.control.objects import ListObject, RunObject
 from rlhfless.control.posted import posted_spec
+from rlhfless.control.retention import remove_folder
 from rlhfless.control.security.access import Caller, requires
 from rlhfless.control.service import Service, service_of
 from rlhfless.spec import RunSpec
@@ -145,21 +145,21 @@ async def get_run(request: Request, _: Reads, run_id: str) -> RunObject:
 
 
 @router.post("/runs/{run_id}/cancel", summary="Cancel a run")
-async def cancel_run(request: Request, _: Runs, run_id: str) -> RunObject:
+async def cancel_run(request: Request, caller: Runs, run_id: str) -> RunObject:
     """Stop it for good; what it has saved stays. Idempotent."""
-    return await _ask(service_of(request.app), run_id, Wish.CANCEL)
+    return await _ask(service_of(request.app), caller, run_id, Wish.CANCEL)
 
 
 @router.post("/runs/{run_id}/pause", summary="Pause a run")
-async def pause_run(request: Request, _: Runs, run_id: str) -> RunObject:
+async def pause_run(request: Request, caller: Runs, run_id: str) -> RunObject:
     """Stop it after its step, with a checkpoint, and give every device back. Idempotent."""
-    return await _ask(service_of(request.app), run_id, Wish.PAUSE)
+    return await _ask(service_of(request.app), caller, run_id, Wish.PAUSE)
 
 
 @router.post("/runs/{run_id}/resume", summary="Resume a paused run")
 async def resume_run(
     request: Request,
-    _: Runs,
+    caller: Runs,
     run_id: str,
     changes: Annotated[dict[str, Any] | None, Body(description="`limits`, to raise the one that was reached.")] = None,
 ) -> RunObject:
@@ -171,7 +171,7 @@ async def resume_run(
         row.spec = row.spec | changes_of(changes or {})
         posted_spec(row.spec, service.settings)
 
-    return await _ask(service, run_id, Wish.RUN, change if changes else None)
+    return await _ask(service, caller, run_id, Wish.RUN, change if changes else None)
 
 
 def changes_of(changes: dict[str, Any]) -> dict[str, Any]:
@@ -187,6 +187,7 @@ async def _ask(service: Service, run_id: str, wish: Wish, before: Callable[[Sess
 
     def ask(session: Session) -> RunObject:
         row = store.run_of(session, run_id)
+        require_own(caller, row)
         try:
             status, wanted = asked(Status(row.status), Wish(row.wish), wish)
         except NotPossible as error:
@@ -208,12 +209,13 @@ async def _ask(service: Service, run_id: str, wish: Wish, before: Callable[[Sess
 
 
 @router.delete("/runs/{run_id}", status_code=204, summary="Delete an ended run")
-async def delete_run(request: Request, _: Runs, run_id: str) -> None:
+async def delete_run(request: Request, caller: Runs, run_id: str) -> None:
     """Remove the run with its events, metrics and folder. Checkpoints at a `checkpoint.url` of its own stay."""
     service = service_of(request.app)
 
     def forget(session: Session) -> str:
         row = store.run_of(session, run_id)
+        require_own(caller, row)
         if row.status not in ENDED:
             raise ApiError(409, "not_possible", f"run {run_id} is {row.status}; cancel it before it is deleted")
         store.forget_run(session, run_id)
@@ -222,4 +224,4 @@ async def delete_run(request: Request, _: Runs, run_id: str) -> None:
 
     folder = await service.database.write(forget)
     service.bus.forget(run_id)
-    await asyncio.to_thread(shutil.rmtree, Path(folder), ignore_errors=True)
+    await asyncio.to_thread(remove_folder, Path(folder), service.settings)

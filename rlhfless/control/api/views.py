@@ -14,6 +14,7 @@ from rlhfless.control.objects import (
     RolloutObject,
     RunObject,
 )
+from rlhfless.control.security.redaction import redacted, redacted_text
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -25,7 +26,7 @@ def run_object(row: RunRow) -> RunObject:
         id=row.id,
         name=row.name,
         status=row.status,  # type: ignore[arg-type]
-        status_reason=row.status_reason,
+        status_reason=redacted_text(row.status_reason),
         status_since=row.status_since,
         created_at=row.created_at,
         started_at=row.started_at,
@@ -41,8 +42,8 @@ def run_object(row: RunRow) -> RunObject:
         metadata=row.run_metadata,
         owner=row.owner,
         latest_checkpoint=checkpoints[0] if checkpoints else None,
-        error=ErrorObject.model_validate(row.error) if row.error else None,
-        spec=row.resolved or row.spec,
+        error=ErrorObject.model_validate(redacted(row.error)) if row.error else None,
+        spec=redacted(row.resolved or row.spec),
     )
 
 
@@ -60,8 +61,8 @@ def event_object(row: EventRow) -> EventObject:
         created_at=row.created_at,
         level=row.level,  # type: ignore[arg-type]
         type=row.type,
-        message=row.message,
-        data=row.data,
+        message=redacted_text(row.message),
+        data=redacted(row.data),
     )
 
 

@@ -119,7 +119,8 @@ class _Attempt:
         weights = spec.weights
         if self._order.one_machine and weights.store == "auto":
             weights = weights.model_copy(update={"store": "folder"})
-        changes = {"placement": placement, "weights": weights, "limits": posted.limits}
+        scoring = spec.scoring.model_copy(update={"http_hosts": tuple(self._order.http_hosts)})
+        changes = {"scoring": scoring, "placement": placement, "weights": weights, "limits": posted.limits}
         return spec.model_copy(update=changes | {"output": str(self._folder.parent)})
 
     def _call_off(self, cause: Cause | None) -> None:

@@ -24,6 +24,11 @@ class Keys:
         self._known: dict[str, Caller] = {}
         self._read_s = 0.0
 
+    @property
+    def asked_for(self) -> bool:
+        """Whether requests need a key, as far as is known."""
+        return bool(self._known)
+
     async def caller(self, authorization: str | None) -> Caller:
         """The sender of a request with this header. Raises ApiError (401); Unavailable if the keys cannot be read."""
         if time.monotonic() - self._read_s > KEPT_S:

@@ -1,0 +1,153 @@
+"""What is looked at before a request reaches the application: where it comes from, how large and how frequent it is.
+
+ASGI middleware, because it must not hold streams back.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from limits import RateLimitItemPerMinute
+from limits.storage import MemoryStorage
+from limits.strategies import FixedWindowRateLimiter
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rlhfless.control.errors import ApiError
+from rlhfless.control.security.access import hashed
+from rlhfless.control.settings import ServiceSettings
+from rlhfless.functions.loopback import is_loopback
+
+REFUSALS_PER_MINUTE = 60
+"""Requests of one address that were refused for their key; after that, all of its requests wait for the next minute."""
+
+FREE = ("/healthz", "/readyz", "/internal/")
+"""Paths that are not counted: probes, and drivers, which are as many as the service has started."""
+
+STREAM = b"text/event-stream"
+
+
+class Gate:
+    """In front of the application."""
+
+    def __init__(self, app: ASGIApp, settings: ServiceSettings, open_to_all: Callable[[], bool]) -> None:
+        """`open_to_all`: the service asks for no key, so it must make sure that no page of another site speaks."""
+        self._app = app
+        self._settings = settings
+        self._open_to_all = open_to_all
+        self._limiter = FixedWindowRateLimiter(MemoryStorage())
+        self._requests = RateLimitItemPerMinute(settings.requests.requests_per_minute)
+        self._refusals = RateLimitItemPerMinute(REFUSALS_PER_MINUTE)
+        self._streams = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        try:
+            self._check(scope, headers)
+            if b"transfer-encoding" in headers:
+                receive = await self._read_first(receive)
+        except ApiError as error:
+            await _answer(send, error)
+            return
+        is_stream = STREAM in headers.get(b"accept", b"") or scope["path"] == "/v1/events"
+        self._streams += is_stream
+        try:
+            await self._noted(scope, receive, send)
+        finally:
+            self._streams -= is_stream
+
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """Raises ApiError."""
+        if self._open_to_all() and not scope["path"].startswith(FREE):
+            self._check_origin(headers)
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._settings.requests.body_bytes:
+            raise self._too_large()
+        if scope["path"].startswith(FREE):
+            return
+        address = _address(scope)
+        if not self._limiter.test(self._refusals, address):
+            raise _too_many("too many requests with a wrong API key", self._limiter, self._refusals, address)
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        name = hashed(authorization) if authorization else address
+        if not self._limiter.hit(self._requests, name):
+            limit = self._settings.requests.requests_per_minute
+            raise _too_many(f"more than {limit} requests a minute", self._limiter, self._requests, name)
+        if self._streams >= self._settings.requests.streams and STREAM in headers.get(b"accept", b""):
+            raise ApiError(429, "too_many_streams", f"{self._streams} streams are open", retry_after_s=5.0)
+
+    def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
+        """A page of another site may send requests to loopback, under a name of its own that resolves to it."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not self._is_own(f"http://{host}"):
+            raise ApiError(403, "wrong_host", f"{host!r} is not this service; ask it under its own address", "Host")
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin and not self._is_own(origin):
+            raise ApiError(403, "wrong_origin", f"requests of pages of {origin!r} are refused", "Origin")
+
+    def _is_own(self, url: str) -> bool:
+        try:
+            name = urlsplit(url).hostname or ""
+        except ValueError:
+            return False
+        public = urlsplit(self._settings.public_url or "").hostname
+        return is_loopback(name) or name in (self._settings.host, public)
+
+    def _too_large(self) -> ApiError:
+        most = self._settings.requests.body_bytes
+        return ApiError(413, "too_large", f"a body may have {most:,} bytes; name prompts and models by path")
+
+    async def _noted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count refusals as they go."""
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 401:
+                self._limiter.hit(self._refusals, _address(scope))
+            await send(message)
+
+        await self._app(scope, receive, noted)
+
+    async def _read_first(self, receive: Receive) -> Receive:
+        """A body that does not say its length is read before the application sees it. Raises ApiError."""
+        parts, left, more = list[Message](), self._settings.requests.body_bytes, True
+        while more:
+            message = await receive()
+            parts.append(message)
+            more = message["type"] == "http.request" and message.get("more_body", False)
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise self._too_large()
+        given = iter(parts)
+
+        async def again() -> Message:
+            return next(given, None) or await receive()
+
+        return again
+
+
+def _address(scope: Scope) -> str:
+    client: tuple[str, int] | None = scope.get("client")
+    return client[0] if client else "?"
+
+
+def _too_many(what: str, limiter: FixedWindowRateLimiter, item: Any, name: str) -> ApiError:
+    reset_s = limiter.get_window_stats(item, name).reset_time - time.time()
+    return ApiError(429, "too_many_requests", f"{what}; ask again later", retry_after_s=max(reset_s, 1.0))
+
+
+async def _answer(send: Send, error: ApiError) -> None:
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", f"{error.retry_after_s:.0f}".encode()))
+    if error.status == 413:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

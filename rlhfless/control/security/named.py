@@ -1,0 +1,124 @@
+"""What a spec may name: files below the service's roots, code of its packages, no secrets of its environment.
+
+Checked before anything is imported or opened: a class that a spec names is imported when the spec is validated, so the
+names of classes are looked at in the raw values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhfless.control.settings import ServiceSettings
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import Problem
+from rlhfless.spec.explain import shown
+from rlhfless.spec.imports import IMPORT_PATH
+
+TOKEN_PREFIX = "RLHFLESS_REWARD_"
+"""Environment variables that a reward may send as its token begin so: a spec must not be able to send any other secret
+of the machine to a host of its choice."""
+
+FILES = (
+    "model.path",
+    "model.tokenizer",
+    "prompts.path",
+    "prompts.held_out.path",
+    "rewards.*.path",
+    "scaling.prices",
+    "checkpoint.url",
+    "weights.folder",
+)
+"""Fields that name files or folders."""
+
+FROM_HUB = frozenset({"model.path", "model.tokenizer", "prompts.path", "prompts.held_out.path", "rewards.*.path"})
+"""Of these, those that may name something of the hub instead."""
+
+CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.policy", "scaling.policy.type",
+        "rewards.*.target")  # fmt: skip
+"""Fields that may name the user's own code."""
+
+
+def code_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
+    """Classes and functions that a spec names and the service does not allow. `values` are not validated yet."""
+    problems = []
+    for field in CODE:
+        for place, value in _at(values, field.split(".")):
+            if not isinstance(value, str) or not IMPORT_PATH.fullmatch(value):
+                continue
+            module = value.partition(":")[0]
+            if not any(module == package or module.startswith(f"{package}.") for package in settings.code):
+                allowed = f"it allows {', '.join(settings.code)}" if settings.code else "it allows none"
+                mend = f"its operator allows a package with `rlhfless up --code {module.partition('.')[0]}`"
+                problems.append(Problem(place, f"{value!r} is code that this service does not run; {allowed}", mend))
+    return problems
+
+
+def file_problems(spec: RunSpec, settings: ServiceSettings) -> list[Problem]:
+    """Files, folders and URLs that a spec names outside the roots; and what else a service does not leave to a spec."""
+    values = spec.model_dump(mode="json")
+    problems = []
+    for field in FILES:
+        for place, value in _at(values, field.split(".")):
+            if isinstance(value, str) and (what := _outside(value, field in FROM_HUB, settings)):
+                mend = (
+                    f"name one below {', '.join(settings.roots)}" if settings.roots else "ask its operator for a root"
+                )
+                problems.append(Problem(place, what, mend))
+    return [*problems, *_other_problems(values, settings)]
+
+
+def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Problem]:
+    for place, value in [
+        *_at(values, ["model", "trust_remote_code"]),
+        *_at(values, ["rewards", "*", "trust_remote_code"]),
+    ]:
+        if value and not settings.trust_remote_code:
+            yield Problem(place, "this service runs no code that comes with a model", "leave it out")
+    for place, value in _at(values, ["generation", "engine", "extra"]):
+        if value and not settings.engine_extra:
+            yield Problem(place, f"{shown(value)}: this service passes no unchecked arguments to vLLM", "leave it out")
+    for place, value in _at(values, ["rewards", "*", "token_env"]):
+        if value and not value.startswith(TOKEN_PREFIX):
+            yield Problem(place, f"{value!r} may not be sent", f"name a variable that begins with {TOKEN_PREFIX}")
+
+
+def _outside(value: str, hub: bool, settings: ServiceSettings) -> str:
+    """Why a location is not allowed; empty if it is."""
+    if "::" in value:
+        return f"{value!r} chains file systems, which this service does not allow"
+    if "://" in value:
+        return "" if _below_url(value, settings.roots) else f"{value!r} is below none of the service's roots"
+    path = Path(value).expanduser()
+    if not path.is_absolute():
+        # The client has made paths absolute that are there. What is left is a name of the hub.
+        plain = not value.startswith(("~", ".")) and ".." not in path.parts
+        if hub and plain and settings.allow_hub:
+            return ""
+        return f"{value!r} is no absolute path" + ("" if settings.allow_hub else ", and this service uses no hub")
+    resolved = Path(os.path.realpath(path))
+    for root in (*settings.roots, str(settings.runs)):
+        if "://" not in root and resolved.is_relative_to(os.path.realpath(root)):
+            return ""
+    return f"{value!r} is below none of the service's roots"
+
+
+def _below_url(value: str, roots: Sequence[str]) -> bool:
+    if ".." in value.split("/") or value.startswith(("file:", "local:")):
+        return False
+    return any("://" in root and f"{value}/".startswith(f"{root.rstrip('/')}/") for root in roots)
+
+
+def _at(values: Any, path: Sequence[str], place: str = "") -> Iterator[tuple[str, Any]]:
+    """What is at a path in raw values, with its dotted place; `*` is every item of a list."""
+    if not path:
+        yield place, values
+        return
+    head, *rest = path
+    if head == "*":
+        for index, item in enumerate(values if isinstance(values, list | tuple) else ()):
+            yield from _at(item, rest, f"{place}.{index}")
+    elif isinstance(values, Mapping) and head in values:
+        yield from _at(values[head], rest, f"{place}.{head}" if place else head)

@@ -1,0 +1,38 @@
+"""Secrets in what users see: values of keys that are called so, and passwords in URLs. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+HIDDEN = "***"
+
+_SECRET_KEY = re.compile(r"(?i)(^|_|-)(token|secret|password|passwd|api_?key|authorization|credentials?)s?$")
+_USER_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/@'\"]+@")
+_SECRET_IN_QUERY = re.compile(r"(?i)([?&](?:[\w-]*(?:token|secret|password|signature|api_?key))=)[^&\s'\"]+")
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
+_OWN_KEY = re.compile(r"\brlk_[\w-]{8,}")
+
+
+def redacted(value: Any) -> Any:
+    """The value with its secrets replaced by ***."""
+    if isinstance(value, dict):
+        return {
+            key: HIDDEN if _is_secret(key, inner) else redacted(inner)
+            for key, inner in value.items()
+        }  # fmt: skip
+    if isinstance(value, list | tuple):
+        return [redacted(inner) for inner in value]
+    return redacted_text(value) if isinstance(value, str) else value
+
+
+def redacted_text(text: str) -> str:
+    """A text, such as a message or lines of a log."""
+    text = _USER_IN_URL.sub(rf"\1{HIDDEN}@", text)
+    text = _SECRET_IN_QUERY.sub(rf"\1{HIDDEN}", text)
+    return _OWN_KEY.sub(HIDDEN, _BEARER.sub(rf"\1{HIDDEN}", text))
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    # Numbers of tokens are no secrets: max_tokens, response_tokens_mean.
+    return isinstance(key, str) and isinstance(value, str) and bool(_SECRET_KEY.search(key))

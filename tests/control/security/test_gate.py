@@ -1,0 +1,177 @@
+"""Keys, origins, sizes and rates, tried against a served application."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy.orm import Session
+from standing import RUN, NoDrivers, Pushes, served, there_is_ray, until
+
+from rlhfless.control.database.tables import RunRow
+from rlhfless.control.retention import sweep
+from rlhfless.control.security import keys as keys_module
+from rlhfless.control.security.access import make_key
+from rlhfless.control.security.start import NotSafe, require_safe
+from rlhfless.control.service import Service, open_database
+from rlhfless.control.settings import LimitsOfRequests, Retention, ServiceSettings
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[tuple[httpx.Client, Service]]:
+    limits = LimitsOfRequests(body_bytes=2000, requests_per_minute=40, streams=2)
+    settings = ServiceSettings(data=str(tmp_path / "data"), requests=limits)
+    there_is_ray(settings.folder)
+    with served(settings, NoDrivers()) as pair:
+        yield pair
+
+
+def key(service: Service, scope: str) -> dict[str, str]:
+    with Session(service.database.engine) as session:
+        _, secret = make_key(session, "test", scope)  # type: ignore[arg-type]
+        session.commit()
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def test_scopes(service: tuple[httpx.Client, Service], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys_module, "KEPT_S", 0.0)
+    client, state = service
+    assert client.get("/v1/runs").status_code == 200
+    reads, runs = key(state, "read"), key(state, "run")
+    assert client.get("/v1/runs").status_code == 401
+    assert client.get("/v1/runs", headers={"Authorization": "Bearer rlk_wrong"}).status_code == 401
+    assert client.get("/v1/runs", headers=reads).status_code == 200
+    refused = client.post("/v1/runs", json=RUN, headers=reads)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+    assert client.post("/v1/runs", json=RUN, headers=runs).status_code == 201
+    assert client.get("/healthz").status_code == 200
+    stored = (state.settings.folder / "service.sqlite").read_bytes() + b"".join(
+        file.read_bytes() for file in state.settings.folder.glob("service.sqlite-*")
+    )
+    assert runs["Authorization"].split()[1].encode() not in stored
+
+
+def test_keys_of_two_owners_do_not_share_idempotency_keys_nor_runs(
+    service: tuple[httpx.Client, Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "KEPT_S", 0.0)
+    client, state = service
+    one, other, admin = key(state, "run"), key(state, "run"), key(state, "admin")
+    once = {"Idempotency-Key": "once"}
+    first = client.post("/v1/runs", json=RUN, headers=one | once).json()["id"]
+    assert client.post("/v1/runs", json=RUN, headers=other | once).json()["id"] != first
+    assert client.get(f"/v1/runs/{first}", headers=other).status_code == 200
+    assert client.post(f"/v1/runs/{first}/cancel", headers=other).status_code == 403
+    assert client.post(f"/v1/runs/{first}/pause", headers=one).status_code == 200
+    assert client.post(f"/v1/runs/{first}/cancel", headers=admin).status_code == 200
+
+
+def test_pages_of_other_sites_reach_nothing(client: httpx.Client) -> None:
+    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
+        answer = client.post("/v1/runs", json=RUN, headers=headers)
+        assert answer.status_code == 403, headers
+    port = client.base_url.port
+    assert client.get("/v1/runs", headers={"Host": f"localhost:{port}"}).status_code == 200
+    assert client.get("/v1/runs", headers={"Origin": f"http://localhost:{port}"}).status_code == 200
+
+
+def test_bodies_are_bounded_also_in_chunks(small: tuple[httpx.Client, Service]) -> None:
+    client, _ = small
+    large = json.dumps(RUN | {"metadata": {"a": "x" * 500}}).encode() + b" " * 2000
+    json_type = {"Content-Type": "application/json"}
+    assert client.post("/v1/runs", content=large, headers=json_type).status_code == 413
+
+    def chunks(content: bytes) -> Iterator[bytes]:
+        for start in range(0, len(content), 100):
+            yield content[start : start + 100]
+
+    answer = client.post("/v1/runs", content=chunks(large), headers=json_type)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+    assert client.post("/v1/runs", content=chunks(json.dumps(RUN).encode()), headers=json_type).status_code == 201
+
+
+def test_rates_are_bounded(small: tuple[httpx.Client, Service]) -> None:
+    client, _ = small
+    if time.time() % 60 > 50:
+        time.sleep(61 - time.time() % 60)  # the window begins with the minute
+    codes = [client.get("/v1/runs").status_code for _ in range(45)]
+    assert codes.count(429) == 5
+    answer = client.get("/v1/runs")
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert client.get("/healthz").status_code == 200
+
+
+def test_off_loopback_a_key_is_needed(tmp_path: Path) -> None:
+    settings = ServiceSettings(data=str(tmp_path), host="0.0.0.0")
+    database = open_database(settings)
+    with pytest.raises(NotSafe, match="rlhfless keys create"):
+        require_safe(settings, database)
+    with Session(database.engine) as session:
+        make_key(session, "first", "admin")
+        session.commit()
+    require_safe(settings, database)
+    database.close()
+
+
+SECRET = "hunter2-hunter2"
+
+
+def test_secrets_are_in_no_answer(service: tuple[httpx.Client, Service], drivers: NoDrivers) -> None:
+    client, state = service
+    object.__setattr__(state.settings, "code", ("mine",))
+    rewards = [
+        {"type": "python", "target": "mine:score", "kwargs": {"api_key": SECRET, "depth": {"token": SECRET}}},
+        {"type": "http", "url": f"https://user:{SECRET}@rewards.example/?token={SECRET}"},
+    ]
+    run = client.post("/v1/runs", json=RUN | {"rewards": rewards}).json()["id"]
+    until(lambda: drivers.orders)
+    assert SECRET in json.dumps(drivers.orders[0].spec), "the driver needs it"
+    push = Pushes(client, drivers.orders[0])
+    text = f"cannot ask https://user:{SECRET}@rewards.example; Authorization: Bearer {SECRET}"
+    failure = {"code": "invalid", "message": text, "param": None, "problems": []}
+    push(("message", {"level": "error", "message": text}), reason=text)
+    push(("resolved", {"spec": RUN | {"rewards": rewards}}))
+    push(("ended", {"status": "failed", "reason": text, "error": failure, "retry": False}))
+    for path in ("", "/events"):
+        answer = client.get(f"/v1/runs/{run}{path}")
+        assert answer.status_code == 200
+        assert SECRET not in answer.text
+    assert SECRET not in client.get("/v1/runs").text
+
+
+async def test_retention_removes_what_is_over_for_long_enough(tmp_path: Path) -> None:
+    settings = ServiceSettings(data=str(tmp_path), retention=Retention(days=2))
+    database = open_database(settings)
+    now_s = time.time()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+
+    def fill(session: Session) -> None:
+        for name, status, age_days in (("old", "failed", 3), ("new", "failed", 1), ("busy", "running", 9)):
+            row = new_run_row(name, status, settings.runs / name)
+            row.finished_at = now_s - age_days * 86400 if status == "failed" else None
+            session.add(row)
+        session.add(new_run_row("strange", "failed", outside))
+        session.get(RunRow, "strange").finished_at = 1.0  # type: ignore[union-attr]
+
+    await database.write(fill)
+    for name in ("old", "new", "busy"):
+        (settings.runs / name).mkdir(parents=True)
+    assert sorted(await sweep(database, settings, now_s)) == ["old", "strange"]
+    assert sorted(folder.name for folder in settings.runs.iterdir()) == ["busy", "new"]
+    assert outside.exists()
+    database.close()
+
+
+def new_run_row(name: str, status: str, folder: Path) -> RunRow:
+    texts = dict.fromkeys(("status_reason", "driver_token"), "")
+    zeros = dict.fromkeys(
+        ("created_at", "status_since", "wished_at", "priority", "steps", "step", "cost_usd", "device_s", "attempt",
+         "deaths", "pushed", "last_event"), 0)  # fmt: skip
+    empty = {"spec": {}, "run_metadata": {}, "latest": {}, "checkpoints": []}
+    where = {"id": name, "name": name, "owner": "local", "status": status, "wish": "run", "folder": str(folder)}
+    return RunRow(**where, **texts, **zeros, **empty)

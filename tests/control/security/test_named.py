@@ -1,0 +1,130 @@
+"""What a spec may name: files below roots, hub names, code of allowed packages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from rlhfless.control.errors import ApiError
+from rlhfless.control.posted import posted_spec
+from rlhfless.control.security.named import FILES
+from rlhfless.control.settings import ServiceSettings
+from rlhfless.spec import RunSpec
+from rlhfless.spec.explain import models
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ServiceSettings:
+    (tmp_path / "root").mkdir()
+    return ServiceSettings(data=str(tmp_path / "data"), roots=(str(tmp_path / "root"), "s3://ours/"))
+
+
+def wrong(settings: ServiceSettings, **changes: Any) -> set[str]:
+    values: dict[str, Any] = {
+        "model": {"path": "Qwen/Qwen3-0.6B"},
+        "prompts": {"path": "openai/gsm8k:main"},
+        "rewards": [{"type": "exact_match"}],
+    }
+    for key, value in changes.items():
+        values[key] = values[key] | value if isinstance(value, dict) and key in values else value
+    try:
+        posted_spec(values, settings)
+    except ApiError as error:
+        return {problem.where for problem in error.problems}
+    return set()
+
+
+def test_hub_names_and_files_below_roots_are_fine(settings: ServiceSettings, tmp_path: Path) -> None:
+    assert wrong(settings) == set()
+    assert wrong(settings, model={"path": str(tmp_path / "root" / "model")}) == set()
+    assert wrong(settings, model={"path": f"{settings.runs}/earlier/checkpoints/step-000010"}) == set()
+    assert wrong(settings, checkpoint={"url": "s3://ours/runs"}) == set()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc",
+        "{root}/../data/service.sqlite",
+        "{root}/link/passwd",
+        "../root/model",
+        "~/model",
+        "./model",
+        "{data}/driver.json",
+        "file:///etc",
+        "simplecache::file:///etc/passwd",
+        "s3://theirs/x",
+        "s3://ours/../theirs/x",
+        "s3://ours-too/x",
+    ],
+)
+def test_no_path_leaves_the_roots(settings: ServiceSettings, tmp_path: Path, path: str) -> None:
+    (tmp_path / "root" / "link").symlink_to("/etc")
+    path = path.format(root=tmp_path / "root", data=settings.folder)
+    assert wrong(settings, model={"path": path}) == {"model.path"}
+    assert wrong(settings, model={"tokenizer": path}) == {"model.tokenizer"}
+    assert wrong(settings, prompts={"path": path}) == {"prompts.path"}
+    assert wrong(settings, prompts={"held_out": {"path": path}}) == {"prompts.held_out.path"}
+    assert wrong(settings, rewards=[{"type": "reward_model", "path": path}]) == {"rewards.0.path"}
+    assert wrong(settings, scaling={"prices": path}) == {"scaling.prices"}
+    assert wrong(settings, checkpoint={"url": path}) == {"checkpoint.url"}
+    assert wrong(settings, weights={"folder": path}) == {"weights.folder"}
+
+
+def test_without_the_hub_names_are_refused(settings: ServiceSettings) -> None:
+    closed = settings.model_copy(update={"allow_hub": False})
+    assert wrong(closed) == {"model.path", "prompts.path"}
+
+
+def test_code_is_refused_before_it_is_imported(settings: ServiceSettings, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "trap.py").write_text("import pathlib\npathlib.Path(__file__).with_suffix('.sprung').touch()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert wrong(settings, algorithm={"type": "trap:Algorithm"}) == {"algorithm.type"}
+    assert wrong(settings, algorithm="trap:Algorithm") == {"algorithm"}
+    assert wrong(settings, schedule="trap:Schedule") == {"schedule"}
+    assert wrong(settings, scaling={"policy": {"type": "trap:Policy"}}) == {"scaling.policy.type"}
+    assert wrong(settings, rewards=[{"type": "python", "target": "os:system"}]) == {"rewards.0.target"}
+    assert not (tmp_path / "trap.sprung").exists()
+    allowed = settings.model_copy(update={"code": ("mine",)})
+    assert wrong(allowed, rewards=[{"type": "python", "target": "mine.rewards:score"}]) == set()
+    assert wrong(allowed, rewards=[{"type": "python", "target": "minefield:score"}]) == {"rewards.0.target"}
+
+
+def test_what_a_service_does_not_leave_to_a_spec(settings: ServiceSettings) -> None:
+    assert wrong(settings, model={"trust_remote_code": True}) == {"model.trust_remote_code"}
+    assert wrong(settings, generation={"engine": {"extra": {"load_format": "x"}}}) == {"generation.engine.extra"}
+    http = {"type": "http", "url": "http://rewards.example/score"}
+    assert wrong(settings, rewards=[http | {"token_env": "AWS_SECRET_ACCESS_KEY"}]) == {"rewards.0.token_env"}
+    assert wrong(settings, rewards=[http | {"token_env": "RLHFLESS_REWARD_TOKEN"}]) == set()
+    assert wrong(settings, scoring={"http_hosts": ["127.0.0.1:22"]}) == {"scoring.http_hosts"}
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        parts = models(field.annotation)
+        starred = "*." if get_origin(field.annotation) in (tuple, list) else ""
+        if not parts:
+            yield f"{prefix}{name}"
+        for part in parts:
+            yield from fields(part, f"{prefix}{name}.{starred}")
+
+
+def test_every_field_that_sounds_like_a_file_is_checked() -> None:
+    """A new field of the spec that names a file must be entered in FILES, or here with its reason."""
+    no_files = {
+        "rewards.*.url",  # guarded when it is asked
+        "output",  # the service's own
+        "generation.engine.data_parallel_url",
+    }
+    sounds = {
+        field
+        for field in fields(RunSpec)
+        if field.rpartition(".")[2] in ("path", "url", "folder", "tokenizer", "prices", "file", "output")
+    }
+    assert sounds - no_files == set(FILES)
+    assert os.sep == "/"
