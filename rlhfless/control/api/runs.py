@@ -182,7 +182,15 @@ def changes_of(changes: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-async def _ask(service: Service, run_id: str, wish: Wish, before: Callable[[Session], None] | None = None) -> RunObject:
+def require_own(caller: Caller, run: RunRow) -> None:
+    """All may look at all runs; only the key that made a run, and admins, may steer it. Raises ApiError (403)."""
+    if run.owner != caller.owner and "admin" not in caller.scopes:
+        raise ApiError(403, "forbidden", f"run {run.id} belongs to {run.owner}; ask with its key, or an admin's")
+
+
+async def _ask(
+    service: Service, caller: Caller, run_id: str, wish: Wish, before: Callable[[Session], None] | None = None
+) -> RunObject:
     words = {Wish.RUN: "resumed", Wish.PAUSE: "paused", Wish.CANCEL: "cancelled"}
 
     def ask(session: Session) -> RunObject:
