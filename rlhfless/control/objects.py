@@ -95,6 +95,8 @@ class RunObject(ApiObject):
     metadata: dict[str, str]
     owner: str
     latest_checkpoint: CheckpointObject | None
+    last_event: int
+    """Id of its newest event; 0 before the first."""
     error: ErrorObject | None
     spec: dict[str, Any]
     """With every default, once it is validated."""
@@ -142,6 +144,19 @@ class StaticFleet(ApiObject):
     """Steps that were simulated."""
 
 
+class PlannedCost(ApiObject):
+    """What was predicted of a run before it began: means, each between the two ends of its band."""
+
+    steps: int
+    step_s: float
+    wall_s: float
+    wall_low_s: float
+    wall_high_s: float
+    cost_usd: float
+    cost_low_usd: float
+    cost_high_usd: float
+
+
 class UsageObject(ApiObject):
     """What a run has used so far."""
 
@@ -152,6 +167,8 @@ class UsageObject(ApiObject):
     cost_usd: float
     best_static: StaticFleet | None
     """None until enough steps are done to simulate them."""
+    planned: PlannedCost | None
+    """None if the run was not planned."""
 
 
 class Series(ApiObject):
@@ -193,7 +210,8 @@ class RolloutObject(ApiObject):
     """By part."""
     reward: float | None
     """Of all parts together."""
-    advantage: float | None
+    failures: dict[str, str]
+    """Parts that could not be computed, and why; empty as a rule."""
 
 
 class ReplicaObject(ApiObject):
@@ -211,6 +229,32 @@ class ReplicaObject(ApiObject):
     kind: str
     node: str
     usd_per_hour: float
+
+
+class HolderObject(ApiObject):
+    """A run that holds devices, or waits for them."""
+
+    run_id: str
+    name: str
+    granted: int
+    """Devices that it may hold; 0 while it waits."""
+    held: int
+    """Devices that it uses: more than granted only until its step ends."""
+    minimum: int
+    maximum: int
+    asked_at: float
+
+
+class DeviceKindObject(ApiObject):
+    """Devices of one kind, now."""
+
+    object: Literal["devices"] = "devices"
+    kind: str
+    total: int
+    free: int
+    """Neither promised to a run nor held by one."""
+    runs: list[HolderObject]
+    """In the order in which they asked."""
 
 
 Page = Annotated[int, Field(ge=1, le=100)]

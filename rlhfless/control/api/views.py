@@ -42,6 +42,7 @@ def run_object(row: RunRow) -> RunObject:
         metadata=row.run_metadata,
         owner=row.owner,
         latest_checkpoint=checkpoints[0] if checkpoints else None,
+        last_event=row.last_event,
         error=ErrorObject.model_validate(redacted(row.error)) if row.error else None,
         spec=redacted(row.resolved or row.spec),
     )

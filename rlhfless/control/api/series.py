@@ -1,0 +1,184 @@
+"""What a run has measured, used, saved and said, and what replicas and devices do now: reads of the database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import PlainTextResponse
+from sqlalchemy import Text, cast, select
+from sqlalchemy.orm import Session
+
+from rlhfless.control import store
+from rlhfless.control.api.runs import Reads
+from rlhfless.control.api.views import checkpoint_objects, rollout_object, usage_row
+from rlhfless.control.curves import Measured, curves, wanted_names
+from rlhfless.control.database.tables import LeaseRow, MetricsRow, RunRow
+from rlhfless.control.drivers import LOG_FILE as DRIVER_LOG
+from rlhfless.control.lifecycle import DRIVEN
+from rlhfless.control.objects import (
+    CheckpointObject,
+    DeviceKindObject,
+    HolderObject,
+    ListObject,
+    MetricsObject,
+    PlannedCost,
+    ReplicaObject,
+    RolloutObject,
+    StaticFleet,
+    UsageObject,
+)
+from rlhfless.control.service import service_of
+from rlhfless.control.tails import tail
+from rlhfless.control.thinning import FEWEST
+from rlhfless.telemetry.logs import LOG_FILE as RUN_LOG
+
+router = APIRouter(tags=["runs"])
+
+MOST_POINTS = 5_000
+"""Per metric in one answer: four times the pixels of a wide chart."""
+
+
+@router.get("/runs/{run_id}/metrics", summary="Metrics over the steps")
+async def get_metrics(
+    request: Request,
+    _: Reads,
+    run_id: str,
+    name: Annotated[
+        list[str] | None, Query(description="Metrics, or families such as `reward`; by default all.")
+    ] = None,
+    after_step: Annotated[int, Query(ge=-1, description="Only later steps.")] = -1,
+    points: Annotated[
+        int,
+        Query(ge=FEWEST, le=MOST_POINTS, description="Most points per metric; first, last and extremes are kept."),
+    ] = 1_000,
+) -> MetricsObject:
+    """One series per metric. An evaluation counts to the step that it follows; it may come after the step's metrics,
+    so a client that follows a run asks again with `after_step` one less than the last `step`."""
+    names = wanted_names(name or ())
+
+    def read(session: Session) -> Sequence[Measured]:
+        store.run_of(session, run_id)
+        return measured(session, run_id, after_step)
+
+    rows = await service_of(request.app).database.read(read)
+    # Ten thousand steps take a tenth of a second: not in the loop, which other requests wait for.
+    series = await asyncio.to_thread(curves, rows, names, points)
+    return MetricsObject(run_id=run_id, step=rows[-1][0] if rows else max(after_step, 0), series=series)
+
+
+def measured(session: Session, run_id: str, after_step: int) -> Sequence[Measured]:
+    """Metrics by step as JSON texts: to make an object of each row would take longer than all the rest."""
+    query = (
+        select(MetricsRow.step, MetricsRow.at, cast(MetricsRow.values, Text))
+        .where(MetricsRow.run_id == run_id, MetricsRow.step > after_step)
+        .order_by(MetricsRow.step, MetricsRow.kind)
+    )
+    return [(row[0], row[1], row[2]) for row in session.execute(query)]
+
+
+@router.get("/runs/{run_id}/checkpoints", summary="Checkpoints")
+async def list_checkpoints(request: Request, _: Reads, run_id: str) -> ListObject[CheckpointObject]:
+    """Those that are kept, newest first."""
+    run = await service_of(request.app).database.read(lambda session: store.run_of(session, run_id))
+    return ListObject(data=checkpoint_objects(run), has_more=False)
+
+
+@router.get("/runs/{run_id}/rollouts", summary="Samples to read")
+async def list_rollouts(
+    request: Request,
+    _: Reads,
+    run_id: str,
+    step: Annotated[int | None, Query(ge=0, description="By default the newest steps.")] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> ListObject[RolloutObject]:
+    """A few samples of each step, the newest step first, of the newest steps: of four prompts each the samples with
+    the lowest and the highest reward."""
+
+    def read(session: Session) -> ListObject[RolloutObject]:
+        store.run_of(session, run_id)
+        rows = store.rollouts(session, run_id, step, limit + 1)
+        return ListObject(data=[rollout_object(row) for row in rows[:limit]], has_more=len(rows) > limit)
+
+    return await service_of(request.app).database.read(read)
+
+
+@router.get("/runs/{run_id}/usage", summary="Devices and cost")
+async def get_usage(request: Request, _: Reads, run_id: str) -> UsageObject:
+    """By function, of all attempts together; beside it what was planned, and the best static fleet."""
+
+    def read(session: Session) -> UsageObject:
+        run = store.run_of(session, run_id)
+        return UsageObject(
+            run_id=run_id,
+            functions=[usage_row(row) for row in store.usage(session, run_id)],
+            device_s=run.device_s,
+            cost_usd=run.cost_usd,
+            best_static=StaticFleet.model_validate(run.best_static) if run.best_static else None,
+            planned=PlannedCost.model_validate(run.plan) if run.plan else None,
+        )
+
+    return await service_of(request.app).database.read(read)
+
+
+@router.get("/runs/{run_id}/logs", summary="Logs", response_class=PlainTextResponse)
+async def get_logs(
+    request: Request,
+    _: Reads,
+    run_id: str,
+    lines: Annotated[int, Query(ge=1, le=5_000, description="Of each of the two logs, the last ones.")] = 200,
+) -> PlainTextResponse:
+    """The end of the run's log, and of what its driver printed, each under a line with its name. Empty before the
+    first driver has started."""
+    run = await service_of(request.app).database.read(lambda session: store.run_of(session, run_id))
+    texts = [(name, await asyncio.to_thread(tail, Path(run.folder) / name, lines)) for name in (RUN_LOG, DRIVER_LOG)]
+    text = "\n".join(f"==> {name} <==\n{content}" for name, content in texts if content)
+    return PlainTextResponse(text, headers={"Cache-Control": "no-store"})
+
+
+@router.get("/functions", tags=["fleet"], summary="Replicas now")
+async def list_functions(
+    request: Request, _: Reads, run_id: Annotated[str | None, Query(description="Of one run.")] = None
+) -> ListObject[ReplicaObject]:
+    """Replicas of all runs that are at work, as their drivers said last."""
+    service = service_of(request.app)
+    query = select(RunRow.id).where(RunRow.status.in_(list(DRIVEN))).order_by(RunRow.created_at.desc())
+    driven = await service.database.read(lambda session: list(session.scalars(query)))
+    found = [
+        ReplicaObject(run_id=run, **replica.model_dump())
+        for run in driven
+        if run_id in (None, run)
+        for replica in service.replicas.get(run, ())
+    ]
+    return ListObject(data=found, has_more=False)
+
+
+@router.get("/devices", tags=["fleet"], summary="Devices now")
+async def list_devices(request: Request, _: Reads) -> ListObject[DeviceKindObject]:
+    """By kind: how many there are, how many are free, which runs hold them, and which wait."""
+    service = service_of(request.app)
+    leases = await service.database.read(store.leases)
+    there = service.devices_there()
+    kinds = sorted({*there, *(lease.kind for lease, _ in leases)})
+    found = [_kind(kind, there.get(kind, 0), [pair for pair in leases if pair[0].kind == kind]) for kind in kinds]
+    return ListObject(data=found, has_more=False)
+
+
+def _kind(kind: str, total: int, leases: Sequence[tuple[LeaseRow, RunRow]]) -> DeviceKindObject:
+    holders = [
+        HolderObject(
+            run_id=run.id,
+            name=run.name,
+            granted=lease.granted,
+            held=lease.held,
+            minimum=lease.minimum,
+            maximum=lease.maximum,
+            asked_at=lease.asked_at,
+        )
+        for lease, run in sorted(leases, key=lambda pair: (pair[0].asked_at, pair[0].run_id))
+    ]
+    taken = sum(max(holder.granted, holder.held) for holder in holders)
+    return DeviceKindObject(kind=kind, total=total, free=max(total - taken, 0), runs=holders)

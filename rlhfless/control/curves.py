@@ -1,0 +1,81 @@
+"""The metrics of a run as curves: what the table has by step, by name, thinned. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic_core import from_json
+
+from rlhfless.control.errors import ApiError
+from rlhfless.control.objects import Series
+from rlhfless.control.thinning import kept
+from rlhfless.telemetry.metrics import METRICS, Kind
+
+Measured = tuple[int, float, str]
+"""Step, unix time, and the metrics as JSON text."""
+
+
+def wanted_names(names: Iterable[str]) -> frozenset[str]:
+    """Names as asked for; empty for all. A family's or a histogram's name stands for all of its members.
+
+    Raises ApiError (422) for a name that no metric has.
+    """
+    found = frozenset(names)
+    for name in found:
+        if name.partition("/")[0] not in METRICS:
+            near = difflib.get_close_matches(name, METRICS, n=1)
+            mend = f"; did you mean {near[0]!r}?" if near else "; without `name` all are answered"
+            raise ApiError(422, "invalid_request", f"there is no metric {name!r}{mend}", "name")
+    return found
+
+
+def curves(rows: Sequence[Measured], names: frozenset[str], points: int) -> list[Series]:
+    """One curve per metric, in the order of the declarations, each of at most so many points."""
+    parsed: list[dict[str, float | None]] = from_json(f"[{','.join(row[2] for row in rows)}]")
+    steps = np.array([row[0] for row in rows])
+    times = np.array([row[1] for row in rows])
+    found: set[str] = set()
+    for one in parsed:
+        found.update(one)
+    if names:
+        found = {name for name in found if name in names or name.partition("/")[0] in names}
+    return [_curve(name, parsed, steps, times, points) for name in sorted(found, key=_declared)]
+
+
+_ORDER = {name: place for place, name in enumerate(METRICS)}
+
+
+def _declared(name: str) -> tuple[int, str]:
+    return _ORDER.get(name.partition("/")[0], len(_ORDER)), name
+
+
+def _curve(name: str, rows: Sequence[dict[str, float | None]], steps: Any, times: Any, points: int) -> Series:
+    """None is kept, as a gap; a row without the metric is of another kind. Stored values are finite."""
+    column = np.array([row.get(name, math.inf) for row in rows], dtype=float)
+    places = np.flatnonzero(~np.isposinf(column))
+    chosen = places[kept(column[places], points)]
+    unit, text = described(name)
+    values = column[chosen]
+    return Series(
+        name=name,
+        unit=unit,
+        help=text,
+        steps=steps[chosen].tolist(),
+        at=times[chosen].tolist(),
+        values=[None if math.isnan(value) else value for value in values.tolist()],
+    )
+
+
+def described(name: str) -> tuple[str, str]:
+    """Unit and meaning. A histogram is kept as its quantiles, `<name>/p<percent>`."""
+    family, _, label = name.partition("/")
+    metric = METRICS.get(family)
+    if metric is None:
+        return "", "A figure that this version does not know"
+    if metric.kind is Kind.HISTOGRAM and label:
+        return str(metric.unit), f"{metric.help}: {label.removeprefix('p')} percent are at most so long"
+    return str(metric.unit), metric.help if not label else f"{metric.help}: {label}"

@@ -1,0 +1,79 @@
+// Elements, made by one function. Texts are always text nodes: nothing that a run says is read as HTML.
+
+/** h("p", {class: "muted", onclick: f}, "text", child, [children]) */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "value") element.value = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  put(element, ...children);
+  return element;
+}
+
+/** Append children; null and false are left out. */
+export function put(element, ...children) {
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    element.append(child instanceof Node ? child : String(child));
+  }
+  return element;
+}
+
+/** Replace all children. */
+export function fill(element, ...children) {
+  element.replaceChildren();
+  return put(element, ...children);
+}
+
+/** Change the text only if it is another one, so that nothing is announced or laid out twice. */
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** A message that goes away; errors stay longer. */
+export function note(text, kind = "info") {
+  const box = h("div", { class: `note ${kind}` }, text);
+  const close = h("button", { type: "button", class: "plain", "aria-label": "Dismiss", onclick: () => box.remove() }, "×");
+  box.append(close);
+  document.getElementById("notes").append(box);
+  setTimeout(() => box.remove(), kind === "error" ? 15000 : 5000);
+}
+
+/** At most one call per `ms`, and always one after the last change. */
+export function throttled(ms, call) {
+  let timer = null, last = -Infinity;
+  const run = () => { timer = null; last = performance.now(); call(); };
+  const ask = () => { timer ??= setTimeout(run, Math.max(0, last + ms - performance.now())); };
+  ask.cancel = () => { clearTimeout(timer); timer = null; };
+  return ask;
+}
+
+/** A table with a caption for screen readers. `columns`: [{title, class}]. Roles stay where styles change `display`. */
+export function table(caption, columns, rows, attributes = {}) {
+  const head = h("tr", { role: "row" }, columns.map((c) => h("th", { scope: "col", role: "columnheader", class: c.class }, c.title)));
+  return h("table", { role: "table", ...attributes },
+    h("caption", { class: "unseen" }, caption),
+    h("thead", { role: "rowgroup" }, head),
+    h("tbody", { role: "rowgroup" }, rows));
+}
+
+/** A cell; on a phone, where each row is a card, its title stands beside it. */
+export function cell(title, attributes, ...children) {
+  return h("td", { role: "cell", "data-title": title, ...attributes }, ...children);
+}
+
+/** A part of the view with a heading. */
+export function panel(title, attributes, ...children) {
+  const { actions, ...rest } = attributes;
+  const id = `h-${title.toLowerCase().replaceAll(/[^a-z]+/g, "-")}`;
+  return h("section", { "aria-labelledby": id, ...rest, class: `panel ${rest.class ?? ""}` },
+    h("header", {}, h("h2", { id }, title), actions), ...children);
+}
+
+/** The status of a run or a replica: a dot and a word. */
+export function pill(status) {
+  return h("span", { class: `pill s-${status}` }, h("span", { class: "dot", "aria-hidden": "true" }), status);
+}

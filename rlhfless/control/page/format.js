@@ -1,0 +1,67 @@
+// Numbers and times as people read them.
+
+const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+
+export const DASH = "–";
+
+export function usd(value) {
+  if (!Number.isFinite(value)) return DASH;
+  const digits = Math.abs(value) >= 1000 ? 0 : Math.abs(value) >= 0.095 || value === 0 ? 2 : 4;
+  return `$${value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })}`;
+}
+
+/** About three digits, whatever the size. */
+export function number(value) {
+  if (!Number.isFinite(value)) return DASH;
+  const size = Math.abs(value);
+  if (size >= 1000) return grouped.format(value);
+  if (size >= 100) return value.toFixed(0);
+  if (size >= 10) return value.toFixed(1);
+  if (size >= 0.01 || size === 0) return value.toFixed(size >= 1 ? 2 : 3);
+  return value.toExponential(1);
+}
+
+export function percent(value) {
+  if (!Number.isFinite(value)) return DASH;
+  return `${(100 * value).toFixed(Math.abs(value) < 0.0995 ? 1 : 0)} %`;
+}
+
+/** A duration: the two largest units that matter. */
+export function duration(seconds) {
+  if (!Number.isFinite(seconds)) return DASH;
+  if (seconds < 0) seconds = 0;
+  if (seconds < 1) return `${(1000 * seconds).toFixed(0)} ms`;
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 90) return `${seconds.toFixed(0)} s`;
+  const minutes = Math.round(seconds / 60);
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  if (hours < 48) return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
+  return `${Math.round(hours / 24)} d`;
+}
+
+export function ago(unix) {
+  if (!unix) return DASH;
+  const seconds = Date.now() / 1000 - unix;
+  return seconds < 5 ? "just now" : `${duration(seconds)} ago`;
+}
+
+export function clock(unix) {
+  return new Date(1000 * unix).toLocaleTimeString("en-GB");
+}
+
+export function dateTime(unix) {
+  return new Date(1000 * unix).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" });
+}
+
+/** A value by the unit that the metric declares. */
+export function measured(value, unit) {
+  if (!Number.isFinite(value)) return DASH;
+  if (unit === "seconds") return duration(value);
+  if (unit === "usd") return usd(value);
+  if (unit === "ratio") return percent(value);
+  return number(value);
+}
+
+/** Order names as people do: actor-2 before actor-10. */
+export const byName = new Intl.Collator("en", { numeric: true }).compare;
