@@ -1,4 +1,4 @@
-# make demo   set up (once), then one whole RLHF run with real parts
+# make demo   set up (once), start the service, POST one whole RLHF run with real parts, follow it, stop the service
 # make test   set up (once), then every check and test
 # make setup  only set up
 SHELL := /bin/bash
@@ -14,7 +14,8 @@ setup:
 
 demo: setup
 	@$(BIN)/rlhfless models tiny --out $(MODEL)
-	@$(BIN)/rlhfless run examples/demo.yaml \
+	@$(BIN)/rlhfless up --detach --root . --root $(HOME_DIR)
+	@trap '$(BIN)/rlhfless down' EXIT; $(BIN)/rlhfless runs create examples/demo.yaml --watch \
 	    --set model.path=$(MODEL)/model --set prompts.path=$(MODEL)/train.jsonl \
 	    --set prompts.held_out.path=$(MODEL)/heldout.jsonl
 

@@ -31,6 +31,7 @@ from rlhfless.control.objects import (
     StaticFleet,
     UsageObject,
 )
+from rlhfless.control.security.redaction import redacted_text
 from rlhfless.control.service import service_of
 from rlhfless.control.tails import tail
 from rlhfless.control.thinning import FEWEST
@@ -136,7 +137,7 @@ async def get_logs(
     run = await service_of(request.app).database.read(lambda session: store.run_of(session, run_id))
     texts = [(name, await asyncio.to_thread(tail, Path(run.folder) / name, lines)) for name in (RUN_LOG, DRIVER_LOG)]
     text = "\n".join(f"==> {name} <==\n{content}" for name, content in texts if content)
-    return PlainTextResponse(text, headers={"Cache-Control": "no-store"})
+    return PlainTextResponse(redacted_text(text), headers={"Cache-Control": "no-store"})
 
 
 @router.get("/functions", tags=["fleet"], summary="Replicas now")
