@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhfless.cli import signals
+from rlhfless import signals
 
 # What a run does with its signals: orderly work that `{work}` says, and a clean-up that `{clean_up}` says. It starts a
 # process that ignores SIGTERM, and that one another in a session of its own, as Ray, vLLM and reward workers do.
