@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from sqlalchemy.orm import Session
 from rlhfless.control.database.tables import EventRow, LeaseRow, MetricsRow, RolloutRow, RunRow, UsageRow
 from rlhfless.control.delivery import ReplicaNow
 from rlhfless.control.lifecycle import ENDED, Status
+from rlhfless.control.ray_host import RAY_FILE
+from rlhfless.control.service import open_database
+from rlhfless.control.settings import ServiceSettings
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.scaling.prices import load_price_book
@@ -35,18 +39,18 @@ SAMPLES = (
     ),
     (
         "A train leaves at 9:40 and arrives at 13:05. How many minutes does the journey take?",
-        "13:05 - 9:40 = 3.65 hours, and 3.65 × 60 = 219.\n\nThe answer is \\boxed{219}.",
+        "13:05 - 9:40 = 3.65 hours, and 3.65 * 60 = 219.\n\nThe answer is \\boxed{219}.",
         {"math": 0.0, "format": 1.0},
     ),
     (
-        "Let f(x) = x² − 6x + 11. What is the smallest value of f over the real numbers?",
-        "Complete the square: x² − 6x + 11 = (x − 3)² + 2. The square is never negative and vanishes at x = 3, so the "
+        "Let f(x) = x² - 6x + 11. What is the smallest value of f over the real numbers?",
+        "Complete the square: x² - 6x + 11 = (x - 3)² + 2. The square is never negative and vanishes at x = 3, so the "
         "smallest value is 2.\n\n\\boxed{2}",
         {"math": 1.0, "format": 1.0},
     ),
     (
-        "Let f(x) = x² − 6x + 11. What is the smallest value of f over the real numbers?",
-        "The derivative is 2x − 6. It vanishes at x = 3. Then f(3) = 9 − 18 + 11 = 2, so I would say that the minimum "
+        "Let f(x) = x² - 6x + 11. What is the smallest value of f over the real numbers?",
+        "The derivative is 2x - 6. It vanishes at x = 3. Then f(3) = 9 - 18 + 11 = 2, so I would say that the minimum "
         "is two",
         {"math": 0.0, "format": 0.0},
     ),
@@ -165,7 +169,7 @@ def run_row(folder: Path, run_id: str, status: Status, reason: str, **values: An
         "device_s": 0.0,
         "attempt": 0 if status is Status.QUEUED else 1,
         "deaths": 0,
-        "driver": {"pid": 1} if status in (Status.RUNNING, Status.PROVISIONING, Status.VALIDATING) else None,
+        "driver": {"number": 0} if status in (Status.RUNNING, Status.PROVISIONING, Status.VALIDATING) else None,
         "driver_token": "",
         "pushed": 0,
         "last_event": 0,
@@ -500,8 +504,38 @@ def fill_crowd(session: Session, folder: Path, count: int) -> None:
 
 def write_ray(folder: Path) -> None:
     """As if a Ray with 8 GPUs and 16 cores were there, for as long as the tests take."""
-    import os
-
+    devices = {KIND: 8, "cpu-core": 16}
     content = {"address": "127.0.0.1:6379", "pid": os.getpid(), "at": time.time() + 1e6, "nodes": 1}
-    content |= {"devices": {KIND: 8, "cpu-core": 16}, "free": {KIND: 1, "cpu-core": 15}}
-    (folder / "ray.json").write_text(json.dumps(content), "utf-8")
+    (folder / RAY_FILE).write_text(json.dumps(content | {"devices": devices, "free": devices}), "utf-8")
+
+
+def timeline(now: float) -> dict[str, Any]:
+    """What `GET /v1/runs/{id}/timeline` says of `records`."""
+    found = records(now)
+    held = [one for one in found if isinstance(one, Holding)]
+    rows = []
+    for device in dict.fromkeys(one.device for one in held):
+        own = [one for one in held if one.device == device]
+        places = {one.replica for one in own}
+        calls = [one for one in found if isinstance(one, Invocation) and one.replica in places]
+        bars = [bar(one.function, None, None, one.state, one.start_s, one.end_s) for one in own]
+        bars += [bar(one.function, one.work, one.step, None, one.start_s, one.end_s) for one in calls]
+        rows.append({"device": device, "bars": bars})
+    return {"object": "timeline", "run_id": RUN_ID, "rows": rows}
+
+
+def bar(function: str, work: str | None, step: int | None, state: str | None, start: float, end: float) -> Any:
+    """One bar of the timeline."""
+    return {"function": function, "work": work, "step": step, "state": state, "start_s": start, "end_s": end}
+
+
+def fill(settings: ServiceSettings, *changes: Callable[[Session, Path], Any]) -> None:
+    """Make the database of a service that does not run yet, and what Ray says."""
+    database = open_database(settings)
+    try:
+        with Session(database.engine) as session, session.begin():
+            for change in changes:
+                change(session, settings.folder)
+    finally:
+        database.close()
+    write_ray(settings.folder)

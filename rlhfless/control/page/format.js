@@ -17,7 +17,8 @@ export function number(value) {
   if (size >= 1000) return grouped.format(value);
   if (size >= 100) return value.toFixed(0);
   if (size >= 10) return value.toFixed(1);
-  if (size >= 0.01 || size === 0) return value.toFixed(size >= 1 ? 2 : 3);
+  if (size === 0) return "0";
+  if (size >= 0.01) return value.toFixed(size >= 1 ? 2 : 3);
   return value.toExponential(1);
 }
 
@@ -43,7 +44,10 @@ export function duration(seconds) {
 export function ago(unix) {
   if (!unix) return DASH;
   const seconds = Date.now() / 1000 - unix;
-  return seconds < 5 ? "just now" : `${duration(seconds)} ago`;
+  if (seconds < 5) return "just now";
+  // One unit is enough for an age.
+  const hours = seconds / 3600;
+  return `${hours < 1.5 ? duration(seconds) : hours < 36 ? `${Math.round(hours)} h` : `${Math.round(hours / 24)} d`} ago`;
 }
 
 export function clock(unix) {

@@ -1,0 +1,121 @@
+// The first tab of a run: figures, charts over the steps, devices over the last steps, and cost by function.
+
+import { get } from "./api.js";
+import { figure, plotly } from "./charts.js";
+import { CHARTS, NAMES, tiles } from "./curves.js";
+import { cell, fill, h, panel, table } from "./dom.js";
+import { duration, number, percent, usd } from "./format.js";
+import { timelineFigure } from "./timeline.js";
+
+const POINTS = 400; // per metric: what a chart of some 450 pixels can show
+const SHOWN_STEPS = 6; // of the devices
+
+export function overviewTab(root, { path }) {
+  const series = {};
+  let usage = null, run = null, last = null;
+  plotly().catch(() => {}); // while the metrics are read
+  const numbers = h("dl", { class: "tiles" });
+  const charts = CHARTS.map(figure);
+  const devices = timelineFigure();
+  const bill = h("div", { class: "bill" });
+  const failure = h("div");
+  const nothing = h("p", { class: "panel empty" });
+  const grid = h("div", { class: "charts" }, charts.map((one) => one.element));
+  root.append(failure, nothing, numbers, grid, devices.element, bill);
+
+  /** Before the first step there is nothing to draw. */
+  function begun(yes, status) {
+    nothing.hidden = yes;
+    numbers.hidden = grid.hidden = !yes;
+    nothing.textContent = ["failed", "cancelled"].includes(status) ? "It ended before its first step." : "Figures come with the first step.";
+  }
+
+  function draw() {
+    const data = { ...series, usage };
+    for (const one of charts) one.show(data);
+  }
+
+  function update(found) {
+    run = found;
+    begun(run.step > 0, run.status);
+    fill(numbers, tiles(run, usage).map(([name, value, more]) => h("div", { class: value === null ? "none" : "" }, h("dt", {}, name), h("dd", {}, h("b", {}, value ?? "–"), h("span", {}, value === null ? "" : more)))));
+    fill(failure, run.error ? h("div", { class: "failure", role: "alert" }, h("h2", {}, run.error.param ? h("code", {}, run.error.param) : "Why it stopped"), h("p", {}, run.error.message),
+      run.error.problems.length ? h("ul", {}, run.error.problems.map((p) => h("li", {}, p.param ? h("code", {}, `${p.param}: `) : null, p.message, p.mend ? ` — ${p.mend}` : ""))) : null) : null);
+  }
+
+  async function metrics() {
+    // One step back: the evaluation after a step comes later than the step's own metrics.
+    const from = last === null ? -1 : Math.max(last - 1, -1);
+    const query = new URLSearchParams([...NAMES.map((name) => ["name", name]), ["points", POINTS], ["after_step", from]]);
+    const found = await get(`${path}/metrics?${query}`);
+    last = found.step;
+    for (const one of found.series) {
+      const known = from < 0 ? undefined : series[one.name];
+      const keep = known ? known.steps.filter((step) => step <= from).length : 0;
+      series[one.name] = known ? { ...one, steps: [...known.steps.slice(0, keep), ...one.steps], values: [...known.values.slice(0, keep), ...one.values] } : one;
+      if (series[one.name].steps.length > 2 * POINTS) last = null; // thinned anew by the service next time
+    }
+    draw();
+  }
+
+  async function spent() {
+    usage = await get(`${path}/usage`);
+    fill(bill, billOf(usage));
+    if (run) update(run);
+    draw();
+  }
+
+  async function timeline() {
+    devices.show(await get(`${path}/timeline?steps=${SHOWN_STEPS}`));
+  }
+
+  const all = () => Promise.all([metrics(), spent(), timeline().catch((error) => { if (error.status !== 404) throw error; devices.element.hidden = true; })]);
+  return { update, refresh: all, follow: all, close: () => [...charts, devices].forEach((one) => one.close()) };
+}
+
+function billOf(usage) {
+  if (!usage.functions.length) return null;
+  const most = Math.max(...usage.functions.map((row) => row.busy_device_s + row.idle_device_s + row.cold_device_s));
+  const rows = usage.functions.map((row) => {
+    const all = row.busy_device_s + row.idle_device_s + row.cold_device_s;
+    return h("tr", { role: "row" },
+      cell("Function", { class: "name" }, row.function), cell("Devices", {}, row.kind),
+      cell("Time held", { class: "wide" }, shareBar(row, all / most)),
+      cell("Busy", { class: "num" }, percent(row.busy_device_s / all)), cell("Idle", { class: "num" }, percent(row.idle_device_s / all)), cell("Starting", { class: "num" }, percent(row.cold_device_s / all)),
+      cell("Starts", { class: "num" }, number(row.cold_starts).replace(/\.0+$/, "")), cell("Device time", { class: "num" }, duration(all)), cell("Cost", { class: "num" }, usd(row.cost_usd)));
+  });
+  const columns = [{ title: "Function" }, { title: "Devices" }, { title: "Time held", class: "wide" }, ...["Busy", "Idle", "Starting", "Starts", "Device time", "Cost"].map((title) => ({ title, class: "num" }))];
+  return [panel("Cost by function", { class: "flush" }, table("Cost by function", columns, rows, { class: "cards" })), comparison(usage)];
+}
+
+/** Busy, idle and starting as parts of one bar, as long as the function's share of the largest. */
+function shareBar(row, share) {
+  const parts = [["blue", row.busy_device_s], ["slate", row.idle_device_s], ["amber", row.cold_device_s]];
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const all = parts.reduce((sum, [, value]) => sum + value, 0);
+  for (const [name, value] of Object.entries({ viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true", class: "share" })) svg.setAttribute(name, value);
+  let at = 0;
+  for (const [tone, value] of parts) {
+    const width = (100 * share * value) / (all || 1);
+    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    for (const [name, number] of Object.entries({ x: at, y: 0, width, height: 8, class: `f-${tone}` })) rect.setAttribute(name, number);
+    svg.append(rect);
+    at += width;
+  }
+  return svg;
+}
+
+/** This run beside what it was planned to cost, and beside the best fleet that never changes. */
+function comparison(usage) {
+  const { best_static: fixed, planned } = usage;
+  const rows = [["This run, so far", usage.cost_usd, null, ""]];
+  if (fixed && fixed.same_cost_usd > 0) {
+    const ratio = fixed.cost_usd / fixed.same_cost_usd;
+    rows.push([`Best static fleet, ${fixed.actors} actors`, usage.cost_usd * ratio, ratio - 1, `the same ${fixed.steps} steps, simulated`]);
+  }
+  if (planned) rows.push([`Plan, all ${planned.steps} steps`, planned.cost_usd, null, `${usd(planned.cost_low_usd)} to ${usd(planned.cost_high_usd)}; ${duration(planned.wall_s)}`]);
+  const columns = [{ title: "Compared" }, { title: "Cost", class: "num" }, { title: "Against this run", class: "num" }, { title: "Basis" }];
+  const body = rows.map(([name, value, more, basis]) => h("tr", { role: "row" }, cell("Compared", { class: "name" }, name), cell("Cost", { class: "num" }, usd(value)),
+    cell("Against this run", { class: `num ${more > 0 ? "good" : ""}` }, more === null ? "–" : `${more >= 0 ? "+" : "−"}${percent(Math.abs(more))}`), cell("Basis", { class: "muted" }, basis)));
+  return panel("Compared", { class: "flush" }, table("Cost compared", columns, body, { class: "cards" }));
+}

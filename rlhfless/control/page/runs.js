@@ -1,0 +1,167 @@
+// The list of runs: newest first, live.
+
+import { get } from "./api.js";
+import { cell, fill, h, pill, say, table } from "./dom.js";
+import { ago, DASH, dateTime, duration, number, usd } from "./format.js";
+
+const PER_PAGE = 50;
+const GROUPS = {
+  all: [],
+  active: ["queued", "validating", "provisioning", "running", "pausing"],
+  paused: ["paused"],
+  ended: ["succeeded", "failed", "cancelled"],
+};
+const COLUMNS = [
+  { title: "Run" }, { title: "Status" }, { title: "Progress" }, { title: "Reward", class: "num" }, { title: "Cost", class: "num" },
+  { title: "Time left", class: "num" }, { title: "Started", class: "num" },
+];
+
+export function runsView(root) {
+  const entries = new Map(); // id -> {row, run}
+  let group = "all", after = null, more = false, loading = false, closed = false;
+  document.title = "Runs · rlhfless";
+
+  const body = h("tbody", { role: "rowgroup" });
+  const list = table("Runs, newest first", COLUMNS, [], { class: "runs cards" });
+  list.replaceChild(body, list.tBodies[0]);
+  const empty = h("p", { class: "empty", hidden: true });
+  const older = h("button", { type: "button", class: "older", hidden: true, onclick: () => page() }, "Show older runs");
+  const find = h("input", { type: "search", placeholder: "Filter by name or label", "aria-label": "Filter by name or label", oninput: () => sift() });
+  const tabs = Object.keys(GROUPS).map((name) =>
+    h("button", { type: "button", "aria-pressed": String(name === group), onclick: () => choose(name) }, name[0].toUpperCase() + name.slice(1)));
+  const devices = h("p", { class: "muted devices" });
+
+  root.append(
+    h("div", { class: "head" }, h("h1", {}, "Runs"), devices),
+    h("div", { class: "tools" }, h("div", { class: "segments", role: "group", "aria-label": "Status" }, tabs), find),
+    h("div", { class: "panel flush" }, list, empty), older);
+
+  const seen = new IntersectionObserver((found) => { if (found[0].isIntersecting && more) page(); }, { rootMargin: "300px" });
+  seen.observe(older);
+
+  function choose(name) {
+    group = name;
+    tabs.forEach((tab, place) => tab.setAttribute("aria-pressed", String(Object.keys(GROUPS)[place] === name)));
+    refresh();
+  }
+
+  const matches = (run) => {
+    const words = find.value.trim().toLowerCase();
+    const text = `${run.id} ${run.status_reason} ${Object.entries(run.metadata).map((pair) => pair.join("="))}`.toLowerCase();
+    return words.split(/\s+/).every((word) => text.includes(word));
+  };
+
+  function sift() {
+    let count = 0;
+    for (const { row, run } of entries.values()) {
+      row.hidden = !matches(run);
+      count += row.hidden ? 0 : 1;
+    }
+    empty.hidden = count > 0 || loading;
+    list.hidden = count === 0;
+    if (count) return;
+    if (entries.size) fill(empty, "No run matches.");
+    else if (group !== "all") fill(empty, `No run is ${group}.`);
+    else fill(empty, "No runs yet. Start one with ", h("code", {}, "rlhfless runs create run.yaml"), " or POST /v1/runs.");
+  }
+
+  async function page() {
+    if (loading) return;
+    loading = true;
+    const asked = group;
+    try {
+      const query = new URLSearchParams({ limit: PER_PAGE });
+      if (after) query.set("after", after);
+      for (const status of GROUPS[group]) query.append("status", status);
+      const found = await get(`/v1/runs?${query}`);
+      if (closed || asked !== group) return;
+      const rows = [];
+      for (const run of found.data) {
+        if (entries.has(run.id)) { update(run); continue; }
+        const entry = { run, row: rowOf(run) };
+        entries.set(run.id, entry);
+        rows.push(entry.row);
+      }
+      body.append(...rows);
+      after = found.data.at(-1)?.id ?? after;
+      more = found.has_more;
+      older.hidden = !more;
+    } finally {
+      loading = false;
+    }
+    sift();
+  }
+
+  async function refresh() {
+    after = null;
+    loading = false;
+    entries.clear();
+    body.replaceChildren();
+    await Promise.all([page(), free()]);
+  }
+
+  async function free() {
+    const { data } = await get("/v1/devices");
+    say(devices, data.map((kind) => `${kind.free} of ${kind.total} × ${kind.kind} free`).join("  ·  "));
+  }
+
+  function update(run) {
+    const entry = entries.get(run.id);
+    const row = rowOf(run);
+    const focused = entry.row.contains(document.activeElement);
+    entry.row.replaceWith(row);
+    Object.assign(entry, { run, row });
+    if (focused) row.querySelector("a").focus();
+  }
+
+  function changed(run) {
+    const listed = group === "all" || GROUPS[group].includes(run.status);
+    if (entries.has(run.id)) {
+      if (listed) update(run);
+      else deleted(run.id);
+    } else if (listed && newer(run)) {
+      const entry = { run, row: rowOf(run) };
+      entries.set(run.id, entry);
+      body.prepend(entry.row);
+    }
+    sift();
+  }
+
+  const newer = (run) => [...entries.values()].every((entry) => entry.run.created_at < run.created_at);
+
+  function deleted(id) {
+    entries.get(id)?.row.remove();
+    entries.delete(id);
+    sift();
+  }
+
+  // Ages of what does not change otherwise.
+  const timer = setInterval(() => {
+    for (const time of body.querySelectorAll("time")) say(time, ago(Number(time.dataset.unix)));
+    free().catch(() => {});
+  }, 15_000);
+
+  return { refresh, changed, deleted, close: () => { closed = true; clearInterval(timer); seen.disconnect(); } };
+}
+
+function rowOf(run) {
+  const { reward_mean: reward, reward_std: spread } = run.latest;
+  const unix = run.started_at ?? run.created_at;
+  const label = Object.entries(run.metadata).map(([name, value]) => h("span", { class: "label" }, `${name}=${value}`));
+  return h("tr", { role: "row" },
+    cell("Run", { class: "name" }, h("a", { href: `#/runs/${encodeURIComponent(run.id)}` }, run.name), h("span", { class: "id" }, run.id.slice(run.name.length + 1)), label),
+    cell("Status", { class: "status" }, pill(run.status), h("span", { class: "reason", title: run.status_reason }, run.status_reason)),
+    cell("Progress", { class: "progress" }, progress(run)),
+    cell("Reward", { class: "num" }, number(reward ?? NaN), Number.isFinite(spread) ? h("span", { class: "muted" }, ` ± ${number(spread)}`) : null),
+    cell("Cost", { class: "num" }, run.cost_usd ? usd(run.cost_usd) : DASH),
+    cell("Time left", { class: "num" }, run.left_s === null ? DASH : duration(run.left_s)),
+    cell("Started", { class: "num" }, h("time", { "data-unix": unix, datetime: new Date(1000 * unix).toISOString(), title: dateTime(unix) }, ago(unix))));
+}
+
+/** Steps done, as a bar and as numbers. */
+export function progress(run) {
+  return [
+    h("progress", { max: run.steps, value: run.step, "aria-label": `Steps of ${run.name}`, class: `s-${run.status}` }),
+    h("span", { class: "steps" }, `${run.step}`, h("span", { class: "muted" }, ` / ${run.steps}`)),
+  ];
+}

@@ -1,0 +1,86 @@
+"""The page in headless Chromium, of a service whose database is filled as by some days of work."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import filled
+import pytest
+from playwright.sync_api import Browser, Page, Route, sync_playwright
+from standing import NoDrivers, served
+
+from rlhfless.control.service import Service
+from rlhfless.control.settings import ServiceSettings
+
+CHROMIUM = Path("/usr/bin/chromium")
+
+WIDTHS = {390: 844, 1440: 900}
+"""Of a phone, and of a laptop, with their heights."""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    if not CHROMIUM.exists():
+        pytest.skip("chromium is not installed (apt-get install -y chromium): the page is not tested")
+    with sync_playwright() as playwright:
+        options = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Service]]:
+    settings = ServiceSettings(data=str(tmp_path_factory.mktemp("site")), port=0, max_drivers=2)
+    filled.fill(settings, filled.fill_run, filled.fill_others, lambda *at: filled.fill_crowd(*at, count=60))
+    with served(settings, NoDrivers()) as (client, service):
+        service.replicas[filled.RUN_ID] = filled.replicas(time.time())
+        yield str(client.base_url).rstrip("/"), service
+
+
+Opened = Callable[..., Page]
+
+
+@pytest.fixture
+def opened(browser: Browser, site: tuple[str, Service]) -> Iterator[Opened]:
+    """Opens a view; afterwards nothing may have failed in the browser that the test did not expect."""
+    contexts, faults = [], []
+
+    def open_view(view: str = "", width: int = 1440, dark: bool = False, scripts: tuple[str, ...] = ()) -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": WIDTHS[width]},
+            color_scheme="dark" if dark else "light",
+            has_touch=width == 390,
+            reduced_motion="reduce",
+        )
+        contexts.append(context)
+        for script in scripts:
+            context.add_init_script(script)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
+        page.route("**/timeline?*", _timeline)
+        page.goto(f"{site[0]}/{view}")
+        return page
+
+    yield open_view
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+def _timeline(route: Route) -> None:
+    route.fulfill(content_type="application/json", body=json.dumps(filled.timeline(time.time())))
+
+
+@pytest.fixture
+def shots(tmp_path: Path) -> Path:
+    """Where screenshots go: RLHFLESS_SCREENSHOTS, or the test's own folder."""
+    folder = Path(os.environ.get("RLHFLESS_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,69 @@
+"""How the page looks: no element wider than the screen, axe-core finds nothing serious; screenshots to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import filled
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+RUN = f"#/runs/{filled.RUN_ID}"
+
+VIEWS = {
+    "runs": "#/runs",
+    "run": RUN,
+    "samples": f"{RUN}/samples",
+    "events": f"{RUN}/events",
+    "logs": f"{RUN}/logs",
+    "checkpoints": f"{RUN}/checkpoints",
+    "spec": f"{RUN}/spec",
+    "fleet": "#/fleet",
+    "failed": "#/runs/gsm-typo-20261121-120000-00c0ffee",
+}
+
+THERE = {
+    "runs": "table.runs a",
+    "run": ".chart[data-drawn]",
+    "samples": ".response",
+    "events": ".events li",
+    "logs": ".log",
+    "checkpoints": "td.name",
+    "spec": ".spec",
+    "fleet": "td.name",
+    "failed": ".failure",
+}
+"""What is there when a view is complete."""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_fits_its_screen_and_is_accessible(opened, shots: Path, view: str, width: int, dark: bool) -> None:  # type: ignore[no-untyped-def]
+    page = opened(VIEWS[view], width, dark)
+    settle(page, view)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    shoot(page, shots / f"{view}-{width}-{'dark' if dark else 'light'}.png", width)
+    found = Axe().run(page).response["violations"]
+    serious = [one for one in found if one["impact"] in ("serious", "critical")]
+    assert serious == [], [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in serious]
+
+
+def shoot(page: Page, file: Path, width: int) -> None:
+    """The whole view. The window is made as high: what Chromium puts together from pieces lacks charts."""
+    page.set_viewport_size({"width": width, "height": page.evaluate("document.documentElement.scrollHeight")})
+    page.wait_for_timeout(200)
+    page.screenshot(path=file)
+
+
+def settle(page: Page, view: str) -> None:
+    """Wait until all of a view is there; charts are drawn when they are seen."""
+    page.wait_for_selector("#live[data-state=on]")
+    page.wait_for_selector(THERE[view])
+    if view == "run":
+        for chart in page.query_selector_all(".chart"):
+            chart.scroll_into_view_if_needed()
+        expect(page.locator(".chart:not([data-drawn])")).to_have_count(0)
+        page.evaluate("scrollTo(0, 0)")
+    page.wait_for_load_state("load")
