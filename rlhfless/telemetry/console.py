@@ -122,7 +122,10 @@ class Console:
 
     def show(self, content: RenderableType) -> None:
         """Prints content permanently, above the table that is being redrawn."""
-        self._terminal.print(Text(legible(content)) if isinstance(content, str) else content)
+        if isinstance(content, str):
+            self._terminal.print(Text(legible(content)), soft_wrap=True)
+        else:
+            self._terminal.print(content)
 
     def close(self) -> None:
         """Stops redrawing; the last frame stays. Later output follows below it."""

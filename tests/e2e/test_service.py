@@ -1,0 +1,137 @@
+"""The service with real runs: paused, resumed, its drivers and itself killed; several runs share two cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import FAULT_STEPS, Whole, fault_values, spec_values
+
+from rlhfless import Client
+from rlhfless.control.lifecycle import Status
+from rlhfless.control.objects import RunObject
+from rlhfless.records.checkpoints import Checkpoints
+from rlhfless.records.compare import compare_samples
+from rlhfless.records.traces import read_trace
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+COMMAND = str(Path(sys.executable).with_name("rlhfless"))
+
+
+@dataclass
+class Up:
+    """A service in the background."""
+
+    data: Path
+    roots: tuple[Path, ...]
+
+    def start(self) -> None:
+        roots = [word for root in self.roots for word in ("--root", str(root))]
+        subprocess.run(
+            [COMMAND, "up", "--detach", "--port", "0", "--data", str(self.data), *roots], check=True, timeout=120
+        )
+
+    @property
+    def client(self) -> Client:
+        return Client(data=str(self.data))
+
+    def kill(self) -> None:
+        pid = json.loads((self.data / "service.json").read_text())["pid"]
+        os.kill(pid, signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=20)
+
+    def kill_driver(self, run_id: str) -> None:
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if "rlhfless.control.driver" in words and words[-1].endswith(run_id):
+                process.kill()
+
+    def until(self, run_id: str, reached: Callable[[RunObject], bool], timeout_s: float = 240) -> RunObject:
+        end = time.monotonic() + timeout_s
+        with self.client as client:
+            while True:
+                run = client.get_run(run_id)
+                if reached(run):
+                    return run
+                assert time.monotonic() < end, f"{run.status} at step {run.step}: {run.status_reason}"
+                assert run.status is not Status.FAILED, run.status_reason
+                time.sleep(0.2)
+
+
+def posted(values: dict[str, Any]) -> dict[str, Any]:
+    """A spec as a service takes it: where a run's files are is up to the service."""
+    return {key: value for key, value in values.items() if key != "output"}
+
+
+@pytest.fixture(scope="module")
+def up(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    service = Up(tmp_path_factory.mktemp("service") / "data", (assets,))
+    service.start()
+    yield service
+    subprocess.run([COMMAND, "down", "--data", str(service.data)], check=True, timeout=200)
+    left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(service.data) in str(p.info["cmdline"])]
+    assert left == []
+
+
+def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole: Whole) -> None:
+    with up.client as client:
+        run = client.create_run(posted(fault_values(assets, actors=1)))
+        up.until(run.id, lambda now: now.step >= 2)
+        client.pause_run(run.id)
+        paused = up.until(run.id, lambda now: now.status is Status.PAUSED)
+        assert paused.latest_checkpoint is not None
+        assert paused.latest_checkpoint.step == paused.step
+        client.resume_run(run.id)
+    up.until(run.id, lambda now: now.step > paused.step)
+    up.kill_driver(run.id)
+    killed_at = up.until(run.id, lambda now: now.attempt == 3).step
+    up.kill()
+    up.start()
+    up.until(run.id, lambda now: now.step > killed_at)
+    ended = up.until(run.id, lambda now: now.status in (Status.SUCCEEDED, Status.CANCELLED))
+    assert (ended.status, ended.step) == (Status.SUCCEEDED, FAULT_STEPS)
+
+    with up.client as client:
+        events = list(client.watch(run.id))
+        assert [event.id for event in events] == list(range(1, len(events) + 1))
+        steps = [event.data["step"] for event in events if event.type == "metrics"]
+        assert steps == list(range(1, FAULT_STEPS + 1)), "each step is told once"
+        usage = client.usage(run.id)
+        assert usage.cost_usd == pytest.approx(sum(row.cost_usd for row in usage.functions))
+        assert {row.function for row in usage.functions} >= {"generation", "learner", "scoring"}
+        assert client.rollouts(run.id, limit=1).data[0].prompt
+
+    folder = up.data / "runs" / run.id
+    trace = read_trace(folder / "trace")
+    same = compare_samples(trace, whole.trace)
+    assert (same.compared, same.fraction, same.only_in_first) == (len(trace.rollouts), 1.0, 0)
+    newest = Checkpoints(folder / "checkpoints", 2).newest()
+    assert newest is not None
+    assert newest.notes.digest == whole.digest
+
+
+def test_three_runs_share_two_cores_and_one_that_ends_badly_is_not_felt(up: Up, assets: Path) -> None:
+    small = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "mini_batches": 1, "algorithm": {}}
+    values = posted(spec_values(assets, **small)) | {"placement": {"devices": 1}}
+    values |= {"scaling": {"generation": {"min_actors": 1, "max_actors": 1}}, "learner": {"ranks": 1}}
+    too_dear = values | {"limits": {"max_cost_usd": 1e-9, "then": "stop"}}
+    with up.client as client:
+        runs = [client.create_run(one).id for one in (values, too_dear, values)]
+    ended = [up.until(run, lambda now: now.finished_at is not None, 400) for run in runs]
+    assert [run.status for run in ended] == [Status.SUCCEEDED, Status.CANCELLED, Status.SUCCEEDED]
+    assert ended[1].error is not None
+    assert ended[1].error.code == "limit_reached"
+    assert "limits.max_cost_usd is 1e-09" in ended[1].status_reason
+    with up.client as client:
+        assert client.functions().data == []
