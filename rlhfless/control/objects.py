@@ -157,6 +157,43 @@ class PlannedCost(ApiObject):
     cost_high_usd: float
 
 
+class PlannedDevices(ApiObject):
+    """A run on so many devices of a kind."""
+
+    kind: str
+    count: int
+    placement: str
+    fits: bool
+    problems: list[str]
+    """Why it does not fit."""
+    nearest_change: str | None
+    """After which it fits."""
+    predicted: PlannedCost | None
+    reason: str | None
+    """Why nothing is predicted although it fits."""
+
+
+class PlanObject(ApiObject):
+    """What a run would need, take and cost."""
+
+    object: Literal["plan"] = "plan"
+    spec: dict[str, Any]
+    """With every default, and what the devices decide."""
+    steps: int
+    sequence_tokens: int
+    parameters: int
+    chosen: PlannedDevices
+    """On the devices that the spec names, or that the service has."""
+    memory: dict[str, Any]
+    """Of the chosen devices, by function and phase, in bytes."""
+    alternatives: list[PlannedDevices]
+    """The cheapest that keeps the deadline first."""
+    lengths: str
+    """Where the response lengths come from."""
+    missing: list[str]
+    """What would make a better answer."""
+
+
 class UsageObject(ApiObject):
     """What a run has used so far."""
 
@@ -212,6 +249,64 @@ class RolloutObject(ApiObject):
     """Of all parts together."""
     failures: dict[str, str]
     """Parts that could not be computed, and why; empty as a rule."""
+
+
+class Bar(ApiObject):
+    """What a device did for a while."""
+
+    function: str
+    work: str | None
+    """None: it was held."""
+    step: int | None
+    state: str
+    start_s: float
+    end_s: float
+
+
+class DeviceRow(ApiObject):
+    """One device of a run."""
+
+    device: str
+    bars: list[Bar]
+
+
+class TimelineObject(ApiObject):
+    """Devices over the last steps."""
+
+    object: Literal["timeline"] = "timeline"
+    run_id: str
+    rows: list[DeviceRow]
+
+
+class SampleScore(ApiObject):
+    """The rewards of one sample."""
+
+    parts: dict[str, float | None]
+    reward: float | None
+    """Of all parts together; None if one has failed."""
+    failures: dict[str, str]
+
+
+class RewardTrialObject(ApiObject):
+    """Rewards of given samples."""
+
+    object: Literal["reward_trial"] = "reward_trial"
+    data: list[SampleScore]
+    """In the order of the samples."""
+    wall_s: float
+
+
+class SimulationObject(ApiObject):
+    """A simulation that was asked for."""
+
+    object: Literal["simulation"] = "simulation"
+    id: str
+    status: Literal["queued", "running", "succeeded", "failed"]
+    created_at: float
+    finished_at: float | None
+    result: dict[str, Any] | None
+    """`rows` by policy."""
+    error: ErrorObject | None
 
 
 class ReplicaObject(ApiObject):

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhfless.control.bus import Bus
+from rlhfless.control.compute.forecasts import Forecasts
+from rlhfless.control.compute.runner import Runner
 from rlhfless.control.database.access import Database, sqlite_url
 from rlhfless.control.database.migrate import migrate
 from rlhfless.control.delivery import ReplicaNow
@@ -42,6 +44,8 @@ class Service:
         self.bus = Bus(asyncio.get_running_loop())
         self.keys = Keys(database)
         self.supervisor = Supervisor(self, drivers)
+        self.runner = Runner()
+        self.forecasts = Forecasts(database, self.runner, self.devices_there)
         self.replicas: dict[str, list[ReplicaNow]] = {}
         """By run: its replicas now, as its driver said last."""
         database.on_commit = self.bus.publish
@@ -72,7 +76,7 @@ class Service:
     async def working(self) -> AsyncIterator[None]:
         """Within the block runs are looked after."""
         self.announce()
-        work = (self.supervisor.run(), sweep_for_ever(self.database, self.settings))
+        work = (self.supervisor.run(), self.forecasts.run(), sweep_for_ever(self.database, self.settings))
         tasks = [asyncio.create_task(one) for one in work]
         try:
             yield

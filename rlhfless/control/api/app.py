@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from rlhfless import __version__
-from rlhfless.control.api import drivers, events, health, page, runs, series
+from rlhfless.control.api import compute, downloads, drivers, events, health, page, runs, series
 from rlhfless.control.database.access import Unavailable
 from rlhfless.control.errors import ApiError
 from rlhfless.control.objects import ErrorBody
@@ -56,7 +56,7 @@ def app_of(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.add_middleware(Gate, settings=service.settings, open_to_all=lambda: not service.keys.asked_for)
-    for router in (runs.router, events.router, series.router):
+    for router in (runs.router, events.router, series.router, compute.router, downloads.router):
         app.include_router(router, prefix="/v1", responses=ERRORS)
     app.include_router(drivers.router, include_in_schema=False)
     app.include_router(health.router)

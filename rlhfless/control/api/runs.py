@@ -110,6 +110,7 @@ def new_run(service: Service, owner: str, posted: dict[str, Any], spec: RunSpec)
         checkpoints=[],
         cost_usd=0.0,
         device_s=0.0,
+        simulated_step=0,
         attempt=0,
         deaths=0,
         driver_token="",

@@ -65,6 +65,8 @@ class RunRow(Base):
     """What was predicted before it began."""
     best_static: Mapped[Json | None]
     """What the best static fleet would have cost for the same steps."""
+    simulated_step: Mapped[int]
+    """The last step that `best_static` is about."""
     cost_usd: Mapped[float]
     device_s: Mapped[float]
     left_s: Mapped[float | None]

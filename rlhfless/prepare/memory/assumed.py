@@ -134,7 +134,7 @@ def host_memory_bytes() -> int:
 
 def _shape(spec: RunSpec) -> tuple[ModelShape, int | None]:
     try:
-        file = _config_file(spec.model.path)
+        file = config_file(spec.model.path)
         config = _mapping(parsed_json(file.read_bytes()))
         config = _mapping(config.get("text_config", config))
         return ModelShape.of_config(config), config.get("max_position_embeddings")
@@ -151,7 +151,7 @@ def _mapping(config: Any) -> Mapping[str, Any]:
     return config
 
 
-def _config_file(model: str) -> Path:
+def config_file(model: str) -> Path:
     """Raises OSError if neither a folder nor the hub has it."""
     local = Path(model) / "config.json"
     if local.is_file():

@@ -171,7 +171,7 @@ def new_run_row(name: str, status: str, folder: Path) -> RunRow:
     texts = dict.fromkeys(("status_reason", "driver_token"), "")
     zeros = dict.fromkeys(
         ("created_at", "status_since", "wished_at", "priority", "steps", "step", "cost_usd", "device_s", "attempt",
-         "deaths", "pushed", "last_event"), 0)  # fmt: skip
+         "deaths", "simulated_step", "pushed", "last_event"), 0)  # fmt: skip
     empty = {"spec": {}, "run_metadata": {}, "latest": {}, "checkpoints": []}
     where = {"id": name, "name": name, "owner": "local", "status": status, "wish": "run", "folder": str(folder)}
     return RunRow(**where, **texts, **zeros, **empty)

@@ -47,6 +47,7 @@ def upgrade() -> None:
         sa.Column("error", sa.JSON(), nullable=True),
         sa.Column("plan", sa.JSON(), nullable=True),
         sa.Column("best_static", sa.JSON(), nullable=True),
+        sa.Column("simulated_step", sa.BigInteger(), nullable=False),
         sa.Column("cost_usd", sa.Double(), nullable=False),
         sa.Column("device_s", sa.Double(), nullable=False),
         sa.Column("left_s", sa.Double(), nullable=True),

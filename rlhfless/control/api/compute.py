@@ -1,0 +1,205 @@
+"""What is computed when it is asked for: plans, trials of rewards, simulations, timelines."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from rlhfless.control import store
+from rlhfless.control.api.runs import EXAMPLE, Reads, Runs
+from rlhfless.control.database.tables import SimulationRow
+from rlhfless.control.errors import ApiError, not_found
+from rlhfless.control.objects import (
+    ErrorObject,
+    ListObject,
+    PlanObject,
+    RewardTrialObject,
+    SimulationObject,
+    TimelineObject,
+)
+from rlhfless.control.posted import posted_spec
+from rlhfless.control.service import Service, service_of
+
+router = APIRouter(tags=["compute"])
+
+PLAN_S, REWARDS_S, TIMELINE_S = 120.0, 120.0, 60.0
+"""Longest waits. A plan of all kinds of the price book takes some ten seconds."""
+
+TRACE_FOLDER = "trace"
+
+
+class _Question(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class PlanQuestion(_Question):
+    """Which run, on which devices."""
+
+    spec: dict[str, Any]
+    devices: list[Annotated[str, Field(max_length=64)]] = Field(default_factory=list, max_length=32)
+    """Such as `8xh100`; by default kinds and counts of the price book."""
+    lengths_of: str | None = None
+    """Id of an earlier run, for its response lengths and, on the same devices, its latencies."""
+    deadline_s: Annotated[float, Field(gt=0)] | None = None
+    """Of the whole run: what keeps it comes first."""
+
+
+@router.post("/runs:plan", summary="What a run would need, take and cost")
+async def plan_run(
+    request: Request,
+    _: Reads,
+    question: Annotated[PlanQuestion, Body(openapi_examples={"small": {"value": {"spec": EXAMPLE}}})],
+) -> PlanObject:
+    """Answers without starting anything: memory per device and phase, time and cost of a step and of the run with a
+    band, the same for other devices, and what is missing for a better answer."""
+    service = service_of(request.app)
+    posted_spec(question.spec, service.settings)
+    answer = await service.runner.run("plan", await plan_question(service, question), PLAN_S)
+    return PlanObject.model_validate(answer)
+
+
+async def plan_question(service: Service, question: PlanQuestion) -> dict[str, Any]:
+    """The question as the job takes it. Raises ApiError (404)."""
+    asked: dict[str, Any] = {"spec": question.spec, "devices": question.devices, "deadline_s": question.deadline_s}
+    trace = None if question.lengths_of is None else await trace_folder(service, question.lengths_of)
+    return asked | {"there": service.devices_there() or {"cpu-core": 1}, "trace": trace}
+
+
+async def trace_folder(service: Service, run_id: str) -> str:
+    """Of a run. Raises ApiError (404) if it has none yet."""
+    run = await service.database.read(lambda session: store.run_of(session, run_id))
+    folder = Path(run.folder) / TRACE_FOLDER
+    if not (folder / "meta.json").exists():
+        raise ApiError(404, "not_found", f"run {run_id} has no trace yet: it begins with its first step")
+    return str(folder)
+
+
+class RewardsQuestion(_Question):
+    """Rewards, as in a spec, and samples to try them on."""
+
+    rewards: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=64)]
+    samples: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=1000)]
+    """Each with `response`, `prompt`, and the columns that the rewards read."""
+
+
+REWARDS_EXAMPLE = {
+    "rewards": [{"type": "exact_match"}],
+    "samples": [{"prompt": "2+2=", "response": "4", "answer": "4"}],
+}
+
+
+@router.post("/rewards:test", summary="Try rewards on samples")
+async def try_rewards(
+    request: Request,
+    _: Runs,
+    question: Annotated[RewardsQuestion, Body(openapi_examples={"small": {"value": REWARDS_EXAMPLE}})],
+) -> RewardTrialObject:
+    """Every part of the reward of every sample, and why parts have failed."""
+    service = service_of(request.app)
+    posted_spec({"model": {"path": "none"}, "prompts": {"path": "none"}, "rewards": question.rewards}, service.settings)
+    asked = question.model_dump() | {"http_hosts": list(service.settings.http_hosts)}
+    return RewardTrialObject.model_validate(await service.runner.run("rewards", asked, REWARDS_S))
+
+
+class SimulationQuestion(_Question):
+    """A scenario (docs/simulate.md), or a run whose steps are simulated again."""
+
+    scenario: dict[str, Any] | None = None
+    run: str | None = None
+    """Id of a run."""
+    policies: list[Annotated[str, Field(max_length=64)]] = Field(default_factory=list, max_length=32)
+    """Of a scenario: only these labels. Of a run: other policies, by name."""
+
+
+@router.post("/simulations", status_code=202, summary="Compare policies")
+async def create_simulation(request: Request, caller: Runs, question: SimulationQuestion) -> SimulationObject:
+    """Queue a simulation; ask for it until it has ended."""
+    service = service_of(request.app)
+    if (question.scenario is None) == (question.run is None):
+        raise ApiError(422, "invalid_request", "give `scenario` or `run`, one of the two", "scenario")
+    if question.run is not None:
+        await trace_folder(service, question.run)
+    elif bad := _names_files(question.scenario):
+        raise ApiError(422, "invalid_request", f"{bad} names a file; a scenario that is POSTed has none", "scenario")
+    row = SimulationRow(
+        id=f"sim-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}",
+        owner=caller.owner,
+        created_at=time.time(),
+        finished_at=None,
+        status="queued",
+        request=question.model_dump(),
+        result=None,
+        error=None,
+    )
+
+    def add(session: Session) -> SimulationObject:
+        session.add(row)
+        return simulation_object(row)
+
+    found = await service.database.write(add)
+    service.forecasts.soon()
+    return found
+
+
+def _names_files(value: Any, place: str = "scenario") -> str:
+    """A key that names a file; empty if there is none."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key in ("path", "prices") and isinstance(inner, str):
+                return f"{place}.{key}"
+            if found := _names_files(inner, f"{place}.{key}"):
+                return found
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            if found := _names_files(inner, f"{place}.{index}"):
+                return found
+    return ""
+
+
+@router.get("/simulations", summary="List simulations")
+async def list_simulations(
+    request: Request, _: Reads, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> ListObject[SimulationObject]:
+    """Newest first."""
+    query = select(SimulationRow).order_by(SimulationRow.created_at.desc()).limit(limit + 1)
+    rows = await service_of(request.app).database.read(lambda session: list(session.scalars(query)))
+    return ListObject(data=[simulation_object(row) for row in rows[:limit]], has_more=len(rows) > limit)
+
+
+@router.get("/simulations/{simulation_id}", summary="One simulation")
+async def get_simulation(request: Request, _: Reads, simulation_id: str) -> SimulationObject:
+    """Its status, and its result when it has ended."""
+    row = await service_of(request.app).database.read(lambda session: session.get(SimulationRow, simulation_id))
+    if row is None:
+        raise not_found("simulation", simulation_id)
+    return simulation_object(row)
+
+
+def simulation_object(row: SimulationRow) -> SimulationObject:
+    """One simulation."""
+    return SimulationObject(
+        id=row.id,
+        status=row.status,  # type: ignore[arg-type]
+        created_at=row.created_at,
+        finished_at=row.finished_at,
+        result=row.result,
+        error=ErrorObject.model_validate(row.error) if row.error else None,
+    )
+
+
+@router.get("/runs/{run_id}/timeline", summary="Devices over the last steps")
+async def get_timeline(
+    request: Request, _: Reads, run_id: str, steps: Annotated[int, Query(ge=1, le=50)] = 5
+) -> TimelineObject:
+    """What each device did in the last steps of the run's trace, which is written about once a step."""
+    service = service_of(request.app)
+    folder = await trace_folder(service, run_id)
+    found = await service.runner.run("timeline", {"trace": folder, "steps": steps}, TIMELINE_S)
+    return TimelineObject.model_validate({"run_id": run_id} | found)

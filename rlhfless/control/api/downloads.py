@@ -1,0 +1,86 @@
+"""Folders of a run, as tar files that are made while they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+
+from rlhfless.control import store
+from rlhfless.control.api.compute import trace_folder
+from rlhfless.control.api.runs import Reads
+from rlhfless.control.errors import not_found
+from rlhfless.control.service import service_of
+from rlhfless.records.checkpoints import files_of
+
+router = APIRouter(tags=["runs"])
+
+TAR = "application/x-tar"
+
+CHUNK_BYTES = 1 << 20
+
+TAR_DOC = {200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}, "description": "A tar file."}}
+
+
+@router.get("/runs/{run_id}/trace", responses=TAR_DOC, response_class=StreamingResponse, summary="Download the trace")  # type: ignore[arg-type]
+async def download_trace(request: Request, _: Reads, run_id: str) -> StreamingResponse:
+    """The run's ledger (docs/trace.md): what `rlhfless trace` and `rlhfless simulate --replay` read."""
+    folder = await trace_folder(service_of(request.app), run_id)
+    return _answer(folder, f"{run_id}-trace")
+
+
+@router.get(
+    "/runs/{run_id}/checkpoints/{checkpoint_id}/download",
+    responses=TAR_DOC,  # type: ignore[arg-type]
+    response_class=StreamingResponse,
+    summary="Download a checkpoint",
+)
+async def download_checkpoint(request: Request, _: Reads, run_id: str, checkpoint_id: str) -> StreamingResponse:
+    """Model and tokenizer in Hugging Face format, with what a resumed run needs."""
+    run = await service_of(request.app).database.read(lambda session: store.run_of(session, run_id))
+    found = next((entry for entry in run.checkpoints if entry["id"] == checkpoint_id), None)
+    if found is None:
+        raise not_found("checkpoint", checkpoint_id)
+    return _answer(found["location"], f"{run_id}-{checkpoint_id}")
+
+
+def _answer(location: str, name: str) -> StreamingResponse:
+    headers = {"Content-Disposition": f'attachment; filename="{name}.tar"'}
+    return StreamingResponse(_in_thread(_tar(location, name)), media_type=TAR, headers=headers)
+
+
+async def _in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while True:
+        chunk = await asyncio.to_thread(next, chunks, None)
+        if chunk is None:
+            return
+        yield chunk
+
+
+def _tar(location: str, name: str) -> Iterator[bytes]:
+    """The files below a folder or URL. A file has the size that it has when it is reached: what is appended meanwhile
+    is left out, and one that has gone is, too."""
+    files, root = files_of(location)
+    for path in sorted(files.find(root)):
+        try:
+            size = int(files.size(path))
+            with files.open(path, "rb") as stream:
+                entry = tarfile.TarInfo(f"{name}/{Path(path).relative_to(root)}")
+                entry.size = size
+                yield entry.tobuf(tarfile.GNU_FORMAT)
+                left = size
+                while left:
+                    chunk = stream.read(min(left, CHUNK_BYTES)) or bytes(left)
+                    left -= len(chunk)
+                    yield chunk
+        except FileNotFoundError:
+            continue
+        yield bytes(-size % tarfile.BLOCKSIZE)
+    end = io.BytesIO()
+    tarfile.open(fileobj=end, mode="w").close()
+    yield end.getvalue()

@@ -1,0 +1,167 @@
+"""What the service computes by itself, in the background: the plan of each run, the best static fleet for what it has
+done, and the simulations that were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from rlhfless.control import store
+from rlhfless.control.compute.runner import Runner
+from rlhfless.control.database.access import Database, Unavailable
+from rlhfless.control.database.tables import RunRow, SimulationRow
+from rlhfless.control.errors import ApiError
+from rlhfless.control.lifecycle import ENDED, Status
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+
+PLAN_S, STATIC_S, SIMULATION_S = 120.0, 600.0, 1800.0
+"""Longest times of the jobs."""
+
+FIRST_STEPS = 20
+"""A run is simulated again when it has done so many steps, twice as many, and so on; and at its end."""
+
+NOTHING: dict[str, Any] = {}
+"""What is kept where nothing could be computed: it is not tried again."""
+
+
+class Forecasts:
+    """Of one service."""
+
+    def __init__(self, database: Database, runner: Runner, there: Callable[[], Mapping[str, int]]) -> None:
+        self._database = database
+        self._runner = runner
+        self._there = there
+        self._look = asyncio.Event()
+
+    def soon(self) -> None:
+        """Look at once."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Compute what is missing, one after the other, until it is cancelled."""
+        while True:
+            try:
+                await self._once()
+            except Unavailable as error:
+                log.warning("forecasts: %s", error)
+            except Exception:
+                log.exception("forecasts: a look has failed; it is repeated")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), LOOK_S)
+            self._look.clear()
+
+    async def _once(self) -> None:
+        for row in await self._database.read(_without_plan):
+            await self._plan(row)
+        for row in await self._database.read(_worth_simulating):
+            await self._static(row)
+        for simulation in await self._database.read(_waiting):
+            await self._simulate(simulation)
+
+    async def _plan(self, run: RunRow) -> None:
+        trace = await self._database.read(lambda session: _alike(session, run))
+        question: dict[str, Any] = {
+            "spec": run.spec,
+            "there": dict(self._there()) or {"cpu-core": 1},
+            "trace": trace,
+            "devices": [],
+        }
+        # Only the run's own devices: other kinds are for `runs:plan`.
+        found = await self._answer("plan", question | {"alone": True}, PLAN_S)
+        predicted = (found.get("chosen") or {}).get("predicted") or NOTHING
+
+        def note(session: Session) -> None:
+            row = session.get(RunRow, run.id)
+            if row is not None:
+                row.plan = predicted
+                store.touch(session, row)
+
+        await self._database.write(note)
+
+    async def _static(self, run: RunRow) -> None:
+        folder = Path(run.folder) / "trace"
+        found = await self._answer("static", {"trace": str(folder)}, STATIC_S)
+
+        def note(session: Session) -> None:
+            row = session.get(RunRow, run.id)
+            if row is not None:
+                row.best_static = found or None
+                row.simulated_step = run.step
+                store.touch(session, row)
+
+        await self._database.write(note)
+
+    async def _simulate(self, simulation: SimulationRow) -> None:
+        await self._database.write(lambda session: _set(session, simulation.id, status="running"))
+        question = dict(simulation.request)
+        result = error = None
+        try:
+            if question["run"] is not None:
+                run = await self._database.read(lambda session: store.run_of(session, question["run"]))
+                question["trace"] = str(Path(run.folder) / "trace")
+            result = await self._runner.run("simulation", question, SIMULATION_S)
+        except ApiError as refused:
+            error = refused.body()["error"]
+        status = "failed" if error else "succeeded"
+        await self._database.write(
+            lambda session: _set(
+                session, simulation.id, status=status, result=result, error=error, finished_at=time.time()
+            )
+        )
+
+    async def _answer(self, job: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Nothing if the job refuses or fails: a run does not depend on it."""
+        try:
+            return await self._runner.run(job, question, timeout_s)
+        except ApiError as error:
+            log.info("%s: %s", job, error)
+            return NOTHING
+
+
+def _without_plan(session: Session) -> list[RunRow]:
+    begun = [Status.VALIDATING, Status.PROVISIONING, Status.RUNNING]
+    query = select(RunRow).where(RunRow.plan.is_(None), RunRow.status.in_(begun)).order_by(RunRow.created_at)
+    return list(session.scalars(query))
+
+
+def _worth_simulating(session: Session) -> list[RunRow]:
+    """Runs that have done twice the steps that were simulated last; or have ended since."""
+    query = select(RunRow).where(RunRow.step > RunRow.simulated_step, RunRow.step >= 2)
+    rows = session.scalars(query)
+    return [row for row in rows if row.status in ENDED or row.step >= max(2 * row.simulated_step, FIRST_STEPS)]
+
+
+def _alike(session: Session, run: RunRow) -> str | None:
+    """The trace of the newest run of the same model and prompts that has ended well."""
+    query = select(RunRow).where(RunRow.status == Status.SUCCEEDED).order_by(RunRow.created_at.desc()).limit(100)
+    for row in session.scalars(query):
+        same = row.spec.get("model") == run.spec.get("model") and row.spec.get("prompts") == run.spec.get("prompts")
+        folder = Path(row.folder) / "trace"
+        if same and (folder / "meta.json").exists():
+            return str(folder)
+    return None
+
+
+def _waiting(session: Session) -> list[SimulationRow]:
+    """In order; those that an earlier service was at when it ended are done again."""
+    query = select(SimulationRow).where(SimulationRow.status.in_(["queued", "running"]))
+    return list(session.scalars(query.order_by(SimulationRow.created_at)))
+
+
+def _set(session: Session, simulation_id: str, **values: Any) -> None:
+    row = session.get(SimulationRow, simulation_id)
+    if row is not None:
+        for name, value in values.items():
+            setattr(row, name, value)

@@ -1,0 +1,171 @@
+"""What a run would need, take and cost: on the devices that are there, and on others of the price book."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
+from rlhfless.prepare.memory.assumed import config_file, parsed_devices, question_of
+from rlhfless.prepare.memory.changes import Question, nearest_change
+from rlhfless.records.traces import Trace, read_trace
+from rlhfless.scaling.latency.devices import load_devices
+from rlhfless.scaling.placement import CPU_KIND, PlacementError
+from rlhfless.scaling.prices import load_price_book
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError, UserError
+
+COUNTS = (1, 2, 4, 8, 16, 32)
+"""Numbers of other devices that are tried."""
+
+
+def planned(question: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan, as JSON. Raises InputError.
+
+    `question`: spec, there (devices by kind), devices (of the user's choice), trace (folder of an earlier run, for its
+    lengths and latencies), deadline_s, alone (only the run's own devices).
+    """
+    spec = RunSpec.model_validate(question["spec"])
+    trace = read_trace(question["trace"], tokens=False) if question.get("trace") else None
+    lengths = lengths_of(spec, trace)
+    config = json.loads(config_file(spec.model.path).read_text("utf-8")) if _has_config(spec) else None
+    kind, count = _chosen(spec, question["there"])
+    main = question_of(spec, kind, count)
+    rows = [_row(main, config, lengths, trace)]
+    others = [] if question.get("alone") else _others(spec, kind, count, question.get("devices") or ())
+    for name, number in others:
+        try:
+            rows.append(_row(question_of(spec, name, number), config, lengths, trace))
+        except (InputError, PlacementError):
+            continue
+    return {
+        "spec": main.spec.model_dump(mode="json"),
+        "steps": spec.steps,
+        "sequence_tokens": main.sequence_tokens,
+        "parameters": main.shape.parameters,
+        "chosen": rows[0],
+        "memory": _memory(main),
+        "alternatives": _in_order(rows[1:], question.get("deadline_s")),
+        "lengths": lengths.source,
+        "missing": _missing(lengths, trace, kind, question["there"]),
+    }
+
+
+def _has_config(spec: RunSpec) -> bool:
+    try:
+        return config_file(spec.model.path).is_file()
+    except OSError:
+        return False
+
+
+def _chosen(spec: RunSpec, there: Mapping[str, int]) -> tuple[str, int]:
+    """Kind and number of the run's devices: what its spec says, or what the service has."""
+    gpus = [kind for kind in there if kind != CPU_KIND]
+    kind = spec.placement.kind or (gpus[0] if gpus else CPU_KIND)
+    return kind, spec.placement.devices or there.get(kind, 0) or 1
+
+
+def _others(spec: RunSpec, kind: str, count: int, asked: Sequence[str]) -> list[tuple[str, int]]:
+    if asked:
+        return [parsed_devices(text) for text in asked]
+    known = load_price_book(spec.scaling.prices).kinds
+    kinds = [name for name in load_devices() if name in known and name != CPU_KIND]
+    return [(name, number) for name in kinds for number in COUNTS if (name, number) != (kind, count)]
+
+
+def _row(asked: Question, config: dict[str, Any] | None, lengths: Lengths, trace: Trace | None) -> dict[str, Any]:
+    """One kind and number of devices: whether the run fits, and its time and cost if it does."""
+    plan = asked.plan()
+    row: dict[str, Any] = {
+        "kind": asked.sheet.kind,
+        "count": asked.count,
+        "placement": asked.spec.placement.mode,
+        "fits": plan.fits,
+        "problems": list(plan.problems),
+        "nearest_change": None,
+        "predicted": None,
+        "reason": None,
+    }
+    if not plan.fits:
+        change = nearest_change(asked)
+        row["nearest_change"] = None if change is None else change.text
+    elif config is None:
+        row["reason"] = "the model's config.json cannot be read"
+    else:
+        try:
+            found: Predicted = predicted(asked, config, lengths, _same_devices(trace, asked))
+            row["predicted"] = asdict(found) | {"steps": asked.spec.steps}
+        except (UserError, ValueError) as error:
+            row["reason"] = str(error).splitlines()[-1].strip()
+    return row
+
+
+def _same_devices(trace: Trace | None, asked: Question) -> Trace | None:
+    """The trace, if its latencies are those of this model on these devices."""
+    if trace is None or trace.meta.spec["model"]["path"] != asked.spec.model.path:
+        return None
+    kinds = {holding.device_kind for holding in trace.holdings}
+    return trace if asked.sheet.kind in kinds else None
+
+
+def _memory(asked: Question) -> dict[str, Any]:
+    """Per device and phase, as `rlhfless plan` shows it."""
+    plan = asked.plan()
+    devices = [
+        {
+            "kind": device.kind,
+            "count": device.count,
+            "memory_bytes": int(device.memory_bytes),
+            "size_bytes": int(device.size_bytes),
+            "fits": device.fits,
+            "functions": [
+                {
+                    "function": str(part.function),
+                    "phases": [
+                        {
+                            "name": phase.name,
+                            "size_bytes": int(phase.size_bytes),
+                            "parts": {one.name: int(one.size_bytes) for one in phase.parts if one.size_bytes},
+                        }
+                        for phase in part.phases
+                    ],
+                }
+                for part in device.functions
+            ],
+        }
+        for device in plan.devices
+    ]
+    return {
+        "devices": devices,
+        "kv_tokens": int(max(plan.kv_tokens, 0)),
+        "micro_batch_tokens": int(plan.micro_batch_tokens),
+        "host_bytes": int(plan.host_bytes),
+        "shared_bytes": int(plan.shared_bytes),
+    }
+
+
+def _in_order(rows: Sequence[dict[str, Any]], deadline_s: float | None) -> list[dict[str, Any]]:
+    """The cheapest that keeps the deadline first; then what misses it, the fastest first; then what does not fit."""
+
+    def rank(row: dict[str, Any]) -> tuple[int, float]:
+        found = row["predicted"]
+        if found is None:
+            return (2 if row["fits"] else 3, row["count"])
+        late = deadline_s is not None and found["wall_s"] > deadline_s
+        return (1, found["wall_s"]) if late else (0, found["cost_usd"])
+
+    return sorted(rows, key=rank)
+
+
+def _missing(lengths: Lengths, trace: Trace | None, kind: str, there: Mapping[str, int]) -> list[str]:
+    """What would make a better answer."""
+    missing = []
+    if not lengths.known:
+        missing.append("response lengths: name an earlier run of these prompts with `lengths_of`")
+    if trace is None:
+        missing.append("measured latencies: an earlier run of this model on these devices, by `lengths_of`")
+    if kind not in there:
+        missing.append(f"{kind}: the service has none now")
+    return missing

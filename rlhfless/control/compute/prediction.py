@@ -1,0 +1,208 @@
+"""The time and cost of a run on given devices, before it begins: its spec as a scenario of the simulator.
+
+The simulator runs the run's own policy under its own contract, with latencies by the devices' data sheets, or, on the
+devices of an earlier run of the same model, with latencies fitted to that run. The band is what half and twice the
+expected response lengths give where lengths are assumed, and the spread over seeds where they are known.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfless.prepare.memory.changes import Question
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
+from rlhfless.sim.experiment.compare import compare
+from rlhfless.sim.experiment.rows import Totals
+from rlhfless.sim.replay.calibrate import calibrate
+from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
+from rlhfless.sim.scenarios.scenario import Scenario
+from rlhfless.sim.scenarios.work import LearnerTimingSpec
+from rlhfless.spec import RunSpec
+
+STEPS = 6
+"""Steps that are simulated; the first is left out, because it has the starts."""
+
+SEEDS = 3
+
+ASSUMED_SHARE = 0.25
+"""Median response of an assumed workload, as a share of `generation.max_tokens`: limits are set so that few responses
+reach them. The band covers an eighth to a half."""
+
+SPREAD = 0.7
+"""Of the log of assumed lengths: between the short answers (0.45) and the long reasoning (1.0) of the bundled
+scenarios."""
+
+PERSISTENCE = 0.6
+"""Share of the variance that a prompt explains; the bundled scenarios have 0.5 to 0.85."""
+
+SHEET_FACTOR, SHEET_FACTOR_CPU = 2.0, 4.0
+"""The band is wider by this where latencies are those of data sheets: on this project's CPU machine a small model was
+3.5 times as fast as its sheet says; for GPUs an assumption, until some were measured."""
+
+PROMPT_TOKENS = 256
+"""Median prompt where none is known."""
+
+
+MFU = LearnerTimingSpec().mfu
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Response lengths that a prediction assumes."""
+
+    median_tokens: float
+    mean_tokens: float
+    spread: float
+    prompt_tokens: float
+    source: str
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Of a whole run: means, with a band."""
+
+    step_s: float
+    wall_s: float
+    wall_low_s: float
+    wall_high_s: float
+    cost_usd: float
+    cost_low_usd: float
+    cost_high_usd: float
+
+
+def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
+    """The lengths of an earlier run, or an assumption."""
+    if trace is None or not trace.rollouts:
+        median = max(ASSUMED_SHARE * spec.generation.max_tokens, 1.0)
+        source = f"assumed: a median of {median:.0f} tokens, a quarter of generation.max_tokens"
+        return Lengths(median, median * math.exp(SPREAD**2 / 2), SPREAD, PROMPT_TOKENS, source, known=False)
+    tokens = np.array([row.response_tokens for row in trace.rollouts], float)
+    prompts = np.array([row.prompt_tokens for row in trace.rollouts], float)
+    return Lengths(
+        float(np.median(tokens)),
+        float(tokens.mean()),
+        float(np.log(tokens).std()),
+        float(np.median(prompts)),
+        f"{len(tokens):,} responses of {trace.meta.run_id}",
+        known=True,
+    )
+
+
+def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, measured_on: Trace | None) -> Predicted:
+    """Time and cost of a run. `config`: of the model; `measured_on`: an earlier run of the model on these devices.
+
+    Raises InputError if the simulator cannot run it.
+    """
+    factors = (1.0,) if lengths.known else (1.0, 0.5, 2.0)
+    with tempfile.TemporaryDirectory() as folder:
+        measured: dict[str, Any] = {}
+        if measured_on is not None:
+            latency, file = calibrate([measured_on]), Path(folder) / "latency.yaml"
+            write_latency(latency, file)
+            measured = _measured(asked, latency, lengths, str(file))
+        found = [_totals(_scenario(asked, config, lengths, factor, measured)) for factor in factors]
+    steps, sure = asked.spec.steps, 1.0
+    if measured_on is None:
+        sure = SHEET_FACTOR_CPU if asked.sheet.kind == CPU_KIND else SHEET_FACTOR
+    step_s = [totals.time_s / totals.steps for totals in found[0]]
+    step_usd = [totals.usd / totals.steps for totals in found[0]]
+    all_s = [totals.time_s / totals.steps for many in found for totals in many]
+    all_usd = [totals.usd / totals.steps for many in found for totals in many]
+    mean_s, mean_usd = math.fsum(step_s) / len(step_s), math.fsum(step_usd) / len(step_usd)
+    return Predicted(
+        step_s=mean_s,
+        wall_s=steps * mean_s,
+        wall_low_s=steps * min(all_s) / sure,
+        wall_high_s=steps * max(all_s) * sure,
+        cost_usd=steps * mean_usd,
+        cost_low_usd=steps * min(all_usd) / sure,
+        cost_high_usd=steps * max(all_usd) * sure,
+    )
+
+
+def _measured(asked: Question, latency: LatencyFile, lengths: Lengths, file: str) -> dict[str, Any]:
+    """Keys of a scenario that an earlier run on these devices has measured. What the simulator's learner takes by its
+    data sheet is made up to what this learner took per token."""
+    spec = asked.spec
+    samples = spec.prompts_per_step * spec.samples_per_prompt
+    tokens = samples * (lengths.mean_tokens + lengths.prompt_tokens)
+    by_sheet_s = 6 * asked.shape.active * tokens / (MFU * asked.sheet.flops_per_s.value * asked.count)
+    evaluate_s = latency.evaluate.at(tokens) if latency.evaluate is not None and spec.mini_batches > 1 else 0.0
+    others_s = latency.learn.at(tokens) + evaluate_s + latency.publish_s + latency.driver_s
+    return {
+        "engine": {"latency": {"type": "fitted", "path": file}},
+        "learner": {"fixed_s": max(others_s - by_sheet_s, 0.0)},
+        "scoring": {"sample_s": latency.group_s / spec.samples_per_prompt},
+    }
+
+
+def _totals(scenario: Scenario) -> Sequence[Totals]:
+    comparison = compare(scenario)
+    label = scenario.policies[0].shown
+    return [Totals.of(run.steps[1:] or run.steps) for run in comparison.results[label]]
+
+
+def _scenario(
+    asked: Question, config: dict[str, Any], lengths: Lengths, factor: float, measured: dict[str, Any]
+) -> Scenario:
+    spec = asked.spec
+    per_node = min(asked.count, NODE_DEVICES)
+    policy = spec.scaling.policy.type
+    values: dict[str, Any] = {
+        "name": spec.name,
+        "cluster": {
+            "machines": [
+                {
+                    "kind": asked.sheet.kind,
+                    "nodes": math.ceil(asked.count / per_node),
+                    "devices_per_node": per_node,
+                }
+            ],
+            "prices": spec.scaling.prices,
+        },
+        "model": {"config": config},
+        "engine": {
+            "tensor_parallel": spec.generation.engine.tensor_parallel_size,
+            "max_sequences": spec.generation.engine.max_sequences,
+            "memory_fraction": spec.generation.engine.gpu_memory_fraction,
+            "reserved_gb": min(3.9, 0.1 * asked.sheet.memory_bytes.value / 1e9),
+        }
+        | measured.get("engine", {}),
+        "workload": {
+            "type": "lognormal",
+            "lengths": {
+                "median_tokens": max(factor * lengths.median_tokens, 1.0),
+                "spread": lengths.spread,
+                "persistence": PERSISTENCE,
+            },
+            "prompts": 4 * spec.prompts_per_step,
+            "median_prompt_tokens": lengths.prompt_tokens,
+            "source": lengths.source,
+        },
+        "prompts_per_step": spec.prompts_per_step,
+        "samples_per_prompt": spec.samples_per_prompt,
+        "max_tokens": spec.generation.max_tokens,
+        "steps": STEPS,
+        "seeds": SEEDS,
+        "placement": {"mode": spec.placement.mode}
+        | ({"learner_devices": spec.placement.learner_devices} if spec.placement.mode == "disaggregated" else {}),
+        "learner": {"mini_batches": spec.mini_batches} | measured.get("learner", {}),
+        # On CPU cores scoring sits beside the others, and holds no core of its own.
+        "scoring": {"cores": 1 if asked.sheet.kind == CPU_KIND else spec.scoring.workers} | measured.get("scoring", {}),
+        "contract": spec.scaling.contract.model_dump(mode="json"),
+        "policies": [{"name": policy if ":" not in policy else "cost_aware"}],
+    }
+    if spec.algorithm.needs.reference:
+        values["reference"] = {}
+    if spec.scaling.generation.fixed:
+        values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.max_actors}}]
+    return Scenario.model_validate(values)

@@ -1,0 +1,61 @@
+"""Policies compared on a scenario, or on a run's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhfless.records.traces import read_trace
+from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies import make_policy
+from rlhfless.scaling.policies.registry import configured
+from rlhfless.sim.experiment.compare import compare, quoted_part
+from rlhfless.sim.replay.replay import AS_RECORDED, replay
+from rlhfless.sim.scenarios.scenario import Scenario
+from rlhfless.sim.workloads.runtime import read_runtime
+from rlhfless.spec import WeightedSpec
+from rlhfless.spec.errors import InputError
+from rlhfless.spec.explain import explain
+
+
+def simulated(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows by policy. Raises InputError, TraceError, PolicyError."""
+    if question.get("trace"):
+        return _replayed(question["trace"], question["policies"])
+    values = question["scenario"]
+    try:
+        scenario = Scenario.model_validate(values)
+    except ValidationError as error:
+        raise InputError("the scenario", explain(error, Scenario, {}, values)) from error
+    comparison = compare(scenario, question["policies"] or None)
+    part = quoted_part(scenario)
+    return {"part": part, "rows": [_plain(asdict(row)) for row in comparison.rows(part)]}
+
+
+def _replayed(folder: str, policies: list[str]) -> dict[str, Any]:
+    trace, drawn = read_trace(folder, tokens=False), read_runtime(folder)
+    run = RunContract(WeightedSpec(), max(len(trace.steps), 1))
+    rows = []
+    for name in [AS_RECORDED, *policies]:
+        chosen = None if name == AS_RECORDED else (name, make_policy(name, configured(name, {}), run))
+        again = replay(trace, drawn, None, chosen)
+        stages = {
+            error.stage: {"predicted_s": error.predicted_s, "measured_s": error.measured_s} for error in again.errors
+        }
+        rows.append({"label": name, "steps": len(again.steps), "predicted_usd": again.predicted_usd,
+                     "measured_usd": again.measured_usd, "stages": stages})  # fmt: skip
+    return {"part": "replay", "rows": rows}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: other values as texts, numbers that are none as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    return value if isinstance(value, str | int | bool) or value is None else str(value)

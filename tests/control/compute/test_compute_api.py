@@ -1,0 +1,160 @@
+"""Plans, trials of rewards, simulations and downloads, over HTTP, computed in the service's own job processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from standing import NoDrivers, Pushes, until
+
+from rlhfless.bundled.model import SMALLEST, build_random
+from rlhfless.control.service import Service
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> dict[str, Any]:
+    build_random(tmp_path / "model", seed=0, size=dataclasses.replace(SMALLEST, max_positions=512))
+    return {
+        "model": {"path": str(tmp_path / "model")},
+        "prompts": {"path": str(tmp_path / "prompts.jsonl")},
+        "rewards": [{"type": "exact_match"}],
+        "steps": 10,
+        "prompts_per_step": 8,
+        "generation": {"max_tokens": 64},
+    }
+
+
+def test_a_plan_says_memory_time_and_cost_here_and_elsewhere(client: httpx.Client, spec: dict[str, Any]) -> None:
+    answer = client.post("/v1/runs:plan", json={"spec": spec, "devices": ["2xh100", "1xl40s"]}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    plan = answer.json()
+    assert (plan["chosen"]["kind"], plan["chosen"]["count"], plan["chosen"]["fits"]) == ("cpu-core", 2, True)
+    predicted = plan["chosen"]["predicted"]
+    assert predicted["wall_low_s"] < predicted["wall_s"] < predicted["wall_high_s"]
+    assert predicted["wall_s"] == pytest.approx(10 * predicted["step_s"])
+    assert predicted["cost_low_usd"] < predicted["cost_usd"] < predicted["cost_high_usd"]
+    assert plan["memory"]["devices"][0]["size_bytes"] > 0
+    assert plan["spec"]["placement"]["mode"] == "colocated"
+    assert {(row["kind"], row["count"]) for row in plan["alternatives"]} == {("h100", 2), ("l40s", 1)}
+    costs = [row["predicted"]["cost_usd"] for row in plan["alternatives"]]
+    assert costs == sorted(costs)
+    assert any("lengths_of" in text for text in plan["missing"])
+    assert client.get("/v1/runs").json()["data"] == [], "nothing was started"
+
+
+def test_a_deadline_puts_what_keeps_it_first(client: httpx.Client, spec: dict[str, Any]) -> None:
+    asked = {"spec": spec, "devices": ["2xh100", "1xl40s"], "deadline_s": 1e-6}
+    rows = client.post("/v1/runs:plan", json=asked, timeout=120).json()["alternatives"]
+    walls = [row["predicted"]["wall_s"] for row in rows]
+    assert walls == sorted(walls), "none keeps it: the fastest first"
+
+
+@pytest.mark.parametrize(
+    ("question", "param"),
+    [
+        ({"spec": {"steps": 0}}, "model"),
+        ({}, "spec"),
+        ({"spec": {}, "device": ["8xh100"]}, "device"),
+    ],
+)
+def test_a_wrong_question_is_refused(client: httpx.Client, question: dict[str, Any], param: str) -> None:
+    answer = client.post("/v1/runs:plan", json=question)
+    assert answer.status_code == 422
+    assert param in {problem["param"] for problem in answer.json()["error"]["problems"]}
+
+
+def test_devices_that_do_not_exist_are_named(client: httpx.Client, spec: dict[str, Any]) -> None:
+    answer = client.post("/v1/runs:plan", json={"spec": spec, "devices": ["8xh1000"]}, timeout=60)
+    assert answer.status_code == 422
+    assert "h1000" in answer.json()["error"]["message"]
+
+
+def test_rewards_are_tried(client: httpx.Client) -> None:
+    question = {
+        "rewards": [{"type": "exact_match", "weight": 2.0}, {"type": "regex", "name": "digit", "pattern": r"\d"}],
+        "samples": [
+            {"prompt": "2+2=", "response": "4", "answer": "4"},
+            {"prompt": "2+2=", "response": "four", "answer": "4"},
+        ],
+    }
+    answer = client.post("/v1/rewards:test", json=question, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert [row["parts"] for row in answer.json()["data"]] == [
+        {"exact_match": 1.0, "digit": 1.0},
+        {"exact_match": 0.0, "digit": 0.0},
+    ]
+    assert [row["reward"] for row in answer.json()["data"]] == [3.0, 0.0]
+    code = question | {"rewards": [{"type": "python", "target": "os:system"}]}
+    refused = client.post("/v1/rewards:test", json=code)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "rewards.0.target")
+
+
+SCENARIO = {
+    "name": "small",
+    "cluster": {"machines": [{"kind": "h100", "devices_per_node": 4}]},
+    "model": {"name": "qwen2.5-0.5b"},
+    "workload": {
+        "type": "lognormal",
+        "lengths": {"median_tokens": 100, "spread": 0.5, "persistence": 0.5},
+        "prompts": 64,
+        "median_prompt_tokens": 50,
+        "source": "of this test",
+    },
+    "prompts_per_step": 16,
+    "samples_per_prompt": 4,
+    "max_tokens": 400,
+    "steps": 3,
+    "seeds": 2,
+    "policies": [{"name": "static"}, {"name": "cost_aware"}],
+}
+
+
+def test_a_simulation_is_queued_and_answered(client: httpx.Client) -> None:
+    answer = client.post("/v1/simulations", json={"scenario": SCENARIO})
+    assert answer.status_code == 202, answer.text
+    simulation = answer.json()["id"]
+    ended = until(lambda: _ended(client, simulation), 120)
+    assert ended["status"] == "succeeded", ended
+    assert [row["label"] for row in ended["result"]["rows"]] == ["static", "cost_aware"]
+    wrong = client.post("/v1/simulations", json={"scenario": SCENARIO | {"steps": 0}}).json()["id"]
+    failed = until(lambda: _ended(client, wrong), 60)
+    assert (failed["status"], failed["error"]["param"]) == ("failed", "steps")
+    assert len(client.get("/v1/simulations").json()["data"]) == 2
+    named = SCENARIO | {"workload": {"type": "azure", "path": "/etc/passwd"}}
+    assert client.post("/v1/simulations", json={"scenario": named}).status_code == 422
+    assert client.get("/v1/simulations/none").status_code == 404
+
+
+def _ended(client: httpx.Client, simulation: str) -> dict[str, Any] | None:
+    found: dict[str, Any] = client.get(f"/v1/simulations/{simulation}").json()
+    return found if found["status"] in ("succeeded", "failed") else None
+
+
+def test_checkpoints_and_traces_are_downloaded_whole(
+    service: tuple[httpx.Client, Service], drivers: NoDrivers, spec: dict[str, Any]
+) -> None:
+    client, _ = service
+    run = client.post("/v1/runs", json=spec).json()["id"]
+    until(lambda: drivers.orders)
+    assert client.get(f"/v1/runs/{run}/trace").status_code == 404
+    folder = service[1].settings.runs / run / "checkpoints" / "step-000005"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    (folder / "inner" / "weights.bin").write_bytes(bytes(range(256)) * 9000)
+    push = Pushes(client, drivers.orders[0])
+    entry = {"id": "step-000005", "step": 5, "location": str(folder), "best": True, "score": 1.0, "created_at": 1.0}
+    push(("checkpoints", {"checkpoints": [entry]}))
+    answer = client.get(f"/v1/runs/{run}/checkpoints/step-000005/download")
+    assert answer.headers["content-type"] == "application/x-tar"
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+        names = tar.getnames()
+        assert names == [f"{run}-step-000005/inner/weights.bin", f"{run}-step-000005/run.json"]
+        content = tar.extractfile(names[0])
+        assert content is not None
+        assert content.read() == bytes(range(256)) * 9000
+    assert client.get(f"/v1/runs/{run}/checkpoints/step-000009/download").status_code == 404
