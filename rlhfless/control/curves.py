@@ -38,9 +38,7 @@ def curves(rows: Sequence[Measured], names: frozenset[str], points: int) -> list
     parsed: list[dict[str, float | None]] = from_json(f"[{','.join(row[2] for row in rows)}]")
     steps = np.array([row[0] for row in rows])
     times = np.array([row[1] for row in rows])
-    found: set[str] = set()
-    for one in parsed:
-        found.update(one)
+    found = set[str]().union(*parsed)
     if names:
         found = {name for name in found if name in names or name.partition("/")[0] in names}
     return [_curve(name, parsed, steps, times, points) for name in sorted(found, key=_declared)]

@@ -1,4 +1,4 @@
-"""The page at `/`: plain files, with plotly's script from its own package. Nothing comes from elsewhere."""
+"""The page at `/`: plain files, which need nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import hashlib
 import mimetypes
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
-import plotly
 from fastapi import APIRouter, Request, Response
 
 from rlhfless.control.errors import not_found
@@ -19,16 +17,6 @@ from rlhfless.control.errors import not_found
 router = APIRouter(include_in_schema=False)
 
 FOLDER = Path(__file__).parents[1] / "page"
-
-PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
-
-PLOTLY_VERSION = version("plotly")
-
-PLOTLY_PLACE = "PLOTLY_VERSION"
-"""What index.html has where the version goes."""
-
-FOR_EVER = "public, max-age=31536000, immutable"
-"""For a file whose address has its version."""
 
 ASK = "no-cache"
 """Kept, but asked for each time whether it is still the same (ETag)."""
@@ -61,30 +49,29 @@ class Asset:
 
     content: bytes
     media_type: str
-    cache_control: str
     etag: str = field(init=False)
     _compressed: bytes | None = None
 
     def __post_init__(self) -> None:
         self.etag = f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
 
-    async def compressed(self) -> bytes:
-        """With gzip, compressed once: plotly's script is 4.8 MB, and 1.5 MB then."""
+    def compressed(self) -> bytes:
+        """With gzip, compressed once."""
         if self._compressed is None:
-            self._compressed = await asyncio.to_thread(gzip.compress, self.content, 6, mtime=0)
+            self._compressed = gzip.compress(self.content, 6, mtime=0)
         return self._compressed
 
 
 @cache
 def assets() -> dict[str, Asset]:
     """All files of the page by name."""
-    found = {file.name: Asset(file.read_bytes(), _media_type(file), ASK) for file in FOLDER.iterdir() if file.is_file()}
-    index = found["index.html"]
-    found["index.html"] = Asset(
-        index.content.replace(PLOTLY_PLACE.encode(), PLOTLY_VERSION.encode()), index.media_type, ASK
-    )
-    found[f"plotly-{PLOTLY_VERSION}.min.js"] = Asset(PLOTLY.read_bytes(), "text/javascript", FOR_EVER)
-    return found
+    return {file.name: Asset(file.read_bytes(), _media_type(file)) for file in FOLDER.iterdir() if file.is_file()}
+
+
+def prepare() -> None:
+    """Read and compress all files, so that the first one to look need not wait for it."""
+    for one in assets().values():
+        one.compressed()
 
 
 def _media_type(file: Path) -> str:
@@ -96,7 +83,7 @@ def _media_type(file: Path) -> str:
 @router.get("/")
 async def index(request: Request) -> Response:
     """The page. It has no data of its own, so it needs no key."""
-    return await _answer(request, assets()["index.html"])
+    return await _answer(request, (await asyncio.to_thread(assets))["index.html"])
 
 
 @router.get("/page/{name}")
@@ -109,11 +96,11 @@ async def asset(request: Request, name: str) -> Response:
 
 
 async def _answer(request: Request, found: Asset) -> Response:
-    headers = HEADERS | {"ETag": found.etag, "Cache-Control": found.cache_control, "Vary": "Accept-Encoding"}
+    headers = HEADERS | {"ETag": found.etag, "Cache-Control": ASK, "Vary": "Accept-Encoding"}
     if found.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     content = found.content
     if len(content) >= MIN_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
-        content = await found.compressed()
+        content = await asyncio.to_thread(found.compressed)
         headers["Content-Encoding"] = "gzip"
     return Response(content, media_type=found.media_type, headers=headers)

@@ -1,10 +1,11 @@
 // The first tab of a run: figures, charts over the steps, devices over the last steps, and cost by function.
 
 import { get } from "./api.js";
-import { figure, plotly } from "./charts.js";
+import { figure } from "./charts.js";
 import { CHARTS, NAMES, tiles } from "./curves.js";
-import { cell, fill, h, panel, table } from "./dom.js";
+import { cell, fill, h, panel, table, throttled } from "./dom.js";
 import { duration, number, percent, usd } from "./format.js";
+import { s } from "./svg.js";
 import { timelineFigure } from "./timeline.js";
 
 const POINTS = 400; // per metric: what a chart of some 450 pixels can show
@@ -13,7 +14,6 @@ const SHOWN_STEPS = 6; // of the devices
 export function overviewTab(root, { path }) {
   const series = {};
   let usage = null, run = null, last = null;
-  plotly().catch(() => {}); // while the metrics are read
   const numbers = h("dl", { class: "tiles" });
   const charts = CHARTS.map(figure);
   const devices = timelineFigure();
@@ -30,10 +30,8 @@ export function overviewTab(root, { path }) {
     nothing.textContent = ["failed", "cancelled"].includes(status) ? "It ended before its first step." : "Figures come with the first step.";
   }
 
-  function draw() {
-    const data = { ...series, usage };
-    for (const one of charts) one.show(data);
-  }
+  // Metrics and usage come at about the same time: both are drawn at once.
+  const draw = throttled(0, () => charts.forEach((one) => one.show({ ...series, usage })));
 
   function update(found) {
     run = found;
@@ -70,7 +68,7 @@ export function overviewTab(root, { path }) {
   }
 
   const all = () => Promise.all([metrics(), spent(), timeline().catch((error) => { if (error.status !== 404) throw error; devices.element.hidden = true; })]);
-  return { update, refresh: all, follow: all, close: () => [...charts, devices].forEach((one) => one.close()) };
+  return { update, refresh: all, follow: all, close: () => { draw.cancel(); [...charts, devices].forEach((one) => one.close()); } };
 }
 
 function billOf(usage) {
@@ -90,19 +88,14 @@ function billOf(usage) {
 
 /** Busy, idle and starting as parts of one bar, as long as the function's share of the largest. */
 function shareBar(row, share) {
-  const parts = [["blue", row.busy_device_s], ["slate", row.idle_device_s], ["amber", row.cold_device_s]];
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const all = parts.reduce((sum, [, value]) => sum + value, 0);
-  for (const [name, value] of Object.entries({ viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true", class: "share" })) svg.setAttribute(name, value);
+  const parts = [["blue", row.busy_device_s, 1], ["slate", row.idle_device_s, 0.45], ["amber", row.cold_device_s, 1]];
+  const all = parts.reduce((sum, [, value]) => sum + value, 0) || 1;
   let at = 0;
-  for (const [tone, value] of parts) {
-    const width = (100 * share * value) / (all || 1);
-    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    for (const [name, number] of Object.entries({ x: at, y: 0, width, height: 8, class: `f-${tone}` })) rect.setAttribute(name, number);
-    svg.append(rect);
+  return s("svg", { viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true", class: "share" }, parts.map(([tone, value, opacity]) => {
+    const width = (100 * share * value) / all;
     at += width;
-  }
-  return svg;
+    return s("rect", { class: `area c-${tone}`, x: at - width, y: 0, width, height: 8, "fill-opacity": opacity });
+  }));
 }
 
 /** This run beside what it was planned to cost, and beside the best fleet that never changes. */

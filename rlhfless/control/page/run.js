@@ -113,8 +113,9 @@ export function runView(root, id, firstTab) {
     },
     changed(found) {
       if (found.id !== id) return;
+      const news = run === null || found.last_event !== run.last_event;
       draw(found);
-      follow();
+      if (news) follow(); // else it only says what it does
     },
     deleted(gone) {
       if (gone === id) location.hash = "#/runs";

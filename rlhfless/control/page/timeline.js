@@ -1,7 +1,8 @@
 // The last steps by device: which function worked where, and when a device was held without work.
 
-import { colour, figure } from "./charts.js";
+import { figure } from "./charts.js";
 import { byName, duration } from "./format.js";
+import { s, ticks } from "./svg.js";
 
 /** Kinds of work, in the order of the legend, with their colours. */
 const WORK = {
@@ -9,48 +10,46 @@ const WORK = {
   evaluate: ["old logprobs", "lilac"], learn: ["learns", "violet"], publish: ["publishes", "rose"], checkpoint: ["saves", "rose"], restore: ["restores", "rose"],
 };
 
-const isHeld = (bar) => !bar.work;
+const ROW = 26, BAR = 18, TOP = 22, BOTTOM = 24, RIGHT = 12, LETTER = 6.6, LABEL = 56;
 
 export function timelineFigure() {
-  return figure({ title: "Devices over the last steps", help: "What each device did; pale where it was held without work", make, tall: true, plain: true });
+  return figure({ title: "Devices over the last steps", help: "What each device did; pale where it was held without work", make, draw, wide: true });
 }
 
 function make(found) {
-  const devices = found.rows.map((row) => row.device).sort(byName);
-  if (!devices.length) return null;
-  const bars = found.rows.flatMap((row) => row.bars.map((bar) => ({ ...bar, device: row.device })));
-  const origin = Math.min(...bars.map((bar) => bar.start_s));
-  const place = new Map(devices.map((device, at) => [device, at]));
-  const trace = (name, tone, of, width, opacity = 1) => ({
-    type: "bar", orientation: "h", name, y: of.map((bar) => place.get(bar.device)), base: of.map((bar) => bar.start_s - origin), x: of.map((bar) => bar.end_s - bar.start_s), width,
-    marker: { color: colour(tone, opacity), line: { width: 0 } },
-    text: of.map((bar) => `${bar.function} ${name}${bar.step === null ? "" : `, step ${bar.step}`}: ${duration(bar.end_s - bar.start_s)}`), textposition: "none",
-    hovertemplate: "%{text}<extra></extra>",
-  });
-  const held = bars.filter((bar) => isHeld(bar) && bar.state !== "starting"), starting = bars.filter((bar) => isHeld(bar) && bar.state === "starting");
-  const traces = [trace("held", "slate", held, 0.72, 0.18), trace("starts", "grey", starting, 0.72, 0.6)];
-  const legend = [{ name: "held", colour: "slate", line: "pale" }];
-  if (starting.length) legend.push({ name: "starts", colour: "grey", line: "area" });
-  for (const [work, [name, tone]] of Object.entries(WORK)) {
-    const of = bars.filter((bar) => bar.work === work);
-    if (!of.length) continue;
-    traces.push(trace(name, tone, of, 0.72));
-    legend.push({ name, colour: tone, line: "area" });
-  }
+  const rows = found.rows.filter((row) => row.bars.length).sort((a, b) => byName(a.device, b.device));
+  if (!rows.length) return null;
+  const bars = rows.flatMap((row, place) => row.bars.map((bar) => ({ ...bar, place, device: row.device })));
+  const origin = Math.min(...bars.map((bar) => bar.start_s)), until = Math.max(...bars.map((bar) => bar.end_s)) - origin;
   const steps = new Map();
-  for (const bar of bars) if (bar.step && bar.work) steps.set(bar.step, Math.min(steps.get(bar.step) ?? Infinity, bar.start_s - origin));
-  const marks = [...steps].sort((a, b) => a[0] - b[0]);
-  const narrow = innerWidth < 700;
-  const until = Math.max(...bars.map((bar) => bar.end_s)) - origin;
-  return {
-    traces, legend,
-    summary: `${devices.length} devices, ${marks.length} steps, ${duration(until)}`,
-    layout: {
-      barmode: "overlay", hovermode: "closest", margin: { l: 70, r: 10, t: 20, b: 26 }, height: 64 + 26 * devices.length,
-      xaxis: { ticksuffix: " s", range: [0, until] },
-      yaxis: { tickvals: devices.map((_, at) => at), ticktext: devices, range: [devices.length - 0.5, -0.5], showgrid: false, fixedrange: true },
-      shapes: marks.map(([, at]) => ({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: colour("border"), width: 1 }, layer: "below" })),
-      annotations: marks.filter((_, at) => !narrow || at % 2 === 0).map(([step, at]) => ({ x: at, yref: "paper", y: 1, yanchor: "bottom", xanchor: "left", showarrow: false, text: `step ${step}`, font: { size: 10, color: colour("muted") } })),
-    },
-  };
+  for (const bar of bars) if (bar.work && bar.step) steps.set(bar.step, Math.min(steps.get(bar.step) ?? Infinity, bar.start_s - origin));
+  const used = new Set(bars.map((bar) => bar.work));
+  const legend = [{ name: "held", tone: "slate", line: "pale" }];
+  if (bars.some((bar) => !bar.work && bar.state === "starting")) legend.push({ name: "starts", tone: "grey", line: "area" });
+  legend.push(...Object.entries(WORK).filter(([work]) => used.has(work)).map(([, [name, tone]]) => ({ name, tone, line: "area" })));
+  return { rows, bars, origin, until, legend, steps: [...steps].sort((a, b) => a[0] - b[0]), summary: `${rows.length} devices, ${steps.size} steps, ${duration(until)}` };
+}
+
+function draw(plot, { rows, bars, origin, until, steps }) {
+  const width = plot.clientWidth, bottom = TOP + ROW * rows.length, height = bottom + BOTTOM;
+  const left = 14 + LETTER * Math.max(...rows.map((row) => row.device.length));
+  const x = (value) => left + (value / until) * (width - RIGHT - left);
+  const held = bars.filter((bar) => !bar.work), work = bars.filter((bar) => bar.work);
+  let labelled = -Infinity;
+  const marks = steps.map(([step, at]) => {
+    const told = x(at) - labelled >= LABEL && x(at) + LABEL - 12 < width;
+    if (told) labelled = x(at);
+    return [s("line", { class: "mark", x1: x(at), x2: x(at), y1: TOP - 4, y2: bottom }), told ? s("text", { class: "tick", x: x(at) + 3, y: 12 }, `step ${step}`) : null];
+  });
+  plot.replaceChildren(s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
+    rows.map((row, place) => s("text", { class: "tick", x: left - 8, y: TOP + ROW * place + ROW / 2 + 4, "text-anchor": "end" }, row.device)),
+    held.map((bar) => rect(bar, bar.state === "starting" ? "grey" : "slate", bar.state === "starting" ? 0.75 : 0.2, x, origin)), marks,
+    work.map((bar) => rect(bar, WORK[bar.work]?.[1] ?? "grey", 1, x, origin)),
+    ticks(0, until, width / 110).map((value) => s("text", { class: "tick", x: x(value), y: bottom + 16, "text-anchor": "middle" }, duration(value)))));
+}
+
+function rect(bar, tone, opacity, x, origin) {
+  const from = x(bar.start_s - origin), name = bar.work ? (WORK[bar.work]?.[0] ?? bar.work) : bar.state === "starting" ? "starts" : "held";
+  const text = `${bar.device}: ${bar.function} ${name}${bar.work && bar.step ? `, step ${bar.step}` : ""}, ${duration(bar.end_s - bar.start_s)}`;
+  return s("rect", { class: `area c-${tone}`, x: from.toFixed(1), y: TOP + ROW * bar.place + (ROW - BAR) / 2, width: Math.max(x(bar.end_s - origin) - from, 0.8).toFixed(1), height: BAR, "fill-opacity": opacity }, s("title", {}, text));
 }

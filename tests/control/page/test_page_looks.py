@@ -58,12 +58,9 @@ def shoot(page: Page, file: Path, width: int) -> None:
 
 
 def settle(page: Page, view: str) -> None:
-    """Wait until all of a view is there; charts are drawn when they are seen."""
+    """Wait until all of a view is there."""
     page.wait_for_selector("#live[data-state=on]")
     page.wait_for_selector(THERE[view])
     if view == "run":
-        for chart in page.query_selector_all(".chart"):
-            chart.scroll_into_view_if_needed()
         expect(page.locator(".chart:not([data-drawn])")).to_have_count(0)
-        page.evaluate("scrollTo(0, 0)")
     page.wait_for_load_state("load")
