@@ -91,7 +91,7 @@ async function* events(response, alive) {
  */
 export async function follow(path, { opened, event, lost, signal }) {
   for (let tries = 0; !signal.aborted; tries++) {
-    const own = new AbortController();
+    const own = new AbortController(), used = key();
     let timer = null;
     const alive = () => {
       clearTimeout(timer);
@@ -103,7 +103,10 @@ export async function follow(path, { opened, event, lost, signal }) {
         headers: headers({ Accept: "text/event-stream" }),
         signal: AbortSignal.any([signal, own.signal]),
       });
-      if (response.status === 401) { await newKey(); continue; }
+      if (response.status === 401) {
+        if (used === key()) await newKey();
+        continue;
+      }
       if (!response.ok) throw await failure(response);
       tries = 0;
       opened();

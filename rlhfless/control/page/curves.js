@@ -94,9 +94,9 @@ function stages(s) {
     lower = upper;
     return area;
   });
-  const read = there.map(([name, label, tone]) => line(s[name], label, tone, { dash: "area", format: duration })).reverse();
+  const read = there.map(([name, label, tone]) => line(s[name], label, tone, { dash: "area" })).reverse();
   const legend = there.map(([name, label, tone]) => ({ name: label, tone, line: "area", value: newest(s[name]) }));
-  return chartOf(s, there.map(([name]) => name), [], legend, { areas, read, zero: true, format: (value) => `${number(value).replace(/\.0+$/, "")} s` });
+  return chartOf(s, there.map(([name]) => name), [], legend, { areas, read, zero: true, format: duration, suffix: " s" });
 }
 
 /** Cost so far, beside the plan and the best static fleet (its price for the same steps, by the simulator). */
@@ -116,10 +116,8 @@ function cost(s) {
     lines.push({ name: "planned", tone: "teal", dash: "dot", x: own.steps, y: own.steps.map((step) => (planned.cost_usd * Math.min(step, planned.steps)) / planned.steps) });
     legend.push({ name: "planned", tone: "teal", line: "dot", value: usd(part(planned.cost_usd)[1]) });
   }
-  return chartOf(s, ["cost_usd"], lines, legend, { areas, zero: true, format: usd });
+  return chartOf(s, ["cost_usd"], lines, legend, { areas, zero: true, format: usd, prefix: "$" });
 }
-
-const power = (value) => (value >= 0.01 && value < 1000 ? number(value) : value.toExponential(0).replace("e-", "e−"));
 
 export const CHARTS = [
   { title: "Reward", help: "Mean reward of each step's samples, with one standard deviation", make: reward },
@@ -128,7 +126,7 @@ export const CHARTS = [
   { title: "Cost", help: "Dollars so far by the price book", make: cost },
   { title: "KL divergence", help: "Nats per token: from the reference, and of one step's updates", make: several([["reference_kl", "from the reference", "teal"], ["old_kl", "within the step", "slate"]], { zero: true }) },
   { title: "Engine–learner logprob gap", help: "|learner − engine| logprob of the sampled tokens, in nats, on a logarithmic axis",
-    make: several([["rollout_logprob_difference", "mean", "blue"], ["rollout_logprob_difference_max", "largest", "rose"]], { log: true, format: power }) },
+    make: several([["rollout_logprob_difference", "mean", "blue"], ["rollout_logprob_difference_max", "largest", "rose"]], { log: true }) },
 ];
 
 /** Metrics that the charts need. */

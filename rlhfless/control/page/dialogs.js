@@ -21,7 +21,7 @@ export function askKey(refused) {
       h("p", {}, text, " Make one with ", h("code", {}, "rlhfless keys create"), ". It is kept until this tab is closed."),
       h("label", { for: "key" }, "API key"), input,
     ];
-    const { dialog, form } = open("API key", body, h("button", { class: "primary" }, "Continue"), { class: "key" });
+    const { dialog, form } = open("API key", body, h("button", { class: "primary" }, "Continue"));
     dialog.addEventListener("cancel", (event) => event.preventDefault());
     form.addEventListener("submit", () => resolve(input.value.trim()));
   });

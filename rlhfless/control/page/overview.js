@@ -3,30 +3,39 @@
 import { get } from "./api.js";
 import { figure } from "./charts.js";
 import { CHARTS, NAMES, tiles } from "./curves.js";
-import { cell, fill, h, panel, table, throttled } from "./dom.js";
+import { cell, fill, h, note, panel, table, throttled } from "./dom.js";
 import { duration, number, percent, usd } from "./format.js";
 import { s } from "./svg.js";
 import { timelineFigure } from "./timeline.js";
 
 const POINTS = 400; // per metric: what a chart of some 450 pixels can show
 const SHOWN_STEPS = 6; // of the devices
+const RANGES = { "All steps": Infinity, "Last 1,000": 1000, "Last 100": 100 };
 
 export function overviewTab(root, { path }) {
   const series = {};
-  let usage = null, run = null, last = null;
+  let usage = null, run = null, last = null, range = Infinity;
   const numbers = h("dl", { class: "tiles" });
   const charts = CHARTS.map(figure);
   const devices = timelineFigure();
   const bill = h("div", { class: "bill" });
   const failure = h("div");
+  const ranges = Object.entries(RANGES).map(([text, steps]) => h("button", { type: "button", "aria-pressed": String(steps === range), onclick: (event) => {
+    range = steps;
+    ranges.forEach((one) => one.setAttribute("aria-pressed", String(one === event.currentTarget)));
+    last = null;
+    metrics().catch((error) => note(error.message, "error"));
+  } }, text));
+  const tools = h("div", { class: "tools ranges", hidden: true }, h("div", { class: "segments", role: "group", "aria-label": "Steps in the charts" }, ranges));
   const nothing = h("p", { class: "panel empty" });
   const grid = h("div", { class: "charts" }, charts.map((one) => one.element));
-  root.append(failure, nothing, numbers, grid, devices.element, bill);
+  root.append(failure, nothing, numbers, tools, grid, devices.element, bill);
 
   /** Before the first step there is nothing to draw. */
   function begun(yes, status) {
     nothing.hidden = yes;
     numbers.hidden = grid.hidden = !yes;
+    tools.hidden = !yes || run.step <= RANGES["Last 100"];
     nothing.textContent = ["failed", "cancelled"].includes(status) ? "It ended before its first step." : "Figures come with the first step.";
   }
 
@@ -43,15 +52,16 @@ export function overviewTab(root, { path }) {
 
   async function metrics() {
     // One step back: the evaluation after a step comes later than the step's own metrics.
-    const from = last === null ? -1 : Math.max(last - 1, -1);
+    const whole = last === null;
+    const from = whole ? Math.max(run ? run.step - range : -1, -1) : Math.max(last - 1, -1);
     const query = new URLSearchParams([...NAMES.map((name) => ["name", name]), ["points", POINTS], ["after_step", from]]);
     const found = await get(`${path}/metrics?${query}`);
     last = found.step;
     for (const one of found.series) {
-      const known = from < 0 ? undefined : series[one.name];
+      const known = whole ? undefined : series[one.name];
       const keep = known ? known.steps.filter((step) => step <= from).length : 0;
       series[one.name] = known ? { ...one, steps: [...known.steps.slice(0, keep), ...one.steps], values: [...known.values.slice(0, keep), ...one.values] } : one;
-      if (series[one.name].steps.length > 2 * POINTS) last = null; // thinned anew by the service next time
+      if (series[one.name].steps.length > Math.min(2 * POINTS, 1.2 * range)) last = null; // thinned anew by the service next time
     }
     draw();
   }

@@ -4,7 +4,7 @@
 import { h } from "./dom.js";
 
 const MARGIN = { left: 48, right: 12, top: 8, bottom: 22 };
-const TICK_PX = 46; // between two ticks of the y axis, at least
+const TICK_PX = 38; // between two ticks of the y axis, at least
 
 /** An SVG element. */
 export function s(tag, attributes = {}, ...children) {
@@ -24,7 +24,14 @@ export function ticks(low, high, count, whole = false) {
   return found;
 }
 
-/** Powers of ten in between, and the ones around if there are fewer than two. */
+/** A tick as short as its neighbours allow: 0.5 between 0 and 1, 1e-3 on a logarithmic axis. */
+function label(value, { log, prefix = "", suffix = "" }, step) {
+  if (log) return value >= 0.01 && value < 10_000 ? String(value) : value.toExponential(0).replace("e+", "e");
+  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  return `${value < 0 ? "−" : ""}${prefix}${Math.abs(value).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })}${suffix}`;
+}
+
+/** Powers of ten in between. */
 const powers = (low, high) => Array.from({ length: Math.ceil(high) - Math.floor(low) + 1 }, (_, at) => Math.floor(low) + at).filter((power) => power >= low - 0.02 && power <= high + 0.02).map((power) => 10 ** power);
 
 const fine = (value) => value !== null && Number.isFinite(value);
@@ -69,7 +76,7 @@ function nearest(sorted, wanted) {
 
 /**
  * Draw curves into `plot`: {areas: [{upper: {x, y}, lower, tone, opacity}], lines: [{name, x, y, tone, dash, dots, format}],
- * read: lines whose values are told at the pointer, log, zero, format}.
+ * read: lines whose values are told at the pointer, log, zero, format: of values, prefix and suffix: of ticks}.
  */
 export function drawCurves(plot, chart) {
   const width = plot.clientWidth, height = plot.clientHeight;
@@ -84,7 +91,7 @@ export function drawCurves(plot, chart) {
   const columns = ticks(first, last, Math.min((right - MARGIN.left) / 70, 8), true);
   const cross = s("line", { class: "cross", y1: MARGIN.top, y2: bottom, visibility: "hidden" });
   plot.replaceChildren(s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
-    rows.map((value) => [s("line", { class: "rule", x1: MARGIN.left, x2: right, y1: y(value), y2: y(value) }), s("text", { class: "tick", x: MARGIN.left - 7, y: y(value) + 4, "text-anchor": "end" }, chart.format(value))]),
+    rows.map((value) => [s("line", { class: "rule", x1: MARGIN.left, x2: right, y1: y(value), y2: y(value) }), s("text", { class: "tick", x: MARGIN.left - 7, y: y(value) + 4, "text-anchor": "end" }, label(Number(value.toPrecision(9)), chart, rows[1] - rows[0] || Math.abs(value) || 1))]),
     columns.map((value) => [s("line", { class: "mark", x1: x(value), x2: x(value), y1: bottom, y2: bottom + 3 }), s("text", { class: "tick", x: x(value), y: bottom + 15, "text-anchor": "middle" }, value.toLocaleString("en"))]),
     chart.areas.map((area) => s("path", { class: `area c-${area.tone}`, d: ring(area, x, y), "fill-opacity": area.opacity ?? 0.16 })),
     chart.lines.map((line) => [

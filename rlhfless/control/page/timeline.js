@@ -2,7 +2,7 @@
 
 import { figure } from "./charts.js";
 import { byName, duration } from "./format.js";
-import { s, ticks } from "./svg.js";
+import { s } from "./svg.js";
 
 /** Kinds of work, in the order of the legend, with their colours. */
 const WORK = {
@@ -11,6 +11,11 @@ const WORK = {
 };
 
 const ROW = 26, BAR = 18, TOP = 22, BOTTOM = 24, RIGHT = 12, LETTER = 6.6, LABEL = 56;
+
+/** Seconds between two ticks: as clocks are read. */
+const TICKS_S = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 21600, 86400];
+
+const minutes = (value) => `${Math.floor(value / 60)}:${String(Math.floor(value % 60)).padStart(2, "0")}`;
 
 export function timelineFigure() {
   return figure({ title: "Devices over the last steps", help: "What each device did; pale where it was held without work", make, draw, wide: true });
@@ -35,6 +40,8 @@ function draw(plot, { rows, bars, origin, until, steps }) {
   const left = 14 + LETTER * Math.max(...rows.map((row) => row.device.length));
   const x = (value) => left + (value / until) * (width - RIGHT - left);
   const held = bars.filter((bar) => !bar.work), work = bars.filter((bar) => bar.work);
+  const every = TICKS_S.find((step) => x(step) - x(0) >= 60) ?? until;
+  const times = Array.from({ length: Math.floor(until / every) + 1 }, (_, at) => at * every);
   let labelled = -Infinity;
   const marks = steps.map(([step, at]) => {
     const told = x(at) - labelled >= LABEL && x(at) + LABEL - 12 < width;
@@ -45,7 +52,7 @@ function draw(plot, { rows, bars, origin, until, steps }) {
     rows.map((row, place) => s("text", { class: "tick", x: left - 8, y: TOP + ROW * place + ROW / 2 + 4, "text-anchor": "end" }, row.device)),
     held.map((bar) => rect(bar, bar.state === "starting" ? "grey" : "slate", bar.state === "starting" ? 0.75 : 0.2, x, origin)), marks,
     work.map((bar) => rect(bar, WORK[bar.work]?.[1] ?? "grey", 1, x, origin)),
-    ticks(0, until, width / 110).map((value) => s("text", { class: "tick", x: x(value), y: bottom + 16, "text-anchor": "middle" }, duration(value)))));
+    times.map((value) => s("text", { class: "tick", x: x(value), y: bottom + 16, "text-anchor": "middle" }, minutes(value)))));
 }
 
 function rect(bar, tone, opacity, x, origin) {

@@ -50,6 +50,10 @@ def opened(browser: Browser, site: tuple[str, Service]) -> Iterator[Opened]:
     """Opens a view; afterwards nothing may have failed in the browser that the test did not expect."""
     contexts, faults = [], []
 
+    def hear(text: str) -> None:
+        if not text.startswith("Failed to load resource"):  # what is answered with 4xx is what some tests are about
+            faults.append(text)
+
     def open_view(view: str = "", width: int = 1440, dark: bool = False, scripts: tuple[str, ...] = ()) -> Page:
         context = browser.new_context(
             viewport={"width": width, "height": WIDTHS[width]},
@@ -63,7 +67,7 @@ def opened(browser: Browser, site: tuple[str, Service]) -> Iterator[Opened]:
         page = context.new_page()
         page.set_default_timeout(20_000)
         page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
+        page.on("console", lambda line: hear(line.text) if line.type == "error" else None)
         page.route("**/timeline?*", _timeline)
         page.goto(f"{site[0]}/{view}")
         return page

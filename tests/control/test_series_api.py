@@ -1,0 +1,115 @@
+"""What a run has measured, used, saved and said, over HTTP; and what replicas and devices do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import filled
+import httpx
+import pytest
+from standing import NoDrivers, served
+
+from rlhfless.control.service import Service
+from rlhfless.control.settings import ServiceSettings
+from rlhfless.control.tails import MOST_BYTES, tail
+
+RUN = f"/v1/runs/{filled.RUN_ID}"
+QUEUED = "/v1/runs/demo-20261123-102907-c3a855f0"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, Service]]:
+    settings = ServiceSettings(data=str(tmp_path_factory.mktemp("series")), port=0, max_drivers=2)
+    filled.fill(settings, filled.fill_run, filled.fill_others)
+    with served(settings, NoDrivers()) as (client, service):
+        service.replicas[filled.RUN_ID] = filled.replicas(time.time())
+        service.replicas["lr-sweep-20261121-083000-5eed5eed"] = filled.replicas(time.time())  # it has ended
+        yield client, service
+
+
+@pytest.fixture
+def api(pair: tuple[httpx.Client, Service]) -> httpx.Client:
+    return pair[0]
+
+
+def test_metrics_by_name_after_a_step_and_thinned(api: httpx.Client) -> None:
+    found = api.get(f"{RUN}/metrics", params={"name": ["reward", "cost_usd"], "points": 50}).json()
+    assert [one["name"] for one in found["series"]] == ["reward/format", "reward/math", "cost_usd"]
+    assert found["step"] == 231
+    cost = found["series"][2]
+    assert (cost["steps"][0], cost["steps"][-1], cost["unit"]) == (1, 231, "usd")
+    assert len(cost["steps"]) <= 50
+    later = api.get(f"{RUN}/metrics", params={"name": "step_s", "after_step": 229}).json()
+    assert later["series"][0]["steps"] == [230, 231]
+    assert api.get(f"{RUN}/metrics", params={"after_step": 231}).json()["series"] == []
+
+
+def test_a_run_without_a_step_has_empty_answers(api: httpx.Client) -> None:
+    assert api.get(f"{QUEUED}/metrics").json()["series"] == []
+    assert api.get(f"{QUEUED}/checkpoints").json()["data"] == []
+    assert api.get(f"{QUEUED}/rollouts").json()["data"] == []
+    usage = api.get(f"{QUEUED}/usage").json()
+    assert (usage["functions"], usage["best_static"], usage["planned"]) == ([], None, None)
+    assert api.get(f"{QUEUED}/logs").text == ""
+
+
+@pytest.mark.parametrize("part", ["metrics", "checkpoints", "rollouts", "usage", "logs"])
+def test_a_run_that_is_not_there_is_404(api: httpx.Client, part: str) -> None:
+    assert api.get(f"/v1/runs/none/{part}").status_code == 404
+
+
+def test_checkpoints_newest_first_with_the_best(api: httpx.Client) -> None:
+    found = api.get(f"{RUN}/checkpoints").json()["data"]
+    assert [(one["id"], one["best"]) for one in found] == [
+        ("step-000220", False), ("step-000200", True), ("step-000180", False)
+    ]  # fmt: skip
+
+
+def test_samples_newest_first_or_of_a_step(api: httpx.Client) -> None:
+    newest = api.get(f"{RUN}/rollouts", params={"limit": 3}).json()
+    assert [one["step"] for one in newest["data"]] == [231, 231, 231]
+    assert newest["has_more"]
+    one = api.get(f"{RUN}/rollouts", params={"step": 230}).json()["data"][1]
+    assert (one["step"], one["rewards"], one["reward"]) == (230, {"math": 0.0, "format": 1.0}, 0.1)
+
+
+def test_usage_adds_up_and_has_its_comparisons(api: httpx.Client) -> None:
+    found = api.get(f"{RUN}/usage").json()
+    assert sum(row["cost_usd"] for row in found["functions"]) == pytest.approx(found["cost_usd"])
+    held = [row["busy_device_s"] + row["idle_device_s"] + row["cold_device_s"] for row in found["functions"]]
+    assert sum(held) == pytest.approx(found["device_s"])
+    assert found["best_static"]["actors"] == 6
+    assert found["planned"]["steps"] == 400
+
+
+def test_logs_are_the_ends_of_both_files(api: httpx.Client) -> None:
+    answer = api.get(f"{RUN}/logs", params={"lines": 2})
+    assert answer.headers["content-type"].startswith("text/plain")
+    lines = answer.text.splitlines()
+    assert lines[0] == "==> run.log <=="
+    assert [line.split()[5] for line in lines[1:3]] == ["298:", "299:"]
+    assert lines[-2:] == ["==> driver.log <==", "INFO worker.py: connected to the Ray cluster"]
+
+
+def test_of_a_huge_log_only_the_end_is_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "run.log"
+    file.write_bytes(b"x" * (2 * MOST_BYTES) + b"\nlast \x1b[31mred\xff\n")
+    assert tail(file, 5) == "last \\x1b[31mred\ufffd\n"
+    assert tail(tmp_path / "none", 5) == ""
+
+
+def test_replicas_of_runs_at_work(api: httpx.Client) -> None:
+    found = api.get("/v1/functions").json()["data"]
+    assert {one["run_id"] for one in found} == {filled.RUN_ID}
+    assert len(found) == 7
+    assert api.get("/v1/functions", params={"run_id": "none"}).json()["data"] == []
+
+
+def test_devices_with_their_holders(api: httpx.Client) -> None:
+    found = {one["kind"]: one for one in api.get("/v1/devices").json()["data"]}
+    assert (found["cpu-core"]["total"], found["cpu-core"]["free"]) == (16, 16)
+    gpus = found["h200"]
+    assert (gpus["total"], gpus["free"]) == (8, 1)
+    held = {one["name"]: one["held"] for one in gpus["runs"]}
+    assert held == {"math-grpo": 7, "code-ppo": 0}
