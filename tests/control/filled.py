@@ -167,6 +167,7 @@ def run_row(folder: Path, run_id: str, status: Status, reason: str, **values: An
         "checkpoints": [],
         "cost_usd": 0.0,
         "device_s": 0.0,
+        "simulated_step": 0,
         "attempt": 0 if status is Status.QUEUED else 1,
         "deaths": 0,
         "driver": {"number": 0} if status in (Status.RUNNING, Status.PROVISIONING, Status.VALIDATING) else None,
