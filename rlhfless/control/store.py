@@ -138,6 +138,11 @@ def driven(session: Session) -> list[RunRow]:
     return list(session.scalars(select(RunRow).where(RunRow.status.not_in(list(AT_REST)))))
 
 
+def unended(session: Session) -> list[RunRow]:
+    """All runs that may go on: at work, queued or paused."""
+    return list(session.scalars(select(RunRow).where(RunRow.status.not_in(list(ENDED)))))
+
+
 def answered(session: Session, owner: str, key: str) -> IdempotencyRow | None:
     """What was answered to a POST with this key."""
     return session.get(IdempotencyRow, (owner, key))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,30 +12,16 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from rlhfless import __version__
-from rlhfless.control.api import compute, downloads, drivers, events, health, page, runs, series
+from rlhfless.control.api import compute, downloads, drivers, events, health, metrics, page, runs, series
+from rlhfless.control.api.documented import ERRORS
 from rlhfless.control.database.access import Unavailable
 from rlhfless.control.errors import ApiError
-from rlhfless.control.objects import ErrorBody
 from rlhfless.control.security.gate import Gate
 from rlhfless.control.service import Service
 from rlhfless.spec.errors import Problem
 
 RETRY_AFTER_S = 2.0
 """After which a client asks again when the database is away."""
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorBody, "description": text}
-    for code, text in {
-        401: "No API key, or none that is known.",
-        403: "The key's scopes do not reach so far.",
-        404: "There is no such object.",
-        409: "Not possible in this state.",
-        413: "The body is too large.",
-        422: "Fields of the request are wrong; each is named.",
-        429: "Too many requests; `Retry-After` says when to ask again.",
-        503: "The database, or Ray, is away; ask again.",
-    }.items()
-}
 
 
 def app_of(service: Service) -> FastAPI:
@@ -62,6 +47,7 @@ def app_of(service: Service) -> FastAPI:
         app.include_router(router, prefix="/v1", responses=ERRORS)
     app.include_router(drivers.router, include_in_schema=False)
     app.include_router(health.router)
+    app.include_router(metrics.router)
     app.include_router(page.router)
     for kind, handler in ((ApiError, _api), (RequestValidationError, _invalid), (Unavailable, _away)):
         app.add_exception_handler(kind, handler)  # type: ignore[arg-type]  # Starlette's type is of any exception

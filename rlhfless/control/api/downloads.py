@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from rlhfless.control import store
 from rlhfless.control.api.compute import trace_folder
+from rlhfless.control.api.documented import answers
 from rlhfless.control.api.runs import Reads
 from rlhfless.control.errors import not_found
 from rlhfless.control.service import service_of
@@ -24,10 +25,10 @@ TAR = "application/x-tar"
 
 CHUNK_BYTES = 1 << 20
 
-TAR_DOC = {200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}, "description": "A tar file."}}
+TAR_DOC = answers(TAR, {"type": "string", "format": "binary"}, "A tar file.")
 
 
-@router.get("/runs/{run_id}/trace", responses=TAR_DOC, response_class=StreamingResponse, summary="Download the trace")  # type: ignore[arg-type]
+@router.get("/runs/{run_id}/trace", responses=TAR_DOC, response_class=StreamingResponse, summary="Download the trace")
 async def download_trace(request: Request, _: Reads, run_id: str) -> StreamingResponse:
     """The run's ledger (docs/trace.md): what `rlhfless trace` and `rlhfless simulate --replay` read."""
     folder = await trace_folder(service_of(request.app), run_id)
@@ -36,7 +37,7 @@ async def download_trace(request: Request, _: Reads, run_id: str) -> StreamingRe
 
 @router.get(
     "/runs/{run_id}/checkpoints/{checkpoint_id}/download",
-    responses=TAR_DOC,  # type: ignore[arg-type]
+    responses=TAR_DOC,
     response_class=StreamingResponse,
     summary="Download a checkpoint",
 )

@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 
 from rlhfless.control import store
+from rlhfless.control.api.documented import answers
 from rlhfless.control.api.runs import Reads
 from rlhfless.control.api.views import event_object, run_object
 from rlhfless.control.database.tables import EventRow, RunRow
@@ -30,6 +31,8 @@ PER_READ = 500
 SSE_DOC: dict[int | str, dict[str, Any]] = {
     200: {"content": {SSE: {"schema": {"type": "string"}}}, "description": "A list, or a stream of events."}
 }
+
+STREAM_DOC = answers(SSE, {"type": "string"}, "A stream of events.")
 
 
 @router.get("/runs/{run_id}/events", response_model=ListObject[EventObject], responses=SSE_DOC, summary="Events")
@@ -76,7 +79,7 @@ def _encoded(row: EventRow) -> bytes:
     return format_sse_event(data_str=event_object(row).model_dump_json(), event=row.type, id=str(row.seq))
 
 
-@router.get("/events", responses=SSE_DOC, response_class=StreamingResponse, summary="Changes of all runs")
+@router.get("/events", responses=STREAM_DOC, response_class=StreamingResponse, summary="Changes of all runs")
 async def watch_runs(request: Request, _: Reads) -> StreamingResponse:
     """A stream: each run whenever it has changed (`event: run`), or its id when it was deleted (`event: deleted`)."""
     service = service_of(request.app)

@@ -13,6 +13,7 @@ from sqlalchemy import Text, cast, select
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
+from rlhfless.control.api.documented import answers
 from rlhfless.control.api.runs import Reads
 from rlhfless.control.api.views import checkpoint_objects, rollout_object, usage_row
 from rlhfless.control.curves import Measured, curves, wanted_names
@@ -38,6 +39,8 @@ from rlhfless.control.thinning import FEWEST
 from rlhfless.telemetry.logs import LOG_FILE as RUN_LOG
 
 router = APIRouter(tags=["runs"])
+
+LOGS_DOC = answers("text/plain", {"type": "string"}, "The ends of the logs.")
 
 MOST_POINTS = 5_000
 """Per metric in one answer: four times the pixels of a wide chart."""
@@ -125,7 +128,7 @@ async def get_usage(request: Request, _: Reads, run_id: str) -> UsageObject:
     return await service_of(request.app).database.read(read)
 
 
-@router.get("/runs/{run_id}/logs", summary="Logs", response_class=PlainTextResponse)
+@router.get("/runs/{run_id}/logs", summary="Logs", response_class=PlainTextResponse, responses=LOGS_DOC)
 async def get_logs(
     request: Request,
     _: Reads,
