@@ -20,7 +20,7 @@ from rlhfless.control.lifecycle import ENDED, Status
 from rlhfless.control.ray_host import RAY_FILE
 from rlhfless.control.service import open_database
 from rlhfless.control.settings import ServiceSettings
-from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, Work
+from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
@@ -167,7 +167,7 @@ def run_row(folder: Path, run_id: str, status: Status, reason: str, **values: An
         "checkpoints": [],
         "cost_usd": 0.0,
         "device_s": 0.0,
-        "simulated_step": 0,
+        "simulated_step": values.get("step", 0),  # nothing is left to simulate
         "attempt": 0 if status is Status.QUEUED else 1,
         "deaths": 0,
         "driver": {"number": 0} if status in (Status.RUNNING, Status.PROVISIONING, Status.VALIDATING) else None,
@@ -377,13 +377,20 @@ def write_folder(folder: Path, run_id: str, now: float) -> None:
     meta = TraceMeta(run_id, 1, book.snapshot(), spec_of("math-grpo", 400), {"host": "node-1"})
     with TraceWriter(folder / "trace", meta, record_tokens=False) as trace:
         for record in records(now):
-            (trace.add_holding if isinstance(record, Holding) else trace.add_invocation)(record)
+            _ADD[type(record)](trace, record)
 
 
-def records(now: float, steps: int = 8) -> list[Holding | Invocation]:
+_ADD: dict[type, Callable[[TraceWriter, Any], None]] = {
+    Holding: TraceWriter.add_holding,
+    Invocation: TraceWriter.add_invocation,
+    StepRecord: TraceWriter.add_step,
+}
+
+
+def records(now: float, steps: int = 8) -> list[Holding | Invocation | StepRecord]:
     """Holdings and calls of the last steps: actors with unequal ends, a learner after them, a late third actor."""
     random = np.random.default_rng(3)
-    found: list[Holding | Invocation] = []
+    found: list[Holding | Invocation | StepRecord] = []
     begin = now - 43.0 * steps
 
     def call(function: FunctionName, replica: str, work: Work, step: int, start: float, end: float) -> None:
@@ -400,6 +407,7 @@ def records(now: float, steps: int = 8) -> list[Holding | Invocation]:
         call(FunctionName.REFERENCE, "reference-0", Work.LOGPROBS, step, done - 4.0, done + 0.5)
         call(FunctionName.LEARNER, "learner-0", Work.LEARN, step, done + 0.6, done + 8.9)
         call(FunctionName.LEARNER, "learner-0", Work.PUBLISH, step, done + 8.9, done + 9.8)
+        found.append(StepRecord(step, begin + at, begin + done + 10.0, {}))
         at = done + 10.0
     places = [(FunctionName.GENERATION, f"actor-{n}", (f"{KIND}-{n}",)) for n in range(ACTORS)]
     places += [
@@ -508,26 +516,6 @@ def write_ray(folder: Path) -> None:
     devices = {KIND: 8, "cpu-core": 16}
     content = {"address": "127.0.0.1:6379", "pid": os.getpid(), "at": time.time() + 1e6, "nodes": 1}
     (folder / RAY_FILE).write_text(json.dumps(content | {"devices": devices, "free": devices}), "utf-8")
-
-
-def timeline(now: float) -> dict[str, Any]:
-    """What `GET /v1/runs/{id}/timeline` says of `records`."""
-    found = records(now)
-    held = [one for one in found if isinstance(one, Holding)]
-    rows = []
-    for device in dict.fromkeys(one.device for one in held):
-        own = [one for one in held if one.device == device]
-        places = {one.replica for one in own}
-        calls = [one for one in found if isinstance(one, Invocation) and one.replica in places]
-        bars = [bar(one.function, None, None, one.state, one.start_s, one.end_s) for one in own]
-        bars += [bar(one.function, one.work, one.step, None, one.start_s, one.end_s) for one in calls]
-        rows.append({"device": device, "bars": bars})
-    return {"object": "timeline", "run_id": RUN_ID, "rows": rows}
-
-
-def bar(function: str, work: str | None, step: int | None, state: str | None, start: float, end: float) -> Any:
-    """One bar of the timeline."""
-    return {"function": function, "work": work, "step": step, "state": state, "start_s": start, "end_s": end}
 
 
 def fill(settings: ServiceSettings, *changes: Callable[[Session, Path], Any]) -> None:

@@ -15,8 +15,9 @@ export function figure({ title, help, make, draw = drawCurves, wide = false }) {
   const legend = h("ul", { class: "legend" });
   const data = h("div", { class: "data", tabindex: "0", role: "region", "aria-label": `Data of ${title}`, hidden: true });
   const toggle = h("button", { type: "button", class: "plain", "aria-expanded": "false", "aria-label": `Data of ${title} as a table`, title: "Data as a table", onclick: () => tell(data.hidden) }, "⊞");
-  const element = h("figure", { class: `chart ${wide ? "tall" : ""}` }, h("figcaption", {}, h("h3", { title: help }, title), legend, wide ? null : toggle), plot, data);
+  const element = h("figure", { class: `chart ${wide ? "tall nothing" : ""}` }, h("figcaption", {}, h("h3", { title: help }, title), legend, wide ? null : toggle), plot, data);
   let made = null;
+  if (wide) say(plot, "reading the trace");
   plot.redraw = () => { if (made && plot.clientWidth) draw(plot, made); };
   sizes.observe(plot);
 

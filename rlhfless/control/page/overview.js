@@ -10,11 +10,12 @@ import { timelineFigure } from "./timeline.js";
 
 const POINTS = 400; // per metric: what a chart of some 450 pixels can show
 const SHOWN_STEPS = 6; // of the devices
+const TIMELINE_MS = 20_000; // it is read from the trace, by a process of its own
 const RANGES = { "All steps": Infinity, "Last 1,000": 1000, "Last 100": 100 };
 
 export function overviewTab(root, { path }) {
   const series = {};
-  let usage = null, run = null, last = null, range = Infinity;
+  let usage = null, run = null, last = null, range = Infinity, untraced = false;
   const numbers = h("dl", { class: "tiles" });
   const charts = CHARTS.map(figure);
   const devices = timelineFigure();
@@ -27,7 +28,7 @@ export function overviewTab(root, { path }) {
     metrics().catch((error) => note(error.message, "error"));
   } }, text));
   const tools = h("div", { class: "tools ranges", hidden: true }, h("div", { class: "segments", role: "group", "aria-label": "Steps in the charts" }, ranges));
-  const nothing = h("p", { class: "panel empty" });
+  const nothing = h("p", { class: "panel empty", hidden: true });
   const grid = h("div", { class: "charts" }, charts.map((one) => one.element));
   root.append(failure, nothing, numbers, tools, grid, devices.element, bill);
 
@@ -35,7 +36,9 @@ export function overviewTab(root, { path }) {
   function begun(yes, status) {
     nothing.hidden = yes;
     numbers.hidden = grid.hidden = !yes;
+    devices.element.hidden = !yes || untraced;
     tools.hidden = !yes || run.step <= RANGES["Last 100"];
+    ranges.forEach((one, at) => { one.hidden = at > 0 && run.step <= Object.values(RANGES)[at]; });
     nothing.textContent = ["failed", "cancelled"].includes(status) ? "It ended before its first step." : "Figures come with the first step.";
   }
 
@@ -73,12 +76,24 @@ export function overviewTab(root, { path }) {
     draw();
   }
 
+  let asked = -Infinity, seen = false;
+  const watch = new IntersectionObserver((found) => { seen = found.at(-1).isIntersecting; if (seen) timeline(); });
+  watch.observe(devices.element);
+
   async function timeline() {
-    devices.show(await get(`${path}/timeline?steps=${SHOWN_STEPS}`));
+    if (!(seen || untraced) || performance.now() - asked < TIMELINE_MS) return;
+    asked = performance.now();
+    try {
+      devices.show(await get(`${path}/timeline?steps=${SHOWN_STEPS}`));
+      untraced = devices.element.classList.contains("nothing");
+    } catch {
+      untraced = !("drawn" in devices.element.dataset); // no trace yet, or it is kept elsewhere
+    }
+    devices.element.hidden = untraced;
   }
 
-  const all = () => Promise.all([metrics(), spent(), timeline().catch((error) => { if (error.status !== 404) throw error; devices.element.hidden = true; })]);
-  return { update, refresh: all, follow: all, close: () => { draw.cancel(); [...charts, devices].forEach((one) => one.close()); } };
+  const all = () => Promise.all([metrics(), spent(), timeline()]);
+  return { update, refresh: all, follow: all, close: () => { draw.cancel(); watch.disconnect(); [...charts, devices].forEach((one) => one.close()); } };
 }
 
 function billOf(usage) {

@@ -18,7 +18,8 @@ export function s(tag, attributes = {}, ...children) {
 export function ticks(low, high, count, whole = false) {
   if (!(high > low)) return [low];
   const raw = (high - low) / Math.max(count, 1), size = 10 ** Math.floor(Math.log10(raw));
-  const step = Math.max([1, 2, 5, 10].find((factor) => factor * size >= raw * 0.999) * size, whole ? 1 : 0);
+  const step = Math.max([1, 2, 2.5, 5, 10].find((factor) => factor * size >= raw * 0.999) * size, whole ? 1 : 0);
+  if (whole && step % 1) return ticks(low, high, count / 2, whole);
   const found = [];
   for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(Number((at * step).toPrecision(12)));
   return found;
@@ -27,7 +28,8 @@ export function ticks(low, high, count, whole = false) {
 /** A tick as short as its neighbours allow: 0.5 between 0 and 1, 1e-3 on a logarithmic axis. */
 function label(value, { log, prefix = "", suffix = "" }, step) {
   if (log) return value >= 0.01 && value < 10_000 ? String(value) : value.toExponential(0).replace("e+", "e");
-  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  let digits = 0;
+  while (digits < 9 && Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6 * step * 10 ** digits) digits++;
   return `${value < 0 ? "−" : ""}${prefix}${Math.abs(value).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })}${suffix}`;
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import filled
 import pytest
-from playwright.sync_api import Browser, Page, Route, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 from standing import NoDrivers, served
 
 from rlhfless.control.service import Service
@@ -68,7 +67,6 @@ def opened(browser: Browser, site: tuple[str, Service]) -> Iterator[Opened]:
         page.set_default_timeout(20_000)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda line: hear(line.text) if line.type == "error" else None)
-        page.route("**/timeline?*", _timeline)
         page.goto(f"{site[0]}/{view}")
         return page
 
@@ -76,10 +74,6 @@ def opened(browser: Browser, site: tuple[str, Service]) -> Iterator[Opened]:
     for context in contexts:
         context.close()
     assert faults == []
-
-
-def _timeline(route: Route) -> None:
-    route.fulfill(content_type="application/json", body=json.dumps(filled.timeline(time.time())))
 
 
 @pytest.fixture

@@ -62,5 +62,7 @@ def settle(page: Page, view: str) -> None:
     page.wait_for_selector("#live[data-state=on]")
     page.wait_for_selector(THERE[view])
     if view == "run":
+        page.locator(".chart.tall").scroll_into_view_if_needed()
         expect(page.locator(".chart:not([data-drawn])")).to_have_count(0)
+        page.evaluate("scrollTo(0, 0)")
     page.wait_for_load_state("load")
