@@ -78,7 +78,6 @@ export function overviewTab(root, { path }) {
 
   let asked = -Infinity, seen = false;
   const watch = new IntersectionObserver((found) => { seen = found.at(-1).isIntersecting; if (seen) timeline(); });
-  watch.observe(devices.element);
 
   async function timeline() {
     if (!(seen || untraced) || performance.now() - asked < TIMELINE_MS) return;
@@ -93,7 +92,12 @@ export function overviewTab(root, { path }) {
   }
 
   const all = () => Promise.all([metrics(), spent(), timeline()]);
-  return { update, refresh: all, follow: all, close: () => { draw.cancel(); watch.disconnect(); [...charts, devices].forEach((one) => one.close()); } };
+  // Not before all above it has its height: to be asked for, the devices must really be seen.
+  const refresh = async () => {
+    await all();
+    requestAnimationFrame(() => setTimeout(() => watch.observe(devices.element), 100));
+  };
+  return { update, refresh, follow: all, close: () => { draw.cancel(); watch.disconnect(); [...charts, devices].forEach((one) => one.close()); } };
 }
 
 function billOf(usage) {
