@@ -17,6 +17,10 @@ KEPT = 512
 """Events of a run that are kept in memory: more than a watcher falls behind in a second."""
 
 
+MOST_SHOWN = 2_000
+"""Runs whose last look is kept: some KiB each."""
+
+
 class Bus:
     """Belongs to the loop; `publish` may be called from any thread."""
 
@@ -25,6 +29,24 @@ class Bus:
         self._recent: dict[str, deque[EventRow]] = {}
         self._waiting: dict[str, set[asyncio.Event]] = {}
         self._watchers: set[_Watcher] = set()
+        self._changes: dict[str, int] = {}
+        self._shown: dict[str, bytes] = {}
+
+    def shown(self, run_id: str) -> bytes | None:
+        """The run as it was shown last, if it has not changed since. The API process alone changes runs, so that is
+        what the database has."""
+        return self._shown.get(run_id)
+
+    def change(self, run_id: str) -> int:
+        """Number of the run's last change; ask before the run is read, for `keep`."""
+        return self._changes.get(run_id, 0)
+
+    def keep(self, run_id: str, change: int, shown: bytes) -> None:
+        """Keep what a run looks like, unless it has changed meanwhile."""
+        if self.change(run_id) == change:
+            self._shown[run_id] = shown
+            while len(self._shown) > MOST_SHOWN:
+                del self._shown[next(iter(self._shown))]
 
     def publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
         """These runs have changed, with these new events of each."""
@@ -32,6 +54,8 @@ class Bus:
 
     def _publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
         for run_id, events in changed.items():
+            self._changes[run_id] = self.change(run_id) + 1
+            self._shown.pop(run_id, None)
             if events:
                 self._recent.setdefault(run_id, deque(maxlen=KEPT)).extend(events)
                 for waiter in self._waiting.get(run_id, ()):

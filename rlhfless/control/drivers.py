@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import psutil
 
 from rlhfless.control.delivery import DriverOrder
+from rlhfless.control.ray_host import BEHIND
 
 ORDER_FILE = "driver.json"
 LOG_FILE = "driver.log"
@@ -53,7 +54,7 @@ class LocalDrivers:
     def start(self, folder: Path, order: DriverOrder) -> Handle:
         """See Drivers."""
         write_order(folder, order)
-        command = [sys.executable, "-m", self._module, str(folder)]
+        command = [*BEHIND, sys.executable, "-m", self._module, str(folder)]
         with (folder / LOG_FILE).open("ab") as log:
             process = subprocess.Popen(
                 command,

@@ -53,7 +53,9 @@ def _now(session: Session, run: RunRow, now: Now) -> None:
     if run.status_reason != now.reason and now.reason:
         run.status_reason = now.reason
         store.touch(session, run)
-    run.left_s = now.left_s
+    if run.left_s != now.left_s:
+        run.left_s = now.left_s
+        store.touch(session, run)
     _lease(session, run, now.lease)
 
 

@@ -24,6 +24,10 @@ from typing import IO, Any
 
 import psutil
 
+BEHIND = ("nice", "-n", "5")
+"""Runs leave the machine's cores to the service for the milliseconds that an answer takes, and lose nothing by it: all
+their processes are alike, and the service is idle otherwise."""
+
 RAY_FILE = "ray.json"
 LOG_FILE = "ray-host.log"
 
@@ -89,7 +93,7 @@ class HostKeeper:
 
     def _start(self) -> None:
         self._started_s = time.monotonic()
-        command = [sys.executable, "-m", "rlhfless.control.ray_host", str(self._folder)]
+        command = [*BEHIND, sys.executable, "-m", "rlhfless.control.ray_host", str(self._folder)]
         with (self._folder / LOG_FILE).open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, *([self._address] if self._address else [])],

@@ -139,10 +139,17 @@ async def list_runs(
     return ListObject(data=[run_object(row) for row in rows], has_more=more)
 
 
-@router.get("/runs/{run_id}", summary="One run")
-async def get_run(request: Request, _: Reads, run_id: str) -> RunObject:
+@router.get("/runs/{run_id}", response_model=RunObject, summary="One run")
+async def get_run(request: Request, _: Reads, run_id: str) -> Response:
     """Its status, progress, cost, and spec."""
-    return await service_of(request.app).database.read(lambda session: run_object(store.run_of(session, run_id)))
+    service = service_of(request.app)
+    shown = service.bus.shown(run_id)
+    if shown is None:
+        change = service.bus.change(run_id)
+        found = await service.database.read(lambda session: run_object(store.run_of(session, run_id)))
+        shown = found.model_dump_json().encode()
+        service.bus.keep(run_id, change, shown)
+    return Response(shown, media_type="application/json")
 
 
 @router.post("/runs/{run_id}/cancel", summary="Cancel a run")

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +52,38 @@ class SecondService(UserError):
     """Another service writes to this database."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change that is waited for."""
+
+    change: Callable[[Session], Any]
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[Any]
+
+    def answer(
+        self, result: Any, fault: Exception | None, changed: Any, on_commit: Callable[[Any], None] | None
+    ) -> None:
+        """After the commit: first those that watch are told, then the one that asked."""
+        if fault is not None:
+            self.fail(fault)
+            return
+        if changed and on_commit is not None:
+            on_commit(changed)
+        self._tell(self.done.set_result, result)
+
+    def fail(self, fault: Exception) -> None:
+        """Nothing was changed."""
+        self._tell(self.done.set_exception, fault)
+
+    def _tell(self, tell: Callable[[Any], None], value: Any) -> None:
+        def once() -> None:
+            if not self.done.done():  # its client may have gone
+                tell(value)
+
+        with suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(once)
+
+
 class Database:
     """One database."""
 
@@ -57,6 +92,7 @@ class Database:
         self.engine = _engine(url)
         self._writer = ThreadPoolExecutor(1, "database-writer")
         self._readers = ThreadPoolExecutor(READERS, "database-reader")
+        self._queue: deque[_Change] = deque()
         self._lock: Any = None
         self.on_commit: Callable[[Any], None] | None = None
         """Told, from the writer's thread, which runs a transaction has changed (store.CHANGED)."""
@@ -66,22 +102,58 @@ class Database:
 
         Raises Unavailable, or what `change` raises; nothing is changed then.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._writer, self._in_transaction, change)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        self._queue.append(_Change(change, loop, done))
+        self._writer.submit(self._write_all)
+        return await done
+
+    def _write_all(self) -> None:
+        """All changes that are asked for by now, in one transaction: a commit waits for the disk, which they can do
+        together. One that fails is undone alone, and is as if it had not been asked for."""
+        changes = [self._queue.popleft() for _ in range(len(self._queue))]
+        if not changes:
+            return  # an earlier one has taken them along
+        try:
+            with self._reachable(), Session(self.engine, expire_on_commit=False) as session:
+                answers = [self._one(session, change) for change in changes]
+                session.commit()
+        except Exception as error:
+            for change in changes:
+                change.fail(error)
+            return
+        for change, answer in zip(changes, answers, strict=True):
+            change.answer(*answer, self.on_commit)
+
+    def _one(self, session: Session, change: _Change) -> tuple[Any, Exception | None, Any]:
+        """What a change returns, or its fault; and the runs that it has changed."""
+        session.info.clear()
+        try:
+            with session.begin_nested():
+                result = change.change(session)
+            return result, None, session.info.pop(CHANGED, None)
+        except (DBAPIError, PoolTimeout) as error:
+            if _is_away(error):
+                raise
+            return None, error, None
+        except Exception as error:
+            return None, error, None
 
     async def read(self, query: Callable[[Session], T]) -> T:
         """Raises Unavailable."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._in_transaction, query)
 
-    def _in_transaction(self, change: Callable[[Session], T]) -> T:
+    def _in_transaction(self, query: Callable[[Session], T]) -> T:
+        with self._reachable(), Session(self.engine, expire_on_commit=False) as session, session.begin():
+            return query(session)
+
+    @contextmanager
+    def _reachable(self) -> Iterator[None]:
+        """Raises Unavailable if the database is away."""
         try:
-            with Session(self.engine, expire_on_commit=False) as session:
-                with session.begin():
-                    result = change(session)
-                if (changed := session.info.get(CHANGED)) and self.on_commit is not None:
-                    self.on_commit(changed)
-                return result
+            yield
         except (DBAPIError, PoolTimeout) as error:
-            if isinstance(error, PoolTimeout) or error.connection_invalidated or _is_away(error):
+            if _is_away(error):
                 log.warning("the database does not answer: %s", error)
                 raise Unavailable(f"the database does not answer ({type(error).__name__})") from error
             raise
@@ -103,8 +175,10 @@ class Database:
         self.engine.dispose()
 
 
-def _is_away(error: DBAPIError) -> bool:
+def _is_away(error: DBAPIError | PoolTimeout) -> bool:
     """The server, or the file, cannot be reached: nothing is wrong with the statement."""
+    if isinstance(error, PoolTimeout) or error.connection_invalidated:
+        return True
     return type(error).__name__ in {"OperationalError", "InterfaceError"}
 
 
@@ -131,8 +205,14 @@ def _sqlite(url: str) -> Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
+        # Python's driver begins transactions by itself, and later than savepoints need it.
+        connection.isolation_level = None
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN")
 
     return engine
 

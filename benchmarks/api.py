@@ -1,0 +1,177 @@
+"""The control API while a real run goes: latency of GET, delay of events over many streams, POSTs a second.
+
+    python benchmarks/api.py            # some two minutes; needs the demo's model (make demo, once)
+
+The clients share the machine's cores with the service and the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from where import machine
+
+RATE, GET_S = 200, 10.0
+STREAMS, STREAM_S = 200, 20.0
+POSTS, POST_RATE = 300, 100
+COMMAND = str(Path(sys.executable).with_name("rlhfless"))
+TINY = Path(os.environ.get("RLHFLESS_HOME") or Path.home() / ".cache" / "rlhfless") / "models" / "tiny"
+
+
+def demo(steps: int) -> dict[str, Any]:
+    """The demo's spec."""
+    spec: dict[str, Any] = yaml.safe_load((Path(__file__).parents[1] / "examples" / "demo.yaml").read_text())
+    spec["model"] = {"path": str(TINY / "model")}
+    spec["prompts"] |= {"path": str(TINY / "train.jsonl"), "held_out": {"path": str(TINY / "heldout.jsonl")}}
+    return spec | {"steps": steps}
+
+
+def up(data: Path) -> tuple[str, float, float]:
+    """Start a service; returns its address, and the seconds until it answered and until runs could start."""
+    began_s = time.monotonic()
+    command = [COMMAND, "up", "--detach", "--port", "0", "--data", str(data), "--max-drivers", "1", "--root", str(TINY)]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    answers_s = time.monotonic() - began_s
+    url = str(json.loads((data / "service.json").read_text())["url"])
+    while not httpx.get(f"{url}/readyz", timeout=10).is_success:
+        time.sleep(0.1)
+    return url, answers_s, time.monotonic() - began_s
+
+
+async def until_running(client: httpx.AsyncClient, run: str) -> None:
+    """Returns when the run has done its second step."""
+    while (await client.get(f"/v1/runs/{run}")).json()["step"] < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.5)
+
+
+async def gets(client: httpx.AsyncClient, run: str) -> list[float]:
+    """Seconds of each GET of the run, RATE of them a second whatever their answers take."""
+    took: list[float] = []
+
+    async def one() -> None:
+        began_s = time.perf_counter()
+        (await client.get(f"/v1/runs/{run}")).raise_for_status()
+        took.append(time.perf_counter() - began_s)
+
+    tasks, began_s = [], time.perf_counter()
+    for number in range(int(RATE * GET_S)):
+        await asyncio.sleep(max(began_s + number / RATE - time.perf_counter(), 0))
+        tasks.append(asyncio.create_task(one()))
+    await asyncio.gather(*tasks)
+    return took
+
+
+async def streams(url: str, run: str, newest: int) -> list[float]:
+    """Delays of the events of STREAMS streams, from when the driver wrote each of them; `newest` is seen already."""
+    delays: list[float] = []
+    host, port = url.removeprefix("http://").split(":")
+
+    async def one() -> None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        path = f"/v1/runs/{run}/events"
+        lines = (
+            f"GET {path} HTTP/1.1",
+            f"Host: {host}:{port}",
+            "Accept: text/event-stream",
+            f"Last-Event-ID: {newest}",
+        )
+        writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+        try:
+            while True:
+                line = await reader.readline()
+                if line.startswith(b"data: "):
+                    now_s = time.time()
+                    delays.append(now_s - json.loads(line[6:])["created_at"])
+        finally:
+            writer.close()
+
+    tasks = [asyncio.create_task(one()) for _ in range(STREAMS)]
+    await asyncio.sleep(STREAM_S)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return delays
+
+
+async def posts(client: httpx.AsyncClient) -> tuple[int, float]:
+    """How many of POSTS runs were accepted, and how many a second."""
+    spec = demo(1) | {"name": "posted"}
+    before = await count(client)
+    began_s = time.perf_counter()
+
+    async def one(number: int) -> None:
+        answer = await client.post("/v1/runs", json=spec, headers={"Idempotency-Key": f"bench-{number}"})
+        answer.raise_for_status()
+
+    tasks = []
+    for number in range(POSTS):
+        await asyncio.sleep(max(began_s + number / POST_RATE - time.perf_counter(), 0))
+        tasks.append(asyncio.create_task(one(number)))
+    await asyncio.gather(*tasks)
+    took_s = time.perf_counter() - began_s
+    return await count(client) - before, POSTS / took_s
+
+
+async def count(client: httpx.AsyncClient) -> int:
+    """Runs of the service."""
+    found, after = 0, None
+    while True:
+        page = (await client.get("/v1/runs", params={"limit": 100} | ({"after": after} if after else {}))).json()
+        found += len(page["data"])
+        if not page["has_more"]:
+            return found
+        after = page["data"][-1]["id"]
+
+
+def shown(name: str, seconds: list[float], asked_ms: float) -> str:
+    """One line of the result."""
+    ordered = sorted(seconds)
+    p99_ms = 1e3 * ordered[int(0.99 * (len(ordered) - 1))]
+    median_ms = 1e3 * statistics.median(ordered)
+    return f"{name:<44} p50 {median_ms:6.1f} ms   p99 {p99_ms:6.1f} ms   asked <= {asked_ms:.0f} ms"
+
+
+async def measure(url: str) -> None:
+    """All figures of a service."""
+    limits = httpx.Limits(max_connections=64)
+    async with httpx.AsyncClient(base_url=url, timeout=30, limits=limits) as client:
+        run = (await client.post("/v1/runs", json=demo(600))).json()["id"]
+        await until_running(client, run)
+        print(shown(f"GET /v1/runs/ID, {RATE} a second", await gets(client, run), 20.0), flush=True)
+        newest = (await client.get(f"/v1/runs/{run}")).json()["last_event"]
+        print(shown(f"events on {STREAMS} streams", await streams(url, run, newest), 250.0), flush=True)
+        kept, rate = await posts(client)
+        print(f"POST /v1/runs: {kept} of {POSTS} queued at {rate:.0f} a second (asked: 100 a second, none lost)")
+        await client.post(f"/v1/runs/{run}/cancel")
+
+
+def main() -> None:
+    """Print the figures."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    print(machine())
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        try:
+            url, answers_s, ready_s = up(data)
+            print(
+                f"up: answers after {answers_s:.1f} s (asked <= 5), ready with Ray after {ready_s:.1f} s (asked <= 40)"
+            )
+            asyncio.run(measure(url))
+        finally:
+            subprocess.run([COMMAND, "down", "--data", str(data)], check=False, stderr=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()
