@@ -51,6 +51,9 @@ def up(
     code: Annotated[
         list[str] | None, typer.Option(metavar="PACKAGE", help="Specs may name code of this package.")
     ] = None,
+    retention_days: Annotated[
+        float | None, typer.Option(min=0.01, help="Remove ended runs, with their folders, after so many days.")
+    ] = None,
     public_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Under which clients reach the service.")
     ] = None,
@@ -71,6 +74,7 @@ def up(
         "roots": tuple(str(Path(path).absolute()) if "://" not in path else path for path in root or default_roots()),
         "code": tuple(code or ()),
         "public_url": public_url,
+        "retention": {"days": retention_days},
     }
     settings = ServiceSettings.model_validate(values)
     if detach:

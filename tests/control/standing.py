@@ -72,6 +72,7 @@ def served(settings: ServiceSettings, drivers: Drivers) -> Iterator[tuple[httpx.
     """The application, served on a free port by a thread; a client of it, and its service."""
     ready, holder = threading.Event(), {}
     with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as in rlhfless.control.serve
         port = listening.getsockname()[1]
 
         async def serve() -> None:
