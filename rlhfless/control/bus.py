@@ -25,7 +25,7 @@ class Bus:
     """Belongs to the loop; `publish` may be called from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._recent: dict[str, deque[EventRow]] = {}
         self._waiting: dict[str, set[asyncio.Event]] = {}
         self._watchers: set[_Watcher] = set()
@@ -50,7 +50,7 @@ class Bus:
 
     def publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
         """These runs have changed, with these new events of each."""
-        self._loop.call_soon_threadsafe(self._publish, changed)
+        self.loop.call_soon_threadsafe(self._publish, changed)
 
     def _publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
         for run_id, events in changed.items():

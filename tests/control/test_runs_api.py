@@ -175,8 +175,7 @@ def test_only_so_many_drivers_at_a_time_and_by_priority(client: httpx.Client, dr
     until(lambda: len(drivers.orders) == 4)
     late = client.post("/v1/runs", json=RUN).json()["id"]
     urgent = client.post("/v1/runs", json=RUN | {"priority": 5}).json()["id"]
-    until(lambda: "before it" in client.get(f"/v1/runs/{late}").json()["status_reason"])
-    assert "1 run(s) before it, 4 at work" in client.get(f"/v1/runs/{late}").json()["status_reason"]
+    until(lambda: "1 run(s) before it, 4 at work" in client.get(f"/v1/runs/{late}").json()["status_reason"])
     push = Pushes(client, drivers.orders[0])
     push(("ended", {"status": "succeeded", "reason": "done", "error": None, "retry": False}))
     until(lambda: len(drivers.orders) == 5)

@@ -21,7 +21,8 @@ WIDTHS = {390: 844, 1440: 900}
 """Of a phone, and of a laptop, with their heights."""
 
 
-@pytest.fixture(scope="session")
+# Of a module, because Playwright's loop runs as long as it is there, and other modules' tests have loops of their own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if not CHROMIUM.exists():
         pytest.skip("chromium is not installed (apt-get install -y chromium): the page is not tested")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 
@@ -20,7 +21,7 @@ RUN = f"#/runs/{filled.RUN_ID}"
 
 def write(service: Service, change) -> None:  # type: ignore[no-untyped-def]
     """Change the database as the service does, which tells those that watch."""
-    service.database._writer.submit(service.database._in_transaction, change).result(20)
+    asyncio.run_coroutine_threadsafe(service.database.write(change), service.bus.loop).result(20)
 
 
 def live(page: Page) -> Page:
