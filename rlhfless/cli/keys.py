@@ -86,11 +86,9 @@ def revoke(
 def _session(data: str, database: str | None) -> Session:
     from sqlalchemy.orm import Session
 
-    from rlhfless.control.database.access import Database, sqlite_url
+    from rlhfless.control.database.access import database_of
     from rlhfless.control.database.migrate import migrate
 
-    settings = ServiceSettings(data=data, database=database)
-    settings.folder.mkdir(parents=True, exist_ok=True)
-    found = Database(settings.database or sqlite_url(settings.folder))
+    found = database_of(ServiceSettings(data=data, database=database))
     migrate(found.engine)
     return Session(found.engine, expire_on_commit=False)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfless.loop.driver import Outcome
+from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import Summary, Usage, summarise
 from rlhfless.scaling.prices import PriceBook
@@ -20,7 +21,7 @@ from rlhfless.telemetry.report import EvaluationRow, FinalReport, FunctionRow, f
 
 def final_report(title: str, outcome: Outcome, folder: Path) -> FinalReport:
     """The run's results, device time and cost, read back from its own trace as any other reader would."""
-    trace = read_trace(folder / "trace")
+    trace = read_trace(folder / TRACE_FOLDER)
     summary = summarise(trace, PriceBook.model_validate(trace.meta.prices))
     return FinalReport(
         title=title,
@@ -36,7 +37,7 @@ def final_report(title: str, outcome: Outcome, folder: Path) -> FinalReport:
         total=function_row(summary.total),
         files=(
             ("checkpoint", outcome.checkpoint),
-            ("trace", folder / "trace"),
+            ("trace", folder / TRACE_FOLDER),
             ("metrics", folder / "metrics.jsonl"),
             ("log", folder / "run.log"),
         ),
@@ -45,15 +46,7 @@ def final_report(title: str, outcome: Outcome, folder: Path) -> FinalReport:
 
 def function_row(usage: Usage) -> FunctionRow:
     """One function's row of the table."""
-    return FunctionRow(
-        name=usage.name,
-        invocations=usage.invocations,
-        cold_starts=usage.cold_starts,
-        busy_device_s=usage.busy_device_s,
-        idle_device_s=usage.idle_device_s,
-        cold_device_s=usage.cold_device_s,
-        cost_usd=usage.cost_usd,
-    )
+    return FunctionRow.of(usage.name, [usage])
 
 
 def trace_report(run_id: str, summary: Summary) -> RenderableType:

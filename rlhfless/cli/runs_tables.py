@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfless.control.objects import FunctionUsage, RunObject, UsageObject
+from rlhfless.control.objects import RunObject, UsageObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.report import FunctionRow, functions_table
 from rlhfless.text import legible
@@ -50,8 +50,7 @@ def run_lines(run: RunObject) -> RenderableType:
 
 def usage_table(usage: UsageObject) -> RenderableType:
     """By function, and beside the best static fleet."""
-    rows = [function_row(row) for row in usage.functions]
-    parts: list[RenderableType] = [functions_table(rows, total_row(usage))]
+    parts: list[RenderableType] = [functions_table(*usage_rows(usage))]
     best = usage.best_static
     if best is not None:
         parts.append(
@@ -64,31 +63,10 @@ def usage_table(usage: UsageObject) -> RenderableType:
     return Group(*parts)
 
 
-def function_row(row: FunctionUsage) -> FunctionRow:
-    """One function's row."""
-    return FunctionRow(
-        name=row.function,
-        invocations=row.invocations,
-        cold_starts=row.cold_starts,
-        busy_device_s=row.busy_device_s,
-        idle_device_s=row.idle_device_s,
-        cold_device_s=row.cold_device_s,
-        cost_usd=row.cost_usd,
-    )
-
-
-def total_row(usage: UsageObject) -> FunctionRow:
-    """All functions together."""
-    rows = usage.functions
-    return FunctionRow(
-        name="total",
-        invocations=sum(row.invocations for row in rows),
-        cold_starts=sum(row.cold_starts for row in rows),
-        busy_device_s=sum(row.busy_device_s for row in rows),
-        idle_device_s=sum(row.idle_device_s for row in rows),
-        cold_device_s=sum(row.cold_device_s for row in rows),
-        cost_usd=usage.cost_usd,
-    )
+def usage_rows(usage: UsageObject) -> tuple[list[FunctionRow], FunctionRow]:
+    """A row for each function, and one for all together."""
+    rows = [FunctionRow.of(row.function, [row]) for row in usage.functions]
+    return rows, FunctionRow.of("total", usage.functions)
 
 
 def time_of(unix_s: float) -> str:

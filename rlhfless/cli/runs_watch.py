@@ -8,7 +8,7 @@ import threading
 
 import typer
 
-from rlhfless.cli.runs_tables import function_row, total_row
+from rlhfless.cli.runs_tables import usage_rows
 from rlhfless.client import Client
 from rlhfless.client.errors import ApiFault, ServiceAway
 from rlhfless.control.lifecycle import AT_REST, Status
@@ -95,7 +95,7 @@ def _show(console: Console, event: EventObject, before: dict[str, float]) -> Non
 
 
 def _report(client: Client, run: RunObject, before: dict[str, float]) -> FinalReport:
-    usage = client.usage(run.id)
+    functions, total = usage_rows(client.usage(run.id))
     after = {name.removeprefix(EVAL): value for name, value in run.latest.items() if name.startswith(EVAL)}
     checkpoint = run.latest_checkpoint.location if run.latest_checkpoint is not None else ""
     return FinalReport(
@@ -105,7 +105,7 @@ def _report(client: Client, run: RunObject, before: dict[str, float]) -> FinalRe
         replicas_lost=0,
         steps_again=0,
         evaluations=tuple(EvaluationRow(name.replace("_", " "), before.get(name), now) for name, now in after.items()),
-        functions=tuple(map(function_row, usage.functions)),
-        total=total_row(usage),
+        functions=tuple(functions),
+        total=total,
         files=(("checkpoint", checkpoint), ("page", f"{client.url}/#/runs/{run.id}")),
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -25,7 +23,7 @@ from rlhfless.control.objects import (
     RunObject,
     UsageObject,
 )
-from rlhfless.control.settings import DATA_FOLDER, SERVICE_FILE
+from rlhfless.control.settings import DATA_FOLDER, announced
 
 T = TypeVar("T")
 
@@ -84,11 +82,8 @@ def service_url(given: str | None, data: str | None = None) -> str:
     """Where the service is: as given, or RLHFLESS_URL, or the service of the data folder, or the default."""
     found = given or os.environ.get(URL)
     if found is None:
-        try:
-            content = json.loads((Path(data or DATA_FOLDER) / SERVICE_FILE).read_text("utf-8"))
-            found = str(content["url"])
-        except (OSError, ValueError, KeyError):
-            found = DEFAULT_URL
+        there = announced(data or DATA_FOLDER)
+        found = DEFAULT_URL if there is None else str(there["url"])
     return found.rstrip("/")
 
 
@@ -171,10 +166,6 @@ def functions() -> Call[ListObject[ReplicaObject]]:
 def post(path: str, body: Mapping[str, Any]) -> Call[dict[str, Any]]:
     """A question that changes nothing."""
     return Call("POST", path, dict[str, Any], body=dict(body))
-
-
-def get(path: str) -> Call[dict[str, Any]]:
-    return Call("GET", path, dict[str, Any])
 
 
 # -- streams

@@ -18,7 +18,7 @@ KEPT = 512
 
 
 MOST_SHOWN = 2_000
-"""Runs whose last look is kept: some KiB each."""
+"""Runs whose last look, and newest events, are kept: some KiB each."""
 
 
 class Bus:
@@ -57,6 +57,8 @@ class Bus:
             self._changes[run_id] = self.change(run_id) + 1
             self._shown.pop(run_id, None)
             if events:
+                if run_id not in self._recent and len(self._recent) >= MOST_SHOWN:
+                    del self._recent[next(iter(self._recent))]  # its watchers read the database
                 self._recent.setdefault(run_id, deque(maxlen=KEPT)).extend(events)
                 for waiter in self._waiting.get(run_id, ()):
                     waiter.set()

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rlhfless.control.lifecycle import Status
+from rlhfless.control.objects import ReplicaNow
+
 ITEMS_PER_PUSH = 500
 """At most so many items in one push: a driver that was cut off for long delivers in several."""
 
@@ -25,8 +28,20 @@ class Item(_Message):
     seq: int = Field(ge=1)
     attempt: int = Field(ge=1)
     at: float
-    kind: Literal["status", "message", "metrics", "usage", "resolved", "checkpoints", "rollouts", "plan", "ended"]
+    kind: Literal["status", "message", "metrics", "usage", "resolved", "checkpoints", "rollouts", "ended"]
     data: dict[str, Any]
+
+
+class Ending(_Message):
+    """How a driver has ended: the data of an item of kind `ended`."""
+
+    status: Status
+    """Of the run, if no other was wished for meanwhile."""
+    reason: str
+    error: dict[str, Any] | None = None
+    """code, message, param, problems."""
+    retry: bool = False
+    """It was no fault of the run: another driver may do better."""
 
 
 class LeaseWanted(_Message):
@@ -38,20 +53,6 @@ class LeaseWanted(_Message):
     unit: int = Field(ge=1)
     held: int = Field(ge=0)
     """Devices that it uses now."""
-
-
-class ReplicaNow(_Message):
-    """A replica of the run."""
-
-    function: str
-    replica: str
-    state: str
-    since: float
-    weights: str | None
-    devices: list[str]
-    kind: str
-    node: str
-    usd_per_hour: float
 
 
 class Now(_Message):

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from rlhfless.control import store
 from rlhfless.control.database.tables import LeaseRow, MetricsRow, RolloutRow, RunRow, UsageRow
-from rlhfless.control.delivery import Item, LeaseWanted, Now, Push
+from rlhfless.control.delivery import Ending, Item, LeaseWanted, Now, Push
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import DRIVEN, FOLLOWING, Status, Wish
 
@@ -64,7 +64,7 @@ def _lease(session: Session, run: RunRow, wanted: LeaseWanted | None) -> None:
     if wanted is None:
         return  # it does not know yet; what an earlier driver of the run had stays promised
     if row is None:
-        row = LeaseRow(run_id=run.id, granted=0, asked_at=time.time(), granted_at=None)
+        row = LeaseRow(run_id=run.id, granted=0, asked_at=time.time())
         session.add(row)
     for name, value in wanted.model_dump().items():
         if getattr(row, name) != value:
@@ -127,28 +127,32 @@ def _rollouts(session: Session, run: RunRow, item: Item) -> None:
     store.prune_rollouts(session, run.id, step - KEPT_ROLLOUT_STEPS)
 
 
-def _plan(_: Session, run: RunRow, item: Item) -> None:
-    run.plan = item.data
-
-
 def _ended(session: Session, run: RunRow, item: Item) -> None:
-    if item.attempt != run.attempt:
-        return
-    status = Status(item.data["status"])
-    if status is Status.QUEUED and run.wish == Wish.CANCEL:
-        status = Status.CANCELLED
-    if item.data["retry"]:
+    if item.attempt == run.attempt:
+        store.release(session, run)
+        end(session, run, Ending.model_validate(item.data))
+
+
+def end(session: Session, run: RunRow, ending: Ending) -> None:
+    """The run's driver has ended: what the user has wished for comes about, or the next driver is waited for."""
+    status, reason = ending.status, ending.reason
+    if ending.retry:
         run.deaths += 1
-        if run.deaths > MOST_DEATHS:
-            status = Status.FAILED
-    if run.wish == Wish.PAUSE and status is Status.QUEUED:
-        status = Status.PAUSED
+        if run.wish == Wish.RUN and run.deaths > MOST_DEATHS:
+            status, reason = Status.FAILED, f"{reason}, as did {MOST_DEATHS} before it; see the run's logs"
+        else:
+            reason = f"{reason}; another driver goes on"
+    if status is Status.QUEUED and run.wish != Wish.RUN:
+        status = Status.CANCELLED if run.wish == Wish.CANCEL else Status.PAUSED
+        reason = "cancelled" if run.wish == Wish.CANCEL else f"paused: {ending.reason}"
     if status is Status.PAUSED:
         run.wish = Wish.PAUSE
     if status in FOLLOWING[Status(run.status)]:
-        store.release(session, run)
-        store.set_status(session, run, status, item.data["reason"])
-        run.error = None if status is Status.QUEUED else item.data["error"]
+        run.driver = None
+        store.set_status(session, run, status, reason)
+        # A run that waits or was stopped by its user has no error, whatever its driver died of.
+        told = status is Status.FAILED or (status is ending.status and status is not Status.QUEUED)
+        run.error = ending.error if told else None
 
 
 _TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {
@@ -159,6 +163,5 @@ _TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {
     "resolved": _resolved,
     "checkpoints": _checkpoints,
     "rollouts": _rollouts,
-    "plan": _plan,
     "ended": _ended,
 }

@@ -309,11 +309,9 @@ class SimulationObject(ApiObject):
     error: ErrorObject | None
 
 
-class ReplicaObject(ApiObject):
-    """A replica of a function, now."""
+class ReplicaNow(ApiObject):
+    """What a driver says of a replica of its run."""
 
-    object: Literal["function"] = "function"
-    run_id: str
     function: str
     replica: str
     state: str
@@ -324,6 +322,13 @@ class ReplicaObject(ApiObject):
     kind: str
     node: str
     usd_per_hour: float
+
+
+class ReplicaObject(ReplicaNow):
+    """A replica of a function, now."""
+
+    object: Literal["function"] = "function"
+    run_id: str
 
 
 class HolderObject(ApiObject):
@@ -350,6 +355,3 @@ class DeviceKindObject(ApiObject):
     """Neither promised to a run nor held by one."""
     runs: list[HolderObject]
     """In the order in which they asked."""
-
-
-Page = Annotated[int, Field(ge=1, le=100)]

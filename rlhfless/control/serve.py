@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import signal
 import socket
 import time
@@ -25,7 +23,7 @@ from rlhfless.control.drivers import Drivers, LocalDrivers
 from rlhfless.control.ray_host import HostKeeper, stop_host
 from rlhfless.control.security.start import require_safe
 from rlhfless.control.service import Service, lock_data, open_database
-from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
+from rlhfless.control.settings import ServiceSettings, announced
 from rlhfless.spec.errors import InputError, Problem
 
 log = logging.getLogger(__name__)
@@ -135,23 +133,19 @@ async def _wind_down(service: Service, server: uvicorn.Server, say: Callable[[st
 
 def address_of(settings: ServiceSettings) -> str | None:
     """Where the service of a data folder answers; None if none runs."""
-    try:
-        found = json.loads((settings.folder / SERVICE_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return str(found["url"]) if psutil.pid_exists(found["pid"]) else None
+    found = announced(settings.folder)
+    return str(found["url"]) if found is not None and psutil.pid_exists(found["pid"]) else None
 
 
 def stop_service(settings: ServiceSettings) -> bool:
     """End the service of a data folder with its runs and its Ray, in order; returns whether there was any."""
-    try:
-        pid = json.loads((settings.folder / SERVICE_FILE).read_text("utf-8"))["pid"]
-        process = psutil.Process(pid)
-        there = "rlhfless" in " ".join(process.cmdline())
-    except (OSError, ValueError, psutil.Error):
-        there = False
+    found, there = announced(settings.folder), False
+    with contextlib.suppress(psutil.Error):
+        if found is not None:
+            process = psutil.Process(found["pid"])
+            there = "rlhfless" in " ".join(process.cmdline())
     if there:
-        os.kill(pid, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         with contextlib.suppress(psutil.TimeoutExpired):
             process.wait(DRIVERS_S + HOST_S + GRACE_S)
     gone = stop_host(settings.folder, HOST_S)

@@ -15,10 +15,10 @@ from typing import IO, Any
 from rlhfless.control.bus import Bus
 from rlhfless.control.compute.forecasts import Forecasts
 from rlhfless.control.compute.runner import Runner
-from rlhfless.control.database.access import Database, sqlite_url
+from rlhfless.control.database.access import Database, database_of
 from rlhfless.control.database.migrate import migrate
-from rlhfless.control.delivery import ReplicaNow
 from rlhfless.control.drivers import Drivers
+from rlhfless.control.objects import ReplicaNow
 from rlhfless.control.ray_host import RAY_FILE, RayNow, read_ray
 from rlhfless.control.retention import sweep_for_ever
 from rlhfless.control.security.keys import Keys
@@ -87,9 +87,8 @@ class Service:
 
 
 def open_database(settings: ServiceSettings) -> Database:
-    """The database with its present tables. Raises InputError, SecondService or NewerDatabase."""
-    settings.folder.mkdir(parents=True, exist_ok=True)
-    database = Database(settings.database or sqlite_url(settings.folder))
+    """The database for the one service that writes it. Raises InputError, SecondService or NewerDatabase."""
+    database = database_of(settings)
     database.require_only_service()
     migrate(database.engine)
     return database

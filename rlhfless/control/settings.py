@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -75,6 +76,15 @@ class ServiceSettings(SpecModel):
     def runs(self) -> Path:
         """The folder that has a folder per run."""
         return self.folder / "runs"
+
+
+def announced(data: str | Path) -> dict[str, Any] | None:
+    """What the service of a data folder has written down (url, pid); None if none has begun there."""
+    try:
+        found: dict[str, Any] = json.loads((Path(data) / SERVICE_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 def default_roots() -> tuple[str, ...]:

@@ -6,21 +6,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Select, delete, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import Select, delete, func, select
+from sqlalchemy.orm import Session, load_only
 
 from rlhfless.control.database.access import CHANGED
 from rlhfless.control.database.tables import (
     EventRow,
     IdempotencyRow,
     LeaseRow,
-    MetricsRow,
     RolloutRow,
     RunRow,
     UsageRow,
 )
 from rlhfless.control.errors import not_found
-from rlhfless.control.lifecycle import AT_REST, ENDED, Status
+from rlhfless.control.lifecycle import AT_REST, DRIVEN, ENDED, Status, Wish
 
 
 def run_of(session: Session, run_id: str) -> RunRow:
@@ -114,12 +113,6 @@ def events(session: Session, run_id: str, after: int, limit: int) -> tuple[list[
     return _page(session, query, limit)
 
 
-def metrics(session: Session, run_id: str, after_step: int) -> list[MetricsRow]:
-    """Of the steps after one, in order."""
-    query = select(MetricsRow).where(MetricsRow.run_id == run_id, MetricsRow.step > after_step)
-    return list(session.scalars(query.order_by(MetricsRow.step, MetricsRow.kind)))
-
-
 def usage(session: Session, run_id: str) -> list[UsageRow]:
     """By function."""
     return list(session.scalars(select(UsageRow).where(UsageRow.run_id == run_id).order_by(UsageRow.function)))
@@ -134,8 +127,21 @@ def rollouts(session: Session, run_id: str, step: int | None, limit: int) -> lis
 
 
 def driven(session: Session) -> list[RunRow]:
-    """All runs that are neither ended nor paused."""
-    return list(session.scalars(select(RunRow).where(RunRow.status.not_in(list(AT_REST)))))
+    """Runs that have a driver at work, or should have one."""
+    return list(session.scalars(select(RunRow).where(RunRow.status.in_(list(DRIVEN)))))
+
+
+def count_driven(session: Session) -> int:
+    """How many runs have a driver at work."""
+    return session.scalar(select(func.count()).select_from(RunRow).where(RunRow.status.in_(list(DRIVEN)))) or 0
+
+
+def queue(session: Session) -> list[RunRow]:
+    """Runs that wait for their turn, in its order. Of the columns only what the order and the waiting are told by: the
+    queue is looked at every second, and may be long."""
+    waiting = select(RunRow).where(RunRow.status == Status.QUEUED, RunRow.wish == Wish.RUN)
+    told = load_only(RunRow.id, RunRow.attempt, RunRow.status_reason)
+    return list(session.scalars(waiting.options(told).order_by(RunRow.priority.desc(), RunRow.created_at, RunRow.id)))
 
 
 def unended(session: Session) -> list[RunRow]:
@@ -171,8 +177,3 @@ def leases(session: Session) -> list[tuple[LeaseRow, RunRow]]:
 def forget_run(session: Session, run_id: str) -> None:
     """The run and all rows of it."""
     session.execute(delete(RunRow).where(RunRow.id == run_id))
-
-
-def note_reason(session: Session, run_id: str, reason: str) -> None:
-    """A status reason that is no event."""
-    session.execute(update(RunRow).where(RunRow.id == run_id).values(status_reason=reason))

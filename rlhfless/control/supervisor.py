@@ -7,7 +7,6 @@ a driver has put into its outbox and could not deliver is read from the run's fo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import secrets
@@ -19,22 +18,24 @@ from sqlalchemy.orm import Session
 
 from rlhfless.control import store
 from rlhfless.control.broker import Request, decide
-from rlhfless.control.database.access import Database, Unavailable
+from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import RunRow
-from rlhfless.control.delivery import DriverOrder
+from rlhfless.control.delivery import DriverOrder, Ending
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import Drivers
-from rlhfless.control.ingest import MOST_DEATHS, take_items
+from rlhfless.control.ingest import end, take_items
 from rlhfless.control.lifecycle import DRIVEN, Status, Wish
+from rlhfless.control.looks import Looker
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
+from rlhfless.spec import TimeoutsSpec
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often it looks: a driver's start takes ten times as long."""
 
-KILL_AFTER_S = 60.0
-"""A driver that was told to cancel, and is still there so long after, is killed: `timeouts.stop_s` is 25 s."""
+KILL_AFTER_S = 35.0
+"""A driver that was told to cancel is killed so long after `timeouts.stop_s`: it also has to deliver what it has."""
 
 
 class Surroundings(Protocol):
@@ -53,42 +54,23 @@ class Surroundings(Protocol):
         """By kind."""
 
 
-class Supervisor:
+class Supervisor(Looker):
     """Of one service."""
 
     def __init__(self, service: Surroundings, drivers: Drivers) -> None:
+        super().__init__(LOOK_S)
         self._service = service
         self._drivers = drivers
-        self._look = asyncio.Event()
         self.admits = True
         """Drivers may begin."""
         self.yields: set[str] = set()
         """Runs that are to give way."""
         self.lease_reasons: dict[str, str] = {}
 
-    def soon(self) -> None:
-        """Look at once: something has changed."""
-        self._look.set()
-
-    async def run(self) -> None:
-        """Look again and again, until it is cancelled."""
-        while True:
-            try:
-                await self.look()
-            except Unavailable as error:
-                log.warning("supervisor: %s", error)
-            except Exception:
-                log.exception("supervisor: a look has failed; it is repeated")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), LOOK_S)
-            self._look.clear()
-
     async def look(self) -> None:
         """One look at all runs."""
-        runs = await self._service.database.read(store.driven)
-        for run in runs:
-            if run.status in DRIVEN or run.driver is not None:
-                await self._check(run)
+        for run in await self._service.database.read(store.driven):
+            await self._check(run)
         await self._promise()
         if self.admits:
             await self._admit()
@@ -99,7 +81,7 @@ class Supervisor:
         handle = run.driver
         if handle is None or not await asyncio.to_thread(self._drivers.alive, handle):
             await self._gone(run)
-        elif run.wish == Wish.CANCEL and time.time() - run.wished_at > KILL_AFTER_S:
+        elif run.wish == Wish.CANCEL and time.time() - run.wished_at > _stop_s(run) + KILL_AFTER_S:
             log.warning("%s: the driver does not end; it is killed", run.id)
             await asyncio.to_thread(self._drivers.kill, handle)
 
@@ -113,20 +95,9 @@ class Supervisor:
             if row.attempt != run.attempt or row.status not in DRIVEN:
                 return
             take_items(session, row, left)
-            if row.status not in DRIVEN:
-                return
-            row.driver = None
-            row.deaths += 1
-            if row.wish == Wish.CANCEL:
-                store.set_status(session, row, Status.CANCELLED, "cancelled")
-            elif row.wish == Wish.PAUSE:
-                store.set_status(session, row, Status.PAUSED, f"paused; {why} before it could save a checkpoint")
-            elif row.deaths > MOST_DEATHS:
-                reason = f"{why}, as did {MOST_DEATHS} before it; see the run's logs"
-                error: dict[str, object] = {"code": "driver_died", "message": reason, "param": None, "problems": []}
-                store.set_status(session, row, Status.FAILED, reason, error)
-            else:
-                store.set_status(session, row, Status.QUEUED, f"{why}; another one goes on")
+            if row.status in DRIVEN:
+                error: dict[str, object] = {"code": "driver_died", "message": why, "param": None, "problems": []}
+                end(session, row, Ending(status=Status.QUEUED, reason=why, error=error, retry=True))
 
         await self._service.database.write(settle)
 
@@ -157,7 +128,6 @@ class Supervisor:
             for lease, run in rows:
                 if lease.run_id in decisions.granted:
                     lease.granted = decisions.granted[lease.run_id]
-                    lease.granted_at = now
                     store.touch(session, run)
             self.yields = set(decisions.yields)
             self.lease_reasons = dict(decisions.reasons)
@@ -170,20 +140,15 @@ class Supervisor:
         """Start drivers for the first of the queue, as many as may work at a time."""
 
         def first(session: Session) -> list[RunRow]:
-            rows = store.driven(session)
-            working = [row for row in rows if row.status in DRIVEN]
-            queue = sorted(
-                (row for row in rows if row.status == Status.QUEUED and row.wish == Wish.RUN),
-                key=lambda row: (-row.priority, row.created_at, row.id),
-            )
-            room = self._service.settings.max_drivers - len(working)
-            for place, row in enumerate(queue):
-                if place >= room:
-                    reason = f"waiting for its turn: {place - max(room, 0)} run(s) before it, {len(working)} at work"
-                    if row.status_reason != reason and row.attempt == 0:
-                        row.status_reason = reason
-                        store.touch(session, row)
-            return queue[: max(room, 0)]
+            working = store.count_driven(session)
+            room = max(self._service.settings.max_drivers - working, 0)
+            queue = store.queue(session)
+            for place, row in enumerate(queue[room:]):
+                reason = f"waiting for its turn: {place} run(s) before it, {working} at work"
+                if row.status_reason != reason and row.attempt == 0:
+                    row.status_reason = reason
+                    store.touch(session, row)
+            return queue[:room]
 
         if not self._service.ray_address():
             return
@@ -194,28 +159,28 @@ class Supervisor:
         """Start the next driver of a run. It is in the database before it is started: no second one can be."""
         token = secrets.token_urlsafe(32)
 
-        def begin(session: Session) -> int:
+        def begin(session: Session) -> RunRow | None:
             row = store.run_of(session, run.id)
             if row.status != Status.QUEUED or row.wish != Wish.RUN or row.attempt != run.attempt:
-                return 0
+                return None
             row.attempt += 1
             row.driver_token = hashlib.sha256(token.encode()).hexdigest()
             store.set_status(session, row, Status.VALIDATING, "its driver starts")
-            return row.attempt
+            return row
 
-        attempt = await self._service.database.write(begin)
-        if not attempt:
+        begun = await self._service.database.write(begin)
+        if begun is None:
             return
-        settings, folder = self._service.settings, Path(run.folder)
+        settings, folder = self._service.settings, Path(begun.folder)
         order = DriverOrder(
             run_id=run.id,
-            attempt=attempt,
+            attempt=begun.attempt,
             token=token,
             service_file=str(settings.folder / SERVICE_FILE),
             ray_address=self._service.ray_address(),
             one_machine=settings.ray_address is None,
             http_hosts=list(settings.http_hosts),
-            spec=run.spec,
+            spec=begun.spec,
         )
 
         def start() -> dict[str, object]:
@@ -226,7 +191,7 @@ class Supervisor:
 
         def note(session: Session) -> None:
             row = store.run_of(session, run.id)
-            if row.attempt == attempt:
+            if row.attempt == begun.attempt:
                 row.driver = handle
 
         await self._service.database.write(note)
@@ -236,3 +201,9 @@ class Supervisor:
         for run in await self._service.database.read(store.driven):
             if run.driver is not None:
                 await asyncio.to_thread(self._drivers.stop, run.driver)
+
+
+def _stop_s(run: RunRow) -> float:
+    """The time that the run's spec gives to an orderly stop."""
+    timeouts = (run.resolved or run.spec).get("timeouts") or {}
+    return float(timeouts.get("stop_s", TimeoutsSpec().stop_s))

@@ -33,6 +33,7 @@ from rlhfless.prepare.preflight import Prepared
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
+from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
 from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
@@ -50,7 +51,6 @@ REMOVE_S = 10.0
 """Longest wait for the nodes of a cluster to remove a run's weights: seconds for a process, none for the files."""
 
 JOURNAL_FILE = "journal.sqlite"
-TRACE_FOLDER = "trace"
 
 
 @dataclass(frozen=True, slots=True)

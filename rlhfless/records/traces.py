@@ -40,6 +40,7 @@ from rlhfless.records.ledger import (
 )
 from rlhfless.records.parts import check_version, read_part, write_part, write_whole
 from rlhfless.records.rollouts import FinishReason, Rollout, Score, VersionSpan
+from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.schema import TABLES, TRACE_VERSION, TraceError
 from rlhfless.text import parsed_json
 
@@ -268,7 +269,7 @@ def read_trace(folder: str | os.PathLike[str], *, tokens: bool = True) -> Trace:
 
 def trace_folder(folder: str | os.PathLike[str]) -> Path:
     """The folder of a trace, given that folder or the run's."""
-    inner = Path(folder) / "trace"
+    inner = Path(folder) / TRACE_FOLDER
     return inner if inner.is_dir() else Path(folder)
 
 

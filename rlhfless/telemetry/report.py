@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -23,6 +24,23 @@ class EvaluationRow:
     after: float | None
 
 
+class Used(Protocol):
+    """Figures of a function, wherever they come from."""
+
+    @property
+    def invocations(self) -> int: ...
+    @property
+    def cold_starts(self) -> int: ...
+    @property
+    def busy_device_s(self) -> float: ...
+    @property
+    def idle_device_s(self) -> float: ...
+    @property
+    def cold_device_s(self) -> float: ...
+    @property
+    def cost_usd(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class FunctionRow:
     """The device time and work of one function. See rlhfless.scaling.accounting.Usage."""
@@ -34,6 +52,19 @@ class FunctionRow:
     idle_device_s: float
     cold_device_s: float
     cost_usd: float
+
+    @classmethod
+    def of(cls, name: str, used: Sequence[Used]) -> FunctionRow:
+        """One row for all of these figures together."""
+        return cls(
+            name=name,
+            invocations=sum(one.invocations for one in used),
+            cold_starts=sum(one.cold_starts for one in used),
+            busy_device_s=sum(one.busy_device_s for one in used),
+            idle_device_s=sum(one.idle_device_s for one in used),
+            cold_device_s=sum(one.cold_device_s for one in used),
+            cost_usd=sum(one.cost_usd for one in used),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,13 +63,14 @@ class JsonlSink:
 
     def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
         line: dict[str, object] = {"step": step, "time_s": time.time()}
-        line |= {name: _finite(value) for name, value in values.items()}
-        line |= {name: [_finite(value) for value in many] for name, many in samples.items()}
+        line |= {name: finite(value) for name, value in values.items()}
+        line |= {name: [finite(value) for value in many] for name, many in samples.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """The value as JSON can write it: None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None

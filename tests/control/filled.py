@@ -15,8 +15,8 @@ from sqlalchemy import insert
 from sqlalchemy.orm import Session
 
 from rlhfless.control.database.tables import EventRow, LeaseRow, MetricsRow, RolloutRow, RunRow, UsageRow
-from rlhfless.control.delivery import ReplicaNow
 from rlhfless.control.lifecycle import ENDED, Status
+from rlhfless.control.objects import ReplicaNow
 from rlhfless.control.ray_host import RAY_FILE
 from rlhfless.control.service import open_database
 from rlhfless.control.settings import ServiceSettings
@@ -359,7 +359,6 @@ def lease(run_id: str, count: int, now: float, granted: bool = True, kind: str =
         granted=count if granted else 0,
         held=count if granted else 0,
         asked_at=now - 41,
-        granted_at=now - 40 if granted else None,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request
@@ -25,14 +24,13 @@ from rlhfless.control.objects import (
     TimelineObject,
 )
 from rlhfless.control.posted import posted_spec
+from rlhfless.control.run_files import trace_of
 from rlhfless.control.service import Service, service_of
 
 router = APIRouter(tags=["compute"])
 
 PLAN_S, REWARDS_S, TIMELINE_S = 120.0, 120.0, 60.0
 """Longest waits. A plan of all kinds of the price book takes some ten seconds."""
-
-TRACE_FOLDER = "trace"
 
 
 class _Question(BaseModel):
@@ -75,10 +73,10 @@ async def plan_question(service: Service, question: PlanQuestion) -> dict[str, A
 async def trace_folder(service: Service, run_id: str) -> str:
     """Of a run. Raises ApiError (404) if it has none yet."""
     run = await service.database.read(lambda session: store.run_of(session, run_id))
-    folder = Path(run.folder) / TRACE_FOLDER
-    if not (folder / "meta.json").exists():
+    found = trace_of(run.folder)
+    if found is None:
         raise ApiError(404, "not_found", f"run {run_id} has no trace yet: it begins with its first step")
-    return str(folder)
+    return found
 
 
 class RewardsQuestion(_Question):

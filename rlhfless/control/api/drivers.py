@@ -43,7 +43,10 @@ async def deliver(
         return PushAnswer(pushed=pushed, wish=wish, granted=lease.granted if lease else 0, lease_reason=reason)  # type: ignore[arg-type]
 
     answer = await service.database.write(take)
-    service.replicas[run_id] = push.now.replicas
+    if push.now.replicas:
+        service.replicas[run_id] = push.now.replicas
+    else:
+        service.replicas.pop(run_id, None)
     if push.now.lease is not None and answer.granted == 0:
         service.supervisor.soon()
     return answer

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 from rlhfless.control.database.tables import EventRow, RolloutRow, RunRow, UsageRow
 from rlhfless.control.objects import (
     CheckpointObject,
@@ -15,8 +12,7 @@ from rlhfless.control.objects import (
     RunObject,
 )
 from rlhfless.control.security.redaction import redacted, redacted_text
-
-SECONDS_PER_HOUR = 3600.0
+from rlhfless.scaling.prices import SECONDS_PER_HOUR
 
 
 def run_object(row: RunRow) -> RunObject:
@@ -33,7 +29,7 @@ def run_object(row: RunRow) -> RunObject:
         finished_at=row.finished_at,
         step=row.step,
         steps=row.steps,
-        latest={name: finite(value) for name, value in row.latest.items()},
+        latest=row.latest,
         cost_usd=row.cost_usd,
         device_hours=row.device_s / SECONDS_PER_HOUR,
         left_s=row.left_s,
@@ -75,8 +71,3 @@ def usage_row(row: UsageRow) -> FunctionUsage:
 def rollout_object(row: RolloutRow) -> RolloutObject:
     """One sample."""
     return RolloutObject(run_id=row.run_id, step=row.step, **row.data)
-
-
-def finite(value: Any) -> float | None:
-    """JSON knows no NaN."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -4,12 +4,9 @@ done, and the simulations that were asked for.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
@@ -17,10 +14,12 @@ from sqlalchemy.orm import Session
 
 from rlhfless.control import store
 from rlhfless.control.compute.runner import Runner
-from rlhfless.control.database.access import Database, Unavailable
+from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import RunRow, SimulationRow
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, Status
+from rlhfless.control.looks import Looker
+from rlhfless.control.run_files import trace_of
 
 log = logging.getLogger(__name__)
 
@@ -36,33 +35,17 @@ NOTHING: dict[str, Any] = {}
 """What is kept where nothing could be computed: it is not tried again."""
 
 
-class Forecasts:
+class Forecasts(Looker):
     """Of one service."""
 
     def __init__(self, database: Database, runner: Runner, there: Callable[[], Mapping[str, int]]) -> None:
+        super().__init__(LOOK_S)
         self._database = database
         self._runner = runner
         self._there = there
-        self._look = asyncio.Event()
 
-    def soon(self) -> None:
-        """Look at once."""
-        self._look.set()
-
-    async def run(self) -> None:
-        """Compute what is missing, one after the other, until it is cancelled."""
-        while True:
-            try:
-                await self._once()
-            except Unavailable as error:
-                log.warning("forecasts: %s", error)
-            except Exception:
-                log.exception("forecasts: a look has failed; it is repeated")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), LOOK_S)
-            self._look.clear()
-
-    async def _once(self) -> None:
+    async def look(self) -> None:
+        """Compute what is missing, one after the other."""
         for row in await self._database.read(_without_plan):
             await self._plan(row)
         for row in await self._database.read(_worth_simulating):
@@ -91,8 +74,8 @@ class Forecasts:
         await self._database.write(note)
 
     async def _static(self, run: RunRow) -> None:
-        folder = Path(run.folder) / "trace"
-        found = await self._answer("static", {"trace": str(folder)}, STATIC_S)
+        trace = trace_of(run.folder)
+        found = NOTHING if trace is None else await self._answer("static", {"trace": trace}, STATIC_S)
 
         def note(session: Session) -> None:
             row = session.get(RunRow, run.id)
@@ -110,7 +93,7 @@ class Forecasts:
         try:
             if question["run"] is not None:
                 run = await self._database.read(lambda session: store.run_of(session, question["run"]))
-                question["trace"] = str(Path(run.folder) / "trace")
+                question["trace"] = trace_of(run.folder)
             result = await self._runner.run("simulation", question, SIMULATION_S)
         except ApiError as refused:
             error = refused.body()["error"]
@@ -148,9 +131,8 @@ def _alike(session: Session, run: RunRow) -> str | None:
     query = select(RunRow).where(RunRow.status == Status.SUCCEEDED).order_by(RunRow.created_at.desc()).limit(100)
     for row in session.scalars(query):
         same = row.spec.get("model") == run.spec.get("model") and row.spec.get("prompts") == run.spec.get("prompts")
-        folder = Path(row.folder) / "trace"
-        if same and (folder / "meta.json").exists():
-            return str(folder)
+        if same and (trace := trace_of(row.folder)) is not None:
+            return trace
     return None
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from rlhfless.control.compute.prediction import Lengths, Predicted, lengths_of, predicted
+from rlhfless.control.compute.prediction import Lengths, lengths_of, predicted
 from rlhfless.prepare.memory.assumed import config_file, parsed_devices, question_of
 from rlhfless.prepare.memory.changes import Question, nearest_change
 from rlhfless.records.traces import Trace, read_trace
@@ -95,8 +94,7 @@ def _row(asked: Question, config: dict[str, Any] | None, lengths: Lengths, trace
         row["reason"] = "the model's config.json cannot be read"
     else:
         try:
-            found: Predicted = predicted(asked, config, lengths, _same_devices(trace, asked))
-            row["predicted"] = asdict(found) | {"steps": asked.spec.steps}
+            row["predicted"] = predicted(asked, config, lengths, _same_devices(trace, asked)).model_dump()
         except (UserError, ValueError) as error:
             row["reason"] = str(error).splitlines()[-1].strip()
     return row

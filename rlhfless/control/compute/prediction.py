@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.control.objects import PlannedCost
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
@@ -66,19 +67,6 @@ class Lengths:
     known: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """Of a whole run: means, with a band."""
-
-    step_s: float
-    wall_s: float
-    wall_low_s: float
-    wall_high_s: float
-    cost_usd: float
-    cost_low_usd: float
-    cost_high_usd: float
-
-
 def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
     """The lengths of an earlier run, or an assumption."""
     if trace is None or not trace.rollouts:
@@ -97,7 +85,7 @@ def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
     )
 
 
-def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, measured_on: Trace | None) -> Predicted:
+def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, measured_on: Trace | None) -> PlannedCost:
     """Time and cost of a run. `config`: of the model; `measured_on`: an earlier run of the model on these devices.
 
     Raises InputError if the simulator cannot run it.
@@ -118,7 +106,8 @@ def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, measure
     all_s = [totals.time_s / totals.steps for many in found for totals in many]
     all_usd = [totals.usd / totals.steps for many in found for totals in many]
     mean_s, mean_usd = math.fsum(step_s) / len(step_s), math.fsum(step_usd) / len(step_usd)
-    return Predicted(
+    return PlannedCost(
+        steps=steps,
         step_s=mean_s,
         wall_s=steps * mean_s,
         wall_low_s=steps * min(all_s) / sure,

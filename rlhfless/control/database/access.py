@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import Engine, create_engine, event, make_url, text
@@ -22,6 +21,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
+from rlhfless.control.settings import ServiceSettings
 from rlhfless.spec.errors import InputError, Problem, UserError
 
 T = TypeVar("T")
@@ -182,9 +182,10 @@ def _is_away(error: DBAPIError | PoolTimeout) -> bool:
     return type(error).__name__ in {"OperationalError", "InterfaceError"}
 
 
-def sqlite_url(folder: Path) -> str:
-    """Of the database in a data folder."""
-    return f"sqlite:///{folder.absolute() / 'service.sqlite'}"
+def database_of(settings: ServiceSettings) -> Database:
+    """The database of a service's settings: SQLite in the data folder, unless they name another. Raises InputError."""
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    return Database(settings.database or f"sqlite:///{settings.folder / 'service.sqlite'}")
 
 
 def _engine(url: str) -> Engine:

@@ -158,7 +158,6 @@ class LeaseRow(Base):
     held: Mapped[int]
     """What the driver says that it uses: at most what was ever granted and not given back."""
     asked_at: Mapped[float]
-    granted_at: Mapped[float | None]
 
 
 class IdempotencyRow(Base):

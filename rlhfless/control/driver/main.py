@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfless.control.delivery import DriverOrder
+from rlhfless.control.delivery import DriverOrder, Ending
 from rlhfless.control.driver.link import Link
 from rlhfless.control.driver.outbox import Outbox, StaleOutbox
 from rlhfless.control.driver.reporter import Reporter
@@ -28,7 +27,7 @@ from rlhfless.loop.session import JOURNAL_FILE, Session
 from rlhfless.prepare.preflight import preflight
 from rlhfless.records.journal import has_rollouts
 from rlhfless.signals import Interrupted, OrderlyStop
-from rlhfless.spec import RunSpec, TimeoutsSpec
+from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, SpecError
 from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
 from rlhfless.telemetry.console import Console
@@ -44,26 +43,16 @@ ENDED, STALE = 0, 3
 """Exit codes: how the run ended is in the outbox."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of an attempt."""
-
-    status: Status
-    reason: str
-    error: dict[str, Any] | None = None
-    retry: bool = False
-    """It was no fault of the run: another driver may do better."""
-
-
 def drive(folder: Path) -> int:
     """Drive the run in a folder as its order says; returns the exit code."""
     order = read_order(folder)
     run_log = RunLog(folder, order.run_id)
     try:
         with contextlib.closing(Outbox(folder, order.attempt)) as outbox:
-            stop = OrderlyStop(TimeoutsSpec().stop_s, log.info, lambda: None)
+            attempt = _Attempt(order, folder, outbox)
+            stop = OrderlyStop(attempt.spec.timeouts.stop_s, log.info, lambda: None)
             try:
-                stop.run(_Attempt(order, folder, outbox).run())
+                stop.run(attempt.run())
             except Interrupted as error:
                 return error.exit_code
     except StaleOutbox as error:
@@ -84,10 +73,11 @@ class _Attempt:
         self._called_off: list[Cause | None] = []
         """Why the service ends it before its time; None: for good."""
         self._replaced = ""
+        self.spec = self._spec()
 
     async def run(self) -> None:
         """Run, say how it ended, and deliver that. Raises CancelledError if a signal has stopped it."""
-        spec = self._spec()
+        spec = self.spec
         console = Console("off" if spec.logging.console == "off" else "lines", f"run {self._order.run_id}", spec.steps)
         reporter = Reporter(self._outbox, console, spec.steps, spec.timeouts.devices_s)
         link = Link(self._order, self._outbox, reporter.now, reporter.heard, self._replace)
@@ -95,7 +85,7 @@ class _Attempt:
         self._loop, self._task = asyncio.get_running_loop(), work
         reporter.wake, reporter.cancel = link.wake, self._call_off
         link.start()
-        ended = Ended(Status.QUEUED, "stopped with the service; goes on when it is there again")
+        ended = Ending(status=Status.QUEUED, reason="stopped with the service; goes on when it is there again")
         try:
             ended = await work
         except asyncio.CancelledError:
@@ -107,7 +97,7 @@ class _Attempt:
             log.info("ended: %s", ended)
             if not self._replaced:
                 await to_the_end(reporter.settle())
-                reporter.tell("ended", **asdict(ended))
+                reporter.tell("ended", **ended.model_dump(mode="json"))
             await asyncio.to_thread(link.close, DELIVER_S)
 
     def _spec(self) -> RunSpec:
@@ -134,7 +124,7 @@ class _Attempt:
         self._replaced = why
         self._loop.call_soon_threadsafe(self._task.cancel)
 
-    async def _work(self, spec: RunSpec, reporter: Reporter, console: Console) -> Ended:
+    async def _work(self, spec: RunSpec, reporter: Reporter, console: Console) -> Ending:
         """Raises StaleOutbox, or CancelledError."""
         reporter.status(Status.VALIDATING, "checking model, prompts and rewards")
         sinks = None
@@ -157,9 +147,10 @@ class _Attempt:
             if sinks is not None:
                 sinks.close()
             console.close()
-        return Ended(Status.SUCCEEDED, f"all {outcome.steps} steps are done; the model is in {outcome.checkpoint}")
+        reason = f"all {outcome.steps} steps are done; the model is in {outcome.checkpoint}"
+        return Ending(status=Status.SUCCEEDED, reason=reason)
 
-    def _ended_by(self, error: Exception, spec: RunSpec) -> Ended:
+    def _ended_by(self, error: Exception, spec: RunSpec) -> Ending:
         text = told(error, self._folder)
         if isinstance(error, RunPaused):
             return _paused(error, spec)
@@ -172,12 +163,11 @@ class _Attempt:
         code = CODES.get(ending.exit_code, "failed")
         failure: dict[str, Any] = {"code": code, "message": text, "param": param, "problems": problems}
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
-            return Ended(Status.QUEUED, f"{text}; another driver goes on", failure, retry=True)
+            return Ending(status=Status.QUEUED, reason=text, error=failure, retry=True)
         if ending.resume and has_rollouts(self._folder / JOURNAL_FILE):
-            return Ended(
-                Status.PAUSED, f"{text}. What was drawn and learned is kept; once that is mended, resume", failure
-            )
-        return Ended(Status.FAILED, text, failure)
+            kept = "what was drawn and learned is kept; once that is mended, resume"
+            return Ending(status=Status.PAUSED, reason=f"{text}; {kept}", error=failure)
+        return Ending(status=Status.FAILED, reason=text, error=failure)
 
 
 CODES = {
@@ -189,20 +179,20 @@ CODES = {
 """Codes of errors by the ending's exit code."""
 
 
-def _called_off(cause: Cause | None) -> Ended:
+def _called_off(cause: Cause | None) -> Ending:
     if cause is None:
-        return Ended(Status.CANCELLED, "cancelled")
+        return Ending(status=Status.CANCELLED, reason="cancelled")
     if cause is Cause.PAUSE:
-        return Ended(Status.PAUSED, "paused before its first step")
-    return Ended(Status.QUEUED, "gave way to a run of higher priority")
+        return Ending(status=Status.PAUSED, reason="paused before its first step")
+    return Ending(status=Status.QUEUED, reason="gave way to a run of higher priority")
 
 
-def _paused(error: RunPaused, spec: RunSpec) -> Ended:
+def _paused(error: RunPaused, spec: RunSpec) -> Ending:
     if error.cause is Cause.PAUSE:
-        return Ended(Status.PAUSED, f"paused: {error}")
+        return Ending(status=Status.PAUSED, reason=f"paused: {error}")
     if error.cause is Cause.YIELD:
-        return Ended(Status.QUEUED, f"gave way to a run of higher priority: {error}")
+        return Ending(status=Status.QUEUED, reason=f"gave way to a run of higher priority: {error}")
     failure = {"code": "limit_reached", "message": str(error), "param": "limits", "problems": []}
     if spec.limits.then == "stop":
-        return Ended(Status.CANCELLED, f"stopped: {error}", failure)
-    return Ended(Status.PAUSED, f"paused: {error}; raise it to resume", failure)
+        return Ending(status=Status.CANCELLED, reason=f"stopped: {error}", error=failure)
+    return Ending(status=Status.PAUSED, reason=f"paused: {error}; raise it to resume", error=failure)

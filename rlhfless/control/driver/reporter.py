@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.control.delivery import LeaseWanted, Now, PushAnswer, ReplicaNow
+from rlhfless.control.delivery import LeaseWanted, Now, PushAnswer
 from rlhfless.control.driver.outbox import Outbox
 from rlhfless.control.driver.samples import samples_to_read
 from rlhfless.control.driver.usage import UsageTeller
 from rlhfless.control.lifecycle import Status
+from rlhfless.control.objects import ReplicaNow
 from rlhfless.fleet.run_devices import NoDevices
 from rlhfless.loop.host import Cause, DevicesWanted, Verdict
 from rlhfless.loop.run import Run
@@ -27,7 +28,7 @@ from rlhfless.records import Experience, ReplicaState
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.telemetry.console import Console
-from rlhfless.telemetry.sinks import NO_SAMPLES
+from rlhfless.telemetry.sinks import NO_SAMPLES, finite
 
 RECENT_STEPS = 8
 """The time that is left is foreseen at the pace of so many steps."""
@@ -238,9 +239,7 @@ class Reporter:
         if is_step:
             self._done = step
             self._recent.append(values["step_s"])
-        shown: dict[str, float | None] = {
-            name: float(value) if math.isfinite(value) else None for name, value in values.items()
-        }
+        shown = {name: finite(value) for name, value in values.items()}
         for name, many in samples.items():
             quantiles = np.quantile(np.asarray(many, dtype=float), QUANTILES) if len(many) else ()
             shown |= {f"{name}/p{100 * q:.0f}": float(value) for q, value in zip(QUANTILES, quantiles, strict=False)}

@@ -107,7 +107,6 @@ def upgrade() -> None:
         sa.Column("granted", sa.BigInteger(), nullable=False),
         sa.Column("held", sa.BigInteger(), nullable=False),
         sa.Column("asked_at", sa.Double(), nullable=False),
-        sa.Column("granted_at", sa.Double(), nullable=True),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id"),
     )
