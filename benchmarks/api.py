@@ -1,8 +1,8 @@
 """The control API while a real run goes: latency of GET, delay of events over many streams, POSTs a second.
 
-    python benchmarks/api.py            # some two minutes; needs the demo's model (make demo, once)
+    python benchmarks/api.py MODEL_FOLDER [--get-s 10] [--streams 200] [--stream-s 20] [--posts 300] [--smoke]
 
-The clients share the machine's cores with the service and the run.
+MODEL_FOLDER is what `rlhfless models tiny` wrote; the run is examples/demo.yaml. Some two minutes. The clients share the machine's cores with the service and the run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,27 +20,26 @@ from typing import Any
 
 import httpx
 import yaml
+from smoke import parsed
 from where import machine
 
-RATE, GET_S = 200, 10.0
-STREAMS, STREAM_S = 200, 20.0
-POSTS, POST_RATE = 300, 100
+RATE, POST_RATE = 200, 100
+"""GETs and POSTs a second."""
 COMMAND = str(Path(sys.executable).with_name("rlhfless"))
-TINY = Path(os.environ.get("RLHFLESS_HOME") or Path.home() / ".cache" / "rlhfless") / "models" / "tiny"
 
 
-def demo(steps: int) -> dict[str, Any]:
+def demo(model: Path, steps: int) -> dict[str, Any]:
     """The demo's spec."""
     spec: dict[str, Any] = yaml.safe_load((Path(__file__).parents[1] / "examples" / "demo.yaml").read_text())
-    spec["model"] = {"path": str(TINY / "model")}
-    spec["prompts"] |= {"path": str(TINY / "train.jsonl"), "held_out": {"path": str(TINY / "heldout.jsonl")}}
+    spec["model"] = {"path": str(model / "model")}
+    spec["prompts"] |= {"path": str(model / "train.jsonl"), "held_out": {"path": str(model / "heldout.jsonl")}}
     return spec | {"steps": steps}
 
 
-def up(data: Path) -> tuple[str, float, float]:
+def up(data: Path, model: Path) -> tuple[str, float, float]:
     """Start a service; returns its address, and the seconds until it answered and until runs could start."""
     began_s = time.monotonic()
-    command = [COMMAND, "up", "--detach", "--port", "0", "--data", str(data), "--max-drivers", "1", "--root", str(TINY)]
+    command = [COMMAND, "up", "--detach", "--port", "0", "--data", str(data), "--max-drivers", "1", "--root", str(model)]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     answers_s = time.monotonic() - began_s
     url = str(json.loads((data / "service.json").read_text())["url"])
@@ -79,7 +77,7 @@ class Lines:
             return int(head.split()[1])
 
 
-async def gets(lines: Lines, run: str) -> list[float]:
+async def gets(lines: Lines, run: str, get_s: float) -> list[float]:
     """Seconds of each GET of the run, RATE of them a second whatever their answers take."""
     took: list[float] = []
 
@@ -89,15 +87,15 @@ async def gets(lines: Lines, run: str) -> list[float]:
         took.append(time.perf_counter() - began_s)
 
     tasks, began_s = [], time.perf_counter()
-    for number in range(int(RATE * GET_S)):
+    for number in range(int(RATE * get_s)):
         await asyncio.sleep(max(began_s + number / RATE - time.perf_counter(), 0))
         tasks.append(asyncio.create_task(one()))
     await asyncio.gather(*tasks)
     return took
 
 
-async def streams(url: str, run: str, newest: int) -> list[float]:
-    """Delays of the events of STREAMS streams, from when the driver wrote each of them; `newest` is seen already."""
+async def streams(url: str, run: str, newest: int, count: int, stream_s: float) -> list[float]:
+    """Delays of the events of `count` streams, from when the driver wrote each of them; `newest` is seen already."""
     delays: list[float] = []
     host, port = url.removeprefix("http://").split(":")
 
@@ -120,17 +118,17 @@ async def streams(url: str, run: str, newest: int) -> list[float]:
         finally:
             writer.close()
 
-    tasks = [asyncio.create_task(one()) for _ in range(STREAMS)]
-    await asyncio.sleep(STREAM_S)
+    tasks = [asyncio.create_task(one()) for _ in range(count)]
+    await asyncio.sleep(stream_s)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     return delays
 
 
-async def posts(lines: Lines, client: httpx.AsyncClient) -> tuple[int, float]:
-    """How many of POSTS runs were accepted, and how many a second."""
-    spec = json.dumps(demo(1) | {"name": "posted"}).encode()
+async def posts(lines: Lines, client: httpx.AsyncClient, model: Path, many: int) -> tuple[int, float]:
+    """How many of `many` runs were accepted, and how many a second."""
+    spec = json.dumps(demo(model, 1) | {"name": "posted"}).encode()
     before = await count(client)
     began_s = time.perf_counter()
 
@@ -138,12 +136,12 @@ async def posts(lines: Lines, client: httpx.AsyncClient) -> tuple[int, float]:
         assert await lines.ask("POST", "/v1/runs", spec, f"Idempotency-Key: bench-{number}\r\n") == 201
 
     tasks = []
-    for number in range(POSTS):
+    for number in range(many):
         await asyncio.sleep(max(began_s + number / POST_RATE - time.perf_counter(), 0))
         tasks.append(asyncio.create_task(one(number)))
     await asyncio.gather(*tasks)
     took_s = time.perf_counter() - began_s
-    return await count(client) - before, POSTS / took_s
+    return await count(client) - before, many / took_s
 
 
 async def count(client: httpx.AsyncClient) -> int:
@@ -165,32 +163,39 @@ def shown(name: str, seconds: list[float], asked_ms: float) -> str:
     return f"{name:<44} p50 {median_ms:6.1f} ms   p99 {p99_ms:6.1f} ms   asked <= {asked_ms:.0f} ms"
 
 
-async def measure(url: str) -> None:
+async def measure(url: str, asked: argparse.Namespace) -> None:
     """All figures of a service."""
     lines = Lines(url, 64)
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-        run = (await client.post("/v1/runs", json=demo(600))).json()["id"]
+        run = (await client.post("/v1/runs", json=demo(asked.model, 600))).json()["id"]
         await until_running(client, run)
-        print(shown(f"GET /v1/runs/ID, {RATE} a second", await gets(lines, run), 20.0), flush=True)
+        print(shown(f"GET /v1/runs/ID, {RATE} a second", await gets(lines, run, asked.get_s), 20.0), flush=True)
         newest = (await client.get(f"/v1/runs/{run}")).json()["last_event"]
-        print(shown(f"events on {STREAMS} streams", await streams(url, run, newest), 250.0), flush=True)
-        kept, rate = await posts(lines, client)
-        print(f"POST /v1/runs: {kept} of {POSTS} queued at {rate:.0f} a second (asked: 100 a second, none lost)")
+        delays = await streams(url, run, newest, asked.streams, asked.stream_s)
+        print(shown(f"events on {asked.streams} streams", delays, 250.0), flush=True)
+        kept, rate = await posts(lines, client, asked.model, asked.posts)
+        print(f"POST /v1/runs: {kept} of {asked.posts} queued at {rate:.0f} a second (asked: 100 a second, none lost)")
         await client.post(f"/v1/runs/{run}/cancel")
 
 
 def main() -> None:
     """Print the figures."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=lambda text: Path(text).absolute())
+    parser.add_argument("--get-s", type=float, default=10.0)
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--stream-s", type=float, default=20.0)
+    parser.add_argument("--posts", type=int, default=300)
+    asked = parsed(parser, get_s=0.5, streams=2, stream_s=3.0, posts=5)
     print(machine())
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         try:
-            url, answers_s, ready_s = up(data)
+            url, answers_s, ready_s = up(data, asked.model)
             print(
                 f"up: answers after {answers_s:.1f} s (asked <= 5), ready with Ray after {ready_s:.1f} s (asked <= 40)"
             )
-            asyncio.run(measure(url))
+            asyncio.run(measure(url, asked))
         finally:
             subprocess.run([COMMAND, "down", "--data", str(data)], check=False, stderr=subprocess.DEVNULL)
 

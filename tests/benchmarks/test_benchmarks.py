@@ -43,6 +43,7 @@ NUMBER = r"-?\d+\.\d+"
 PURE = (
     Smoke("latency", (rf"first +roofline +{NUMBER}%", rf"second +other model +{NUMBER}%"), RUNS),
     Smoke("learner", ('"ours": ', '"plain": ', rf'"speed_ratio": {{\s+"wall": {NUMBER}', rf'"memory_ratio": {NUMBER}')),
+    Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s")),
     Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
     Smoke("policies", (r"a: faster.*a: cheaper", rf"Over 1 scenarios: a, {NUMBER}x", r"\| static_colocated \|")),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
@@ -52,6 +53,7 @@ PURE = (
     ),
 )
 LIVE = (
+    Smoke("api", (rf"ready with Ray after {NUMBER} s", rf"events on 2 streams +p50 +{NUMBER} ms", "5 of 5 queued"), MODEL),
     Smoke("chaos", (r"token-identical samples +\d+ of \d+", rf"kills +1\n.* -> .*: {NUMBER}x"), MODEL),
     Smoke("controls", (rf"shuffled +0 +{NUMBER} +{NUMBER} +[+-]{NUMBER}",), MODEL),
     Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
@@ -136,6 +138,8 @@ def check(smoke: Smoke, printed: str) -> None:
 
 @pytest.mark.parametrize("smoke", PURE, ids=lambda smoke: smoke.name)
 def test_without_engines(smoke: Smoke, request: pytest.FixtureRequest) -> None:
+    if smoke.name == "page" and not Path("/usr/bin/chromium").exists():
+        pytest.skip("chromium is not installed (apt-get install -y chromium): the page is not timed")
     check(smoke, output([BENCHMARKS / f"{smoke.name}.py", *needed(smoke, request), "--smoke"]))
 
 
