@@ -39,7 +39,19 @@ def demo(model: Path, steps: int) -> dict[str, Any]:
 def up(data: Path, model: Path) -> tuple[str, float, float]:
     """Start a service; returns its address, and the seconds until it answered and until runs could start."""
     began_s = time.monotonic()
-    command = [COMMAND, "up", "--detach", "--port", "0", "--data", str(data), "--max-drivers", "1", "--root", str(model)]
+    command = [
+        COMMAND,
+        "up",
+        "--detach",
+        "--port",
+        "0",
+        "--data",
+        str(data),
+        "--max-drivers",
+        "1",
+        "--root",
+        str(model),
+    ]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     answers_s = time.monotonic() - began_s
     url = str(json.loads((data / "service.json").read_text())["url"])

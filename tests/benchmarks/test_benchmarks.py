@@ -53,7 +53,9 @@ PURE = (
     ),
 )
 LIVE = (
-    Smoke("api", (rf"ready with Ray after {NUMBER} s", rf"events on 2 streams +p50 +{NUMBER} ms", "5 of 5 queued"), MODEL),
+    Smoke(
+        "api", (rf"ready with Ray after {NUMBER} s", rf"events on 2 streams +p50 +{NUMBER} ms", "5 of 5 queued"), MODEL
+    ),
     Smoke("chaos", (r"token-identical samples +\d+ of \d+", rf"kills +1\n.* -> .*: {NUMBER}x"), MODEL),
     Smoke("controls", (rf"shuffled +0 +{NUMBER} +{NUMBER} +[+-]{NUMBER}",), MODEL),
     Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
