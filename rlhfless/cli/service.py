@@ -37,7 +37,12 @@ def up(
         str | None, typer.Option(metavar="URL", help="PostgreSQL; by default SQLite in the data folder.")
     ] = None,
     ray_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster to join; by default a private one is started.")
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Ray cluster: HOST:PORT of one that this machine is a node of, or http://HEAD:8265 of one elsewhere. "
+            "By default a private one is started.",
+        ),
     ] = None,
     capacity: Annotated[
         list[str] | None,

@@ -94,6 +94,8 @@ class DriverOrder(_Message):
     token: str
     service_file: str
     """Where the service's address is found, also after it has started again."""
+    service_url: str | None
+    """The address itself, for a driver elsewhere."""
     ray_address: str
     one_machine: bool
     """The Ray cluster is this machine alone."""

@@ -1,9 +1,10 @@
 """The process that holds the service's Ray: it starts a private one, or joins one, and says which devices are there.
 
 It is a process of its own, which outlives the service: what runs on Ray goes on while the service is away. It writes
-what it sees into a file of the data folder, every second.
+what it sees into a file of the data folder, every second. As a job of a cluster (see ray_jobs) it tells the service.
 
     python -m rlhfless.control.ray_host DATA_FOLDER [RAY_ADDRESS]
+    python -m rlhfless.control.ray_host --tell SERVICE_URL
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import httpx
 import psutil
 
 BEHIND = ("nice", "-n", "5")
@@ -32,6 +35,12 @@ RAY_FILE = "ray.json"
 LOG_FILE = "ray-host.log"
 
 LOOK_S = 1.0
+
+HOST_TOKEN = "RLHFLESS_HOST_TOKEN"
+"""The variable with what a host shows to the service that it tells."""
+
+TELL_S = 5.0
+"""Longest wait for the service to take what the host tells."""
 
 LOCK_FILE = "ray-host.lock"
 """Held by the host: a data folder has one."""
@@ -121,8 +130,12 @@ def stop_host(folder: Path, timeout_s: float) -> bool:
     return True
 
 
-async def host(folder: Path, ray_address: str | None) -> None:
-    """Start or join Ray, and write down what is there until SIGTERM, or until Ray has ended."""
+class NotWanted(Exception):
+    """The service has another host."""
+
+
+async def host(ray_address: str | None, say: Callable[[RayNow], Awaitable[None]]) -> None:
+    """Start or join Ray, and say what is there until SIGTERM, until Ray has ended, or until `say` raises."""
     from rlhfless.fleet.cluster import Cluster
     from rlhfless.scaling.prices import load_price_book
     from rlhfless.spec import PlacementSpec
@@ -134,11 +147,10 @@ async def host(folder: Path, ray_address: str | None) -> None:
     cluster = await Cluster.start(spec, load_price_book(None).kinds)
     try:
         while not stop.is_set() and not cluster.lost:
-            _write(folder, await _seen(cluster, ray_address))
+            await say(await _seen(cluster, ray_address))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK_S)
     finally:
-        (folder / RAY_FILE).unlink(missing_ok=True)
         await cluster.stop()
 
 
@@ -156,10 +168,36 @@ async def _seen(cluster: Any, ray_address: str | None) -> RayNow:
     return RayNow(ray_address or cluster.address, os.getpid(), time.time(), dict(there), dict(free), len(nodes))
 
 
-def _write(folder: Path, now: RayNow) -> None:
-    new = folder / f"{RAY_FILE}.new"
-    new.write_text(json.dumps(asdict(now)), "utf-8")
-    new.replace(folder / RAY_FILE)
+async def write_for_ever(folder: Path, ray_address: str | None) -> None:
+    """Host a Ray for the service of a data folder."""
+
+    async def write(now: RayNow) -> None:
+        new = folder / f"{RAY_FILE}.new"
+        new.write_text(json.dumps(asdict(now)), "utf-8")
+        new.replace(folder / RAY_FILE)
+
+    try:
+        await host(ray_address, write)
+    finally:
+        (folder / RAY_FILE).unlink(missing_ok=True)
+
+
+async def tell_for_ever(service_url: str, token: str) -> None:
+    """Tell a service what the cluster has that this process is a job of."""
+    client = httpx.AsyncClient(base_url=service_url, timeout=TELL_S, headers={"Authorization": f"Bearer {token}"})
+
+    async def tell(now: RayNow) -> None:
+        try:
+            answer = await client.post("/internal/ray", json=asdict(now))
+        except httpx.HTTPError as error:
+            print(f"the service does not answer: {error}", flush=True)  # it is back some time, or has another host
+            return
+        if answer.status_code in (401, 404):
+            raise NotWanted
+
+    async with client:
+        with contextlib.suppress(NotWanted):
+            await host("auto", tell)
 
 
 def _only_one(folder: Path) -> IO[str] | None:
@@ -173,8 +211,17 @@ def _only_one(folder: Path) -> IO[str] | None:
     return file
 
 
+def main() -> None:
+    """See the module."""
+    if sys.argv[1] == "--tell":
+        asyncio.run(tell_for_ever(sys.argv[2], os.environ[HOST_TOKEN]))
+        return
+    folder = Path(sys.argv[1])
+    with contextlib.ExitStack() as stack:
+        if (lock := _only_one(folder)) is not None:
+            stack.enter_context(lock)
+            asyncio.run(write_for_ever(folder, sys.argv[2] if len(sys.argv) > 2 else None))
+
+
 if __name__ == "__main__":
-    held = _only_one(Path(sys.argv[1]))
-    if held is None:
-        sys.exit(0)
-    asyncio.run(host(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None))
+    main()

@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import psutil
 import uvicorn
@@ -21,6 +21,7 @@ from rlhfless.control import store
 from rlhfless.control.api.app import app_of
 from rlhfless.control.drivers import Drivers, LocalDrivers
 from rlhfless.control.ray_host import HostKeeper, stop_host
+from rlhfless.control.ray_jobs import JobDrivers, JobHost, RayJobs
 from rlhfless.control.security.start import require_safe
 from rlhfless.control.service import Service, lock_data, open_database
 from rlhfless.control.settings import ServiceSettings, announced
@@ -39,7 +40,8 @@ HOST_S = 30.0
 
 
 async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: Drivers | None = None) -> None:
-    """Serve until a signal; drivers are processes of this machine unless others are given.
+    """Serve until a signal; unless other drivers are given, they are jobs of the cluster if that is elsewhere, and
+    otherwise processes of this machine.
 
     Raises DataInUse, SecondService, NewerDatabase, NotSafe, or InputError if the port is taken.
     """
@@ -50,7 +52,7 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
             with _bound(settings) as listening:
                 host, port = listening.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host
-                service = Service(settings, database, drivers or LocalDrivers(), f"http://{shown}:{port}")
+                service = Service(settings, database, drivers or _drivers(settings), f"http://{shown}:{port}")
                 config = uvicorn.Config(
                     app_of(service),
                     log_config=None,
@@ -60,10 +62,31 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
                 )
                 server = _Server(config)
                 say(f"rlhfless is at {settings.public_url or service.address} (data: {settings.folder})")
-                async with HostKeeper(settings.folder, settings.ray_address), _signals(service, server, say):
+                async with _host(service) as end_host, _signals(service, server, end_host, say):
                     await server.serve(sockets=[listening])
         finally:
             database.close()
+
+
+def _drivers(settings: ServiceSettings) -> Drivers:
+    return JobDrivers(RayJobs(settings.ray_address or "")) if settings.elsewhere else LocalDrivers()
+
+
+@contextlib.asynccontextmanager
+async def _host(service: Service) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Within the block there is a host of the service's Ray; gives what ends it, and a private Ray with it."""
+    settings = service.settings
+    if settings.elsewhere:
+        jobs = RayJobs(settings.ray_address or "")
+        async with JobHost(jobs, service.url, service.host_token, lambda: service.ray() is not None) as host:
+            yield host.end
+    else:
+
+        async def end() -> None:
+            await asyncio.to_thread(stop_host, settings.folder, HOST_S)
+
+        async with HostKeeper(settings.folder, settings.ray_address):
+            yield end
 
 
 class _Server(uvicorn.Server):
@@ -89,7 +112,9 @@ def _bound(settings: ServiceSettings) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def _signals(service: Service, server: uvicorn.Server, say: Callable[[str], None]) -> AsyncIterator[None]:
+async def _signals(
+    service: Service, server: uvicorn.Server, end_host: Callable[[], Awaitable[None]], say: Callable[[str], None]
+) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
     ending: list[asyncio.Task[None]] = []
 
@@ -99,7 +124,7 @@ async def _signals(service: Service, server: uvicorn.Server, say: Callable[[str]
     def wind_down() -> None:
         if ending:  # the second one: at once
             server.should_exit = server.force_exit = True
-        ending.append(asyncio.create_task(_wind_down(service, server, say)))
+        ending.append(asyncio.create_task(_wind_down(service, server, end_host, say)))
 
     loop.add_signal_handler(signal.SIGTERM, leave)
     loop.add_signal_handler(signal.SIGINT, wind_down)
@@ -111,7 +136,9 @@ async def _signals(service: Service, server: uvicorn.Server, say: Callable[[str]
             loop.remove_signal_handler(number)
 
 
-async def _wind_down(service: Service, server: uvicorn.Server, say: Callable[[str], None]) -> None:
+async def _wind_down(
+    service: Service, server: uvicorn.Server, end_host: Callable[[], Awaitable[None]], say: Callable[[str], None]
+) -> None:
     """Stop runs in order, then Ray, then the service."""
     try:
         working = [run for run in await service.database.read(store.driven) if run.driver is not None]
@@ -125,8 +152,7 @@ async def _wind_down(service: Service, server: uvicorn.Server, say: Callable[[st
                 break
             service.supervisor.soon()
             await asyncio.sleep(0.2)
-        if service.settings.ray_address is None:
-            await asyncio.to_thread(stop_host, service.settings.folder, HOST_S)
+        await end_host()
     finally:
         server.should_exit = True
 

@@ -7,8 +7,10 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +21,7 @@ from rlhfless.control.database.access import Database, database_of
 from rlhfless.control.database.migrate import migrate
 from rlhfless.control.drivers import Drivers
 from rlhfless.control.objects import ReplicaNow
-from rlhfless.control.ray_host import RAY_FILE, RayNow, read_ray
+from rlhfless.control.ray_host import RAY_FILE, STALE_S, RayNow, read_ray
 from rlhfless.control.retention import sweep_for_ever
 from rlhfless.control.security.keys import Keys
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
@@ -48,11 +50,25 @@ class Service:
         self.forecasts = Forecasts(database, self.runner, self.devices_there)
         self.replicas: dict[str, list[ReplicaNow]] = {}
         """By run: its replicas now, as its driver said last."""
+        self.host_token = secrets.token_urlsafe(32)
+        """What the host of a cluster elsewhere shows. Another service has another one; its predecessor's host ends."""
+        self._told: RayNow | None = None
         database.on_commit = self.bus.publish
+
+    @property
+    def url(self) -> str:
+        """Where clients and drivers reach it."""
+        return self.settings.public_url or self.address
 
     def ray(self) -> RayNow | None:
         """The Ray that runs are on, and its devices; None while it is not there."""
-        return read_ray(self.settings.folder / RAY_FILE)
+        if not self.settings.elsewhere:
+            return read_ray(self.settings.folder / RAY_FILE)
+        return self._told if self._told is not None and time.time() - self._told.at < STALE_S else None
+
+    def told(self, ray: RayNow) -> None:
+        """What the host of a cluster elsewhere says."""
+        self._told = replace(ray, at=time.time())  # by this clock
 
     def ray_address(self) -> str:
         """Empty while there is none."""
@@ -67,7 +83,7 @@ class Service:
     def announce(self) -> None:
         """Write down where the service answers: for drivers that go on, and for the command line."""
         file = self.settings.folder / SERVICE_FILE
-        content = {"url": self.settings.public_url or self.address, "pid": os.getpid(), "started_at": time.time()}
+        content = {"url": self.url, "pid": os.getpid(), "started_at": time.time()}
         new = file.with_suffix(".new")
         new.write_text(json.dumps(content), "utf-8")
         new.replace(file)

@@ -44,7 +44,9 @@ class ServiceSettings(SpecModel):
     database: str | None = None
     """`postgresql://user:password@host/name`; by default SQLite in the data folder."""
     ray_address: str | None = None
-    """A Ray cluster to join; by default the service starts one on this machine, which only this machine can reach."""
+    """A Ray cluster: `host:port` of one that this machine is a node of, or http://head:8265, the job interface of one
+    elsewhere, in which the runs' drivers then are jobs (they find the runs' folder at the same path, and the service at
+    `public_url`). By default the service starts one on this machine, which only this machine can reach."""
     capacity: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Devices that runs may hold together, by kind. By default all that the cluster has now; name more where a cluster
     autoscaler brings nodes."""
@@ -66,6 +68,11 @@ class ServiceSettings(SpecModel):
     """Under which clients and drivers reach the service, where that is not its own address."""
     requests: LimitsOfRequests = LimitsOfRequests()
     retention: Retention = Retention()
+
+    @property
+    def elsewhere(self) -> bool:
+        """The Ray cluster is reached by its job interface alone."""
+        return (self.ray_address or "").startswith(("http://", "https://"))
 
     @property
     def folder(self) -> Path:

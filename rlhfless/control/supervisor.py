@@ -47,6 +47,10 @@ class Surroundings(Protocol):
     @property
     def database(self) -> Database: ...
 
+    @property
+    def url(self) -> str:
+        """Where clients and drivers reach the service."""
+
     def ray_address(self) -> str:
         """Empty while there is no Ray."""
 
@@ -177,6 +181,7 @@ class Supervisor(Looker):
             attempt=begun.attempt,
             token=token,
             service_file=str(settings.folder / SERVICE_FILE),
+            service_url=self._service.url if settings.elsewhere else None,
             ray_address=self._service.ray_address(),
             one_machine=settings.ray_address is None,
             http_hosts=list(settings.http_hosts),

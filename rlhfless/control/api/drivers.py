@@ -1,4 +1,4 @@
-"""Where drivers deliver. Not part of the public interface."""
+"""Where drivers deliver, and the host of a cluster elsewhere. Not part of the public interface."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ from rlhfless.control.database.tables import LeaseRow
 from rlhfless.control.delivery import Push, PushAnswer
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, Wish
+from rlhfless.control.ray_host import RayNow
 from rlhfless.control.security.access import hashed
 from rlhfless.control.service import service_of
 
 router = APIRouter(prefix="/internal")
+
+
+@router.post("/ray", status_code=204)
+async def tell(request: Request, now: RayNow, authorization: Annotated[str, Header()] = "") -> None:
+    """Take what the host of a cluster says that it has."""
+    service = service_of(request.app)
+    if not hmac.compare_digest(authorization.removeprefix("Bearer "), service.host_token):
+        raise ApiError(401, "unauthorized", "this is not the host of this service's cluster")
+    service.told(now)
 
 
 @router.post("/runs/{run_id}/deliveries")

@@ -107,7 +107,7 @@ class Link:
         """One push; returns whether there is more to deliver."""
         items: list[Item] = [] if self._pushed is None else self._outbox.after(self._pushed)
         push = Push(attempt=self._order.attempt, items=items, now=self._now())
-        url = json.loads(Path(self._order.service_file).read_text("utf-8"))["url"]
+        url = self._order.service_url or json.loads(Path(self._order.service_file).read_text("utf-8"))["url"]
         response = self._client.post(
             f"{url}/internal/runs/{self._order.run_id}/deliveries",
             content=push.model_dump_json(),

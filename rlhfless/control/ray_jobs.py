@@ -1,0 +1,197 @@
+"""Runs on a Ray cluster elsewhere: each driver is a job of the cluster, and so is the host that says what it has.
+
+The service's machine is no part of the cluster: it reaches only the head's job interface
+(https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html). Drivers and host reach the
+service at its `public_url`. The runs' folder is at the same path on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from rlhfless.control.delivery import DriverOrder
+from rlhfless.control.drivers import LOG_FILE, Handle, write_order
+from rlhfless.control.ray_host import AGAIN_S, HOST_TOKEN, LOOK_S
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 10.0
+"""Longest wait for the head's answer. Submitting a job starts an actor on the head, which takes about a second."""
+
+STOP_WAIT_S = 60
+"""A job that was asked to stop is killed so long after: `timeouts.stop_s` is 25 s, and the driver delivers what it has.
+Ray's own default is 3 s."""
+
+PYTHON = "python"
+"""The cluster's, which need not be at the path of the service's own."""
+
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as the head knows it."""
+
+    status: str
+    message: str
+    exit_code: int | None
+
+
+class RayJobs:
+    """The job interface of a cluster's head. Methods block for at most TIMEOUT_S, and raise httpx.HTTPError."""
+
+    def __init__(self, address: str, transport: httpx.BaseTransport | None = None) -> None:
+        """`address`: such as http://head:8265."""
+        self._client = httpx.Client(base_url=address, timeout=TIMEOUT_S, transport=transport)
+
+    def submit(self, job: str, command: str, environment: Mapping[str, str]) -> None:
+        """Start a job under a name of ours, unless there is one of that name."""
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **environment}
+        body = {"submission_id": job, "entrypoint": command, "runtime_env": {"env_vars": variables}}
+        answer = self._ask("POST", "/api/jobs/", json=body)
+        if answer.is_error and self.find(job) is None:
+            raise httpx.HTTPStatusError(answer.text.strip()[-1000:], request=answer.request, response=answer)
+
+    def find(self, job: str) -> Job | None:
+        """None: the head knows no such job; a new head knows none of its predecessor's."""
+        answer = self._ask("GET", f"/api/jobs/{job}")
+        if answer.status_code == 404:
+            return None
+        answer.raise_for_status()
+        found = answer.json()
+        return Job(found["status"], found.get("message") or "", found.get("driver_exit_code"))
+
+    def stop(self, job: str) -> None:
+        """SIGTERM, and after STOP_WAIT_S SIGKILL. A job that has ended, or is not known, stays as it is."""
+        answer = self._ask("POST", f"/api/jobs/{job}/stop")
+        if answer.status_code != 404:
+            answer.raise_for_status()
+
+    def _ask(self, method: str, path: str, **content: Any) -> httpx.Response:
+        token = _token(os.environ, Path.home())
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return self._client.request(method, path, headers=headers, **content)
+
+
+def _token(environment: Mapping[str, str], home: Path) -> str:
+    """The cluster's token, from where Ray looks for it."""
+    if token := environment.get("RAY_AUTH_TOKEN"):
+        return token
+    file = Path(environment.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token")
+    try:
+        return file.read_text("utf-8").strip()
+    except OSError:
+        return ""
+
+
+class JobDrivers:
+    """Drivers as jobs of a cluster. See rlhfless.control.drivers.Drivers."""
+
+    def __init__(self, jobs: RayJobs, module: str = "rlhfless.control.driver") -> None:
+        """`module` is run with the run's folder."""
+        self._jobs = jobs
+        self._module = module
+
+    def start(self, folder: Path, order: DriverOrder) -> Handle:
+        """See Drivers. Raises OSError if the head does not answer, or refuses the job."""
+        write_order(folder, order)
+        job = f"{order.run_id}-{order.attempt}"
+        output = shlex.quote(str(folder / LOG_FILE))
+        command = f"exec {PYTHON} -m {self._module} {shlex.quote(str(folder))} >> {output} 2>&1"
+        try:
+            self._jobs.submit(job, command, {})
+        except httpx.HTTPError as error:
+            raise OSError(f"the cluster's head has not taken the driver's job: {error}") from error
+        return {"job": job}
+
+    def alive(self, handle: Handle) -> bool:
+        """See Drivers. While the head does not answer, its jobs may work."""
+        try:
+            found = self._jobs.find(handle["job"])
+        except httpx.HTTPError as error:
+            log.info("the cluster's head does not say whether %s works: %s", handle["job"], error)
+            return True
+        return found is not None and found.status not in ENDED
+
+    def ended_by(self, handle: Handle) -> str:
+        """See Drivers."""
+        with contextlib.suppress(httpx.HTTPError):
+            found = self._jobs.find(handle["job"])
+            if found is None:
+                return "its driver has ended with the cluster's head that it was started by"
+            if found.exit_code is not None and found.exit_code < 0:
+                return f"its driver was ended by signal {-found.exit_code}"
+            return f"its driver has ended: {found.message}"
+        return "its driver has ended"
+
+    def stop(self, handle: Handle) -> None:
+        """See Drivers."""
+        with contextlib.suppress(httpx.HTTPError):
+            self._jobs.stop(handle["job"])
+
+    def kill(self, handle: Handle) -> None:
+        """See Drivers. A job cannot be killed otherwise than by asking it to stop, and waiting."""
+        self.stop(handle)
+
+
+def _host_name() -> str:
+    return f"rlhfless-host-{secrets.token_hex(4)}"
+
+
+class JobHost:
+    """Keeps a host in the cluster within its block, which says every second what devices the cluster has."""
+
+    def __init__(self, jobs: RayJobs, service_url: str, token: str, speaks: Callable[[], bool]) -> None:
+        """`token`: what the host shows to the service; `speaks`: whether it does."""
+        self._jobs = jobs
+        self._url = service_url
+        self._token = token
+        self._speaks = speaks
+        self._job = _host_name()
+        self._started_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def end(self) -> None:
+        """End the host, too."""
+        self._task.cancel()
+        with contextlib.suppress(httpx.HTTPError):
+            await asyncio.to_thread(self._jobs.stop, self._job)
+
+    async def _keep(self) -> None:
+        while True:
+            if not self._speaks() and time.monotonic() - self._started_s > AGAIN_S:
+                try:
+                    await asyncio.to_thread(self._require)
+                except httpx.HTTPError as error:
+                    log.warning("the head of the Ray cluster does not answer: %s", error)
+            await asyncio.sleep(LOOK_S)
+
+    def _require(self) -> None:
+        self._started_s = time.monotonic()
+        found = self._jobs.find(self._job)
+        if found is not None and found.status not in ENDED:
+            return
+        if found is not None:
+            log.warning("the host in the Ray cluster, which says what devices it has, has ended: %s", found.message)
+            self._job = _host_name()
+        command = f"exec {PYTHON} -m rlhfless.control.ray_host --tell {shlex.quote(self._url)}"
+        self._jobs.submit(self._job, command, {HOST_TOKEN: self._token})
