@@ -144,39 +144,13 @@ def _scenario(
     asked: Question, config: dict[str, Any], lengths: Lengths, factor: float, measured: dict[str, Any]
 ) -> Scenario:
     spec = asked.spec
-    per_node = min(asked.count, NODE_DEVICES)
     policy = spec.scaling.policy.type
     values: dict[str, Any] = {
         "name": spec.name,
-        "cluster": {
-            "machines": [
-                {
-                    "kind": asked.sheet.kind,
-                    "nodes": math.ceil(asked.count / per_node),
-                    "devices_per_node": per_node,
-                }
-            ],
-            "prices": spec.scaling.prices,
-        },
+        "cluster": _cluster(asked),
         "model": {"config": config},
-        "engine": {
-            "tensor_parallel": spec.generation.engine.tensor_parallel_size,
-            "max_sequences": spec.generation.engine.max_sequences,
-            "memory_fraction": spec.generation.engine.gpu_memory_fraction,
-            "reserved_gb": min(3.9, 0.1 * asked.sheet.memory_bytes.value / 1e9),
-        }
-        | measured.get("engine", {}),
-        "workload": {
-            "type": "lognormal",
-            "lengths": {
-                "median_tokens": max(factor * lengths.median_tokens, 1.0),
-                "spread": lengths.spread,
-                "persistence": PERSISTENCE,
-            },
-            "prompts": 4 * spec.prompts_per_step,
-            "median_prompt_tokens": lengths.prompt_tokens,
-            "source": lengths.source,
-        },
+        "engine": _engine(asked) | measured.get("engine", {}),
+        "workload": _workload(spec, lengths, factor),
         "prompts_per_step": spec.prompts_per_step,
         "samples_per_prompt": spec.samples_per_prompt,
         "max_tokens": spec.generation.max_tokens,
@@ -195,3 +169,34 @@ def _scenario(
     if spec.scaling.generation.fixed:
         values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.max_actors}}]
     return Scenario.model_validate(values)
+
+
+def _cluster(asked: Question) -> dict[str, Any]:
+    per_node = min(asked.count, NODE_DEVICES)
+    nodes = math.ceil(asked.count / per_node)
+    machines = [{"kind": asked.sheet.kind, "nodes": nodes, "devices_per_node": per_node}]
+    return {"machines": machines, "prices": asked.spec.scaling.prices}
+
+
+def _engine(asked: Question) -> dict[str, Any]:
+    engine = asked.spec.generation.engine
+    return {
+        "tensor_parallel": engine.tensor_parallel_size,
+        "max_sequences": engine.max_sequences,
+        "memory_fraction": engine.gpu_memory_fraction,
+        "reserved_gb": min(3.9, 0.1 * asked.sheet.memory_bytes.value / 1e9),
+    }
+
+
+def _workload(spec: RunSpec, lengths: Lengths, factor: float) -> dict[str, Any]:
+    return {
+        "type": "lognormal",
+        "lengths": {
+            "median_tokens": max(factor * lengths.median_tokens, 1.0),
+            "spread": lengths.spread,
+            "persistence": PERSISTENCE,
+        },
+        "prompts": 4 * spec.prompts_per_step,
+        "median_prompt_tokens": lengths.prompt_tokens,
+        "source": lengths.source,
+    }

@@ -1,0 +1,54 @@
+"""The objects of the API, as clients see them. Times are unix seconds."""
+
+from rlhfless.control.objects.common import ApiObject, ErrorBody, ErrorObject, ListObject, ProblemObject
+from rlhfless.control.objects.costs import (
+    FunctionUsage,
+    PlannedCost,
+    PlannedDevices,
+    PlanObject,
+    RewardTrialObject,
+    SampleScore,
+    SimulationObject,
+    StaticFleet,
+    UsageObject,
+)
+from rlhfless.control.objects.fleet import (
+    Bar,
+    DeviceKindObject,
+    DeviceRow,
+    HolderObject,
+    ReplicaNow,
+    ReplicaObject,
+    TimelineObject,
+)
+from rlhfless.control.objects.runs import CheckpointObject, EventObject, MetricsObject, RolloutObject, RunObject, Series
+
+__all__ = [
+    "ApiObject",
+    "Bar",
+    "CheckpointObject",
+    "DeviceKindObject",
+    "DeviceRow",
+    "ErrorBody",
+    "ErrorObject",
+    "EventObject",
+    "FunctionUsage",
+    "HolderObject",
+    "ListObject",
+    "MetricsObject",
+    "PlanObject",
+    "PlannedCost",
+    "PlannedDevices",
+    "ProblemObject",
+    "ReplicaNow",
+    "ReplicaObject",
+    "RewardTrialObject",
+    "RolloutObject",
+    "RunObject",
+    "SampleScore",
+    "Series",
+    "SimulationObject",
+    "StaticFleet",
+    "TimelineObject",
+    "UsageObject",
+]

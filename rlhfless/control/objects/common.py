@@ -1,0 +1,50 @@
+"""What all objects of the API are made of: envelopes and errors."""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+T = TypeVar("T")
+
+
+class ApiObject(BaseModel):
+    """Of all objects."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ProblemObject(ApiObject):
+    """One wrong field."""
+
+    param: str | None
+    message: str
+    mend: str | None
+
+
+class ErrorObject(ApiObject):
+    """Why something failed."""
+
+    code: str
+    """For programs; does not change."""
+    message: str
+    param: str | None = None
+    """Dotted field of the request."""
+    problems: list[ProblemObject] = []
+    """All of them; empty if there is only the message."""
+
+
+class ErrorBody(ApiObject):
+    """The body of every answer that is no success."""
+
+    error: ErrorObject
+
+
+class ListObject(ApiObject, Generic[T]):
+    """A page of a list, newest first unless said otherwise."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
+    has_more: bool
+    """There are further ones: ask with `after` set to the last one's id."""
