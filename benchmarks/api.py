@@ -2,7 +2,8 @@
 
     python benchmarks/api.py MODEL_FOLDER [--get-s 10] [--streams 200] [--stream-s 20] [--posts 300] [--smoke]
 
-MODEL_FOLDER is what `rlhfless models tiny` wrote; the run is examples/demo.yaml. Some two minutes. The clients share the machine's cores with the service and the run.
+MODEL_FOLDER is what `rlhfless models tiny` wrote; the run is examples/demo.yaml. Some two minutes. The clients share
+the machine's cores with the service and the run.
 """
 
 from __future__ import annotations

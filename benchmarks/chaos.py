@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace, output: Path, victims: Sequence[str], ste
     process = subprocess.Popen(begin)
     while process.poll() != 0:
         if process.returncode is not None:
-            assert done[-1:] == ["driver"], f"the run ended with {process.returncode}, and nobody killed it"
+            assert done[-1:] == ["driver"], f"the run ended with {process.returncode}, and no kill was sent to it"
             folder = next(output.iterdir())
             process = subprocess.Popen([*begin[:1], "run", "--resume", str(folder)])
         if plan and steps_done(output) >= plan[0][0]:

@@ -2,7 +2,7 @@
 
     python benchmarks/replay.py MODEL_FOLDER [--rounds 3] [--steps 12] [--kinds ...] [--keep FOLDER] [--smoke]
 
-MODEL_FOLDER is what `rlhfless models tiny` wrote; the runs are those of examples/demo.yaml. The four kinds of run are
+MODEL_FOLDER is what `rlhfless models tiny` wrote; the runs are examples/demo.yaml. The four kinds of run are
 recorded in turn, round by round, because a shared machine does not keep its pace from one minute to the next. The
 latency model is fitted to all runs with one actor (as `rlhfless simulate --calibrate` does) and predicts every step of
 the others. "One actor" is predicted by a fit to the one-actor runs of the other rounds: nothing but the machine

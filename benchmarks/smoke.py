@@ -8,7 +8,7 @@ from typing import Any
 
 
 def parsed(parser: argparse.ArgumentParser, **smallest: Any) -> argparse.Namespace:
-    """The arguments of the command line, `smoke` among them. With `--smoke` options default to those of `smallest`."""
+    """The arguments of the command line, `smoke` among them. With `--smoke` options default to `smallest`."""
     told = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in smallest.items())
     parser.add_argument("--smoke", action="store_true", help=f"smallest size, to see that it runs: {told}")
     if unknown := smallest.keys() - {action.dest for action in parser._actions}:

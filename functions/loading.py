@@ -68,7 +68,7 @@ class Misfit:
             what = f"{holder(self.unexpected)} has {what}, which {self.model} does not take"
             problems.append(Problem(field, what, OTHER_CONFIG))
         if self.failure:
-            what = f"the tensors of {holder(())} cannot be converted to those of {self.model}: {self.failure}"
+            what = f"the tensors of {holder(())} cannot be converted to the ones of {self.model}: {self.failure}"
             problems.append(Problem(field, what, RESTORE))
         return problems
 
@@ -157,7 +157,7 @@ def _in_names_of_files(model: Any, result: Misfit, faulty: set[str], stored: Map
     if not stored:
         return result
     parameters = model.state_dict()
-    model._weight_conversions = None  # those of the class, not those that this load happened to use
+    model._weight_conversions = None  # the class's, not the ones that this load happened to use
     try:
         parts = revert_weight_conversion(model, {name: parameters[name] for name in faulty if name in parameters})
     except Exception:  # a conversion of many tensors to one cannot be undone with some of them

@@ -47,7 +47,7 @@ def die_with_spawner() -> None:
 
 
 def session_members(session: int) -> tuple[int, ...]:
-    """Processes of a session that run, by number; not those of which only the exit code is left."""
+    """Processes of a session that run, by number; not one of which only the exit code is left."""
     found = []
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with contextlib.suppress(OSError):

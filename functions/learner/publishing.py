@@ -1,6 +1,6 @@
 """The weights that the learner publishes: in the published format, rounded, perturbed, or both.
 
-Names and layout are those of a Hugging Face checkpoint of the model, and a tensor that two modules share
+Names and layout are as in a Hugging Face checkpoint of the model, and a tensor that two modules share
 appears once, so that an engine's weight loader takes them as it takes a checkpoint.
 """
 

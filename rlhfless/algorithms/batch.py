@@ -13,7 +13,7 @@ Invariants of a `PackedBatch`:
 - Logprobs come in three kinds that are never mixed: *rollout* (the engine's at sampling), *old* (the
   policy before the first update of the step), *reference* (the frozen policy). The *current* ones exist only
   inside the learner.
-- `denominators` are those of one optimiser step over all ranks and micro-batches. `select` keeps them, so
+- `denominators` are of one optimiser step over all ranks and micro-batches. `select` keeps them, so
   how a batch is cut up cannot change the loss; `mini_batches` gives each mini-batch its own.
 
 A column is declared once, as a field of `PackedBatch`: its type, whether it has a value per token or per sequence, and
@@ -215,7 +215,7 @@ def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -
 def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
     """The sequences `sequence_indices` [selected], in that order, with new ids from 0.
 
-    The denominators stay those of `batch`: use it for ranks and micro-batches, which share an optimiser step.
+    The denominators stay the ones of `batch`: use it for ranks and micro-batches, which share an optimiser step.
     Raises ValueError for a sequence that is named twice.
     """
     indices = np.asarray(sequence_indices, dtype=np.int64)

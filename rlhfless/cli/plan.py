@@ -28,7 +28,7 @@ def plan(
     overrides: Overrides = None,
     devices: Annotated[
         str | None,
-        typer.Option("--devices", metavar="NxKIND", help="Such as 8xh100; by default those of this machine."),
+        typer.Option("--devices", metavar="NxKIND", help="Such as 8xh100; by default this machine's."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:

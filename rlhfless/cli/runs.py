@@ -1,6 +1,6 @@
 """`rlhfless runs`: the runs of a service. The service is found as rlhfless.client.Client finds it.
 
-Exit codes, beside those of all commands: 3 a run that was watched has failed, 4 the service does not answer, 5 a run
+Exit codes, beside the ones of all commands: 3 a run that was watched has failed, 4 the service does not answer, 5 a run
 that was watched was cancelled or paused.
 """
 

@@ -95,7 +95,7 @@ class AsyncClient:
         return await self.send(calls.act(run_id, "pause"))
 
     async def resume_run(self, run_id: str, limits: Mapping[str, Any] | None = None) -> RunObject:
-        """Queue a paused run again; `limits` replace those of its spec."""
+        """Queue a paused run again; `limits` replace its spec's."""
         return await self.send(calls.act(run_id, "resume", {"limits": dict(limits)} if limits else None))
 
     async def delete_run(self, run_id: str) -> None:

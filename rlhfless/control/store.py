@@ -119,7 +119,7 @@ def usage(session: Session, run_id: str) -> list[UsageRow]:
 
 
 def rollouts(session: Session, run_id: str, step: int | None, limit: int) -> list[RolloutRow]:
-    """The newest first, or those of one step."""
+    """The newest first, or of one step."""
     query = select(RolloutRow).where(RolloutRow.run_id == run_id)
     if step is not None:
         query = query.where(RolloutRow.step == step)
@@ -157,7 +157,7 @@ def answered(session: Session, owner: str, key: str) -> IdempotencyRow | None:
 def set_checkpoints(session: Session, run: RunRow, found: list[Any]) -> None:
     """What the driver lists. The new ones are told."""
     known = {entry["id"]: entry for entry in run.checkpoints}
-    # A driver that goes on lists those of earlier ones, too: their time is the one that is known.
+    # A driver that goes on lists the checkpoints of earlier ones, too: their time is the one that is known.
     run.checkpoints = [entry | {"created_at": known.get(entry["id"], entry)["created_at"]} for entry in found]
     for entry in found:
         if entry["id"] not in known:

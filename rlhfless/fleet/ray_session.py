@@ -122,7 +122,7 @@ def require_token(spec: PlacementSpec, environment: Mapping[str, str]) -> None:
     if mode.lower() != "disabled" or is_loopback(host) or spec.trusted_network:
         return
     raise NoCluster(
-        f"{AUTH_MODE} is {mode!r}, and placement.ray_address {address!r} is not on loopback: anyone who reaches its "
+        f"{AUTH_MODE} is {mode!r}, and placement.ray_address {address!r} is not on loopback: whatever reaches its "
         f"ports can run code there. Set {AUTH_MODE}=token, with the cluster's token in RAY_AUTH_TOKEN or in "
         "the file that RAY_AUTH_TOKEN_PATH names; or, where the network is closed to all others, set "
         "`placement.trusted_network: true`"
@@ -165,7 +165,7 @@ def is_lost() -> bool:
 
 
 def private_token(home: Path) -> Path:
-    """The file of Ray's token; anyone who can read it can run code. It is made if it is missing, readable by the user
+    """The file of Ray's token; whatever can read it can run code. It is made if it is missing, readable by the user
     alone (Ray would leave that to the umask). Raises NoCluster if that is not possible."""
     file = home / TOKEN_FOLDER / TOKEN_FILE
     try:

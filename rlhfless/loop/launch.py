@@ -298,7 +298,7 @@ def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Devi
 
 
 def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
-    """What a run needs to work, and what it could use at most, of its main kind of devices: those of the learner."""
+    """What a run needs to work, and what it could use at most, of its main kind of devices, which is the learner's."""
     kind = placement.allocation(FunctionName.LEARNER, 0).devices[0].kind
     actors = placement.allocations[FunctionName.GENERATION]
     fewest = actors[: spec.scaling.generation.min_actors]

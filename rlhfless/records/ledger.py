@@ -83,7 +83,7 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """One call of a function, inside a holding. Times are those of the function's body, without transport."""
+    """One call of a function, inside a holding. Times are of the function's body, without transport."""
 
     function: FunctionName
     replica: str

@@ -231,8 +231,8 @@ class _Room:
 
 
 def _rooms(spec: PlacementSpec, nodes: Sequence[Node], kind: str) -> list[_Room]:
-    """The run's devices, node by node: free ones first, then those that others hold now, then those of nodes that may
-    come."""
+    """The run's devices, node by node: free ones first, then what others hold now, then what nodes that may come
+    have."""
     there = sum(node.count(kind) for node in nodes)
     wanted = spec.devices or there
     if wanted > there and not spec.ray_address:

@@ -70,7 +70,7 @@ class ReplicaSlot:
     """Its replica may be awake at the same time as others on its devices: CPU cores, or a device with memory for
     both."""
     usable: bool = True
-    """The run may hold its devices now. Another run has those of a slot that is not usable, which has no replica."""
+    """The run may hold its devices now. A slot that is not usable has no replica: another run has its devices."""
 
 
 @dataclass(frozen=True, slots=True)

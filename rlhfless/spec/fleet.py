@@ -38,7 +38,7 @@ class PlacementSpec(SpecModel):
 
     trusted_network: bool = False
     """Join a cluster on other machines although RAY_AUTH_MODE is `disabled`: anyone who reaches its ports can run code
-    there. Only for a network that nobody else can reach."""
+    there. Only for a network that no stranger can reach."""
 
 
 class GenerationScalingSpec(SpecModel):

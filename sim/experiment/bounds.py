@@ -52,7 +52,7 @@ class DistributionOracle(Forecaster):
         samples = np.flatnonzero(~view.finished)
         kind, first = runs(view.group[samples], view.tokens[samples])
         group, tokens, count = view.group[samples[first]], view.tokens[samples[first]], table.shape[1]
-        # Of the K lengths those up to the tokens drawn are ruled out; the levels are those of the rest.
+        # Of the K lengths the ones up to the tokens drawn are ruled out; the levels are of the rest.
         flat = table + (np.arange(len(table)) * (table.max() + 1))[:, None]
         out = np.searchsorted(flat.ravel(), tokens + group * (table.max() + 1), side="right") - group * count
         rank = out[:, None] + (count - out)[:, None] * QUANTILE_LEVELS - 0.5

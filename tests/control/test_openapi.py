@@ -15,7 +15,7 @@ from standing import RUN, NoDrivers, served, there_is_ray
 from rlhfless.control.settings import ServiceSettings
 
 EXCLUDED = {
-    "missing_required_header": "headers that are needed are those of authentication, which loopback does not ask for",
+    "missing_required_header": "the headers that are needed authenticate, which loopback does not ask for",
     "ignored_auth": "the document names no authentication: whether keys are asked for is up to the operator",
     "unsupported_method": "Starlette answers TRACE and the like with 405 and no Allow header on some paths",
     "positive_data_acceptance": "a spec that has the shape of the document may still name what is not there",

@@ -176,7 +176,7 @@ def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room_until_it_is_
         left = [child for child in offspring(process) if not child.name().endswith("Agent")]
         process.kill()
         process.wait(timeout=30)
-        # Who starts no init of its own may leave the dead unreaped: those have given everything back.
+        # A container without an init of its own may leave the dead unreaped: they have given everything back.
         end = time.monotonic() + 60
         while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left):
             assert time.monotonic() < end, "a killed driver left processes behind"

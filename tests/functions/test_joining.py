@@ -20,7 +20,7 @@ from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.spec import PlacementSpec
 
 
-async def test_an_address_where_nobody_listens_is_named() -> None:
+async def test_an_address_where_nothing_listens_is_named() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -56,7 +56,7 @@ def starts(*, fails_with: Exception | None = None, waits_for: threading.Event | 
     def start(_: PlacementSpec, __: Path | None = None) -> Cluster:
         if waits_for is not None:
             waits_for.wait(10)
-        raise fails_with or PermissionError("nobody hears this")
+        raise fails_with or PermissionError("nothing hears this")
 
     return start
 
@@ -97,7 +97,7 @@ async def test_a_private_start_that_is_called_off_is_waited_for_and_ended(monkey
     def start(_: PlacementSpec, __: Path | None = None) -> Cluster:
         up.wait(10)
         ended.append("started")
-        raise PermissionError("nobody hears this")
+        raise PermissionError("nothing hears this")
 
     monkeypatch.setattr(Cluster, "_start", start)
     monkeypatch.setattr(ray_session, "end", lambda: ended.append("ended"))

@@ -112,7 +112,7 @@ async def test_it_fails_as_the_step_did(monkeypatch: pytest.MonkeyPatch) -> None
     assert "publish" not in front._ranks[0].asked
 
 
-async def test_a_step_that_nobody_asks_for_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_is_not_asked_for_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     front = await front_of(monkeypatch, call_timeout_s=0.05)
     with pytest.raises(TimeoutError, match="no call asked to learn step 3"):
         await front.publish(STEP)

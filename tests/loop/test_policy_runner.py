@@ -237,7 +237,7 @@ async def test_a_broken_policy_is_logged_once_and_counted_each_time(caplog: pyte
     ]
 
 
-async def test_a_drained_actor_is_shown_as_such_and_its_samples_as_nobodys() -> None:
+async def test_a_drained_actor_is_shown_as_such_and_its_samples_as_unassigned() -> None:
     seen: list[ReplicaState | None] = []
 
     def elsewhere(view: StepView) -> Sequence[Action]:

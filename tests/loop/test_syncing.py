@@ -23,8 +23,8 @@ class Actor:
     """A replica with a real life cycle, whose loads take until the test lets them end."""
 
     def __init__(self) -> None:
-        who = ReplicaIdentity(FunctionName.GENERATION, "a", "a-1", Allocation.of([Device("cpu-0", "cpu-core", 0)]))
-        self.life = Lifecycle(who, 0.0, ReplicaState.STALE)
+        identity = ReplicaIdentity(FunctionName.GENERATION, "a", "a-1", Allocation.of([Device("cpu-0", "cpu-core", 0)]))
+        self.life = Lifecycle(identity, 0.0, ReplicaState.STALE)
         self.loads: list[asyncio.Future[None]] = []
 
     @property

@@ -115,7 +115,7 @@ def test_no_process_can_be_started(source):
 
 
 @needs("processes")
-def test_nobody_else_can_be_killed():
+def test_no_other_process_can_be_killed():
     refused = "import os\ntry:\n    os.kill(os.getppid(), 9)\nexcept PermissionError:\n    print('refused')"
     assert passes(refused, Test(output="refused"), SPEC)
 

@@ -42,8 +42,8 @@ def trace() -> Trace:
         holding("h100-0", ReplicaState.SERVING, 2.0, 14.0),
         holding("cpu-0", ReplicaState.SERVING, 0.0, 16.0),
     )
-    who = (FunctionName.GENERATION, "h100-0", "h100-0-life1", Work.GENERATE)
-    calls = (Invocation(*who, 1, 3.0, 8.0), Invocation(*who, 2, 9.0, 13.0))
+    actor = (FunctionName.GENERATION, "h100-0", "h100-0-life1", Work.GENERATE)
+    calls = (Invocation(*actor, 1, 3.0, 8.0), Invocation(*actor, 2, 9.0, 13.0))
     steps = tuple(
         StepRecord(number, start_s, end_s, {"generation_s": 4.0, "response_tokens": 100.0})
         for number, start_s, end_s in ((1, 0.0, 10.0), (2, 11.0, 16.0))
@@ -61,7 +61,7 @@ def test_windows_by_hand() -> None:
     assert second.usd == pytest.approx(4 * 0.001 + 6 * 0.0001)
 
 
-def test_reserved_and_owned_devices_are_paid_for_while_nobody_holds_them() -> None:
+def test_reserved_and_owned_devices_are_paid_for_while_no_run_holds_them() -> None:
     _, second = step_figures(trace(), book(), DeviceSupply({"h100": 2}, reserved=True))
     assert second.usd == pytest.approx(2 * 6 * 0.001 + 6 * 0.0001)
     owned = book(owned=Owned(released_value=0.25))

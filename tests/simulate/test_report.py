@@ -127,7 +127,7 @@ def test_prefill_and_decode_on_devices_of_their_own() -> None:
         compare(scenario(policies=[entry]))
 
 
-def test_the_page_is_whole_and_asks_nobody_for_anything(folder: Path) -> None:
+def test_the_page_is_whole_and_asks_no_server(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     tags = Tags()
     tags.feed(page)

@@ -72,7 +72,7 @@ def is_eager(settings: EngineSettings) -> bool:
 
 def has_core_process(settings: EngineSettings) -> bool:
     """Scheduler and workers are processes of their own: what the spec says; when it says nothing, all engines but
-    those of one CPU core.
+    the ones of one CPU core.
 
     Raises ValueError if the spec wants one process for several devices: each needs a worker.
     """

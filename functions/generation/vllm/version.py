@@ -36,7 +36,7 @@ def require_no_numba() -> None:
     """To be called just before vLLM is started on CPUs, in the process that starts it.
 
     vLLM 0.32 looks at the attributes of every module that is imported when it registers its CPU kernels
-    (`vllm.triton_utils.dispatcher`), and cannot read those of llvmlite, numba's compiler. What vLLM itself imports
+    (`vllm.triton_utils.dispatcher`), and cannot read the ones of llvmlite, numba's compiler. What vLLM itself imports
     later does no harm.
 
     Raises:

@@ -101,7 +101,7 @@ def _row(asked: Question, config: dict[str, Any] | None, lengths: Lengths, trace
 
 
 def _same_devices(trace: Trace | None, asked: Question) -> Trace | None:
-    """The trace, if its latencies are those of this model on these devices."""
+    """The trace, if it was recorded with this model on these devices."""
     if trace is None or trace.meta.spec["model"]["path"] != asked.spec.model.path:
         return None
     kinds = {holding.device_kind for holding in trace.holdings}

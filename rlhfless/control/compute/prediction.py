@@ -45,7 +45,7 @@ PERSISTENCE = 0.6
 """Share of the variance that a prompt explains; the bundled scenarios have 0.5 to 0.85."""
 
 SHEET_FACTOR, SHEET_FACTOR_CPU = 2.0, 4.0
-"""The band is wider by this where latencies are those of data sheets: on this project's CPU machine a small model was
+"""The band is wider by this where latencies come from data sheets: on this project's CPU machine a small model was
 3.5 times as fast as its sheet says; for GPUs an assumption, until some were measured."""
 
 PROMPT_TOKENS = 256

@@ -1,1 +1,1 @@
-"""Who may do what, and what a request may name."""
+"""What a caller may do, and what a request may name."""

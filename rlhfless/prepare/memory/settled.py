@@ -76,7 +76,7 @@ def placed(asked: Question) -> RunSpec:
                 return candidate
         except PlacementError:
             continue
-    # Nothing fits; what is said of it, and the nearest change, are those of the placement that large models want.
+    # Nothing fits; what is said of it, and the nearest change, are of the placement that large models want.
     apart = asked.count > spec.placement.learner_devices
     return edited(spec, {"placement.mode": "disaggregated" if apart else "colocated"})
 

@@ -102,7 +102,7 @@ def test_where_samples_wait_the_grid_is_as_fine_at_the_end_as_in_the_middle() ->
 
 
 def test_how_long_the_longest_response_is_does_not_depend_on_waits() -> None:
-    """Three samples, one at a time or all at once: none has more than 12 tokens to draw but those of 20 and of 30, and
+    """Three samples, one at a time or all at once: none has more than 12 tokens to draw but two, of 20 and of 30, and
     the grid ends at 30 tokens, though the last of them ends after 55 iterations."""
     rows = known([10, 20, 30], [0, 0, 0], begun=False)
     tokens, unended = longest_response(rows, 1)

@@ -55,7 +55,7 @@ class StepMargin:
     """Whether most prompts of the step were seen before."""
 
     def at(self, caution: float) -> tuple[float, float]:
-        """Confidence to ask of forecasts, and reserve of time. `caution` 1: those of the deadline; 0: as likely as not,
+        """Confidence to ask of forecasts, and reserve of time. `caution` 1: as the deadline asks; 0: as likely as not,
         and no reserve. Between them the confidence is linear in `caution`, and the reserve a power."""
         return self.even + caution * (self.level - self.even), self.reserve**caution
 
