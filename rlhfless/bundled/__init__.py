@@ -28,7 +28,7 @@ from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.bundled.warm_start import Progress, WarmStartRecipe, train_policy
 
-__all__ = ["BundledPaths", "Progress", "Recipe", "build", "build_random"]
+__all__ = ["BundledPaths", "Progress", "Recipe", "WarmStartRecipe", "build", "build_random"]
 
 FORMAT_VERSION = 1
 """Raise it when code, not a constant of the recipe, changes what is built."""

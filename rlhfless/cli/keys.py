@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhfless.cli.service import Data
+from rlhfless.cli.service import DATABASE_VARIABLE, Data
 from rlhfless.control.settings import DATA_FOLDER, ServiceSettings
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-Database = Annotated[str | None, typer.Option("--database", metavar="URL", help="As given to `rlhfless up`.")]
+    from rlhfless.control.security.access import Scope
+
+Database = Annotated[
+    str | None,
+    typer.Option("--database", metavar="URL", envvar=DATABASE_VARIABLE, help="As given to `rlhfless up`."),
+]
+
+LEAST_CHARACTERS = 32
+"""Only a hash without salt is kept of a secret, which does for one that cannot be guessed."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     keys = typer.Typer(help="API keys of a service.", no_args_is_help=True)
     keys.command()(create)
+    keys.command()(put)
     keys.command("list")(list_keys)
     keys.command()(revoke)
     app.add_typer(keys, name="keys")
@@ -33,15 +43,39 @@ def create(
     database: Database = None,
 ) -> None:
     """Make a key; it is printed this once. A service that runs knows it within seconds."""
-    from rlhfless.control.security.access import SCOPES, make_key
+    from rlhfless.control.security.access import make_key
 
-    chosen = next((known for known in SCOPES if known == scope), None)
-    if chosen is None:
-        raise typer.BadParameter(f"{scope!r} is none of {', '.join(SCOPES)}", param_hint="--scope")
+    chosen = _scope(scope)
     with _session(data, database) as session:
         _, secret = make_key(session, name, chosen)
         session.commit()
     typer.echo(secret)
+
+
+def put(
+    name: Annotated[str, typer.Argument(help="What it is for, for you to know it by.")],
+    file: Annotated[Path, typer.Option("--from", metavar="FILE", help="File with the secret, such as a mounted one.")],
+    scope: Annotated[str, typer.Option(help="read, run (starts and steers runs), or admin.")] = "run",
+    data: Data = DATA_FOLDER,
+    database: Database = None,
+) -> None:
+    """Make a secret that you have already the key of this name; another one of the name is revoked. Idempotent."""
+    from rlhfless.control.security.access import put_key
+
+    chosen = _scope(scope)
+    try:
+        secret = file.read_text("utf-8").strip()
+    except OSError as error:
+        raise typer.BadParameter(f"{file} cannot be read: {error.strerror}", param_hint="--from") from error
+    if len(secret) < LEAST_CHARACTERS:
+        what = (
+            f"the secret in {file} has {len(secret)} characters, fewer than {LEAST_CHARACTERS}; `openssl rand -hex 32`"
+        )
+        raise typer.BadParameter(f"{what} makes one", param_hint="--from")
+    with _session(data, database) as session:
+        key = put_key(session, name, chosen, secret).id
+        session.commit()
+    typer.echo(key)
 
 
 def list_keys(
@@ -81,6 +115,15 @@ def revoke(
             raise UserError(f"there is no key {key!r}; `rlhfless keys list` shows all")
         row.revoked_at = row.revoked_at or time.time()
         session.commit()
+
+
+def _scope(text: str) -> Scope:
+    from rlhfless.control.security.access import SCOPES
+
+    chosen = next((known for known in SCOPES if known == text), None)
+    if chosen is None:
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(SCOPES)}", param_hint="--scope")
+    return chosen
 
 
 def _session(data: str, database: str | None) -> Session:

@@ -21,6 +21,9 @@ def register(app: typer.Typer) -> None:
 def tiny(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to.")] = Path("tiny"),
     seed: Annotated[int, typer.Option(help="Seed of the model and of the data.")] = 0,
+    untaught: Annotated[
+        bool, typer.Option("--untaught", help="Random weights, in seconds: to see that a run goes through.")
+    ] = False,
 ) -> None:
     """Build a tiny model with a counting task: a first run in minutes, without a GPU or a download."""
     from rich.console import Console
@@ -37,5 +40,6 @@ def tiny(
             description = f"teaching the model to count (loss {progress.loss:.3f})"
             bar.update(task, total=progress.steps, completed=progress.step, description=description)
 
-        paths = bundled.build(out, seed=seed, on_progress=show)
+        recipe = bundled.Recipe(warm_start=bundled.WarmStartRecipe(steps=0)) if untaught else bundled.Recipe()
+        paths = bundled.build(out, seed=seed, recipe=recipe, on_progress=show)
     typer.echo(f"{paths.folder} holds model/, {paths.train.name} and {paths.held_out.name}")

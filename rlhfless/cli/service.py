@@ -20,6 +20,9 @@ UP_S = 60.0
 
 LOG_FILE = "service.log"
 
+DATABASE_VARIABLE = "RLHFLESS_DATABASE"
+"""The database's URL, which has a password, in place of --database."""
+
 Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
 
 
@@ -34,7 +37,8 @@ def up(
     host: Annotated[str, typer.Option(help="Address to listen on. Off loopback an API key is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8080,
     database: Annotated[
-        str | None, typer.Option(metavar="URL", help="PostgreSQL; by default SQLite in the data folder.")
+        str | None,
+        typer.Option(metavar="URL", envvar=DATABASE_VARIABLE, help="PostgreSQL; by default SQLite in the data folder."),
     ] = None,
     ray_address: Annotated[
         str | None,
@@ -43,6 +47,10 @@ def up(
             help="Ray cluster: HOST:PORT of one that this machine is a node of, or http://HEAD:8265 of one elsewhere. "
             "By default a private one is started.",
         ),
+    ] = None,
+    ray_cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="In Kubernetes: the RayCluster, of whose pending pods reasons are told."),
     ] = None,
     capacity: Annotated[
         list[str] | None,
@@ -74,6 +82,7 @@ def up(
         "port": port,
         "database": database,
         "ray_address": ray_address,
+        "ray_cluster": ray_cluster,
         "capacity": dict(_capacity(text) for text in capacity or ()),
         "max_drivers": max_drivers,
         "roots": tuple(str(Path(path).absolute()) if "://" not in path else path for path in root or default_roots()),

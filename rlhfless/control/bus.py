@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from rlhfless.control.database.tables import EventRow
 
@@ -31,22 +32,31 @@ class Bus:
         self._watchers: set[_Watcher] = set()
         self._changes: dict[str, int] = {}
         self._shown: dict[str, bytes] = {}
+        self._reading: dict[str, tuple[int, asyncio.Task[bytes]]] = {}
+        """By run: the change after which its reading began."""
 
-    def shown(self, run_id: str) -> bytes | None:
-        """The run as it was shown last, if it has not changed since. The API process alone changes runs, so that is
-        what the database has."""
-        return self._shown.get(run_id)
+    async def look(self, run_id: str, read: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+        """What a run looks like: as it was read last, if it has not changed since (the API process alone changes runs,
+        so that is what the database has), and otherwise as it is read now, once for all that ask meanwhile. A run that
+        works changes every second. Raises what `read` raises."""
+        if (kept := self._shown.get(run_id)) is not None:
+            return kept
+        change = self._changes.get(run_id, 0)
+        began, reading = self._reading.get(run_id, (-1, None))
+        if reading is None or began != change:
+            reading = asyncio.create_task(read())
+            self._reading[run_id] = change, reading
+            reading.add_done_callback(lambda done: self._have_read(run_id, change, done))
+        return await asyncio.shield(reading)
 
-    def change(self, run_id: str) -> int:
-        """Number of the run's last change; ask before the run is read, for `keep`."""
-        return self._changes.get(run_id, 0)
-
-    def keep(self, run_id: str, change: int, shown: bytes) -> None:
-        """Keep what a run looks like, unless it has changed meanwhile."""
-        if self.change(run_id) == change:
-            self._shown[run_id] = shown
-            while len(self._shown) > MOST_SHOWN:
-                del self._shown[next(iter(self._shown))]
+    def _have_read(self, run_id: str, change: int, reading: asyncio.Task[bytes]) -> None:
+        if self._reading.get(run_id, (-1, None))[0] == change:
+            del self._reading[run_id]
+        if reading.cancelled() or reading.exception() is not None or self._changes.get(run_id, 0) != change:
+            return
+        self._shown[run_id] = reading.result()
+        while len(self._shown) > MOST_SHOWN:
+            del self._shown[next(iter(self._shown))]
 
     def publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
         """These runs have changed, with these new events of each."""
@@ -54,7 +64,7 @@ class Bus:
 
     def _publish(self, changed: Mapping[str, Sequence[EventRow]]) -> None:
         for run_id, events in changed.items():
-            self._changes[run_id] = self.change(run_id) + 1
+            self._changes[run_id] = self._changes.get(run_id, 0) + 1
             self._shown.pop(run_id, None)
             if events:
                 if run_id not in self._recent and len(self._recent) >= MOST_SHOWN:

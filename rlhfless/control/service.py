@@ -21,6 +21,7 @@ from rlhfless.control.database.access import Database, database_of
 from rlhfless.control.database.migrate import migrate
 from rlhfless.control.drivers import Drivers
 from rlhfless.control.objects import ReplicaNow
+from rlhfless.control.pods import PodWatch, lister
 from rlhfless.control.ray_host import RAY_FILE, STALE_S, RayNow, read_ray
 from rlhfless.control.retention import sweep_for_ever
 from rlhfless.control.security.keys import Keys
@@ -53,6 +54,7 @@ class Service:
         self.host_token = secrets.token_urlsafe(32)
         """What the host of a cluster elsewhere shows. Another service has another one; its predecessor's host ends."""
         self._told: RayNow | None = None
+        self.pods = PodWatch(lister(settings.ray_cluster)) if settings.ray_cluster else None
         database.on_commit = self.bus.publish
 
     @property
@@ -92,7 +94,9 @@ class Service:
     async def working(self) -> AsyncIterator[None]:
         """Within the block runs are looked after."""
         self.announce()
-        work = (self.supervisor.run(), self.forecasts.run(), sweep_for_ever(self.database, self.settings))
+        work = [self.supervisor.run(), self.forecasts.run(), sweep_for_ever(self.database, self.settings)]
+        if self.pods is not None:
+            work.append(self.pods.run())
         tasks = [asyncio.create_task(one) for one in work]
         try:
             yield

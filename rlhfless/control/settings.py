@@ -47,6 +47,9 @@ class ServiceSettings(SpecModel):
     """A Ray cluster: `host:port` of one that this machine is a node of, or http://head:8265, the job interface of one
     elsewhere, in which the runs' drivers then are jobs (they find the runs' folder at the same path, and the service at
     `public_url`). By default the service starts one on this machine, which only this machine can reach."""
+    ray_cluster: str | None = None
+    """In Kubernetes: name of the RayCluster in the service's namespace. The status of runs that wait for devices then
+    names its pods that are pending, and why."""
     capacity: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Devices that runs may hold together, by kind. By default all that the cluster has now; name more where a cluster
     autoscaler brings nodes."""

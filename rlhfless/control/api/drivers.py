@@ -12,7 +12,7 @@ from rlhfless.control import ingest, store
 from rlhfless.control.database.tables import LeaseRow
 from rlhfless.control.delivery import Push, PushAnswer
 from rlhfless.control.errors import ApiError
-from rlhfless.control.lifecycle import ENDED, Wish
+from rlhfless.control.lifecycle import ENDED, Status, Wish
 from rlhfless.control.ray_host import RayNow
 from rlhfless.control.security.access import hashed
 from rlhfless.control.service import service_of
@@ -42,6 +42,9 @@ async def deliver(
         if not hmac.compare_digest(hashed(token), run.driver_token):
             status, code = (409, "stale_attempt") if push.attempt < run.attempt else (401, "unauthorized")
             raise ApiError(status, code, f"this is not the secret of attempt {run.attempt} of {run_id}")
+        pods = service.pods.told if service.pods is not None and run.status == Status.PROVISIONING else ""
+        if pods and push.now.reason:
+            push.now.reason += f"; {pods}"
         pushed = ingest.take(session, run, push)
         lease = session.get(LeaseRow, run_id)
         wish = "run" if run.wish == Wish.RUN else run.wish

@@ -143,13 +143,12 @@ async def list_runs(
 async def get_run(request: Request, _: Reads, run_id: str) -> Response:
     """Its status, progress, cost, and spec."""
     service = service_of(request.app)
-    shown = service.bus.shown(run_id)
-    if shown is None:
-        change = service.bus.change(run_id)
+
+    async def read() -> bytes:
         found = await service.database.read(lambda session: run_object(store.run_of(session, run_id)))
-        shown = found.model_dump_json().encode()
-        service.bus.keep(run_id, change, shown)
-    return Response(shown, media_type="application/json")
+        return found.model_dump_json().encode()
+
+    return Response(await service.bus.look(run_id, read), media_type="application/json")
 
 
 @router.post("/runs/{run_id}/cancel", summary="Cancel a run")

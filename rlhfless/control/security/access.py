@@ -42,8 +42,10 @@ def hashed(secret: str) -> str:
 
 def make_key(session: Session, name: str, scope: Scope) -> tuple[KeyRow, str]:
     """A new key, and its secret, which is told this once."""
-    secret = PREFIX + secrets.token_urlsafe(32)
-    scopes = list(SCOPES[: SCOPES.index(scope) + 1])
+    return _new(session, name, list(SCOPES[: SCOPES.index(scope) + 1]), PREFIX + secrets.token_urlsafe(32))
+
+
+def _new(session: Session, name: str, scopes: list[str], secret: str) -> tuple[KeyRow, str]:
     row = KeyRow(
         id=f"key_{secrets.token_hex(6)}",
         name=name,
@@ -54,6 +56,20 @@ def make_key(session: Session, name: str, scope: Scope) -> tuple[KeyRow, str]:
     )
     session.add(row)
     return row, secret
+
+
+def put_key(session: Session, name: str, scope: Scope, secret: str) -> KeyRow:
+    """Make a secret that exists already the key of this name; another one that the name had is revoked. Idempotent."""
+    there = list(session.scalars(select(KeyRow).where(KeyRow.name == name, KeyRow.revoked_at.is_(None))))
+    scopes: list[str] = list(SCOPES[: SCOPES.index(scope) + 1])
+    same = [row for row in there if row.hash == hashed(secret) and row.scopes == scopes]
+    for row in there:
+        if row not in same:
+            row.revoked_at = time.time()
+    if same:
+        return same[0]
+    row, _ = _new(session, name, scopes, secret)
+    return row
 
 
 def has_keys(session: Session) -> bool:

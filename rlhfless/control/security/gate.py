@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from limits import RateLimitItemPerMinute
-from limits.storage import MemoryStorage
-from limits.strategies import FixedWindowRateLimiter
+from limits.aio.storage import MemoryStorage
+from limits.aio.strategies import FixedWindowRateLimiter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhfless.control.errors import ApiError
@@ -38,6 +38,8 @@ class Gate:
         self._app = app
         self._settings = settings
         self._open_to_all = open_to_all
+        # The storage that is not asyncio's starts a thread for each request, and waits until it runs: a third of a
+        # second where all cores are busy.
         self._limiter = FixedWindowRateLimiter(MemoryStorage())
         self._requests = RateLimitItemPerMinute(settings.requests.requests_per_minute)
         self._refusals = RateLimitItemPerMinute(REFUSALS_PER_MINUTE)
@@ -50,7 +52,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         try:
-            self._check(scope, headers)
+            await self._check(scope, headers)
             if b"transfer-encoding" in headers:
                 receive = await self._read_first(receive)
         except ApiError as error:
@@ -63,7 +65,7 @@ class Gate:
         finally:
             self._streams -= is_stream
 
-    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+    async def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raises ApiError."""
         if self._open_to_all() and not scope["path"].startswith(FREE):
             self._check_origin(headers)
@@ -73,13 +75,13 @@ class Gate:
         if scope["path"].startswith(FREE):
             return
         address = _address(scope)
-        if not self._limiter.test(self._refusals, address):
-            raise _too_many("too many requests with a wrong API key", self._limiter, self._refusals, address)
+        if not await self._limiter.test(self._refusals, address):
+            raise await _too_many("too many requests with a wrong API key", self._limiter, self._refusals, address)
         authorization = headers.get(b"authorization", b"").decode("latin-1")
         name = hashed(authorization) if authorization else address
-        if not self._limiter.hit(self._requests, name):
+        if not await self._limiter.hit(self._requests, name):
             limit = self._settings.requests.requests_per_minute
-            raise _too_many(f"more than {limit} requests a minute", self._limiter, self._requests, name)
+            raise await _too_many(f"more than {limit} requests a minute", self._limiter, self._requests, name)
         if self._streams >= self._settings.requests.streams and STREAM in headers.get(b"accept", b""):
             raise ApiError(429, "too_many_streams", f"{self._streams} streams are open", retry_after_s=5.0)
 
@@ -109,7 +111,7 @@ class Gate:
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 401:
-                self._limiter.hit(self._refusals, _address(scope))
+                await self._limiter.hit(self._refusals, _address(scope))
             await send(message)
 
         await self._app(scope, receive, noted)
@@ -137,8 +139,8 @@ def _address(scope: Scope) -> str:
     return client[0] if client else "?"
 
 
-def _too_many(what: str, limiter: FixedWindowRateLimiter, item: Any, name: str) -> ApiError:
-    reset_s = limiter.get_window_stats(item, name).reset_time - time.time()
+async def _too_many(what: str, limiter: FixedWindowRateLimiter, item: Any, name: str) -> ApiError:
+    reset_s = (await limiter.get_window_stats(item, name)).reset_time - time.time()
     return ApiError(429, "too_many_requests", f"{what}; ask again later", retry_after_s=max(reset_s, 1.0))
 
 

@@ -1,0 +1,122 @@
+"""Why nodes of the Ray cluster do not come: its pods in Kubernetes that are pending, read with this pod's account."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfless.control.looks import Looker
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""How often pods are listed: the cluster's scheduler and autoscaler take as long for a decision."""
+
+TIMEOUT_S = 5.0
+"""Longest wait for the API server."""
+
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+CLUSTER_LABEL = "ray.io/cluster"
+GROUP_LABEL = "ray.io/group"
+
+LONGEST_WHY = 300
+"""Characters of a reason: the scheduler's has a clause for each kind of node that does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPod:
+    """A pod that does not run yet."""
+
+    name: str
+    group: str
+    why: str
+    since: float
+
+
+def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
+    """Pods that do not run yet, of the client's V1Pod objects: the one that waits longest first."""
+    found = [
+        PendingPod(
+            pod.metadata.name,
+            (pod.metadata.labels or {}).get(GROUP_LABEL, ""),
+            _why(pod)[:LONGEST_WHY],
+            pod.metadata.creation_timestamp.timestamp(),
+        )
+        for pod in pods
+        if pod.metadata.deletion_timestamp is None and _is_pending(pod)
+    ]
+    return sorted(found, key=lambda pod: (pod.since, pod.name))
+
+
+def told(pending: list[PendingPod], now: float) -> str:
+    """In one clause of a status: the pod that waits longest, and how many others do. Empty if none does."""
+    if not pending:
+        return ""
+    first = pending[0]
+    others = Counter(pod.group for pod in pending[1:])
+    more = "".join(f", and {count} more of group {group}" for group, count in sorted(others.items()))
+    return f"pod {first.name} is pending for {now - first.since:.0f} s: {first.why}{more}"
+
+
+def _is_pending(pod: Any) -> bool:
+    if pod.status.phase == "Pending":
+        return True
+    return pod.status.phase == "Running" and any(_waits(status) for status in pod.status.container_statuses or ())
+
+
+def _waits(status: Any) -> Any:
+    return status.state.waiting if status.state is not None else None
+
+
+def _why(pod: Any) -> str:
+    for condition in pod.status.conditions or ():
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return condition.message or condition.reason or "it is not scheduled"
+    for status in (*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())):
+        if (waiting := _waits(status)) is not None and waiting.reason not in (None, "PodInitializing"):
+            return f"{waiting.reason}: {waiting.message}" if waiting.message else str(waiting.reason)
+    return "its containers start"
+
+
+def lister(cluster: str) -> Callable[[], list[Any]]:
+    """A function that lists the pods of a RayCluster in this pod's namespace."""
+    from kubernetes import client, config
+
+    config.load_incluster_config()
+    namespace, api = NAMESPACE_FILE.read_text("utf-8").strip(), client.CoreV1Api()
+
+    def pods() -> list[Any]:
+        selector = f"{CLUSTER_LABEL}={cluster}"
+        items: list[Any] = api.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=TIMEOUT_S).items
+        return items
+
+    return pods
+
+
+class PodWatch(Looker):
+    """Lists the pods of the cluster; `told` is what a run that waits for devices says of them."""
+
+    def __init__(self, pods: Callable[[], list[Any]]) -> None:
+        super().__init__(LOOK_S)
+        self._pods = pods
+        self._pending: list[PendingPod] = []
+
+    @property
+    def told(self) -> str:
+        """See `told` of this module; now."""
+        return told(self._pending, time.time())
+
+    async def look(self) -> None:
+        """List them once."""
+        try:
+            self._pending = pending_of(await asyncio.to_thread(self._pods))
+        except Exception as error:  # the client raises its own errors, and urllib3's
+            self._pending = []
+            log.warning("the pods of the Ray cluster cannot be listed: %s", str(error).partition("\n")[0])

@@ -1,0 +1,75 @@
+"""Which pods are told of, and what is told."""
+
+from __future__ import annotations
+
+import datetime
+from types import SimpleNamespace
+from typing import Any
+
+from rlhfless.control.pods import PodWatch, pending_of, told
+
+BORN = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+NOW = BORN.timestamp() + 90
+
+
+def pod(name: str, phase: str = "Pending", *, age_s: float = 41, group: str = "h100", **more: Any) -> Any:
+    status = {"phase": phase, "conditions": None, "init_container_statuses": None, "container_statuses": None} | more
+    born = datetime.datetime.fromtimestamp(NOW - age_s, datetime.UTC)
+    labels = {"ray.io/group": group}
+    metadata = SimpleNamespace(name=name, labels=labels, creation_timestamp=born, deletion_timestamp=None)
+    return SimpleNamespace(metadata=metadata, status=SimpleNamespace(**status))
+
+
+def unscheduled(message: str) -> list[Any]:
+    return [SimpleNamespace(type="PodScheduled", status="False", message=message, reason="Unschedulable")]
+
+
+def waits(reason: str, message: str | None = None) -> list[Any]:
+    return [SimpleNamespace(state=SimpleNamespace(waiting=SimpleNamespace(reason=reason, message=message)))]
+
+
+def test_the_pod_that_waits_longest_is_told_with_its_reason() -> None:
+    pods = [
+        pod("ray-h100-b", age_s=20, conditions=unscheduled("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")),
+        pod("ray-head", "Running", container_statuses=[SimpleNamespace(state=SimpleNamespace(waiting=None))]),
+        pod("ray-h100-a", age_s=41, conditions=unscheduled("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")),
+        pod("ray-cpu-a", age_s=5, group="cpu"),
+    ]
+    assert told(pending_of(pods), NOW) == (
+        "pod ray-h100-a is pending for 41 s: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu., "
+        "and 1 more of group cpu, and 1 more of group h100"
+    )
+
+
+def test_what_keeps_a_scheduled_pod_from_running() -> None:
+    image = pod("a", container_statuses=waits("ImagePullBackOff", 'Back-off pulling image "nowhere/x:1"'))
+    crashes = pod("b", "Running", container_statuses=waits("CrashLoopBackOff"))
+    starts = pod("c", init_container_statuses=waits("PodInitializing"))
+    assert [found.why for found in pending_of([image, crashes, starts])] == [
+        'ImagePullBackOff: Back-off pulling image "nowhere/x:1"',
+        "CrashLoopBackOff",
+        "its containers start",
+    ]
+
+
+def test_a_pod_that_ends_is_not_waited_for() -> None:
+    ending = pod("a")
+    ending.metadata.deletion_timestamp = BORN
+    assert pending_of([ending, pod("b", "Succeeded")]) == []
+    assert told([], NOW) == ""
+
+
+async def test_an_api_server_that_is_away_is_no_reason() -> None:
+    answers: list[Any] = [[pod("a")], OSError("connection refused")]
+
+    def pods() -> list[Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return list(answer)
+
+    watch = PodWatch(pods)
+    await watch.look()
+    assert "pod a is pending" in watch.told
+    await watch.look()
+    assert watch.told == ""
