@@ -1,0 +1,169 @@
+"""What the chart renders, with helm and no cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from charts import CHART, Render, helm
+
+FILES = ("values-gpu-cluster.yaml", "values-single-gpu-node.yaml", "values-cpu-trial.yaml")
+POSTGRES = {"database": {"existingSecret": "postgres"}}
+OPEN = {
+    "ingress": {"enabled": True, "host": "rlhf.example", "tlsSecret": "tls", "className": "nginx"},
+    "gateway": {"enabled": True, "parents": [{"name": "public"}], "hostnames": ["rlhf.example"]},
+}
+OWN = {
+    "apiKey": {"existingSecret": "mine"},
+    "volumes": {name: {"existingClaim": f"my-{name}"} for name in ("data", "runs", "models")},
+    "hub": {"existingSecret": "hub"},
+    "imagePullSecrets": ["registry"],
+    "ray": {"priorityClassName": "low", "queueName": "team"},
+}
+MATRIX = [({}, ()), *(({}, (file,)) for file in FILES), *((values, (FILES[0],)) for values in (POSTGRES, OPEN, OWN))]
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [found for found in objects if found["kind"] == kind]
+
+
+def pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Specs of all pods, by what makes them."""
+    found = {f"{one['kind']}/{one['metadata']['name']}": one["spec"] for one in of_kind(objects, "Pod")}
+    for one in of_kind(objects, "Deployment"):
+        found[f"Deployment/{one['metadata']['name']}"] = one["spec"]["template"]["spec"]
+    for cluster in of_kind(objects, "RayCluster"):
+        found["head"] = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+        found |= {group["groupName"]: group["template"]["spec"] for group in cluster["spec"]["workerGroupSpecs"]}
+    return found
+
+
+def test_lint() -> None:
+    for file in FILES:
+        done = helm("lint", "--strict", str(CHART), "-f", str(CHART / file))
+        # The check for KubeRay has no cluster to ask.
+        assert done.returncode == 0 or "needs KubeRay's operator" in done.stdout + done.stderr, done.stdout
+
+
+@pytest.mark.parametrize(("values", "files"), MATRIX)
+def test_every_pod_is_restricted(render: Render, values: dict[str, Any], files: tuple[str, ...]) -> None:
+    """As the `restricted` pod security standard asks, and more: a root file system that is read-only."""
+    objects = render(values, *files)
+    found = pods(objects)
+    assert {"head", "cpu", "Deployment/r-rlhfless", "Pod/r-rlhfless-test"} <= found.keys()
+    for name, spec in found.items():
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not any("hostPath" in volume for volume in spec["volumes"])
+        for container in (*spec["containers"], *spec.get("initContainers", ())):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["limits"]["memory"]
+            mounted = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounted <= {volume["name"] for volume in spec["volumes"]}, name
+        # The control plane reads pods, the head's autoscaler changes them.
+        assert name in ("head", "Deployment/r-rlhfless") or spec["automountServiceAccountToken"] is False
+
+
+def test_one_image_everywhere(render: Render) -> None:
+    digest = "sha256:" + "0" * 64
+    objects = render({"image": {"repository": "mine/rlhfless", "digest": digest}}, FILES[0])
+    (cluster,) = of_kind(objects, "RayCluster")
+    images = {container["image"] for spec in pods(objects).values() for container in spec["containers"]}
+    assert images | {cluster["spec"]["autoscalerOptions"]["image"]} == {f"mine/rlhfless@{digest}"}
+
+
+def test_gpu_groups_cost_nothing_while_idle_and_are_known_to_the_scaler(render: Render) -> None:
+    objects = render({}, FILES[0])
+    (cluster,) = of_kind(objects, "RayCluster")
+    assert cluster["spec"]["enableInTreeAutoscaling"] is True
+    assert cluster["spec"]["autoscalerOptions"]["version"] == "v2"
+    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
+    assert {name: group["minReplicas"] for name, group in groups.items()} == {"cpu": 0, "h100": 0, "l40s": 0}
+    assert groups["h100"]["labels"] == {"ray.io/accelerator-type": "H100"}
+    (container,) = groups["h100"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    arguments = pods(objects)["Deployment/r-rlhfless"]["containers"][0]["args"]
+    assert "--capacity=h100=64" in arguments
+    assert "--capacity=l40s=32" in arguments
+    assert not any("cpu-core" in word for word in arguments)
+
+
+def test_the_cores_of_a_trial_are_devices(render: Render) -> None:
+    arguments = pods(render({}, FILES[2]))["Deployment/r-rlhfless"]["containers"][0]["args"]
+    assert "--capacity=cpu-core=2" in arguments
+
+
+def test_the_database_by_url_comes_from_its_secret_alone(render: Render) -> None:
+    spec = pods(render(POSTGRES))["Deployment/r-rlhfless"]
+    for container in (*spec["initContainers"], *spec["containers"]):
+        (database,) = [entry for entry in container["env"] if entry["name"] == "RLHFLESS_DATABASE"]
+        assert database["valueFrom"] == {"secretKeyRef": {"name": "postgres", "key": "url"}}
+
+
+def test_what_is_named_is_not_made(render: Render) -> None:
+    objects = render(OWN)
+    assert of_kind(objects, "PersistentVolumeClaim") == []
+    assert [one["metadata"]["name"] for one in of_kind(objects, "Secret")] == ["r-rlhfless-ray-token"]
+    (cluster,) = of_kind(objects, "RayCluster")
+    assert cluster["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    claims = {volume["persistentVolumeClaim"]["claimName"] for volume in pods(objects)["cpu"]["volumes"]
+              if "persistentVolumeClaim" in volume}  # fmt: skip
+    assert claims == {"my-runs", "my-models"}
+
+
+def test_claims_that_are_kept(render: Render) -> None:
+    for keep in (True, False):
+        for claim in of_kind(render({"volumes": {"keep": keep}}), "PersistentVolumeClaim"):
+            kept = claim["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"
+            assert kept is keep
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"controlplane": {}}, "controlplane"),
+        ({"controlPlane": {"maxDriver": 2}}, "maxDriver"),
+        ({"controlPlane": {"maxDrivers": 0}}, "maxDrivers"),
+        ({"service": {"type": "Cluster"}}, "type"),
+        ({"image": {"digest": "latest"}}, "digest"),
+        ({"ray": {"gpuGroups": [{"name": "h100"}]}}, "gpuGroups"),
+        ({"volumes": {"runs": {"accessMode": "RWX"}}}, "accessMode"),
+        ({"ray": {"cpuGroup": {"minNodes": 5, "maxNodes": 4}}}, "minNodes"),
+        ({"ingress": {"enabled": True}}, "ingress.host"),
+        ({"gateway": {"enabled": True}}, "gateway.parents"),
+    ],
+)
+def test_wrong_values_are_named(refusal: Callable[[dict[str, Any]], str], values: dict[str, Any], named: str) -> None:
+    assert named in refusal(values)
+
+
+def test_without_kuberay_the_message_says_how_to_install_it() -> None:
+    done = helm("template", "r", str(CHART))
+    assert done.returncode != 0
+    assert "helm install kuberay-operator" in done.stderr
+
+
+def test_the_values_of_the_chart_fit_its_schema() -> None:
+    text = (CHART / "values.yaml").read_text()
+    jsonschema.validate(yaml.safe_load(text), json.loads((CHART / "values.schema.json").read_text()))
+
+
+def test_monitoring_is_complete_when_it_is_wanted(render: Render) -> None:
+    objects = render({}, FILES[0])
+    (rule,) = of_kind(objects, "PrometheusRule")
+    alerts = [one["alert"] for group in rule["spec"]["groups"] for one in group["rules"]]
+    assert len(alerts) == 7
+    (monitor,) = of_kind(objects, "ServiceMonitor")
+    assert monitor["spec"]["endpoints"][0]["authorization"]["credentials"] == {
+        "name": "r-rlhfless-api-key",
+        "key": "api-key",
+    }
+    assert json.loads(of_kind(objects, "ConfigMap")[0]["data"]["rlhfless.json"])["panels"]
