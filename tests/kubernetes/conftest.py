@@ -21,7 +21,20 @@ def render(tmp_path_factory: pytest.TempPathFactory) -> Render:
         own = folder / "own.yaml"
         own.write_text(json.dumps(values or {}))
         words = [word for file in files for word in ("-f", str(CHART / file))]
-        done = helm("template", "r", str(CHART), "-n", "space", "--api-versions", CRD, *words, "-f", str(own))
+        done = helm(
+            "template",
+            "r",
+            str(CHART),
+            "-n",
+            "space",
+            "--kube-version",
+            "1.34.0",
+            "--api-versions",
+            CRD,
+            *words,
+            "-f",
+            str(own),
+        )
         assert done.returncode == 0, done.stderr
         return [found for found in yaml.safe_load_all(done.stdout) if found]
 
@@ -34,7 +47,7 @@ def refusal() -> Callable[[dict[str, Any]], str]:
 
     def said(values: dict[str, Any]) -> str:
         done = subprocess.run(
-            [tool("helm"), "template", "r", str(CHART), "--api-versions", CRD, "-f", "-"],
+            [tool("helm"), "template", "r", str(CHART), "--kube-version", "1.34.0", "--api-versions", CRD, "-f", "-"],
             input=json.dumps(values), capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert done.returncode != 0
