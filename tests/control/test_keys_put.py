@@ -1,0 +1,44 @@
+"""`rlhfless keys put`: a secret that was made elsewhere becomes a key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from standing import NoDrivers, served, there_is_ray
+from typer.testing import CliRunner
+
+from rlhfless.cli.main import app
+from rlhfless.control.security import keys as keys_module
+from rlhfless.control.settings import ServiceSettings
+
+
+def put(folder: Path, secret: str, scope: str = "admin") -> tuple[int, str]:
+    (folder / "secret").write_text(f"{secret}\n")
+    words = ["keys", "put", "installed", "--scope", scope, "--from", str(folder / "secret"), "--data", str(folder)]
+    done = CliRunner().invoke(app, words)
+    return done.exit_code, done.output.strip()
+
+
+def test_a_secret_is_a_key_until_another_one_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys_module, "KEPT_S", 0.0)
+    first, second = "a" * 43, "b" * 43
+    code, key = put(tmp_path, first)
+    assert code == 0
+    assert put(tmp_path, first) == (0, key)
+    there_is_ray(tmp_path)
+    with served(ServiceSettings(data=str(tmp_path)), NoDrivers()) as (client, _):
+
+        def status(secret: str) -> int:
+            return client.get("/v1/runs", headers={"Authorization": f"Bearer {secret}"}).status_code
+
+        assert (status(first), status(second)) == (200, 401)
+        assert put(tmp_path, second)[0] == 0
+        assert (status(first), status(second)) == (401, 200)
+
+
+def test_a_secret_that_could_be_guessed_is_refused(tmp_path: Path) -> None:
+    code, said = put(tmp_path, "short")
+    assert code == 2
+    assert "openssl rand -hex 32" in " ".join(said.replace("│", " ").split())
+    assert put(tmp_path, "a" * 43, scope="root")[0] == 2
