@@ -1,5 +1,6 @@
 # make demo   set up (once), start the service, POST one whole RLHF run with real parts, follow it, stop the service
 # make test   set up (once), then every check and test
+# make test-kubernetes  the chart, on the cluster of KUBECONFIG
 # make setup  only set up
 SHELL := /bin/bash
 VENV := $(shell scripts/setup.sh --path)
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 HOME_DIR := $(or $(RLHFLESS_HOME),$(HOME)/.cache/rlhfless)
 MODEL := $(HOME_DIR)/models/tiny
 
-.PHONY: setup demo test lint unit clean
+.PHONY: setup demo test test-kubernetes lint unit clean
 
 setup:
 	@scripts/setup.sh >/dev/null
@@ -25,9 +26,14 @@ lint: setup
 	@$(BIN)/mypy rlhfless
 	@$(BIN)/lint-imports
 
+# With any KUBECONFIG; see tests/kubernetes/environment.py.
+test-kubernetes: setup
+	@$(BIN)/pytest -m kubernetes
+
 test: lint
-	@$(BIN)/pytest -m "not engine" -n logical --dist loadfile
+	@$(BIN)/pytest -m "not engine and not kubernetes" -n logical --dist loadfile
 	@$(BIN)/pytest -m engine
+	@if [ -n "$$KUBECONFIG" ]; then $(BIN)/pytest -m kubernetes; else echo "KUBECONFIG is not set: the chart is not tested on a cluster"; fi
 
 clean:
 	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -9,18 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhfless.cli.service import DATABASE_VARIABLE, Data
+from rlhfless.cli.service import Data, Database
 from rlhfless.control.settings import DATA_FOLDER, ServiceSettings
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from rlhfless.control.security.access import Scope
-
-Database = Annotated[
-    str | None,
-    typer.Option("--database", metavar="URL", envvar=DATABASE_VARIABLE, help="As given to `rlhfless up`."),
-]
 
 LEAST_CHARACTERS = 32
 """Only a hash without salt is kept of a secret, which does for one that cannot be guessed."""

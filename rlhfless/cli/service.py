@@ -26,20 +26,26 @@ DATABASE_VARIABLE = "RLHFLESS_DATABASE"
 Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
 
 
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--database", metavar="URL", envvar=DATABASE_VARIABLE, help="PostgreSQL; by default SQLite in the data folder."
+    ),
+]
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(up)
     app.command()(down)
+    app.command()(migrate)
 
 
 def up(
     data: Data = DATA_FOLDER,
     host: Annotated[str, typer.Option(help="Address to listen on. Off loopback an API key is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8080,
-    database: Annotated[
-        str | None,
-        typer.Option(metavar="URL", envvar=DATABASE_VARIABLE, help="PostgreSQL; by default SQLite in the data folder."),
-    ] = None,
+    database: Database = None,
     ray_address: Annotated[
         str | None,
         typer.Option(
@@ -153,3 +159,13 @@ def down(data: Data = DATA_FOLDER) -> None:
 
     there = stop_service(ServiceSettings(data=data))
     typer.echo("stopped" if there else f"no service runs for {Path(data).absolute()}", err=True)
+
+
+def migrate(data: Data = DATA_FOLDER, database: Database = None) -> None:
+    """Bring the tables of a service's database up to date, as `rlhfless up` does first. Idempotent."""
+    from rlhfless.control.database.access import database_of
+    from rlhfless.control.database.migrate import migrate as bring_up_to_date
+
+    found = database_of(ServiceSettings(data=data, database=database))
+    bring_up_to_date(found.engine)
+    typer.echo(f"the tables of {found.engine.url.render_as_string(hide_password=True)} are up to date", err=True)

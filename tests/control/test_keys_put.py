@@ -42,3 +42,13 @@ def test_a_secret_that_could_be_guessed_is_refused(tmp_path: Path) -> None:
     assert code == 2
     assert "openssl rand -hex 32" in " ".join(said.replace("│", " ").split())
     assert put(tmp_path, "a" * 43, scope="root")[0] == 2
+
+
+def test_migrate_makes_the_tables_and_may_be_called_again(tmp_path: Path) -> None:
+    words = ["migrate", "--data", str(tmp_path)]
+    for _ in range(2):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        assert "are up to date" in done.output
+    code, key = put(tmp_path, "c" * 43)
+    assert (code, key[:4]) == (0, "key_")

@@ -137,9 +137,9 @@ def test_schema_and_version():
 def test_models_tiny_reports_progress_and_says_where_it_wrote(tmp_path, monkeypatch):
     from rlhfless import bundled
 
-    def build(folder, *, seed, on_progress):
+    def build(folder, *, seed, recipe, on_progress):
         on_progress(SimpleNamespace(step=1, steps=2, loss=0.5))
-        assert seed == 3
+        assert (seed, recipe) == (3, bundled.Recipe())
         return bundled.BundledPaths(folder)
 
     monkeypatch.setattr(bundled, "build", build, raising=False)
