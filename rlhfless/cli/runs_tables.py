@@ -17,9 +17,10 @@ from rlhfless.text import legible
 
 def runs_table(runs: Sequence[RunObject]) -> Table:
     """One line per run."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("run", "status", "step", "reward", "cost", "left", ""):
-        table.add_column(name, justify="right" if name in ("step", "reward", "cost", "left") else "left", no_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
+    for name in ("run", "status", "step", "reward", "cost", "left"):
+        table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
+    table.add_column("", no_wrap=True, ratio=1)  # what the other columns leave
     for run in runs:
         table.add_row(
             run.id,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
+from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, OutOfMemoryError, RayActorError
 
 from rlhfless.functions.lease import Lease, LeaseTerms
 
@@ -37,8 +37,9 @@ NAMESPACE = "rlhfless"
 HEAD_RESOURCE = "node:__internal_head__"
 """What Ray gives the head node: keepers are there, because no run survives its loss anyway."""
 
-DIED = (RayActorError, OutOfMemoryError)
-"""What a call of an actor that has died raises: Ray's error for one that it killed for memory is no RayActorError."""
+DIED = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
+"""What a call of an actor that has died raises: Ray's errors for one that it killed for memory, and for one whose node
+went before it was there, are no RayActorErrors."""
 
 LOOK_S = 5.0
 """How often a keeper looks whether its lease has ended."""

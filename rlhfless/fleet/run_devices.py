@@ -25,7 +25,7 @@ from rlhfless.fleet.holders import DIED, Demand, Held, StaleHolder, keeper_left,
 from rlhfless.fleet.nodes import NODE_LABEL, selector, shortage
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call, StaleCall
-from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Placement
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
 from rlhfless.spec import TimeoutsSpec
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,8 @@ class RunDevices:
         """Returns when the group is held."""
         taken = self._taken[group.name]
         async with taken.asking:
-            held = await self._ask("hold", group.name, self._demand(group), SAY_S)
+            nodes = await self._cluster.nodes(group.kind) if group.node else ()
+            held = await self._ask("hold", group.name, _demand(group, nodes), SAY_S)
             if held is None:
                 held = await self._wait(group)
             self._found(group, held)
@@ -156,7 +157,8 @@ class RunDevices:
         told_s = -SAY_AGAIN_S
         while True:
             waited_s = time.monotonic() - began_s
-            reason = shortage(group, await self._cluster.nodes(group.kind))
+            nodes = await self._cluster.nodes(group.kind)
+            reason = shortage(group, nodes)
             text = f"waiting for devices ({waited_s:.0f} s of at most {self._timeouts.devices_s:.0f} s): {reason}"
             if waited_s > self._timeouts.devices_s:
                 raise NoDevices(
@@ -167,7 +169,7 @@ class RunDevices:
                 log.warning("%s", text)
                 told_s = waited_s
             with self._shown(text):
-                held = await self._ask("hold", group.name, self._demand(group), SAY_S)
+                held = await self._ask("hold", group.name, _demand(group, nodes), SAY_S)
             if held is not None:
                 return held
 
@@ -182,14 +184,6 @@ class RunDevices:
         elif before != held:
             self._tell(group.name)
             taken.held = held
-
-    def _demand(self, group: DeviceGroup) -> Demand:
-        gpu, count = group.kind != CPU_KIND, len(group.devices)
-        anywhere = selector(group.kind) if gpu else {}
-        if not group.node:
-            return Demand(group.kind, count, gpu, _pairs(anywhere) if gpu else ())
-        here = {NODE_LABEL: group.node}
-        return Demand(group.kind, count, gpu, _pairs(here, anywhere or {NODE_LABEL: f"!in({group.node})"}))
 
     # -- the life of what is held
 
@@ -230,7 +224,7 @@ class RunDevices:
             return
         for group in self._placement.groups:
             demand, held = left.pop(group.name, (None, None))
-            if held is not None and self._demand(group).is_met_by(demand):
+            if held is not None and _demand(group, ()).is_met_by(demand):
                 self._taken[group.name] = _Taken(held=held)
 
     def adopted(self, allocation: Allocation, user: str, lost: Lost) -> None:
@@ -284,6 +278,17 @@ class RunDevices:
             for name in list(self._taken):
                 self._tell(name)
             raise FleetError(f"the keeper of the run's devices was lost, and all devices with it: {error}") from error
+
+
+def _demand(group: DeviceGroup, nodes: Sequence[Node]) -> Demand:
+    """For its planned node first if that is among the nodes that are there. Ray fails a holder that asks for a node
+    that has gone, whatever else it would do with, so that no autoscaler would see the demand."""
+    gpu, count = group.kind != CPU_KIND, len(group.devices)
+    anywhere = selector(group.kind) if gpu else {}
+    if all(node.name != group.node for node in nodes):
+        return Demand(group.kind, count, gpu, _pairs(anywhere) if gpu else ())
+    here = {NODE_LABEL: group.node}
+    return Demand(group.kind, count, gpu, _pairs(here, anywhere or {NODE_LABEL: f"!in({group.node})"}))
 
 
 def _pairs(*selectors: dict[str, str]) -> tuple[tuple[tuple[str, str], ...], ...]:

@@ -127,6 +127,23 @@ async def test_a_node_that_joins_is_used_and_one_that_dies_is_missed(
     await until_free({A: 3, B: 2})
 
 
+async def test_devices_whose_only_node_has_died_are_waited_for(ray_nodes: RayNodes) -> None:
+    doomed = add(ray_nodes, C, 4)
+    spec = PlacementSpec(mode="disaggregated", learner_devices=2, devices=6, ray_address=JOINED)
+    async with stand_in_run("waits", spec, actors=1, per_actor=4) as run:
+        assert (await run.add(run.actors, 0))[0] == C
+        (lost,) = run.actors.replicas()
+        ray_nodes.remove_node(doomed, allow_graceful=False)
+        await until_lost(run.devices, lost)
+        starting = asyncio.create_task(run.add(run.actors, 0))
+        while not run.shown and not starting.done():
+            await asyncio.sleep(0.1)
+        joined = add(ray_nodes, C, 4)
+        assert (await starting)[0] == C
+        ray_nodes.remove_node(joined, allow_graceful=False)
+    await until_free({A: 3, B: 2})
+
+
 async def test_an_actor_starts_elsewhere_and_a_resumed_run_keeps_its_devices(ray_nodes: RayNodes) -> None:
     doomed = add(ray_nodes, C, 4)
     spec = PlacementSpec(devices=2, ray_address=JOINED)
