@@ -27,6 +27,7 @@ from rlhfless.control.retention import sweep_for_ever
 from rlhfless.control.security.keys import Keys
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 from rlhfless.control.supervisor import Supervisor
+from rlhfless.functions.loopback import is_loopback
 from rlhfless.spec.errors import UserError
 
 LOCK_FILE = "service.lock"
@@ -45,7 +46,7 @@ class Service:
         self.database = database
         self.address = address
         self.bus = Bus(asyncio.get_running_loop())
-        self.keys = Keys(database)
+        self.keys = Keys(database, required=not is_loopback(settings.host))
         self.supervisor = Supervisor(self, drivers)
         self.runner = Runner()
         self.forecasts = Forecasts(database, self.runner, self.devices_there)
@@ -93,6 +94,7 @@ class Service:
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
         """Within the block runs are looked after."""
+        await self.keys.read()
         self.announce()
         work = [self.supervisor.run(), self.forecasts.run(), sweep_for_ever(self.database, self.settings)]
         if self.pods is not None:

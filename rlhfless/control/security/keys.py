@@ -19,22 +19,28 @@ KEPT_S = 5.0
 class Keys:
     """Reads the table of keys now and then."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, *, required: bool) -> None:
+        """`required`: ask for a key even when there is none any more, because others reach the service."""
         self._database = database
+        self._required = required
         self._known: dict[str, Caller] = {}
         self._read_s = 0.0
 
     @property
     def asked_for(self) -> bool:
         """Whether requests need a key, as far as is known."""
-        return bool(self._known)
+        return self._required or bool(self._known)
+
+    async def read(self) -> None:
+        """Read the table. Raises Unavailable."""
+        self._known = await self._database.read(_known)
+        self._read_s = time.monotonic()
 
     async def caller(self, authorization: str | None) -> Caller:
         """The sender of a request with this header. Raises ApiError (401); Unavailable if the keys cannot be read."""
         if time.monotonic() - self._read_s > KEPT_S:
-            self._known = await self._database.read(_known)
-            self._read_s = time.monotonic()
-        if not self._known:
+            await self.read()
+        if not self.asked_for:
             return Caller(LOCAL, frozenset(SCOPES))
         scheme, _, secret = (authorization or "").partition(" ")
         found = self._known.get(hashed(secret.strip())) if scheme.lower() == "bearer" else None

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import update
 from sqlalchemy.orm import Session
 from standing import RUN, NoDrivers, Pushes, served, there_is_ray, until
 
-from rlhfless.control.database.tables import RunRow
+from rlhfless.control.database.tables import KeyRow, RunRow
 from rlhfless.control.retention import sweep
 from rlhfless.control.security import keys as keys_module
 from rlhfless.control.security.access import make_key
@@ -68,6 +69,30 @@ def test_keys_of_two_owners_do_not_share_idempotency_keys_nor_runs(
     assert client.post(f"/v1/runs/{first}/cancel", headers=other).status_code == 403
     assert client.post(f"/v1/runs/{first}/pause", headers=one).status_code == 200
     assert client.post(f"/v1/runs/{first}/cancel", headers=admin).status_code == 200
+
+
+def test_a_service_with_keys_answers_under_any_name_from_its_first_request_on(tmp_path: Path) -> None:
+    there_is_ray(tmp_path)
+    settings = ServiceSettings(data=str(tmp_path))
+    with served(settings, NoDrivers()) as (_, state):
+        one = key(state, "read")
+    with served(settings, NoDrivers()) as (client, _):
+        assert client.get("/v1/runs", headers=one | {"Host": "rlhfless.example"}).status_code == 200
+
+
+def test_off_loopback_a_service_is_not_open_when_its_last_key_is_revoked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "KEPT_S", 0.0)
+    there_is_ray(tmp_path)
+    with served(ServiceSettings(data=str(tmp_path), host="0.0.0.0"), NoDrivers()) as (client, state):
+        one = key(state, "read")
+        assert client.get("/v1/runs", headers=one).status_code == 200
+        with Session(state.database.engine) as session:
+            session.execute(update(KeyRow).values(revoked_at=1.0))
+            session.commit()
+        assert client.get("/v1/runs", headers=one).status_code == 401
+        assert client.get("/v1/runs").status_code == 401
 
 
 def test_pages_of_other_sites_reach_nothing(client: httpx.Client) -> None:
