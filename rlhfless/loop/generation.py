@@ -50,9 +50,11 @@ class GenerationStage:
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
         at_work: Callable[[], None] = lambda: None,
+        no_weights: Callable[[], str] = lambda: "",
     ) -> None:
         """`at_work` is called at the first message of an engine: from then on the engines are busy, and the driver has
-        time for other work."""
+        time for other work. `no_weights` says why an actor that joins cannot load the step's weights; empty if it can.
+        """
         self._pool = pool
         self._request = request
         self._spec = spec
@@ -60,6 +62,7 @@ class GenerationStage:
         self._journal = journal
         self._clock = clock
         self._at_work = at_work
+        self._no_weights = no_weights
         self._table = self._table_of([item for prompt in request.prompts for item in request.items(prompt)])
         self._prompts = {prompt.prompt_id: prompt for prompt in request.prompts}
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
@@ -280,8 +283,10 @@ class GenerationStage:
             self._submit_waiting()
 
     def _count_loss(self, why: str) -> None:
-        """Raises ReplicaLost after too many losses in a row."""
+        """Raises ReplicaLost after too many losses in a row, or if no actor is left and none can join."""
         self._lost_in_a_row += 1
+        if not self._pool.serving() and (reason := self._no_weights()):
+            raise ReplicaLost(f"no actor is left, and none can load the weights: {reason} ({why})")
         if self._lost_in_a_row > len(self._pool.allocations) * (self._spec.recovery.per_step + 1):
             raise ReplicaLost(f"{self._lost_in_a_row} actors were lost before a single sample ended: {why}")
 

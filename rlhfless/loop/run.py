@@ -152,9 +152,15 @@ class Run:
             self.scaler.runner_of(request.call.step, request.work),
             self.journal if request.work is Work.GENERATE else None,
             at_work=lambda: self.ledger.keep_up(self.pools, 0.0),
+            no_weights=self._no_weights,
         )
         self.generation.watch(stage)
         return stage
+
+    def _no_weights(self) -> str:
+        """Why no actor can load the newest weights any more; empty if one can."""
+        served = "://" in self.published.location
+        return "the learner, which serves them, was lost" if served and not self.learner.replicas() else ""
 
     # -- scoring and reference
 

@@ -161,7 +161,10 @@ class FakePool:
     def replicas(self) -> tuple[FakeActor, ...]:
         return tuple(self.actors.values())
 
-    up = serving = replicas
+    up = replicas
+
+    def serving(self) -> tuple[FakeActor, ...]:
+        return tuple(actor for actor in self.actors.values() if actor.state is ReplicaState.SERVING)
 
     def watch(self, listener: Any) -> None: ...
 

@@ -221,6 +221,18 @@ async def test_a_slot_where_no_replica_ever_comes_up_does_not_go_on_for_ever() -
         await reader.task
 
 
+async def test_without_actors_and_weights_the_stage_ends_at_once() -> None:
+    pool = FakePool("a", "b")
+    gone = ["the learner was lost"]
+    reader = Reader(GenerationStage(pool, draw("pq"), SPEC, runner(pool), no_weights=lambda: gone[0]))
+    await until(lambda: bool(pool["a"].running and pool["b"].running))
+    pool["a"].die()
+    await until(lambda: ("p", 0) in pool["b"].running)  # an actor that has the weights goes on
+    pool["b"].die()
+    with pytest.raises(ReplicaLost, match=r"none can load the weights: the learner was lost \(b died\)"):
+        await reader.task
+
+
 async def test_what_is_lost_waits_for_who_is_on_the_way(caplog: pytest.LogCaptureFixture) -> None:
     pool = FakePool("a", "b")
     pool["b"].state = ReplicaState.STALE  # its weights are being loaded
