@@ -26,5 +26,5 @@ def tool(name: str) -> str:
     return found
 
 
-def helm(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([tool("helm"), *words], capture_output=True, text=True, timeout=120)
+def helm(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([tool("helm"), *words], capture_output=True, text=True, timeout=timeout_s)

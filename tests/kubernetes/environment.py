@@ -88,7 +88,7 @@ def made(namespace: str, release: str, folder: Path) -> dict[str, Any]:
         "image": {"repository": IMAGE[0], "tag": IMAGE[1], "pullPolicy": "Never"},
         "extraEnv": [
             {"name": "PATH", "value": f"{sys.prefix}/bin:/usr/bin:/bin"},
-            {"name": "PYTHONPATH", "value": str(ROOT)},
+            {"name": "PYTHONPATH", "value": os.pathsep.join([str(Path(__file__).parent / "stand_ins"), str(ROOT)])},
             {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
         ],
         "extraVolumes": [

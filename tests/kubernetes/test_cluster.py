@@ -1,0 +1,211 @@
+"""The chart on the cluster of KUBECONFIG: one installation, and what is done to it, in the order of the tests.
+
+The runs are real: vLLM and the learner in pods. Time lines are kept in RLHFLESS_ARTEFACTS, if that names a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from charts import CHART, CRD, helm
+from environment import kubectl, made, removed
+from release import Release
+
+pytestmark = [
+    pytest.mark.kubernetes,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not os.environ.get("KUBECONFIG"), reason="KUBECONFIG is not set: nothing is installed"),
+]
+
+CPU_TRIAL = "values-cpu-trial.yaml"
+HEAD, WORKER = "ray.io/node-type=head", "ray.io/node-type=worker"
+CONTROL_PLANE = "app.kubernetes.io/component=control-plane"
+GPU_GROUP = "ray.io/group=h100"
+MODEL = "/data/runs/.helm-test"
+"""Where `helm test` leaves its model."""
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
+    namespace = f"rlhfless-{uuid.uuid4().hex[:6]}"
+    folder = Path(os.environ.get("RLHFLESS_TEST_DATA", "/var/tmp")) / namespace
+    given = os.environ.get("RLHFLESS_TEST_VALUES")
+    try:
+        values = yaml.safe_load(Path(given).read_text()) if given else made(namespace, "rlhfless", folder)
+        numbers = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())
+        found = Release(namespace, numbers | values, tmp_path_factory.mktemp("release"), CPU_TRIAL)
+        try:
+            found.upgrade()
+            yield found
+        finally:
+            found.close()
+    finally:
+        removed(namespace)
+
+
+def spec(steps: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": "cluster",
+        "model": {"path": f"{MODEL}/model"},
+        "prompts": {"path": f"{MODEL}/train.jsonl", "id_field": "id"},
+        "rewards": [{"type": "exact_match"}],
+        "steps": steps,
+        "prompts_per_step": 8,
+        "samples_per_prompt": 4,
+        "generation": {"max_tokens": 64, "engine": {"kv_cache_gib": 0.25, "eager": True}},
+        "optimizer": {"learning_rate": 1e-3},
+        "checkpoint": {"every_steps": 10},
+        "placement": {"kind": "cpu-core", "devices": 2},
+        "scaling": {"generation": {"min_actors": 1, "max_actors": 1}},
+    } | changes
+
+
+def whole(release: Release, run: str, steps: int, folder: Path) -> None:
+    """Every sample of every step is there, once."""
+    trace = release.trace(run, folder)
+    per_step = Counter(traced.step for traced in trace.rollouts)
+    assert per_step == dict.fromkeys(range(1, steps + 1), 32)
+    keys = Counter((traced.step, traced.prompt_id, traced.sample_index) for traced in trace.rollouts)
+    assert set(keys.values()) == {1}
+    assert [record.step for record in trace.steps if record.step] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("file", ["values-gpu-cluster.yaml", "values-single-gpu-node.yaml", CPU_TRIAL])
+def test_the_server_takes_all_values(release: Release, file: str) -> None:
+    known = kubectl("api-resources", "-o", "name")
+    drawn = helm(
+        "template", "other", str(CHART), "-n", release.namespace, "-f", str(CHART / file), "--api-versions", CRD
+    )
+    assert drawn.returncode == 0, drawn.stderr
+    objects = [found for found in yaml.safe_load_all(drawn.stdout) if found]
+    there = [found for found in objects if "monitoring.coreos.com" not in found["apiVersion"]
+             or "prometheusrules" in known]  # fmt: skip
+    given = json.dumps({"apiVersion": "v1", "kind": "List", "items": there})
+    release.kubectl("apply", "--dry-run=server", "-f", "-", given=given)
+
+
+def test_its_accounts_may_do_what_they_need_and_nothing_else(release: Release) -> None:
+    def may(account: str, *what: str) -> bool:
+        user = f"system:serviceaccount:{release.namespace}:{account}"
+        return release.kubectl("auth", "can-i", *what, "--as", user, check=False).strip() == "yes"
+
+    assert may(release.name, "list", "pods")
+    refused = [("get", "secrets"), ("create", "pods"), ("delete", "pods"), ("create", "pods/exec"), ("list", "nodes"),
+               ("patch", "rayclusters.ray.io")]  # fmt: skip
+    assert not [what for what in refused if may(release.name, *what)]
+    assert not may(release.name, "list", "pods", "-n", "kube-system")
+    assert not may("default", "list", "pods")
+    mounts = [volume.get("name", "") for pod in release.objects("pods", GPU_GROUP)
+              for volume in pod["spec"]["volumes"]]  # fmt: skip
+    assert not [name for name in mounts if "kube-api-access" in name], "a worker has an account's token"
+
+
+def test_its_own_test_passes(release: Release) -> None:
+    done = release.helm("test", release.name, "--timeout", "10m", "--logs", timeout_s=620)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all 2 steps are done" in done.stdout
+
+
+def test_killed_pods_lose_nothing(release: Release, tmp_path: Path) -> None:
+    steps = 60
+    run = release.call("POST", "/v1/runs", spec(steps))["id"]
+    for after, selector in ((3, CONTROL_PLANE), (12, WORKER), (24, HEAD)):
+        release.until(run, lambda found, after=after: found["step"] >= after, 300)
+        release.kill(selector)
+    ended = release.until(run, lambda found: found["status"] == "succeeded", 420)
+    assert ended["attempt"] > 1, "the head was not missed"
+    whole(release, run, steps, tmp_path)
+
+
+def test_a_run_goes_on_over_upgrade_and_rollback(release: Release, tmp_path: Path) -> None:
+    steps = 40
+    run = release.call("POST", "/v1/runs", spec(steps))["id"]
+    release.until(run, lambda found: found["step"] >= 2, 300)
+    key, head = release.key, release.pods(HEAD)
+    newer = release.drawn("--set", "image.tag=newer")
+    (there,) = release.objects("rayclusters")
+    (cluster,), (control_plane,) = (
+        [found["spec"] for found in newer if found["kind"] == kind] for kind in ("RayCluster", "Deployment")
+    )
+    assert cluster["headGroupSpec"]["template"] == there["spec"]["headGroupSpec"]["template"]
+    assert control_plane["template"]["spec"]["containers"][0]["image"].endswith(":newer")
+    release.upgrade("--set", "controlPlane.maxDrivers=2")
+    assert release.call("GET", f"/v1/runs/{run}")["attempt"] == 1
+    assert release.helm("rollback", release.name).returncode == 0
+    ended = release.until(run, lambda found: found["status"] == "succeeded", 300)
+    assert (ended["attempt"], release.key, release.pods(HEAD)) == (1, key, head)
+    whole(release, run, steps, tmp_path)
+
+
+class TimeLine:
+    """How many worker pods and held devices there are, second by second."""
+
+    def __init__(self, release: Release) -> None:
+        self._release, self._over = release, threading.Event()
+        self.rows: list[tuple[float, int]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        began_s = time.monotonic()
+        while not self._over.wait(2):
+            self.rows.append((time.monotonic() - began_s, len(self._release.pods(GPU_GROUP))))
+
+    def __enter__(self) -> TimeLine:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        text = "seconds,worker_pods_with_gpus\n" + "".join(f"{at_s:.0f},{pods}\n" for at_s, pods in self.rows)
+        if folder := os.environ.get("RLHFLESS_ARTEFACTS"):
+            (Path(folder) / "gpu-pods.csv").write_text(text)
+
+
+def test_worker_pods_follow_a_run_and_go(release: Release, tmp_path: Path) -> None:
+    steps = 12
+    wants = spec(
+        steps,
+        placement={"kind": "h100", "devices": 6, "mode": "disaggregated", "learner_devices": 2},
+        scaling={"generation": {"min_actors": 4, "max_actors": 4}},
+    )
+    assert release.pods(GPU_GROUP) == []
+    with TimeLine(release) as line:
+        run = release.call("POST", "/v1/runs", wants)["id"]
+        waiting = release.until(run, lambda found: "pending" in found["status_reason"], 120)
+        assert "rlhfless-ray-h100-worker-" in waiting["status_reason"]
+        release.until(run, lambda found: found["step"] >= 2, 420)
+        pods = release.pods(GPU_GROUP)
+        assert len(pods) == 3
+        release.kubectl("delete", "pod", pods[0], "--wait=false")
+        release.until(run, lambda found: found["status"] == "succeeded", 420)
+        end_s = time.monotonic() + 240
+        while release.pods(GPU_GROUP):
+            assert time.monotonic() < end_s, "worker pods stay, though no run is there"
+            time.sleep(2)
+    whole(release, run, steps, tmp_path)
+    assert max(pods for _, pods in line.rows) == 3
+
+
+def test_uninstalled_nothing_is_left_but_what_keep_names(release: Release) -> None:
+    assert helm("uninstall", release.name, "-n", release.namespace, "--wait").returncode == 0
+    kinds = "deployments,services,secrets,configmaps,roles,rolebindings,serviceaccounts,networkpolicies,rayclusters"
+    end_s = time.monotonic() + 120
+    while left := [found for found in release.objects(kinds + ",pvc") if _is_ours(found)]:
+        assert time.monotonic() < end_s, [found["metadata"]["name"] for found in left]
+        time.sleep(2)
+
+
+def _is_ours(found: dict[str, Any]) -> bool:
+    labels = found["metadata"].get("labels", {})
+    return labels.get("app.kubernetes.io/instance") == "rlhfless" or "ray.io/cluster" in labels
