@@ -163,6 +163,10 @@ spec:
       env:
         {{- include "rlhfless.env" $root | nindent 8 }}
         - {name: RAY_worker_niceness, value: "0"}
+      {{- if .head }}
+      # Ray itself does not hear the signal: the shell that started it does.
+      lifecycle: {preStop: {exec: {command: [ray, stop, --grace-period, "20"]}}}
+      {{- end }}
       securityContext: {{- include "rlhfless.containerSecurity" $root | nindent 8 }}
       resources: {{- toYaml .resources | nindent 8 }}
       volumeMounts:
