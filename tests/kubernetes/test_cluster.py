@@ -83,9 +83,8 @@ def whole(release: Release, run: str, steps: int, folder: Path) -> None:
 @pytest.mark.parametrize("file", ["values-gpu-cluster.yaml", "values-single-gpu-node.yaml", CPU_TRIAL])
 def test_the_server_takes_all_values(release: Release, file: str) -> None:
     known = kubectl("api-resources", "-o", "name")
-    drawn = helm(
-        "template", "other", str(CHART), "-n", release.namespace, "-f", str(CHART / file), "--api-versions", CRD
-    )
+    here = ["-n", release.namespace, "--kube-version", "1.34.0", "--api-versions", CRD]
+    drawn = helm("template", "other", str(CHART), *here, "-f", str(CHART / file))
     assert drawn.returncode == 0, drawn.stderr
     objects = [found for found in yaml.safe_load_all(drawn.stdout) if found]
     there = [found for found in objects if "monitoring.coreos.com" not in found["apiVersion"]
@@ -198,7 +197,7 @@ def test_worker_pods_follow_a_run_and_go(release: Release, tmp_path: Path) -> No
 
 
 def test_uninstalled_nothing_is_left_but_what_keep_names(release: Release) -> None:
-    assert helm("uninstall", release.name, "-n", release.namespace, "--wait").returncode == 0
+    assert release.helm("uninstall", release.name, "--wait", "--timeout", "4m", timeout_s=250).returncode == 0
     kinds = "deployments,services,secrets,configmaps,roles,rolebindings,serviceaccounts,networkpolicies,rayclusters"
     end_s = time.monotonic() + 120
     while left := [found for found in release.objects(kinds + ",pvc") if _is_ours(found)]:
