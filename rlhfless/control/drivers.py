@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from rlhfless.control.delivery import DriverOrder
+from rlhfless.control.delivery import PROTOCOL, DriverOrder, OtherProtocol
 from rlhfless.control.ray_host import BEHIND
 
 ORDER_FILE = "driver.json"
@@ -123,5 +123,8 @@ def write_order(folder: Path, order: DriverOrder) -> None:
 
 
 def read_order(folder: Path) -> DriverOrder:
-    """What a driver is started with."""
-    return DriverOrder.model_validate(json.loads((folder / ORDER_FILE).read_text("utf-8")))
+    """What a driver is started with. Raises OtherProtocol."""
+    order = json.loads((folder / ORDER_FILE).read_text("utf-8"))
+    if (protocol := order["protocol"]) != PROTOCOL:
+        raise OtherProtocol(order["attempt"], protocol)
+    return DriverOrder.model_validate(order)

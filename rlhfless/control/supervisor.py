@@ -20,7 +20,7 @@ from rlhfless.control import store
 from rlhfless.control.broker import Request, decide
 from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import RunRow
-from rlhfless.control.delivery import DriverOrder, Ending
+from rlhfless.control.delivery import DriverOrder, Ending, failure
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import Drivers
 from rlhfless.control.ingest import end, take_items
@@ -100,7 +100,7 @@ class Supervisor(Looker):
                 return
             take_items(session, row, left)
             if row.status in DRIVEN:
-                error: dict[str, object] = {"code": "driver_died", "message": why, "param": None, "problems": []}
+                error = failure("driver_died", why)
                 end(session, row, Ending(status=Status.QUEUED, reason=why, error=error, retry=True))
 
         await self._service.database.write(settle)
