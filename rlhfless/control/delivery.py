@@ -107,6 +107,8 @@ class Push(Introduction):
 
     items: list[Item] = Field(max_length=ITEMS_PER_PUSH)
     now: Now
+    marked: bool = False
+    """The driver has left its mark in the run's folder, and the service has not said yet that it finds it."""
 
 
 class PushAnswer(_Message):

@@ -36,6 +36,9 @@ class Drivers(Protocol):
     def ended_by(self, handle: Handle) -> str:
         """Why it ended, in words, if that is known."""
 
+    def hindrance(self, handle: Handle) -> str:
+        """Why no other driver of the run could begin either, in words; empty if one may."""
+
     def stop(self, handle: Handle) -> None:
         """Ask it to stop in order."""
 
@@ -82,6 +85,10 @@ class LocalDrivers:
         if code < 0:
             return f"its driver was ended by {signal.Signals(-code).name}"
         return f"its driver has ended with exit code {code}"
+
+    def hindrance(self, handle: Handle) -> str:  # noqa: ARG002
+        """See Drivers. Its folder is the service's."""
+        return ""
 
     def stop(self, handle: Handle) -> None:
         """See Drivers."""

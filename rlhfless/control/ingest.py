@@ -40,10 +40,20 @@ def take(session: Session, run: RunRow, push: Push) -> int:
 def refuse(session: Session, run: RunRow, protocol: int) -> ApiError:
     """The driver speaks another protocol: the run is at rest until it has a driver that the service understands."""
     message = refusal(protocol, PROTOCOL)
-    status = Status.CANCELLED if run.wish == Wish.CANCEL else Status.PAUSED
-    store.release(session, run)
-    end(session, run, Ending(status=status, reason=message, error=failure("other_protocol", message)))
+    _put_to_rest(session, run, Status.PAUSED, "other_protocol", message)
     return ApiError(409, "other_protocol", message)
+
+
+def refuse_folder(session: Session, run: RunRow, message: str) -> ApiError:
+    """The driver does not have the run's folder: no driver can work. What has been done already is kept."""
+    _put_to_rest(session, run, Status.FAILED if run.resolved is None else Status.PAUSED, "not_shared", message)
+    return ApiError(409, "not_shared", message)
+
+
+def _put_to_rest(session: Session, run: RunRow, status: Status, code: str, message: str) -> None:
+    status = Status.CANCELLED if run.wish == Wish.CANCEL else status
+    store.release(session, run)
+    end(session, run, Ending(status=status, reason=message, error=failure(code, message)))
 
 
 def take_items(session: Session, run: RunRow, items: list[Item]) -> None:

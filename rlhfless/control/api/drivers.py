@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Header, Request
@@ -16,8 +18,9 @@ from rlhfless.control.delivery import PROTOCOL, Introduction, Push, PushAnswer
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, Status, Wish
 from rlhfless.control.ray_host import RayNow
+from rlhfless.control.run_files import finds_mark, not_shared
 from rlhfless.control.security.access import hashed
-from rlhfless.control.service import service_of
+from rlhfless.control.service import Service, service_of
 
 router = APIRouter(prefix="/internal")
 
@@ -44,6 +47,8 @@ async def deliver(
     if known.protocol != PROTOCOL:
         raise await service.database.write(lambda session: _refuse(session, run_id, known, token))
     push = _parsed(Push, body)
+    if push.marked:
+        await _require_one_folder(service, run_id, known, token)
 
     def take(session: Session) -> PushAnswer:
         run = _driven_by(session, run_id, known, token)
@@ -85,6 +90,17 @@ def _driven_by(session: Session, run_id: str, known: Introduction, token: str) -
         status, code = (409, "stale_attempt") if known.attempt < run.attempt else (401, "unauthorized")
         raise ApiError(status, code, f"this is not the secret of attempt {run.attempt} of {run_id}")
     return run
+
+
+async def _require_one_folder(service: Service, run_id: str, known: Introduction, token: str) -> None:
+    """Raises ApiError if the driver's folder of the run is another one than the service's."""
+    run = await service.database.read(lambda session: _driven_by(session, run_id, known, token))
+    folder = Path(run.folder)
+    if not await asyncio.to_thread(finds_mark, folder, known.attempt, run.driver_token):
+        message = not_shared(folder, "the service does not find there what the driver has written")
+        raise await service.database.write(
+            lambda session: ingest.refuse_folder(session, _driven_by(session, run_id, known, token), message)
+        )
 
 
 def _refuse(session: Session, run_id: str, known: Introduction, token: str) -> ApiError:

@@ -20,6 +20,8 @@ from rlhfless.control.driver.outbox import Outbox, StaleOutbox
 from rlhfless.control.driver.reporter import Reporter
 from rlhfless.control.drivers import read_order
 from rlhfless.control.lifecycle import Status
+from rlhfless.control.run_files import leave_mark
+from rlhfless.control.security.access import hashed
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.tasks import is_stopping, to_the_end
 from rlhfless.loop.driver import Driver
@@ -104,7 +106,8 @@ class _Attempt:
         spec = self.spec
         console = Console("off" if spec.logging.console == "off" else "lines", f"run {self._order.run_id}", spec.steps)
         reporter = Reporter(self._outbox, console, spec.steps, spec.timeouts.devices_s)
-        link = Link(self._order, self._outbox, reporter.now, reporter.heard, self._replace)
+        leave_mark(self._folder, self._order.attempt, hashed(self._order.token))
+        link = Link(self._order, self._outbox, reporter.now, reporter.heard, self._replace, marked=True)
         work = asyncio.create_task(self._work(spec, reporter, console))
         self._loop, self._task = asyncio.get_running_loop(), work
         reporter.wake, reporter.cancel = link.wake, self._call_off
