@@ -14,12 +14,36 @@ from pydantic import BaseModel, ConfigDict, Field
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects import ReplicaNow
 
+PROTOCOL = 1
+"""Version of what a driver and the service say to each other. An upgrade replaces one before the other, so both leave
+out fields that they do not know; a field that is added has a default, a kind of item that is added may be lost. A
+change that the other side cannot leave out takes another number, and the two then refuse each other."""
+
 ITEMS_PER_PUSH = 500
 """At most so many items in one push: a driver that was cut off for long delivers in several."""
 
 
+def refusal(driver: int, service: int) -> str:
+    """Why a driver and a service of different protocols do not work together, and the mend."""
+    return (
+        f"the run's driver speaks protocol {driver}, and the service protocol {service}: the images of the Ray cluster "
+        "and of the service are of different versions of rlhfless. What was drawn and learned is kept. Bring both to "
+        "one version (the chart: helm upgrade with ray.takeNewImage=true), then resume the run"
+    )
+
+
+class OtherProtocol(RuntimeError):
+    """A driver was started by a service of another protocol."""
+
+    def __init__(self, attempt: int, protocol: int) -> None:
+        """`attempt` of the driver; `protocol` of the service."""
+        super().__init__(refusal(PROTOCOL, protocol))
+        self.attempt = attempt
+
+
 class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore")
+    """See PROTOCOL."""
 
 
 class Item(_Message):
@@ -28,7 +52,8 @@ class Item(_Message):
     seq: int = Field(ge=1)
     attempt: int = Field(ge=1)
     at: float
-    kind: Literal["status", "message", "metrics", "usage", "resolved", "checkpoints", "rollouts", "ended"]
+    kind: str
+    """Key of rlhfless.control.ingest.TAKES."""
     data: dict[str, Any]
 
 
@@ -42,6 +67,11 @@ class Ending(_Message):
     """code, message, param, problems."""
     retry: bool = False
     """It was no fault of the run: another driver may do better."""
+
+
+def failure(code: str, message: str) -> dict[str, Any]:
+    """The `error` of an ending that no field of the spec is to blame for."""
+    return {"code": code, "message": message, "param": None, "problems": []}
 
 
 class LeaseWanted(_Message):
@@ -65,12 +95,20 @@ class Now(_Message):
     replicas: list[ReplicaNow] = []
 
 
-class Push(_Message):
+class Introduction(_Message):
+    """What a push of every protocol says."""
+
+    protocol: int = PROTOCOL
+    attempt: int = Field(ge=1)
+
+
+class Push(Introduction):
     """One delivery."""
 
-    attempt: int = Field(ge=1)
     items: list[Item] = Field(max_length=ITEMS_PER_PUSH)
     now: Now
+    marked: bool = False
+    """The driver has left its mark in the run's folder, and the service has not said yet that it finds it."""
 
 
 class PushAnswer(_Message):
@@ -89,6 +127,7 @@ class PushAnswer(_Message):
 class DriverOrder(_Message):
     """What a driver is started with: a file in its run's folder that its user alone can read."""
 
+    protocol: int = PROTOCOL
     run_id: str
     attempt: int
     token: str

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from rlhfless.control.delivery import DriverOrder
+from rlhfless.control.delivery import PROTOCOL, DriverOrder, OtherProtocol
 from rlhfless.control.ray_host import BEHIND
 
 ORDER_FILE = "driver.json"
@@ -35,6 +35,9 @@ class Drivers(Protocol):
 
     def ended_by(self, handle: Handle) -> str:
         """Why it ended, in words, if that is known."""
+
+    def hindrance(self, handle: Handle) -> str:
+        """Why no other driver of the run could begin either, in words; empty if one may."""
 
     def stop(self, handle: Handle) -> None:
         """Ask it to stop in order."""
@@ -83,6 +86,10 @@ class LocalDrivers:
             return f"its driver was ended by {signal.Signals(-code).name}"
         return f"its driver has ended with exit code {code}"
 
+    def hindrance(self, handle: Handle) -> str:  # noqa: ARG002
+        """See Drivers. Its folder is the service's."""
+        return ""
+
     def stop(self, handle: Handle) -> None:
         """See Drivers."""
         _signal(handle, signal.SIGTERM)
@@ -123,5 +130,8 @@ def write_order(folder: Path, order: DriverOrder) -> None:
 
 
 def read_order(folder: Path) -> DriverOrder:
-    """What a driver is started with."""
-    return DriverOrder.model_validate(json.loads((folder / ORDER_FILE).read_text("utf-8")))
+    """What a driver is started with. Raises OtherProtocol."""
+    order = json.loads((folder / ORDER_FILE).read_text("utf-8"))
+    if (protocol := order["protocol"]) != PROTOCOL:
+        raise OtherProtocol(order["attempt"], protocol)
+    return DriverOrder.model_validate(order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -10,9 +11,11 @@ from sqlalchemy.orm import Session
 
 from rlhfless.control import store
 from rlhfless.control.database.tables import LeaseRow, MetricsRow, RolloutRow, RunRow, UsageRow
-from rlhfless.control.delivery import Ending, Item, LeaseWanted, Now, Push
+from rlhfless.control.delivery import PROTOCOL, Ending, Item, LeaseWanted, Now, Push, failure, refusal
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import DRIVEN, FOLLOWING, Status, Wish
+
+log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
 """Drivers of a run that end in a row, by no fault of the run, without a step between them: the sixth would as well."""
@@ -34,6 +37,25 @@ def take(session: Session, run: RunRow, push: Push) -> int:
     return run.pushed
 
 
+def refuse(session: Session, run: RunRow, protocol: int) -> ApiError:
+    """The driver speaks another protocol: the run is at rest until it has a driver that the service understands."""
+    message = refusal(protocol, PROTOCOL)
+    _put_to_rest(session, run, Status.PAUSED, "other_protocol", message)
+    return ApiError(409, "other_protocol", message)
+
+
+def refuse_folder(session: Session, run: RunRow, message: str) -> ApiError:
+    """The driver does not have the run's folder: no driver can work. What has been done already is kept."""
+    _put_to_rest(session, run, Status.FAILED if run.resolved is None else Status.PAUSED, "not_shared", message)
+    return ApiError(409, "not_shared", message)
+
+
+def _put_to_rest(session: Session, run: RunRow, status: Status, code: str, message: str) -> None:
+    status = Status.CANCELLED if run.wish == Wish.CANCEL else status
+    store.release(session, run)
+    end(session, run, Ending(status=status, reason=message, error=failure(code, message)))
+
+
 def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
     """Take items; those that the database has are left out. Raises ApiError (409) if some are missing before them."""
     for item in items:
@@ -42,7 +64,10 @@ def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
         if item.seq != run.pushed + 1:
             raise ApiError(409, "gap", f"item {run.pushed + 1} is missing before item {item.seq}; push from there")
         run.pushed = item.seq
-        _TAKES[item.kind](session, run, item)
+        if (taking := TAKES.get(item.kind)) is None:
+            log.info("%s: a driver of another version tells %r, which is left out", run.id, item.kind)
+        else:
+            taking(session, run, item)
     if items:
         store.touch(session, run)
 
@@ -105,7 +130,11 @@ def _metrics(session: Session, run: RunRow, item: Item) -> None:
 def _usage(session: Session, run: RunRow, item: Item) -> None:
     """All that the run has used so far: a later item replaces an earlier one."""
     session.execute(delete(UsageRow).where(UsageRow.run_id == run.id))
-    rows = [UsageRow(run_id=run.id, **values) for values in item.data["functions"]]
+    known = UsageRow.__table__.columns.keys()
+    rows = [
+        UsageRow(run_id=run.id, **{name: value for name, value in told.items() if name in known})
+        for told in item.data["functions"]
+    ]
     session.add_all(rows)
     run.cost_usd = sum(row.cost_usd for row in rows)
     run.device_s = sum(row.busy_device_s + row.idle_device_s + row.cold_device_s for row in rows)
@@ -155,7 +184,7 @@ def end(session: Session, run: RunRow, ending: Ending) -> None:
         run.error = ending.error if told else None
 
 
-_TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {
+TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {
     "status": _status,
     "message": _message,
     "metrics": _metrics,

@@ -68,9 +68,11 @@ class RayNow:
 
 
 def read_ray(file: Path) -> RayNow | None:
-    """What the host has written last; None if there is none, or it hangs."""
+    """What the host has written last; None if there is none, or it hangs. It may be of another version: the host
+    outlives the service."""
     try:
-        found = RayNow(**json.loads(file.read_text("utf-8")))
+        told = json.loads(file.read_text("utf-8"))
+        found = RayNow(**{name: told[name] for name in RayNow.__slots__ if name in told})
     except (OSError, ValueError, TypeError):
         return None
     return found if time.time() - found.at < STALE_S and psutil.pid_exists(found.pid) else None
@@ -194,6 +196,8 @@ async def tell_for_ever(service_url: str, token: str) -> None:
             return
         if answer.status_code in (401, 404):
             raise NotWanted
+        if answer.is_error:
+            print(f"the service does not take what this host tells: {answer.text[:500]}", flush=True)
 
     async with client:
         with contextlib.suppress(NotWanted):

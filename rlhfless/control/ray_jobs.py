@@ -22,8 +22,9 @@ from typing import Any, Self
 import httpx
 
 from rlhfless.control.delivery import DriverOrder
-from rlhfless.control.drivers import LOG_FILE, Handle, write_order
+from rlhfless.control.drivers import LOG_FILE, ORDER_FILE, Handle, write_order
 from rlhfless.control.ray_host import AGAIN_S, HOST_TOKEN, LOOK_S
+from rlhfless.control.run_files import not_shared
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ Ray's own default is 3 s."""
 
 PYTHON = "python"
 """The cluster's, which need not be at the path of the service's own."""
+
+NOT_SHARED = 66
+"""Exit code of a driver's job that does not find its order in the run's folder, or cannot write there."""
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
@@ -108,13 +112,14 @@ class JobDrivers:
         """See Drivers. Raises OSError if the head does not answer, or refuses the job."""
         write_order(folder, order)
         job = f"{order.run_id}-{order.attempt}"
-        output = shlex.quote(str(folder / LOG_FILE))
-        command = f"exec {PYTHON} -m {self._module} {shlex.quote(str(folder))} >> {output} 2>&1"
+        output, given = shlex.quote(str(folder / LOG_FILE)), shlex.quote(str(folder / ORDER_FILE))
+        shared = f"test -r {given} -a -w {shlex.quote(str(folder))} || exit {NOT_SHARED}"
+        command = f"{shared}; exec {PYTHON} -m {self._module} {shlex.quote(str(folder))} >> {output} 2>&1"
         try:
             self._jobs.submit(job, command, {})
         except httpx.HTTPError as error:
             raise OSError(f"the cluster's head has not taken the driver's job: {error}") from error
-        return {"job": job}
+        return {"job": job, "folder": str(folder)}
 
     def alive(self, handle: Handle) -> bool:
         """See Drivers. While the head does not answer, its jobs may work."""
@@ -135,6 +140,15 @@ class JobDrivers:
                 return f"its driver was ended by signal {-found.exit_code}"
             return f"its driver has ended: {found.message}"
         return "its driver has ended"
+
+    def hindrance(self, handle: Handle) -> str:
+        """See Drivers."""
+        with contextlib.suppress(httpx.HTTPError):
+            found = self._jobs.find(handle["job"])
+            if found is not None and found.exit_code == NOT_SHARED:
+                what = "the cluster's head does not find there what the service has written, or cannot write"
+                return not_shared(Path(handle["folder"]), what)
+        return ""
 
     def stop(self, handle: Handle) -> None:
         """See Drivers."""

@@ -1,13 +1,57 @@
-"""What the service reads of a run's folder."""
+"""What the service reads of a run's folder, and whether the run's driver has the same folder."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from rlhfless.records.run_folder import TRACE_FOLDER
+
+FIND_S = 5.0
+"""Longest wait until a file that one machine has written is there on another: file systems of a network keep what they
+know of a folder for a few seconds."""
+
+LOOK_S = 0.25
 
 
 def trace_of(run_folder: str) -> str | None:
     """The folder of the run's trace; None before its first step."""
     folder = Path(run_folder) / TRACE_FOLDER
     return str(folder) if (folder / "meta.json").exists() else None
+
+
+def leave_mark(folder: Path, attempt: int, text: str) -> None:
+    """Of a driver, for the service to find. Raises OSError if the folder cannot be written."""
+    new = _mark(folder, attempt).with_suffix(".new")
+    new.write_text(text, "utf-8")
+    new.replace(_mark(folder, attempt))
+
+
+def finds_mark(folder: Path, attempt: int, text: str, wait_s: float = FIND_S) -> bool:
+    """Whether the driver of an attempt has left its mark in this very folder. A mark that is found is removed."""
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            if _mark(folder, attempt).read_text("utf-8") == text:
+                _mark(folder, attempt).unlink(missing_ok=True)
+                return True
+        except OSError:
+            pass  # not there yet
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(LOOK_S)
+
+
+def _mark(folder: Path, attempt: int) -> Path:
+    """A name of its own for each attempt: a file system may remember that a name was not there."""
+    return folder / f"driver-{attempt}.mark"
+
+
+def not_shared(folder: Path, what: str) -> str:
+    """Why a run cannot work, and the mend. `what`: which side does not see what."""
+    return (
+        f"the folder of the run, {folder}, must be one folder for the service and the Ray cluster, because journal, "
+        f"outbox and checkpoints outlive both: {what}. Mount one volume at {folder.parent} on both sides, writable by "
+        "both (the chart: the claim of volumes.runs, whose accessMode must be ReadWriteMany where the pods are on "
+        "several nodes)"
+    )

@@ -20,10 +20,10 @@ from rlhfless.control import store
 from rlhfless.control.broker import Request, decide
 from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import RunRow
-from rlhfless.control.delivery import DriverOrder, Ending
+from rlhfless.control.delivery import DriverOrder, Ending, failure
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import Drivers
-from rlhfless.control.ingest import end, take_items
+from rlhfless.control.ingest import end, refuse_folder, take_items
 from rlhfless.control.lifecycle import DRIVEN, Status, Wish
 from rlhfless.control.looks import Looker
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
@@ -91,7 +91,10 @@ class Supervisor(Looker):
 
     async def _gone(self, run: RunRow) -> None:
         """The driver is not there any more: what it left is taken; if it had not ended the run, another one follows."""
-        why = "its driver was not started" if run.driver is None else self._drivers.ended_by(run.driver)
+        why, hindrance = "its driver was not started", ""
+        if run.driver is not None:
+            why = await asyncio.to_thread(self._drivers.ended_by, run.driver)
+            hindrance = await asyncio.to_thread(self._drivers.hindrance, run.driver)
         left = await asyncio.to_thread(undelivered, Path(run.folder), run.pushed)
 
         def settle(session: Session) -> None:
@@ -99,8 +102,10 @@ class Supervisor(Looker):
             if row.attempt != run.attempt or row.status not in DRIVEN:
                 return
             take_items(session, row, left)
-            if row.status in DRIVEN:
-                error: dict[str, object] = {"code": "driver_died", "message": why, "param": None, "problems": []}
+            if row.status in DRIVEN and hindrance:
+                refuse_folder(session, row, hindrance)
+            elif row.status in DRIVEN:
+                error = failure("driver_died", why)
                 end(session, row, Ending(status=Status.QUEUED, reason=why, error=error, retry=True))
 
         await self._service.database.write(settle)

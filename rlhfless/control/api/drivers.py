@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Header, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from sqlalchemy.orm import Session
 
 from rlhfless.control import ingest, store
-from rlhfless.control.database.tables import LeaseRow
-from rlhfless.control.delivery import Push, PushAnswer
+from rlhfless.control.database.tables import LeaseRow, RunRow
+from rlhfless.control.delivery import PROTOCOL, Introduction, Push, PushAnswer
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, Status, Wish
 from rlhfless.control.ray_host import RayNow
+from rlhfless.control.run_files import finds_mark, not_shared
 from rlhfless.control.security.access import hashed
-from rlhfless.control.service import service_of
+from rlhfless.control.service import Service, service_of
 
 router = APIRouter(prefix="/internal")
+
+M = TypeVar("M", bound=BaseModel)
 
 
 @router.post("/ray", status_code=204)
@@ -31,17 +38,20 @@ async def tell(request: Request, now: RayNow, authorization: Annotated[str, Head
 
 @router.post("/runs/{run_id}/deliveries")
 async def deliver(
-    request: Request, run_id: str, push: Push, authorization: Annotated[str, Header()] = ""
+    request: Request, run_id: str, body: dict[str, Any], authorization: Annotated[str, Header()] = ""
 ) -> PushAnswer:
     """Take what a driver delivers, and say what is wanted of it. Idempotent."""
     service = service_of(request.app)
     token = authorization.removeprefix("Bearer ")
+    known = _parsed(Introduction, body)
+    if known.protocol != PROTOCOL:
+        raise await service.database.write(lambda session: _refuse(session, run_id, known, token))
+    push = _parsed(Push, body)
+    if push.marked:
+        await _require_one_folder(service, run_id, known, token)
 
     def take(session: Session) -> PushAnswer:
-        run = store.run_of(session, run_id)
-        if not hmac.compare_digest(hashed(token), run.driver_token):
-            status, code = (409, "stale_attempt") if push.attempt < run.attempt else (401, "unauthorized")
-            raise ApiError(status, code, f"this is not the secret of attempt {run.attempt} of {run_id}")
+        run = _driven_by(session, run_id, known, token)
         pods = service.pods.told if service.pods is not None and run.status == Status.PROVISIONING else ""
         if pods and push.now.reason:
             push.now.reason += f"; {pods}"
@@ -63,3 +73,35 @@ async def deliver(
     if push.now.lease is not None and answer.granted == 0:
         service.supervisor.soon()
     return answer
+
+
+def _parsed(message: type[M], body: dict[str, Any]) -> M:
+    """Raises RequestValidationError."""
+    try:
+        return message.model_validate(body)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+
+
+def _driven_by(session: Session, run_id: str, known: Introduction, token: str) -> RunRow:
+    """The run, if this is its driver's secret. Raises ApiError."""
+    run = store.run_of(session, run_id)
+    if not hmac.compare_digest(hashed(token), run.driver_token):
+        status, code = (409, "stale_attempt") if known.attempt < run.attempt else (401, "unauthorized")
+        raise ApiError(status, code, f"this is not the secret of attempt {run.attempt} of {run_id}")
+    return run
+
+
+async def _require_one_folder(service: Service, run_id: str, known: Introduction, token: str) -> None:
+    """Raises ApiError if the driver's folder of the run is another one than the service's."""
+    run = await service.database.read(lambda session: _driven_by(session, run_id, known, token))
+    folder = Path(run.folder)
+    if not await asyncio.to_thread(finds_mark, folder, known.attempt, run.driver_token):
+        message = not_shared(folder, "the service does not find there what the driver has written")
+        raise await service.database.write(
+            lambda session: ingest.refuse_folder(session, _driven_by(session, run_id, known, token), message)
+        )
+
+
+def _refuse(session: Session, run_id: str, known: Introduction, token: str) -> ApiError:
+    return ingest.refuse(session, _driven_by(session, run_id, known, token), known.protocol)

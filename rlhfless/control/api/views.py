@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlhfless.control.database.tables import EventRow, RolloutRow, RunRow, UsageRow
 from rlhfless.control.objects import (
+    ApiObject,
     CheckpointObject,
     ErrorObject,
     EventObject,
@@ -46,7 +49,7 @@ def run_object(row: RunRow) -> RunObject:
 
 def checkpoint_objects(row: RunRow) -> list[CheckpointObject]:
     """The newest first."""
-    found = [CheckpointObject.model_validate(entry) for entry in row.checkpoints]
+    found = [CheckpointObject.model_validate(_known(CheckpointObject, entry)) for entry in row.checkpoints]
     return sorted(found, key=lambda checkpoint: -checkpoint.step)
 
 
@@ -70,4 +73,9 @@ def usage_row(row: UsageRow) -> FunctionUsage:
 
 def rollout_object(row: RolloutRow) -> RolloutObject:
     """One sample."""
-    return RolloutObject(run_id=row.run_id, step=row.step, **row.data)
+    return RolloutObject(run_id=row.run_id, step=row.step, **_known(RolloutObject, row.data))
+
+
+def _known(kind: type[ApiObject], told: dict[str, Any]) -> dict[str, Any]:
+    """What a driver has told, without fields that this version does not know (rlhfless.control.delivery.PROTOCOL)."""
+    return {name: value for name, value in told.items() if name in kind.model_fields}

@@ -50,13 +50,15 @@ class Link:
         now: Callable[[], Now],
         heard: Callable[[PushAnswer], None],
         replaced: Callable[[str], None],
+        marked: bool = False,
     ) -> None:
-        """`now`, `heard` and `replaced` are called in the link's thread."""
+        """`marked`: see Push. `now`, `heard` and `replaced` are called in the link's thread."""
         self._order = order
         self._outbox = outbox
         self._now = now
         self._heard = heard
         self._replaced = replaced
+        self._marked = marked
         self._client = httpx.Client(timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {order.token}"})
         self._pushed: int | None = None
         """Items that the service has; None until it was asked."""
@@ -106,7 +108,7 @@ class Link:
     def _push(self) -> bool:
         """One push; returns whether there is more to deliver."""
         items: list[Item] = [] if self._pushed is None else self._outbox.after(self._pushed)
-        push = Push(attempt=self._order.attempt, items=items, now=self._now())
+        push = Push(attempt=self._order.attempt, items=items, now=self._now(), marked=self._marked)
         url = self._order.service_url or json.loads(Path(self._order.service_file).read_text("utf-8"))["url"]
         response = self._client.post(
             f"{url}/internal/runs/{self._order.run_id}/deliveries",
@@ -120,11 +122,12 @@ class Link:
             raise Replaced(response.json()["error"]["message"])
         response.raise_for_status()
         answer = PushAnswer.model_validate_json(response.content)
-        first, self._pushed = self._pushed is None, answer.pushed
+        asked, self._pushed = self._pushed is None, answer.pushed
+        self._marked = False
         if items:
             self._outbox.delivered(answer.pushed)
         self._heard(answer)
-        return first or bool(self._outbox.after(answer.pushed, limit=1))
+        return asked or bool(self._outbox.after(answer.pushed, limit=1))
 
     def _note_silence(self, error: Exception) -> None:
         now_s = time.monotonic()

@@ -10,14 +10,18 @@ import asyncio
 import contextlib
 import logging
 from pathlib import Path
-from typing import Any
 
-from rlhfless.control.delivery import DriverOrder, Ending
+from pydantic import ValidationError
+
+from rlhfless import __version__
+from rlhfless.control.delivery import DriverOrder, Ending, OtherProtocol, failure
 from rlhfless.control.driver.link import Link
 from rlhfless.control.driver.outbox import Outbox, StaleOutbox
 from rlhfless.control.driver.reporter import Reporter
 from rlhfless.control.drivers import read_order
 from rlhfless.control.lifecycle import Status
+from rlhfless.control.run_files import leave_mark
+from rlhfless.control.security.access import hashed
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.tasks import is_stopping, to_the_end
 from rlhfless.loop.driver import Driver
@@ -45,11 +49,17 @@ ENDED, STALE = 0, 3
 
 def drive(folder: Path) -> int:
     """Drive the run in a folder as its order says; returns the exit code."""
-    order = read_order(folder)
+    try:
+        order = read_order(folder)
+    except OtherProtocol as error:
+        return _refused(folder, error)
     run_log = RunLog(folder, order.run_id)
     try:
         with contextlib.closing(Outbox(folder, order.attempt)) as outbox:
-            attempt = _Attempt(order, folder, outbox)
+            try:
+                attempt = _Attempt(order, folder, outbox)
+            except (ValidationError, SpecError) as error:
+                return _unknown_spec(outbox, error)
             stop = OrderlyStop(attempt.spec.timeouts.stop_s, log.info, lambda: None)
             try:
                 stop.run(attempt.run())
@@ -60,6 +70,22 @@ def drive(folder: Path) -> int:
         return STALE
     finally:
         run_log.close()
+    return ENDED
+
+
+def _refused(folder: Path, error: OtherProtocol) -> int:
+    """The service reads the outbox, which is of all protocols."""
+    ended = Ending(status=Status.PAUSED, reason=str(error), error=failure("other_protocol", str(error)))
+    with contextlib.closing(Outbox(folder, error.attempt)) as outbox:
+        outbox.add("ended", ended.model_dump(mode="json"))
+    return ENDED
+
+
+def _unknown_spec(outbox: Outbox, error: Exception) -> int:
+    """The service has accepted the spec: it is of another version."""
+    text = f"this version of rlhfless ({__version__}) in the Ray cluster does not know the run's spec: {error}"
+    ended = Ending(status=Status.PAUSED, reason=text, error=failure("other_version", text))
+    outbox.add("ended", ended.model_dump(mode="json"))
     return ENDED
 
 
@@ -80,7 +106,8 @@ class _Attempt:
         spec = self.spec
         console = Console("off" if spec.logging.console == "off" else "lines", f"run {self._order.run_id}", spec.steps)
         reporter = Reporter(self._outbox, console, spec.steps, spec.timeouts.devices_s)
-        link = Link(self._order, self._outbox, reporter.now, reporter.heard, self._replace)
+        leave_mark(self._folder, self._order.attempt, hashed(self._order.token))
+        link = Link(self._order, self._outbox, reporter.now, reporter.heard, self._replace, marked=True)
         work = asyncio.create_task(self._work(spec, reporter, console))
         self._loop, self._task = asyncio.get_running_loop(), work
         reporter.wake, reporter.cancel = link.wake, self._call_off
@@ -161,13 +188,13 @@ class _Attempt:
             for problem in (error.problems if isinstance(error, InputError | SpecError) else ())
         ]
         code = CODES.get(ending.exit_code, "failed")
-        failure: dict[str, Any] = {"code": code, "message": text, "param": param, "problems": problems}
+        what = failure(code, text) | {"param": param, "problems": problems}
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
-            return Ending(status=Status.QUEUED, reason=text, error=failure, retry=True)
+            return Ending(status=Status.QUEUED, reason=text, error=what, retry=True)
         if ending.resume and has_rollouts(self._folder / JOURNAL_FILE):
             kept = "what was drawn and learned is kept; once that is mended, resume"
-            return Ending(status=Status.PAUSED, reason=f"{text}; {kept}", error=failure)
-        return Ending(status=Status.FAILED, reason=text, error=failure)
+            return Ending(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
+        return Ending(status=Status.FAILED, reason=text, error=what)
 
 
 CODES = {
@@ -192,7 +219,7 @@ def _paused(error: RunPaused, spec: RunSpec) -> Ending:
         return Ending(status=Status.PAUSED, reason=f"paused: {error}")
     if error.cause is Cause.YIELD:
         return Ending(status=Status.QUEUED, reason=f"gave way to a run of higher priority: {error}")
-    failure = {"code": "limit_reached", "message": str(error), "param": "limits", "problems": []}
+    what = failure("limit_reached", str(error)) | {"param": "limits"}
     if spec.limits.then == "stop":
-        return Ending(status=Status.CANCELLED, reason=f"stopped: {error}", error=failure)
-    return Ending(status=Status.PAUSED, reason=f"paused: {error}; raise it to resume", error=failure)
+        return Ending(status=Status.CANCELLED, reason=f"stopped: {error}", error=what)
+    return Ending(status=Status.PAUSED, reason=f"paused: {error}; raise it to resume", error=what)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import ConfigDict
+
 from rlhfless.control.objects.common import ApiObject
 
 
@@ -36,6 +38,8 @@ class TimelineObject(ApiObject):
 
 class ReplicaNow(ApiObject):
     """What a driver says of a replica of its run."""
+
+    model_config = ConfigDict(extra="ignore")  # see rlhfless.control.delivery.PROTOCOL
 
     function: str
     replica: str
