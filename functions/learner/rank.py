@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from rlhfless.algorithms.base import LossInputs, algorithm_of, combine_metrics, common_metrics
 from rlhfless.algorithms.batch import PackedBatch, declared, mini_batches, select
-from rlhfless.functions.batching import MicroBatch, MicroBatches, cut, deal
+from rlhfless.functions.batching import MicroBatch, MicroBatches, cut, deal, prompt_tokens
 from rlhfless.functions.learner.checkpoint import load_state, save_checkpoint
 from rlhfless.functions.learner.metrics import over_ranks, over_updates
 from rlhfless.functions.learner.publishing import published_samples, published_weights, rounded_to, substituted
@@ -48,6 +48,9 @@ from rlhfless.weights.perturb import perturbed_by
 
 NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 NO_SEQUENCES = MicroBatch(np.zeros(0, dtype=np.int64))
+
+SHARED_PROMPT_TOKENS = "shared_prompt_tokens"
+"""Of a micro-batch, beside its metrics."""
 
 LOSS_COLUMNS = declared(PackedBatch).keys() & {field.name for field in dataclasses.fields(LossInputs)}
 """The columns of the batch from which a loss is computed."""
@@ -109,6 +112,9 @@ class LearnerRank:
             fused=True,  # in place, without a temporary copy of all parameters
         )
         self._updates = 0
+        self.shared_prompt_tokens = 0
+        """Prompt tokens that no rank has computed in an update so far, because a sequence of the same micro-batch had
+        computed the same prefix. Equal on all ranks."""
 
     def close(self) -> None:
         """Leave the process group."""
@@ -214,16 +220,20 @@ class LearnerRank:
     def _update(self, batch: PackedBatch) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
         self._gradient.zero_()
-        shares = []
         mine = select(batch, self._share(batch))
+        parts = self._cut(mine)
+        # Beside the metrics of the loss, which are shares too: so it is summed over micro-batches and ranks.
+        shared = prompt_tokens(mine) - parts.prompt_tokens
+        shares = [{SHARED_PROMPT_TOKENS: torch.tensor(float(shared), device=self._policy.device)}]
         # A rank without sequences has metrics, too, all 0: every rank must reduce the same ones.
-        for part in self._cut(mine).parts or (NO_SEQUENCES,):
+        for part in parts.parts or (NO_SEQUENCES,):
             loss, metrics = self._loss(select(mine, part.indices), part.packed)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
             shares.append(metrics)
         dist.all_reduce(self._gradient)
         combined = over_ranks(combine_metrics(shares))
+        self.shared_prompt_tokens += int(combined.pop(SHARED_PROMPT_TOKENS))
         norm = float(torch.linalg.vector_norm(self._gradient))
         if not np.isfinite(norm):
             return None
