@@ -181,7 +181,7 @@ def _grown_memory_mib(arguments: argparse.Namespace, batch: PackedBatch) -> floa
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
-def _random_model(folder: str) -> str:
+def random_model(folder: str) -> str:
     config = Qwen3Config(
         vocab_size=100,
         hidden_size=128,
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--memory-of", choices=sorted(SIDES), help=argparse.SUPPRESS)
     arguments = parsed(parser, prompts=2, samples=2, rounds=1)
     with tempfile.TemporaryDirectory() as folder:
-        arguments.model = arguments.model or _random_model(folder)
+        arguments.model = arguments.model or random_model(folder)
         vocabulary = AutoConfig.from_pretrained(arguments.model).vocab_size
         batch = ragged_batch(arguments.prompts, arguments.samples, vocabulary)
         if arguments.memory_of:

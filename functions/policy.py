@@ -2,11 +2,11 @@
 
 The learner and the reference function share this path, so that their logprobs differ by the weights alone.
 
-How a batch is forwarded. Sequences are sorted by length and cut into micro-batches whose padded size stays
-within a budget of tokens; each is padded on the right. Under causal attention nothing looks to the right,
-so no attention mask is built and the kernel's own causal path is taken. The last token of a sequence
-predicts nothing and is not fed. The output head runs only where a response token is predicted, in chunks of
-bounded size.
+How a batch is forwarded. It is cut into micro-batches within a budget of tokens (rlhfless.functions.batching). Either
+each is padded on the right: under causal attention nothing looks to the right, so no attention mask is built and the
+kernel's own causal path is taken. Or it is one row without padding, in which prefixes that sequences share are computed
+once (rlhfless.functions.prefix_attention). The last token of a sequence predicts nothing and is not fed. The output
+head runs only where a response token is predicted, in chunks of bounded size.
 
 Invariants: a token's logprob depends on its own sequence only (not on its neighbours, order or padding), up
 to the rounding of differently shaped matrix products. Dropout is off, always: a ratio of two passes would
@@ -20,7 +20,8 @@ differs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,23 +31,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.functions.batching import MicroBatches, cut
 from rlhfless.functions.loading import load_whole
-from rlhfless.records import FloatArray, IntArray
+from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row
+from rlhfless.prefixes.packing import LEAST_SAVED_TOKENS, PackedSegments, SharingSequences
+from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
+
+log = logging.getLogger(__name__)
 
 LOGITS_CHUNK_ELEMENTS = 2**25
 """Largest `[positions, vocabulary]` block of logits: 128 MiB in float32. With a vocabulary of 150,000 that is
 220 rows, still a well shaped matrix product; all logits of 8192 tokens at once would take 5 GB."""
 
-SIMILAR_LENGTH = 0.875
-"""A sequence of at least this length, relative to its micro-batch's longest, still joins. On uniform lengths (20 to 130
-tokens) it lowers padding from 20 % to 9 %, and thus the CPU time of a step by a tenth."""
-
-FAIR_SIZE = 0.25
-"""Part of the token budget below which a micro-batch takes sequences of any length."""
-
 CHECK_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Difference of two passes with the same weights that rounding explains, relative to the largest logit."""
+
+SHARING_CHECK_TOKENS = LEAST_SAVED_TOKENS + 8
+"""Enough that the prefix of two sequences is shared."""
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -64,8 +66,9 @@ class OutputHead:
     soft_cap: float | None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [positions, hidden] -> [positions, vocabulary], float32."""
-        logits: torch.Tensor = self.linear(hidden).float()
+        """`hidden` [positions, hidden] -> [positions, vocabulary], in float32 at least."""
+        logits: torch.Tensor = self.linear(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:
@@ -83,10 +86,13 @@ class Policy:
     device: torch.device
     compute_dtype: torch.dtype
     """Format of matrix products. Where it differs from the parameters' own, autocast casts them per use."""
+    shares: bool = False
+    """Whether prefixes that sequences share may be computed once."""
 
-    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`tokens` [batch, width], padded on the right -> [batch, width, hidden]."""
-        output = self.decoder(input_ids=tokens, use_cache=False)
+    def hidden_states(self, tokens: torch.Tensor, **shared: Any) -> torch.Tensor:
+        """`tokens` [batch, width], padded on the right -> [batch, width, hidden]. For a packed row `shared` has its
+        `packed_row`."""
+        output = self.decoder(input_ids=tokens, use_cache=False, **shared)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
@@ -117,8 +123,10 @@ def load_policy(
     compute_dtype: DType,
     device: torch.device | None = None,
     gradient_checkpointing: bool = False,
+    share_prefixes: bool = True,
 ) -> Policy:
-    """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None).
+    """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None). Its `shares` is
+    `share_prefixes`, if its attention allows that.
 
     Raises InputError if weights are missing, odd or not finite; ValueError if this module's logits differ from the
     model's own; and whatever transformers raises for a path that it cannot read.
@@ -145,62 +153,67 @@ def load_policy(
         compute_dtype=TORCH_DTYPES[compute_dtype],
     )
     _check_against_model(policy, spec.path)
+    if share_prefixes:
+        policy = dataclasses.replace(policy, shares=_can_share(policy, spec.path))
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # checkpointing is tied to training mode, which without dropout changes nothing else
     return policy
 
 
-def micro_batches(batch: PackedBatch, budget_tokens: int) -> Iterator[IntArray]:
-    """The sequences that have a response, as index arrays `[sequences of a micro-batch]`, longest first.
-
-    The padded size of a micro-batch is at most `budget_tokens`, except that a longer sequence stands alone. Once
-    it is a fair size it takes no more sequences that are much shorter than its longest: another pass costs less
-    than the padding. The longest come first, so that the peak of memory, and running out of it, comes at the
-    start of a step.
-    """
-    fed = batch.lengths - 1
-    indices = np.flatnonzero(batch.response_lengths > 0)
-    order = indices[np.argsort(-fed[indices], kind="stable")]
-    start = 0
-    while start < len(order):
-        width = int(fed[order[start]])
-        alike = int(np.count_nonzero(fed[order[start:]] >= SIMILAR_LENGTH * width))
-        fair = int(FAIR_SIZE * budget_tokens) // width
-        rows = max(1, min(budget_tokens // width, max(alike, fair)))
-        yield order[start : start + rows]
-        start += rows
-
-
-def response_logprobs(policy: Policy, batch: PackedBatch, temperature: float) -> ResponseLogprobs:
-    """Logprobs at `temperature` of all response tokens of `batch`, in one forward pass: one micro-batch.
+def response_logprobs(
+    policy: Policy, batch: PackedBatch, temperature: float, packed: PackedSegments | None = None
+) -> ResponseLogprobs:
+    """Logprobs at `temperature` of all response tokens of `batch`, in one forward pass: one micro-batch. With `packed`,
+    the layout of its sequences but for their last tokens, prefixes that they share are computed once.
 
     The gradient flows to the parameters unless it is switched off outside. Without responses nothing is run.
     """
     if not batch.response_mask.any():
         nothing = torch.zeros(0, device=policy.device)
         return ResponseLogprobs(nothing, nothing)
+    targets = torch.from_numpy(batch.tokens[batch.response_mask]).to(policy.device)
+    with policy.autocast():
+        hidden = _predicting(policy, batch) if packed is None else _predicting_packed(policy, batch, packed)
+        return _head_logprobs(policy.head, hidden, targets, temperature)
+
+
+def _predicting(policy: Policy, batch: PackedBatch) -> torch.Tensor:
+    """Hidden states from which the response tokens are predicted, `[response tokens, hidden]`."""
     width = int(batch.lengths.max()) - 1
     fed = batch.positions < batch.lengths[batch.sequence_id] - 1
     flat = batch.sequence_id * width + batch.positions
     padded = np.zeros(batch.sequences * width, dtype=np.int64)
     padded[flat[fed]] = batch.tokens[fed]
     predictors = torch.from_numpy(flat[batch.response_mask] - 1).to(policy.device)
-    targets = torch.from_numpy(batch.tokens[batch.response_mask]).to(policy.device)
-    with policy.autocast():
-        tokens = torch.from_numpy(padded).view(batch.sequences, width).to(policy.device)
-        hidden = policy.hidden_states(tokens).flatten(0, 1).index_select(0, predictors)
-        return _head_logprobs(policy.head, hidden, targets, temperature)
+    tokens = torch.from_numpy(padded).view(batch.sequences, width).to(policy.device)
+    return policy.hidden_states(tokens).flatten(0, 1).index_select(0, predictors)
+
+
+def _predicting_packed(policy: Policy, batch: PackedBatch, packed: PackedSegments) -> torch.Tensor:
+    """As `_predicting`, from a row in which each shared prefix lies once."""
+    fed = batch.positions < batch.lengths[batch.sequence_id] - 1
+    row = torch.from_numpy(batch.tokens[fed][packed.source])[None].to(policy.device)
+    hidden = policy.hidden_states(row, **packed_row(packed, policy.device))[0]
+    # A sequence's first token is never drawn, so the token before a drawn one is in its own sequence, and fed.
+    before = np.flatnonzero(batch.response_mask) - batch.sequence_id[batch.response_mask] - 1
+    return hidden.index_select(0, torch.from_numpy(packed.index[before]).to(policy.device))
 
 
 @torch.no_grad()
 def token_logprobs(policy: Policy, batch: PackedBatch, temperature: float, micro_batch_tokens: int) -> FloatArray:
     """Old or reference logprobs: `[tokens]`, at `temperature`, 0 on prompt tokens, without a gradient."""
+    return logprobs_of(policy, batch, temperature, cut(batch, micro_batch_tokens, may_share=policy.shares))
+
+
+@torch.no_grad()
+def logprobs_of(policy: Policy, batch: PackedBatch, temperature: float, parts: MicroBatches) -> FloatArray:
+    """As `token_logprobs`, in these micro-batches."""
     values = np.zeros(len(batch.tokens), dtype=np.float32)
-    for indices in micro_batches(batch, micro_batch_tokens):
-        part = select(batch, indices)
-        logprobs = response_logprobs(policy, part, temperature).logprobs.cpu().numpy()
-        source = np.repeat(batch.starts[indices], part.lengths) + part.positions
+    for micro_batch in parts.parts:
+        part = select(batch, micro_batch.indices)
+        logprobs = response_logprobs(policy, part, temperature, micro_batch.packed).logprobs.cpu().numpy()
+        source = np.repeat(batch.starts[micro_batch.indices], part.lengths) + part.positions
         values[source[part.response_mask]] = logprobs
     return values
 
@@ -262,3 +275,29 @@ def _check_against_model(policy: Policy, path: str) -> None:
             f"model {path!r} ({type(policy.model).__name__}) is not supported: its logits differ from those "
             f"of a causal decoder with a linear head by {difference:.2g} of the largest (limit {limit:g})"
         )
+
+
+@torch.no_grad()
+def _can_share(policy: Policy, path: str) -> bool:
+    """Whether the model's attention can share prefixes: two sequences with a common prefix, both ways."""
+    if not policy.model._supports_attention_backend:
+        log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
+        return False
+    vocabulary = policy.head.linear.weight.shape[0]
+    rows = torch.arange(1, SHARING_CHECK_TOKENS + 1).remainder(vocabulary).repeat(2, 1)
+    rows[1, -2:] = rows[1, -2:].add(1).remainder(vocabulary)
+    packed = SharingSequences(rows.flatten().numpy(), np.full(2, SHARING_CHECK_TOKENS)).pack(np.arange(2))
+    row = rows.flatten()[torch.from_numpy(packed.source)][None].to(policy.device)
+    expected = policy.hidden_states(rows.to(policy.device)).flatten(0, 1)
+    policy.model.set_attn_implementation(NAME)
+    try:
+        ours = policy.hidden_states(row, **packed_row(packed, policy.device))[0, torch.from_numpy(packed.index)]
+        difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if difference <= CHECK_TOLERANCE[policy.model.dtype]:
+            return True
+        reason = f"its outputs differ by {difference:.2g} of the largest"
+    except SharingUnsupported as error:
+        reason = str(error)
+    policy.model.set_attn_implementation("sdpa")
+    log.info("model %r cannot share prefixes, which are computed for each sequence: %s", path, reason)
+    return False

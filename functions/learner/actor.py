@@ -84,9 +84,11 @@ class RankActor:
             return self._rank.evaluate(batch)
 
     def learn(self, batch: PackedBatch, mini_batches: int) -> Mapping[str, float]:
-        """See LearnerRank.learn. *Collective.*"""
+        """See LearnerRank.learn; with `shared_prompt_tokens`, of this call. *Collective.*"""
+        before = self._rank.shared_prompt_tokens
         with self._memory_told("learn"):
-            return self._rank.learn(batch, mini_batches)
+            metrics = self._rank.learn(batch, mini_batches)
+        return metrics | {"shared_prompt_tokens": float(self._rank.shared_prompt_tokens - before)}
 
     def publish(self, run_id: str, attempt: int, step: int, perturbed: bool) -> tuple[WeightVersion, str, int, int]:
         """Write the weights to the store; returns the version, its location, its bytes and tensors."""

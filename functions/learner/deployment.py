@@ -107,9 +107,11 @@ class LearnerFunction(Function):
 
     async def _learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
         start_s = time.time()
-        metrics = (await self._all("learn", ray.put(batch), mini_batches))[0]
+        metrics = dict((await self._all("learn", ray.put(batch), mini_batches))[0])
         self._step = call.step
-        return self.reply(metrics, start_s, Usage(input_tokens=len(batch.tokens), sequences=batch.sequences))
+        shared = int(metrics.pop("shared_prompt_tokens", 0))
+        usage = Usage(input_tokens=len(batch.tokens), cached_tokens=shared, sequences=batch.sequences)
+        return self.reply(metrics, start_s, usage)
 
     async def meets(self, call: Call, token: str) -> Reply[tuple[str, ...]]:
         """What keeps ranks from reading a file that the run has written, and from writing beside it; empty if all

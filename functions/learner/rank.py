@@ -31,22 +31,26 @@ import torch.distributed as dist
 
 from rlhfless.algorithms.base import LossInputs, algorithm_of, combine_metrics, common_metrics
 from rlhfless.algorithms.batch import PackedBatch, declared, mini_batches, select
+from rlhfless.functions.batching import MicroBatch, MicroBatches, cut, deal, prompt_tokens
 from rlhfless.functions.learner.checkpoint import load_state, save_checkpoint
 from rlhfless.functions.learner.metrics import over_ranks, over_updates
 from rlhfless.functions.learner.publishing import published_samples, published_weights, rounded_to, substituted
 from rlhfless.functions.policy import (
     default_device,
     load_policy,
-    micro_batches,
+    logprobs_of,
     response_logprobs,
-    token_logprobs,
 )
+from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
 from rlhfless.weights.perturb import perturbed_by
 
 NO_NOTES: Mapping[str, Any] = MappingProxyType({})
-NO_SEQUENCES = np.zeros(0, dtype=np.int64)
+NO_SEQUENCES = MicroBatch(np.zeros(0, dtype=np.int64))
+
+SHARED_PROMPT_TOKENS = "shared_prompt_tokens"
+"""Of a micro-batch, beside its metrics."""
 
 LOSS_COLUMNS = declared(PackedBatch).keys() & {field.name for field in dataclasses.fields(LossInputs)}
 """The columns of the batch from which a loss is computed."""
@@ -95,6 +99,7 @@ class LearnerRank:
             compute_dtype=learner.dtype,
             device=device,
             gradient_checkpointing=learner.gradient_checkpointing,
+            share_prefixes=learner.share_prefixes,
         )
         self._model = self._policy.model
         self._gradient = _flat_gradient(self._model)
@@ -107,6 +112,9 @@ class LearnerRank:
             fused=True,  # in place, without a temporary copy of all parameters
         )
         self._updates = 0
+        self.shared_prompt_tokens = 0
+        """Prompt tokens that no rank has computed in an update so far, because a sequence of the same micro-batch had
+        computed the same prefix. Equal on all ranks."""
 
     def close(self) -> None:
         """Leave the process group."""
@@ -122,9 +130,10 @@ class LearnerRank:
         """`evaluate` for this rank's sequences; 0 on the tokens of other ranks."""
         share = self._share(batch)
         mine = select(batch, share)
+        parts = self._cut(mine)
         everything = np.zeros(len(batch.tokens), dtype=np.float32)
-        everything[np.repeat(batch.starts[share], mine.lengths) + mine.positions] = token_logprobs(
-            self._policy, mine, self._temperature, self._learner.micro_batch_tokens
+        everything[np.repeat(batch.starts[share], mine.lengths) + mine.positions] = logprobs_of(
+            self._policy, mine, self._temperature, parts
         )
         return everything
 
@@ -201,35 +210,42 @@ class LearnerRank:
         torch.set_rng_state(state["random_state"].cpu())
 
     def _share(self, batch: PackedBatch) -> IntArray:
-        """This rank's sequences `[share]`: dealt out by length, so that all ranks have equal work."""
-        by_length = np.argsort(-batch.lengths, kind="stable")
-        return by_length[self._rank :: self._world_size]
+        """This rank's sequences `[share]`: dealt out so that all ranks have equal work."""
+        budget = self._learner.micro_batch_tokens
+        return deal(batch, budget, self._world_size, may_share=self._policy.shares)[self._rank]
+
+    def _cut(self, batch: PackedBatch) -> MicroBatches:
+        return cut(batch, self._learner.micro_batch_tokens, may_share=self._policy.shares)
 
     def _update(self, batch: PackedBatch) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
         self._gradient.zero_()
-        shares = []
         mine = select(batch, self._share(batch))
+        parts = self._cut(mine)
+        # Beside the metrics of the loss, which are shares too: so it is summed over micro-batches and ranks.
+        shared = prompt_tokens(mine) - parts.prompt_tokens
+        shares = [{SHARED_PROMPT_TOKENS: torch.tensor(float(shared), device=self._policy.device)}]
         # A rank without sequences has metrics, too, all 0: every rank must reduce the same ones.
-        for indices in tuple(micro_batches(mine, self._learner.micro_batch_tokens)) or (NO_SEQUENCES,):
-            loss, metrics = self._loss(select(mine, indices))
+        for part in parts.parts or (NO_SEQUENCES,):
+            loss, metrics = self._loss(select(mine, part.indices), part.packed)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
             shares.append(metrics)
         dist.all_reduce(self._gradient)
         combined = over_ranks(combine_metrics(shares))
+        self.shared_prompt_tokens += int(combined.pop(SHARED_PROMPT_TOKENS))
         norm = float(torch.linalg.vector_norm(self._gradient))
         if not np.isfinite(norm):
             return None
         return combined | {"gradient_norm": norm, "gradient_norm_max": norm, "learning_rate": self._apply(norm)}
 
-    def _loss(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _loss(self, batch: PackedBatch, packed: PackedSegments | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and metrics of one micro-batch: its share of the mini-batch's."""
 
         def of_responses(values: FloatArray) -> torch.Tensor:
             return torch.from_numpy(values[batch.response_mask]).to(self._policy.device)
 
-        current = response_logprobs(self._policy, batch, self._temperature)
+        current = response_logprobs(self._policy, batch, self._temperature, packed)
         inputs = LossInputs(
             logprobs=current.logprobs,
             entropy=current.entropy,

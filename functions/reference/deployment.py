@@ -23,6 +23,7 @@ class ReferenceSettings:
     model: ModelSpec
     dtype: DType
     micro_batch_tokens: int
+    share_prefixes: bool
     temperature: float
     binding: DeviceBinding
     planned: Planned = field(default_factory=dict)
@@ -42,6 +43,7 @@ class ReferenceFunction(Function):
                 settings.model,
                 dtype=settings.dtype,
                 micro_batch_tokens=settings.micro_batch_tokens,
+                share_prefixes=settings.share_prefixes,
                 temperature=settings.temperature,
                 threads=len(settings.binding.ids),
             )
@@ -51,6 +53,6 @@ class ReferenceFunction(Function):
         self.admit(call)
         start_s = time.time()
         with memory_told("reference", "logprobs", self._planned):
-            values = await asyncio.to_thread(self._policy.logprobs, batch)
-        usage = Usage(input_tokens=len(batch.tokens), sequences=batch.sequences)
+            values, shared_tokens = await asyncio.to_thread(self._policy.logprobs, batch)
+        usage = Usage(input_tokens=len(batch.tokens), cached_tokens=shared_tokens, sequences=batch.sequences)
         return self.reply(values, start_s, usage)

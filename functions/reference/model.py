@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.policy import load_policy, token_logprobs
+from rlhfless.functions.batching import cut, prompt_tokens
+from rlhfless.functions.policy import load_policy, logprobs_of
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
 
@@ -14,13 +15,23 @@ class ReferencePolicy:
     """The model of the spec, as it was before training."""
 
     def __init__(
-        self, model: ModelSpec, *, dtype: DType, micro_batch_tokens: int, temperature: float, threads: int
+        self,
+        model: ModelSpec,
+        *,
+        dtype: DType,
+        micro_batch_tokens: int,
+        share_prefixes: bool,
+        temperature: float,
+        threads: int,
     ) -> None:
         torch.set_num_threads(threads)
-        self._policy = load_policy(model, parameter_dtype=dtype, compute_dtype=dtype)
+        self._policy = load_policy(model, parameter_dtype=dtype, compute_dtype=dtype, share_prefixes=share_prefixes)
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
 
-    def logprobs(self, batch: PackedBatch) -> FloatArray:
-        """Logprobs `[tokens]`, 0 on prompt tokens."""
-        return token_logprobs(self._policy, batch, self._temperature, self._micro_batch_tokens)
+    def logprobs(self, batch: PackedBatch) -> tuple[FloatArray, int]:
+        """Logprobs `[tokens]`, 0 on prompt tokens; and the prompt tokens that were not computed, because a sequence
+        with the same prefix had computed them."""
+        parts = cut(batch, self._micro_batch_tokens, may_share=self._policy.shares)
+        values = logprobs_of(self._policy, batch, self._temperature, parts)
+        return values, prompt_tokens(batch) - parts.prompt_tokens

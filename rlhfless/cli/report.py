@@ -60,6 +60,8 @@ def trace_report(run_id: str, summary: Summary) -> RenderableType:
     if summary.response_tokens:
         lengths = "   ".join(f"p{100 * q:g} {count(v)}" for q, v in summary.response_tokens.items())
         parts += ["", f"response tokens  {lengths}"]
+    if (prompts := summary.prompts) is not None:
+        parts += ["", f"prompt tokens    computed once: {prompts.once:.0%}; saved {prompts.saved:.0%} of the step"]
     return Group(*parts)
 
 

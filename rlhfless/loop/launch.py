@@ -176,6 +176,7 @@ class Launcher:
                 model=spec.model,
                 dtype=spec.learner.dtype,
                 micro_batch_tokens=spec.learner.micro_batch_tokens,
+                share_prefixes=spec.learner.share_prefixes,
                 temperature=spec.generation.temperature,
                 binding=binding(allocation.devices, exclusive=False),
                 planned=self._planned(FunctionName.REFERENCE, allocation),

@@ -48,7 +48,7 @@ async def train(run: Run, context: StepContext, experience: Experience) -> StepR
         run.publish(call, sent=publishing),
         taken(run, context, experience, kept, after=[learning, publishing]),
     )
-    metrics = step_metrics(run, context, experience, drawn, learned)
+    metrics = step_metrics(run, context, experience, kept, drawn, learned)
     record = StepRecord(step, context.begun.start_s, time.time(), metrics)
     run.close_step(record, experience)
     run.check_rollouts(record, context.published.version)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rlhfless.loop.prompt_tokens import prompt_token_metrics
 from rlhfless.loop.run import Run
 from rlhfless.loop.step_context import StepContext
 from rlhfless.records import Experience, FinishReason, Score
@@ -36,10 +37,12 @@ def step_metrics(
     run: Run,
     context: StepContext,
     experience: Experience,
+    kept: Experience,
     drawn: Mapping[str, float],
     learned: Mapping[str, float],
 ) -> dict[str, float]:
-    """All metrics of a step that ends now; `drawn` are the result of `drawn_metrics`."""
+    """All metrics of a step that ends now. `kept` is the part of its experience that was trained on; `drawn` are the
+    result of `drawn_metrics`."""
     begun, stage = context.begun, context.stage
     times = run.ledger.step_times(begun, time.time())
     seconds = times.phases_s
@@ -57,6 +60,7 @@ def step_metrics(
         "recovery_s": times.recovery_s,
         "generation_tokens_per_s": tokens / generation_s if generation_s else 0.0,
         **({"host_busy_cores": stage.host_busy_cores} if stage else {}),
+        **prompt_token_metrics(run.ledger.done_in_step(begun.step)[0], experience, kept),
         "actors": float(len(run.generation.serving())),
         **run.scaler.figures(begun.step),
         "cost_usd": run.ledger.cost_usd(run.pools),

@@ -95,6 +95,8 @@ class Invocation:
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    """Input tokens that were not computed: their KV came from the prefix cache, or another sequence of the same batch
+    had computed the same prefix."""
     sequences: int = 0
     size_bytes: int = 0
     version: str = ""

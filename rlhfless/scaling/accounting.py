@@ -28,6 +28,7 @@ from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.intervals import Interval, clip, length, union
 from rlhfless.scaling.prices import PriceBook
+from rlhfless.scaling.prompt_reuse import PromptReuse, prompt_reuse
 from rlhfless.scaling.step_times import StepTimes, calls_within, step_times
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
@@ -74,6 +75,7 @@ class Summary:
     """Quantiles (see QUANTILES) of the response length over all rollouts; empty if there are none."""
     reward_mean: Mapping[int, float]
     """By step."""
+    prompts: PromptReuse | None
 
     @property
     def cost_usd(self) -> float:
@@ -95,12 +97,14 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
         )
         for name in FunctionName
     ]
+    steps = tuple(map(step_times, trace.steps, calls_within(trace.steps, trace.invocations)))
     return Summary(
         functions=tuple(row for row in functions if row.invocations or row.provisioned_device_s),
         total=_total(functions, trace.invocations),
-        steps=tuple(map(step_times, trace.steps, calls_within(trace.steps, trace.invocations))),
+        steps=steps,
         response_tokens=_length_quantiles(trace.rollouts),
         reward_mean=_reward_by_step(trace.rollouts),
+        prompts=prompt_reuse(trace, math.fsum(times.wall_s for times in steps)),
     )
 
 

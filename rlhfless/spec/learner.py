@@ -38,6 +38,10 @@ class LearnerSpec(SpecModel):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
+    share_prefixes: bool = True
+    """Learner and reference compute prompt tokens that samples share once per micro-batch, and not once per sample,
+    where that saves time: long prompts, many samples per prompt. The results are the same up to rounding."""
+
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads per rank; by default all cores, divided among the ranks. Fixed, because the order of
     sums, and with it the last bits of the weights, depends on it."""

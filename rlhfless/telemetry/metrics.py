@@ -93,6 +93,15 @@ METRICS = _table(
         Metric("response_tokens_max", _TOKENS, "Longest response"),
         Metric("truncated", _RATIO, "Responses that were cut off at the longest length"),
         Metric("cached_prompt_tokens", _RATIO, "Prompt tokens whose KV came from the prefix cache"),
+        Metric(
+            "prompt_tokens_computed", _TOKENS, "Prompt tokens of the step that a function computed", label="function"
+        ),
+        Metric(
+            "prompt_tokens_unique",
+            _TOKENS,
+            "Prompt tokens of a function's samples, each shared prefix once: the least that it can compute",
+            label="function",
+        ),
         # Time and money
         Metric("step_s", _S, "Wall time of the step"),
         Metric("outside_s", _S, "Wall time of the step in which no function worked"),

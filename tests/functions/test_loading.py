@@ -116,6 +116,8 @@ async def test_a_replica_that_cannot_load_its_model_says_so_itself(llama: Path) 
     edit(llama, **{UP: None})
     binding = DeviceBinding("cpu", ("0",), exclusive=False)
     model = ModelSpec(path=str(llama))
-    function = ReferenceFunction(ReferenceSettings("run", LeaseTerms(600, 600), model, "float32", 100, 1.0, binding))
+    function = ReferenceFunction(
+        ReferenceSettings("run", LeaseTerms(600, 600), model, "float32", 100, True, 1.0, binding)
+    )
     with pytest.raises(InputError, match=f"lacks tensor '{UP}'"):
         await function.describe(Call("run", 1, 0))

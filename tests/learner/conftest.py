@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tiny_learner import make_batch, make_rank, save_tiny_model
+from tiny_learner import make_batch, make_rank, make_shared_batch, save_tiny_model
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.rank import LearnerRank
@@ -22,6 +22,11 @@ def tiny_model(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def batch() -> PackedBatch:
     return make_batch()
+
+
+@pytest.fixture(scope="session")
+def shared_batch() -> PackedBatch:
+    return make_shared_batch()
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from rlhfless.algorithms.batch import select
 from rlhfless.functions import policy as policy_module
-from rlhfless.functions.policy import load_policy, micro_batches, response_logprobs, token_logprobs
+from rlhfless.functions.batching import micro_batches
+from rlhfless.functions.policy import load_policy, response_logprobs, token_logprobs
 from rlhfless.spec import ModelSpec
 
 

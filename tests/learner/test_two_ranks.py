@@ -17,9 +17,12 @@ OPTIMIZER = AdamWSpec(learning_rate=0.1, eps=1.0)
 PATIENCE_S = 120
 
 
-def work(model: str, rendezvous: Path, rank: int, world_size: int, batch: PackedBatch, count: int, queue) -> None:
+def work(
+    model: str, rendezvous: Path, rank: int, world_size: int, batch: PackedBatch, count: int, changes: dict, queue
+) -> None:
     """One rank: evaluate, learn, and send back what it has."""
-    learner = make_rank(model, rendezvous, rank, world_size, optimizer=OPTIMIZER, micro_batch_tokens=64)
+    changes = {"micro_batch_tokens": 64} | changes
+    learner = make_rank(model, rendezvous, rank, world_size, optimizer=OPTIMIZER, **changes)
     try:
         old = learner.evaluate(batch)
         metrics = learner.learn(batch.with_columns(old_logprobs=old), count)
@@ -28,13 +31,13 @@ def work(model: str, rendezvous: Path, rank: int, world_size: int, batch: Packed
         learner.close()
 
 
-def run(model: str, folder: Path, world_size: int, batch: PackedBatch, count: int) -> list:
+def run(model: str, folder: Path, world_size: int, batch: PackedBatch, count: int, **changes) -> list:
     """The results of all ranks, by rank."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     rendezvous = folder / f"rendezvous{world_size}"
     processes = [
-        context.Process(target=work, args=(model, rendezvous, rank, world_size, batch, count, queue))
+        context.Process(target=work, args=(model, rendezvous, rank, world_size, batch, count, changes, queue))
         for rank in range(world_size)
     ]
     try:
@@ -55,6 +58,19 @@ def test_two_ranks_are_one(tiny_model, batch, tmp_path, sequences):
     both = run(tiny_model, tmp_path, 2, given, count)
     for _, their_old, their_metrics, their_weights in both:
         np.testing.assert_allclose(their_old, old, atol=1e-6, rtol=1e-6)
+        assert their_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
+        for name, value in weights.items():
+            np.testing.assert_allclose(their_weights[name], value, atol=1e-6, err_msg=name)
+    first, second = both[0][3], both[1][3]
+    assert all(np.array_equal(first[name], second[name]) for name in first), "ranks agree to the last bit"
+
+
+def test_two_ranks_that_share_prefixes_are_one_that_does_not(tiny_model, shared_batch, tmp_path):
+    large = {"micro_batch_tokens": 300}
+    ((_, old, metrics, weights),) = run(tiny_model, tmp_path, 1, shared_batch, 2, share_prefixes=False, **large)
+    both = run(tiny_model, tmp_path, 2, shared_batch, 2, **large)
+    for _, their_old, their_metrics, their_weights in both:
+        np.testing.assert_allclose(their_old, old, atol=1e-5, rtol=1e-5)
         assert their_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
         for name, value in weights.items():
             np.testing.assert_allclose(their_weights[name], value, atol=1e-6, err_msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,25 @@ def save_tiny_model(folder: Path) -> str:
 def make_batch() -> PackedBatch:
     """Six groups of four; ragged; one response is empty. With advantages, without old logprobs."""
     generator = np.random.default_rng(1)
+    prompts = [tuple(generator.integers(0, VOCABULARY, 1 + 2 * number).tolist()) for number in range(6)]
+    return _drawn(prompts, 4, generator)
+
+
+def make_shared_batch() -> PackedBatch:
+    """Five groups of four, with prefixes in two levels: three prompts begin with 20 tokens, two of them with 30."""
+    generator = np.random.default_rng(2)
+    system, shots, other = (generator.integers(0, VOCABULARY, size).tolist() for size in (20, 10, 13))
+    questions = [generator.integers(0, VOCABULARY, 11 + number).tolist() for number in range(4)]
+    prompts = [(*system, *shots, *questions[0]), (*system, *shots, *questions[1]), (*system, *questions[2])]
+    return _drawn([*prompts, tuple(other), tuple(questions[3])], 4, generator)
+
+
+def _drawn(prompts: Sequence[tuple[int, ...]], samples: int, generator: np.random.Generator) -> PackedBatch:
     groups = []
-    for number in range(6):
-        prompt = Prompt(f"p{number}", tuple(generator.integers(0, VOCABULARY, 1 + 2 * number).tolist()), "")
-        lengths = generator.integers(1, 25, 4)
-        lengths[number % 4] = 0 if number == 2 else lengths[number % 4]
+    for number, token_ids in enumerate(prompts):
+        prompt = Prompt(f"p{number}", token_ids, "")
+        lengths = generator.integers(1, 25, samples)
+        lengths[number % samples] = 0 if number == 2 else lengths[number % samples]
         rollouts = tuple(
             Rollout(
                 prompt_id=prompt.prompt_id,

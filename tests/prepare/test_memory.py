@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlhfless.functions import policy
 from rlhfless.functions.generation.vllm import arguments
+from rlhfless.functions.prefix_attention import NAME, packed_row
+from rlhfless.prefixes.packing import SharingSequences
 from rlhfless.prepare.memory import plan as plan_module
 from rlhfless.prepare.memory.changes import Question, edited, nearest_change
 from rlhfless.prepare.memory.formulas import (
@@ -25,6 +28,7 @@ from rlhfless.prepare.memory.formulas import (
     learn_phases,
     logits_bytes,
     mlp_width,
+    sharing_token_bytes,
 )
 from rlhfless.prepare.memory.settled import format_problems, placed, settled, timed
 from rlhfless.records import FunctionName
@@ -96,8 +100,15 @@ def test_activations_by_hand() -> None:
     assert mlp_width(small) == 30
     assert layer_token_bytes(small, "float32") == 24 * 10 + 16 * (8 + 4) + 16 * 30 == 912
     assert layer_token_bytes(small, "bfloat16") == 26 * 10 + 10 * (8 + 4) + 8 * 30 == 620
-    assert activation_bytes(small, 5, "float32", checkpointing=False) == 4 * 5 * 912
-    assert activation_bytes(small, 5, "float32", checkpointing=True) == 3 * 5 * 4 * 10 + 2 * 5 * 912
+    assert activation_bytes(small, 5, "float32", checkpointing=False, sharing=False) == 4 * 5 * 912
+    assert activation_bytes(small, 5, "float32", checkpointing=True, sharing=False) == 3 * 5 * 4 * 10 + 2 * 5 * 912
+    # Sharing prefixes: 8 (12 + 14 x 4) = 544 is below a layer's 912, and 8 x 40 (12 + 56) is above it.
+    assert sharing_token_bytes(small, "float32", backward=True) == 544
+    assert sharing_token_bytes(small, "bfloat16", backward=False) == 8 * (4 + 8 * 2)
+    assert activation_bytes(small, 5, "float32", checkpointing=False, sharing=True) == 4 * 5 * 912
+    wide = dataclasses.replace(small, head_dim=160)
+    layer = layer_token_bytes(wide, "float32")
+    assert activation_bytes(wide, 5, "float32", checkpointing=False, sharing=True) == 5 * (3 * layer + 320 * 68)
     assert logits_bytes(small, 5, 2**25, 5) == 5 * 4 * 5 * 151936 + 8 * 5 * 10
     assert logits_bytes(small, 10**6, 2**25, 5) == 5 * 4 * 2**25 + 8 * 10**6 * 10
 
@@ -107,7 +118,7 @@ def test_a_token_passes_two_of_eight_experts() -> None:
 
 
 def test_16_bytes_a_parameter_to_learn_and_20_to_publish() -> None:
-    learn, publish, restore = learn_phases(shape(QWEN_7B), 0, "float32", 2**25, checkpointing=True)
+    learn, publish, restore = learn_phases(shape(QWEN_7B), 0, "float32", 2**25, checkpointing=True, sharing=False)
     p = shape(QWEN_7B).parameters
     assert (learn.size_bytes, publish.size_bytes, restore.size_bytes) == (16 * p, 20 * p, 20 * p)
 
@@ -122,10 +133,11 @@ def test_an_engines_parts_by_hand() -> None:
     }
 
 
+@pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
-def test_what_torch_keeps_for_the_backward_pass(dtype: Any, checkpointing: bool) -> None:
+def test_what_torch_keeps_for_the_backward_pass(dtype: Any, checkpointing: bool, sharing: bool) -> None:
     """Counted in a real model, by the difference of two numbers of layers."""
-    kept = [_kept_by_torch(layers, dtype, checkpointing) for layers in (2, 4)]
+    kept = [_kept_by_torch(layers, dtype, checkpointing, sharing) for layers in (2, 4)]
     config = _config(2).to_dict() | {"torch_dtype": "bfloat16"}
     one = layer_token_bytes(shape(config), dtype)
     expected = 4 * config["hidden_size"] if checkpointing else one
@@ -148,9 +160,16 @@ def _config(layers: int) -> Qwen3Config:
     )
 
 
-def _kept_by_torch(layers: int, dtype: str, checkpointing: bool) -> int:
-    """Bytes, without the weights and what autocast made of them."""
+def _kept_by_torch(layers: int, dtype: str, checkpointing: bool, sharing: bool) -> int:
+    """Bytes, without the weights and what autocast made of them. `sharing`: two sequences with 40 tokens in common."""
     model = Qwen3ForCausalLM(_config(layers))
+    row: dict[str, Any] = {}
+    if sharing:
+        model.set_attn_implementation(NAME)
+        sequences = np.r_[np.arange(40), np.arange(50, 62), np.arange(40), np.arange(70, 82)]
+        packed = SharingSequences(sequences, np.array([52, 52])).pack(np.arange(2))
+        assert len(packed.source) == TOKENS
+        row = packed_row(packed, torch.device("cpu"))
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
@@ -166,7 +185,7 @@ def _kept_by_torch(layers: int, dtype: str, checkpointing: bool) -> int:
     tokens = torch.randint(0, 50, (1, TOKENS))
     counting = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with counting, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
-        model.get_decoder()(input_ids=tokens, use_cache=False)
+        model.get_decoder()(input_ids=tokens, use_cache=False, **row)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 

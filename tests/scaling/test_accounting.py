@@ -326,3 +326,18 @@ def test_intervals_are_sets_of_instants(pairs: list[tuple[int, int]], start: int
     inside = clip(merged, start, start + span)
     assert instants(inside) == {s for s in instants(merged) if start <= s < start + span}
     assert length(inside) == len(instants(inside))
+
+
+def test_prompt_tokens_that_were_computed_once() -> None:
+    """160 of 200 tokens had to be computed; the reference would have computed 300 tokens in 3 s, and did 200 in 2 s."""
+    metrics = {"prompt_tokens_computed/generation": 120.0, "prompt_tokens_unique/generation": 100.0}
+    metrics |= {"prompt_tokens_computed/reference": 80.0, "prompt_tokens_unique/reference": 60.0}
+    logprobs = Invocation(
+        FunctionName.REFERENCE, "r", "i", Work.LOGPROBS, 1, 1.0, 3.0, input_tokens=300, cached_tokens=100
+    )
+    trace = Trace(META, invocations=(logprobs,), steps=(StepRecord(1, 0.0, 9.0, metrics),))
+    prompts = summarise(trace, PRICES).prompts
+    assert prompts is not None
+    assert prompts.once == pytest.approx(0.8)
+    assert prompts.saved == pytest.approx(1 / 10)
+    assert summarise(Trace(META), PRICES).prompts is None

@@ -81,18 +81,33 @@ def layer_token_bytes(shape: ModelShape, dtype: DType) -> int:
     return 26 * shape.hidden + 10 * (queries + keys) + 8 * mlp_width(shape)
 
 
-def activation_bytes(shape: ModelShape, tokens: int, dtype: DType, *, checkpointing: bool) -> int:
+def sharing_token_bytes(shape: ModelShape, dtype: DType, *, backward: bool) -> int:
+    """What the attention of one layer holds of a token while shared prefixes are computed once, and gives back. What it
+    keeps for the backward pass is what torch's own attention keeps.
+
+        forward     q (4 + 8 b)      the output in float32; queries, keys and values by segments, and their output, each
+                                     up to 3/2 long with padding; keys and values for all heads
+        backward    q (12 + 14 b)    three gradients in float32; five tensors by segments, and their three gradients;
+                                     keys and values for all heads
+    """
+    queries, b = shape.heads * shape.head_dim, DTYPE_BYTES[dtype]
+    return queries * (12 + 14 * b if backward else 4 + 8 * b)
+
+
+def activation_bytes(shape: ModelShape, tokens: int, dtype: DType, *, checkpointing: bool, sharing: bool) -> int:
     """Kept by the decoder for the backward pass of T tokens.
 
         all layers       L T layer_token_bytes
         checkpointing    L T 4 h + T layer_token_bytes     (inputs of the layers in float32, and one layer anew)
 
-    and with either, as much again as one layer keeps, for the gradients that pass through it.
+    and with either, as much again as one layer keeps, for the gradients that pass through it; or, if that is more, what
+    `sharing` of prefixes holds.
     """
     layer = tokens * layer_token_bytes(shape, dtype)
+    passing = max(layer, tokens * sharing_token_bytes(shape, dtype, backward=True) if sharing else 0)
     if checkpointing:
-        return shape.layers * tokens * 4 * shape.hidden + 2 * layer
-    return (shape.layers + 1) * layer
+        return shape.layers * tokens * 4 * shape.hidden + layer + passing
+    return shape.layers * layer + passing
 
 
 def logits_bytes(shape: ModelShape, tokens: int, chunk_elements: int, copies: int) -> int:
@@ -109,7 +124,7 @@ def learner_states_bytes(shape: ModelShape) -> tuple[Part, ...]:
 
 
 def learn_phases(
-    shape: ModelShape, tokens: int, dtype: DType, chunk_elements: int, *, checkpointing: bool
+    shape: ModelShape, tokens: int, dtype: DType, chunk_elements: int, *, checkpointing: bool, sharing: bool
 ) -> tuple[Phase, ...]:
     """The phases of a learner rank whose micro-batches have T tokens.
 
@@ -119,7 +134,7 @@ def learn_phases(
     """
     states, p = learner_states_bytes(shape), shape.parameters
     casts = Part("weights in 16 bit", 0 if dtype == "float32" else 2 * p)
-    activations = activation_bytes(shape, tokens, dtype, checkpointing=checkpointing)
+    activations = activation_bytes(shape, tokens, dtype, checkpointing=checkpointing, sharing=sharing)
     logits = logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES)
     working = (casts, Part("activations", activations), Part("logits", logits))
     return (
@@ -129,14 +144,16 @@ def learn_phases(
     )
 
 
-def reference_phase(shape: ModelShape, tokens: int, dtype: DType, chunk_elements: int) -> Phase:
-    """The reference: b P of weights, one layer at a time for T tokens, and the logits of a forward pass."""
-    b = DTYPE_BYTES[dtype]
+def reference_phase(shape: ModelShape, tokens: int, dtype: DType, chunk_elements: int, *, sharing: bool) -> Phase:
+    """The reference: b P of weights, one layer at a time for T tokens, and the logits of a forward pass. The layer's
+    second half is for what it computes from, or for what `sharing` of prefixes holds, if that is more."""
+    b, layer = DTYPE_BYTES[dtype], layer_token_bytes(shape, dtype)
+    passing = max(layer, sharing_token_bytes(shape, dtype, backward=False) if sharing else 0)
     return Phase(
         "logprobs",
         (
             Part("weights", b * shape.parameters),
-            Part("activations", 2 * tokens * layer_token_bytes(shape, dtype)),
+            Part("activations", tokens * (layer + passing)),
             Part("logits", logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES - 2)),
         ),
     )

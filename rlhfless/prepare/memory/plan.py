@@ -187,7 +187,8 @@ def phases_of(
     if function is FunctionName.LEARNER:
         phases = _learner_phases(spec, shape, tokens)
     elif function is FunctionName.REFERENCE:
-        phases = (reference_phase(shape, tokens, spec.learner.dtype, LOGITS_CHUNK_ELEMENTS),)
+        sharing = spec.learner.share_prefixes
+        phases = (reference_phase(shape, tokens, spec.learner.dtype, LOGITS_CHUNK_ELEMENTS, sharing=sharing),)
     else:
         phases = (Phase("score", ()),)  # a reward model of sizes of its own, which are not known here
     return tuple(Phase(phase.name, (*phase.parts, process)) for phase in phases)
@@ -225,7 +226,12 @@ def _kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
 def _learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[Phase, ...]:
     learner = spec.learner
     return learn_phases(
-        shape, tokens, learner.dtype, LOGITS_CHUNK_ELEMENTS, checkpointing=learner.gradient_checkpointing
+        shape,
+        tokens,
+        learner.dtype,
+        LOGITS_CHUNK_ELEMENTS,
+        checkpointing=learner.gradient_checkpointing,
+        sharing=learner.share_prefixes,
     )
 
 

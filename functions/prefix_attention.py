@@ -1,0 +1,183 @@
+"""Prefix-grouped attention: a packed row of tokens in which each shared prefix lies once (rlhfless.prefixes.packing).
+
+Exact, by the identity on which flash and ring attention rest (Dao et al. 2022, arXiv 2205.14135; Liu et al. 2023, arXiv
+2310.01889): softmax attention over the union of disjoint sets of keys is the mean of the attentions over each, weighted
+by exp(logsumexp of their scores). The sets here are a token's own segment, causally, and each prefix that its segment
+comes after, as a whole. The backward pass calls the same kernels' own backward with the output and the logsumexp of the
+union, which makes their probabilities those of the union; so keys and values of a prefix get the gradient of all that
+attend to them.
+
+On a CPU and on GPUs the parts run in torch's fused kernels. Models reach this module through the attention interface of
+transformers, under NAME: without a layout it is torch's scaled dot product attention as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rlhfless.functions.attention_kernels import attend, attend_backward
+from rlhfless.prefixes.packing import PackedSegments
+
+NAME = "rlhfless_shared_prefixes"
+"""Of this attention, in a model's configuration."""
+
+_OTHER_FORMS = ("softcap", "s_aux", "sliding_window", "position_bias")
+"""Arguments by which models ask for another attention than softmax over all earlier tokens."""
+
+
+class SharingUnsupported(Exception):
+    """The attention of a model has a form that this module does not compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLayout:
+    """A PackedSegments on a device. Segments of similar length are computed together, padded on the right."""
+
+    tokens: int
+    buckets: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """(index [segments, width] of each token of the segments, valid [segments * width] of those that are no padding)"""
+    shared: tuple[tuple[slice, slice], ...]
+    """(own tokens, tokens that attend to them) of each prefix."""
+
+    @classmethod
+    def of(cls, packed: PackedSegments, device: torch.device) -> PrefixLayout:
+        return cls(
+            tokens=len(packed.source),
+            buckets=tuple(_bucket(segments, device) for segments in _alike(packed.segments)),
+            shared=tuple((slice(start, stop), slice(stop, end)) for start, stop, end in packed.shared if end > stop),
+        )
+
+
+def packed_row(packed: PackedSegments, device: torch.device) -> dict[str, Any]:
+    """The arguments with which a decoder, whose attention is NAME, forwards a row of tokens in this layout."""
+    return {
+        "position_ids": torch.from_numpy(packed.positions)[None].to(device),
+        "prefix_layout": PrefixLayout.of(packed, device),
+        # transformers takes a mask of four dimensions as it is, and makes none; this attention looks at the layout.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+    }
+
+
+def _alike(segments: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """The segments, by the two leading bits of their length: padding is at most half of a bucket's tokens."""
+    alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for segment in segments:
+        bits = (segment[1] - 1).bit_length()
+        alike.setdefault((bits, (segment[1] - 1) >> max(bits - 2, 0)), []).append(segment)
+    yield from alike.values()
+
+
+def _bucket(segments: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Padding repeats a segment's last token: causal attention does not look at it, and its gradient is 0."""
+    start, tokens = np.array(segments).T[:, :, None]
+    run = np.arange(tokens.max())
+    index = torch.from_numpy(start + np.minimum(run, tokens - 1)).to(device)
+    return index, torch.from_numpy((run < tokens).ravel()).to(device)
+
+
+def shared_prefix_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    prefix_layout: PrefixLayout | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: `query` [1, heads, tokens, head], `key` and `value` [1, KV heads, tokens,
+    head] -> [1, tokens, heads, head].
+
+    Raises SharingUnsupported for a layout and an attention that is more than softmax over all earlier tokens.
+    """
+    if prefix_layout is None:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+        return output, None
+    if wanted := [name for name in _OTHER_FORMS if arguments.get(name) is not None]:
+        raise SharingUnsupported(f"its attention has {wanted[0]}")
+    if torch.is_autocast_enabled(query.device.type):
+        wanted_dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(wanted_dtype) for tensor in (query, key, value))
+    scale = arguments.get("scaling") or query.shape[-1] ** -0.5
+    mixed = _PrefixAttention.apply(query, key, value, prefix_layout, scale)
+    return mixed.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, shared_prefix_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class _PrefixAttention(torch.autograd.Function):
+    """query [1, heads, tokens, head], key and value [1, KV heads, tokens, head] -> [1, heads, tokens, head]. It keeps
+    what torch's own attention keeps for the backward pass, and no copies of KV heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PrefixLayout,
+        scale: float,
+    ) -> torch.Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        # In memory by tokens: the model's next product reads it so, and then keeps no copy.
+        output = torch.empty_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
+        output = output.transpose(1, 2)
+        keys, values = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
+        logsumexp = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
+        for index, valid in layout.buckets:
+            q, k, v = (_rows(tensor, index) for tensor in (query, keys, values))
+            of_segments, scores = attend(q, k, v, scale=scale, causal=True)
+            at = index.flatten()[valid]
+            output[0][:, at] = of_segments.transpose(0, 1).flatten(1, 2)[:, valid].to(wide)
+            logsumexp[0][:, at] = scores.transpose(0, 1).flatten(1, 2)[:, valid].to(wide)
+        for own, users in layout.shared:
+            of_prefix, scores = attend(
+                query[:, :, users], keys[:, :, own], values[:, :, own], scale=scale, causal=False
+            )
+            union = torch.logaddexp(logsumexp[:, :, users], scores.to(wide))
+            output[:, :, users] *= (logsumexp[:, :, users] - union).exp_().unsqueeze(-1)
+            output[:, :, users] += of_prefix * (scores - union).exp_().unsqueeze(-1)
+            logsumexp[:, :, users] = union
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.layout, ctx.scale = layout, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        groups = (key.shape[1], query.shape[1] // key.shape[1])
+        keys, values = (repeat_kv(tensor, groups[1]) for tensor in (key, value))
+        found = [torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (query, keys, values)]
+        for index, valid in ctx.layout.buckets:
+            upstream = _rows(gradient, index).masked_fill(~valid.view(index.shape)[:, None, :, None], 0)
+            q, k, v, out = (_rows(tensor, index) for tensor in (query, keys, values, output))
+            scores = logsumexp[0][:, index].transpose(0, 1)
+            at = index.flatten()[valid]
+            parts = attend_backward(upstream, q, k, v, out, scores, scale=ctx.scale, causal=True)
+            for total, part in zip(found, parts, strict=True):
+                total[0][:, at] += part.transpose(0, 1).flatten(1, 2)[:, valid]
+        for own, users in ctx.layout.shared:
+            upstream, q, out = (tensor[:, :, users] for tensor in (gradient, query, output))
+            k, v = (tensor[:, :, own] for tensor in (keys, values))
+            scores = logsumexp[:, :, users]
+            parts = attend_backward(upstream, q, k, v, out, scores, scale=ctx.scale, causal=False)
+            for total, part, where in zip(found, parts, (users, own, own), strict=True):
+                total[:, :, where] += part
+        found[1:] = [total.unflatten(1, groups).sum(2) for total in found[1:]]
+        return *(total.to(query.dtype) for total in found), None, None
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[1, heads, tokens, head], `index` [segments, width] -> [segments, heads, width, head]."""
+    return tensor[0][:, index].transpose(0, 1)

@@ -1,0 +1,40 @@
+"""How many prompt tokens of a step each function computed, beside how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rlhfless.prefixes.trie import shared_prefixes
+from rlhfless.records import Experience, FunctionName, Invocation, Work
+
+COUNTED: Mapping[Work, FunctionName] = {
+    Work.GENERATE: FunctionName.GENERATION,
+    Work.LOGPROBS: FunctionName.REFERENCE,
+    Work.LEARN: FunctionName.LEARNER,
+}
+"""Calls that compute the prompts of a step, and have the tokens that they did not compute in the ledger."""
+
+
+def prompt_token_metrics(calls: Iterable[Invocation], drawn: Experience, kept: Experience) -> dict[str, float]:
+    """`prompt_tokens_computed` and `prompt_tokens_unique` by function, of the functions with a call. `kept` is the part
+    of the drawn samples that is trained on."""
+    computed: dict[FunctionName, int] = {}
+    for call in calls:
+        if (function := COUNTED.get(call.work)) is not None:
+            computed[function] = computed.get(function, 0) + call.input_tokens - call.cached_tokens
+    unique = {id(given): unique_prompt_tokens(given) for given in (drawn, kept)}
+    metrics = {}
+    for function, tokens in computed.items():
+        given = kept if function is FunctionName.LEARNER else drawn
+        # The other functions are fed the responses, too, and compute all of their tokens.
+        responses = 0 if function is FunctionName.GENERATION else sum(sample.model_tokens for sample in given.samples)
+        metrics[f"prompt_tokens_computed/{function}"] = float(tokens - responses)
+        metrics[f"prompt_tokens_unique/{function}"] = float(unique[id(given)])
+    return metrics
+
+
+def unique_prompt_tokens(experience: Experience) -> int:
+    """Prompt tokens when each shared prefix is counted once."""
+    prompts = [group.prompt.token_ids for group in experience.groups]
+    counts = [len(group.samples) for group in experience.groups]
+    return shared_prefixes(prompts, counts, last_alone=False).unique_tokens

@@ -1,0 +1,177 @@
+"""Sequences in one row of tokens, in which each shared prefix lies once: the layout of prefix-grouped attention.
+
+A *segment* is a run of new tokens: the own tokens of a shared prefix, or the rest of a sequence after its longest one.
+Segments lie in depth-first order, so that all segments that begin with a prefix follow it without a gap. Each token
+attends to the tokens before it in its segment, and to all own tokens of the prefixes that its segment comes after:
+
+    system | prompt A | response 1 | response 2 | prompt B | response 3
+    `system` is attended by everything behind it, `prompt A` by the responses 1 and 2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
+from rlhfless.records import IntArray
+
+LEAST_SAVED_TOKENS = 32
+"""A prefix is shared if that saves so many tokens. Each shared prefix is one more attention call per layer, whose
+overhead on a CPU is about the time of ten tokens of a small model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSegments:
+    """The layout of some sequences."""
+
+    source: IntArray  # [packed], index of the token in the sequences one after the other
+    positions: IntArray  # [packed], in its sequence
+    index: IntArray  # [tokens], where each token of the sequences one after the other lies
+    segments: tuple[tuple[int, int], ...]
+    """(start, tokens) of each segment."""
+    shared: tuple[tuple[int, int, int], ...]
+    """(start, stop, end) of each prefix: its own tokens are [start, stop), and the tokens that come after it, and
+    attend to it, [stop, end)."""
+
+
+def pruned(forest: PrefixForest, least_saved_tokens: int = LEAST_SAVED_TOKENS) -> tuple[IntArray, IntArray]:
+    """(parent [prefixes], leaf [sequences]) of the forest without the prefixes that save too little; their own tokens
+    then belong to the prefixes, or sequences, that come after them."""
+    parent = forest.parent.copy()
+    kept_or_above = np.full(len(forest) + 1, NONE)
+    for prefix in range(len(forest)):
+        parent[prefix] = above = kept_or_above[parent[prefix]]
+        own = forest.tokens[prefix] - (forest.tokens[above] if above != NONE else 0)
+        pays = own * (forest.samples[prefix] - 1) >= least_saved_tokens
+        kept_or_above[prefix] = prefix if pays else above
+    return parent, kept_or_above[forest.leaf]
+
+
+class SharingSequences:
+    """Sequences, and their shared prefixes that are worth computing once."""
+
+    def __init__(self, tokens: npt.NDArray[Any], lengths: IntArray) -> None:
+        """`tokens` [tokens] of all sequences, one after the other; `lengths` [sequences]."""
+        self.lengths = lengths
+        ends = np.cumsum(lengths)
+        rows = [tokens[start:end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
+        forest = shared_prefixes(rows, last_alone=False)
+        parent, leaf = pruned(forest)
+        depths = np.append(forest.tokens, 0)
+        self.depth = forest.tokens
+        """Tokens of each prefix, `[prefixes]`."""
+        self.own = forest.tokens - depths[parent]
+        """Tokens of each prefix after its parent's, `[prefixes]`."""
+        self.rest = lengths - depths[leaf]
+        """Tokens of each sequence after its longest prefix, `[sequences]`."""
+        self.lineages = [_lineage(parent, prefix) for prefix in leaf.tolist()]
+        """The prefixes of each sequence, the shortest first."""
+        self.order = sorted(range(len(lengths)), key=lambda number: (self.lineages[number], -int(lengths[number])))
+        """Depth first: users of a prefix one after the other, otherwise the longest first."""
+        self.rank = np.argsort(self.order).tolist()
+        """Place of each sequence in `order`."""
+
+    def added(self, sequence: int, there: set[int]) -> int:
+        """Tokens that a sequence adds to a row that has the prefixes `there`."""
+        missing = [prefix for prefix in self.lineages[sequence] if prefix not in there]
+        return int(self.own[missing].sum() + self.rest[sequence])
+
+    def cut(self, budget_tokens: int, also: IntArray) -> list[IntArray]:
+        """Micro-batches, as index arrays: the row of each has at most `budget_tokens`, and so has its sum of `also`
+        [sequences]; a longer sequence stands alone. The largest comes first, so that memory peaks at the start."""
+        parts: list[tuple[int, list[int]]] = []
+        packed, others, there = 0, 0, set[int]()
+        for sequence in self.order:
+            packed, others = packed + self.added(sequence, there), others + int(also[sequence])
+            if not parts or max(packed, others) > budget_tokens:
+                parts.append((0, []))
+                packed, others, there = int(self.lengths[sequence]), int(also[sequence]), set()
+            there.update(self.lineages[sequence])
+            parts[-1] = (packed, [*parts[-1][1], sequence])
+        return [np.array(part) for _, part in sorted(parts, key=lambda part: -part[0])]
+
+    def deal(self, ranks: int) -> list[IntArray]:
+        """Index arrays, one for each of `ranks`, of about equal packed tokens; users of a prefix stay together."""
+        there: set[int] = set()
+        weights = np.zeros(len(self.order))
+        for place, sequence in enumerate(self.order):
+            weights[place] = self.added(sequence, there)
+            there.update(self.lineages[sequence])
+        middles = np.cumsum(weights) - weights / 2
+        rank = np.minimum(middles * ranks // max(weights.sum(), 1), ranks - 1)
+        return [np.array(self.order, np.int64)[rank == number] for number in range(ranks)]
+
+    def pack(self, sequences: IntArray) -> PackedSegments:
+        """The layout of these sequences in one row; `source` and `index` are about their own tokens, one after the
+        other in this order."""
+        return _Packing(self, sequences.tolist()).run()
+
+
+class _Packing:
+    """The work of `SharingSequences.pack`."""
+
+    def __init__(self, of: SharingSequences, sequences: list[int]) -> None:
+        users = Counter(prefix for sequence in sequences for prefix in of.lineages[sequence])
+        lengths = of.lengths[sequences]
+        self._of = of
+        self._sequences = sequences
+        self._lineages = [[prefix for prefix in of.lineages[number] if users[prefix] > 1] for number in sequences]
+        self._lengths = lengths.tolist()
+        self._starts = (np.cumsum(lengths) - lengths).tolist()
+        self._index = np.zeros(int(lengths.sum()), np.int64)
+        self._source: list[IntArray] = []
+        self._positions: list[IntArray] = []
+        self._segments: list[tuple[int, int]] = []
+        self._size = 0
+
+    def run(self) -> PackedSegments:
+        at: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for number in sorted(range(len(self._sequences)), key=lambda number: self._of.rank[self._sequences[number]]):
+            depth = 0
+            for prefix in self._lineages[number]:
+                tokens = int(self._of.depth[prefix]) - depth
+                if prefix not in at:
+                    at[prefix] = self._add(number, depth, tokens)
+                self._place(number, depth, tokens, at[prefix])
+                depth += tokens
+            rest = self._lengths[number] - depth
+            self._place(number, depth, rest, self._add(number, depth, rest))
+            ends |= dict.fromkeys(self._lineages[number], self._size)
+        stops = {start: start + tokens for start, tokens in self._segments}
+        nothing = [np.zeros(0, np.int64)]
+        return PackedSegments(
+            source=np.concatenate(self._source or nothing),
+            positions=np.concatenate(self._positions or nothing),
+            index=self._index,
+            segments=tuple(self._segments),
+            shared=tuple((start, stops[start], ends[prefix]) for prefix, start in at.items()),
+        )
+
+    def _add(self, number: int, depth: int, tokens: int) -> int:
+        """A segment of the next `tokens` of a sequence, from position `depth` on. Returns where it begins."""
+        start, run = self._size, np.arange(depth, depth + tokens)
+        self._source.append(self._starts[number] + run)
+        self._positions.append(run)
+        if tokens:
+            self._segments.append((start, tokens))
+        self._size += tokens
+        return start
+
+    def _place(self, number: int, depth: int, tokens: int, start: int) -> None:
+        """The next `tokens` of a sequence lie at `start`."""
+        first = self._starts[number] + depth
+        self._index[first : first + tokens] = np.arange(start, start + tokens)
+
+
+def _lineage(parent: IntArray, prefix: int) -> tuple[int, ...]:
+    found: list[int] = []
+    while prefix != NONE:
+        found.append(prefix)
+        prefix = int(parent[prefix])
+    return tuple(reversed(found))

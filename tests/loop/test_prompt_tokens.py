@@ -1,0 +1,47 @@
+"""Prompt tokens that functions computed, and how many there are, worked by hand."""
+
+import numpy as np
+import pytest
+
+from rlhfless.loop.prompt_tokens import prompt_token_metrics
+from rlhfless.records import Experience, FinishReason, FunctionName, Group, Invocation, Prompt, Rollout, Work
+
+
+def group(name: str, prompt: tuple[int, ...], responses: tuple[int, ...]) -> Group:
+    rollouts = [
+        Rollout(name, i, 0, np.arange(n), np.zeros(n, np.float32), "", FinishReason.STOP, (), "a", 0.0, 1.0)
+        for i, n in enumerate(responses)
+    ]
+    return Group.of(Prompt(name, prompt, ""), rollouts)
+
+
+def call(function: FunctionName, work: Work, given: int, cached: int) -> Invocation:
+    return Invocation(function, "r", "i", work, 1, 0.0, 1.0, input_tokens=given, cached_tokens=cached)
+
+
+def test_by_hand() -> None:
+    # Two samples each; the prompts have their first three tokens in common.
+    first, second = group("a", (1, 2, 3, 4), (5, 6)), group("b", (1, 2, 3, 9, 9), (7, 0))
+    drawn, kept = Experience((first, second)), Experience((first,))
+    calls = [
+        call(FunctionName.GENERATION, Work.GENERATE, 8, 4),
+        call(FunctionName.GENERATION, Work.GENERATE, 10, 5),
+        call(FunctionName.GENERATION, Work.HELD_OUT, 100, 0),
+        call(FunctionName.REFERENCE, Work.LOGPROBS, 18 + 18, 9),
+        call(FunctionName.LEARNER, Work.EVALUATE, 50, 0),
+        call(FunctionName.LEARNER, Work.LEARN, 8 + 11, 4),
+    ]
+    assert prompt_token_metrics(calls, drawn, kept) == {
+        "prompt_tokens_computed/generation": 9.0,
+        "prompt_tokens_unique/generation": 3.0 + 1 + 2,
+        "prompt_tokens_computed/reference": 9.0,
+        "prompt_tokens_unique/reference": 6.0,
+        "prompt_tokens_computed/learner": 4.0,
+        "prompt_tokens_unique/learner": 4.0,
+    }
+
+
+@pytest.mark.parametrize("calls", [[], [call(FunctionName.SCORING, Work.SCORE, 3, 0)]])
+def test_functions_without_a_call(calls: list[Invocation]) -> None:
+    one = Experience((group("a", (1,), (2,)),))
+    assert prompt_token_metrics(calls, one, one) == {}
