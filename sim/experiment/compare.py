@@ -24,8 +24,8 @@ from rlhfless.sim.experiment.contracts import (
     resolved,
 )
 from rlhfless.sim.experiment.rows import Part, Row, Totals, objective, row_of, steps_of
-from rlhfless.sim.experiment.run import RunResult, Task, fleet_of, settings_of
-from rlhfless.sim.experiment.static import best, fleets
+from rlhfless.sim.experiment.run import RunResult, Task, settings_of
+from rlhfless.sim.experiment.static import best, tried
 from rlhfless.sim.experiment.workers import OnProgress, Workers
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
 from rlhfless.spec import ContractSpec, WeightedSpec
@@ -111,21 +111,21 @@ def _wanted(scenario: Scenario, labels: Sequence[str] | None) -> list[PolicyEntr
 
 
 def _tasks(scenario: Scenario, entry: PolicyEntry, found: Results) -> list[Task]:
-    """The tasks by seed; for the best static fleet, every fleet for each seed."""
+    """The tasks by seed, every fleet that is tried for each seed."""
     tasks = []
     for seed in range(scenario.seeds):
         contracts = _contracts(scenario, entry, found, seed)
         if entry.name == BEST_STATIC:
             plain = entry.model_copy(update={"name": "static", "label": entry.shown})
             unwatched = scenario.model_copy(update={"beat_s": NO_BEATS_S})
-            tasks += [Task(unwatched, plain, fleet, contracts, seed) for fleet in fleets(scenario)]
+            tasks += [Task(unwatched, plain, fleet, contracts, seed) for fleet in tried(scenario, entry)]
         else:
-            tasks.append(Task(scenario, entry, fleet_of(scenario, entry), contracts, seed, traced=seed == 0))
+            tasks += [Task(scenario, entry, fleet, contracts, seed, seed == 0) for fleet in tried(scenario, entry)]
     return tasks
 
 
 def _runs_of_seed(scenario: Scenario, entry: PolicyEntry) -> int:
-    return len(fleets(scenario)) if entry.name == BEST_STATIC else 1
+    return len(tried(scenario, entry))
 
 
 def _contracts(scenario: Scenario, entry: PolicyEntry, found: Results, seed: int) -> tuple[ContractSpec, ...]:
