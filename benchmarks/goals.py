@@ -7,9 +7,9 @@ d  at most 5 % regret against the oracle that knows each prompt's distribution o
 e  deadlines of 1.1, 1.25 and 1.5 times the clairvoyant's best time kept in at least 70, 95 and 99 % of the steps
 
 The lower bound (`rlhfless.sim.experiment.lower_bound`) is of the same fleet under the same contract, and no policy is
-below it. All figures are of later epochs; b and d are about cost under the contract that is at hand with a static
-fleet: no slower than it, over the run. Where such a run took longer in later epochs than the static one, the bound is
-given that longer time.
+below it. All figures are of later epochs. a is about time under static's cost in the same epoch, b and d about cost
+under the contract that is at hand with a static fleet: no slower than it in the same epoch. Where a run took longer, or
+cost more, than the static one, the bound is given as much.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def with_goals(scenario: Scenario) -> Scenario:
 
     entries = [
         *scenario.policies,
-        ours(FASTER, FastestContract(budget=by(STATIC), per="run")),
+        ours(FASTER, FastestContract(budget=by(STATIC), per="epoch")),
         PolicyEntry(name=CLAIRVOYANT, label=FASTEST, contract=WeightedContract(time_weight=1.0)),
         *(ours(kept_label(times), CheapestContract(deadline=by(FASTEST, times))) for times in DEADLINES),
     ]
@@ -64,7 +64,7 @@ def with_goals(scenario: Scenario) -> Scenario:
             PolicyEntry(name=PUBLISHED, label=published_label(weight), settings={"time_weight": weight}),
             ours(as_fast_label(weight), CheapestContract(deadline=by(published_label(weight)))),
         ]
-    no_slower = CheapestContract(deadline=by(STATIC), per="run")
+    no_slower = CheapestContract(deadline=by(STATIC), per="epoch")
     return scenario.model_copy(update={"policies": tuple(entries), "contract": no_slower})
 
 

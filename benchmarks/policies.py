@@ -86,7 +86,7 @@ def head(found: Sequence[Comparison], spent_s: float) -> list[str]:
         "Written by `python benchmarks/policies.py`; nothing here was measured on devices. Means over "
         f"{first.seeds} seeds with 95 % confidence intervals, of the epochs after the first. `docs/simulate.md` says "
         f"what the simulator models; the scenarios are in `examples/scenarios/`. All policies work under one contract: "
-        f"as cheap as can be, no slower than static co-located. Billing is "
+        f"as cheap as can be, in each epoch no slower than static co-located. Billing is "
         f"per second, without a minimum. {spent_s / 60:.0f} minutes on {machine()}.",
         "",
     ]

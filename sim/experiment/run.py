@@ -11,6 +11,7 @@ from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import POLICIES, PolicyKind, policy_kind
 from rlhfless.scaling.policies.registry import PolicyError, configured
 from rlhfless.sim.experiment.bounds import bound
+from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.build import Layout, price_book, setup
@@ -154,7 +155,8 @@ def run(task: Task) -> RunResult:
     drawn = batches(scenario, task.seed)
     settings = settings_of(scenario, entry)
     by_step = task.contracts if len(task.contracts) > 1 else ()
-    terms = RunContract(task.contracts[0], scenario.steps, by_step)
+    span = span_of(contract_of(scenario, entry), scenario)
+    terms = RunContract(task.contracts[0], scenario.steps, by_step, span if span > 1 else scenario.steps)
     if isinstance(settings, CostAwareSpec) and entry.name in BOUNDS:
         policy = bound(entry.name, settings, terms, scenario, drawn, task.seed)
     else:
