@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from functools import lru_cache, partial
 
 from rlhfless.scaling.placement import Allocation
@@ -9,7 +11,7 @@ from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotVi
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.sim.fleet import Fleet
 from rlhfless.sim.generation import Generation
-from rlhfless.sim.setup import ActorShape, Setup
+from rlhfless.sim.setup import ActorShape, Setup, SlotSetup
 
 slot_view = lru_cache(maxsize=1 << 16)(SlotView)
 """Many slots have equal views; a cached view is faster than a new one."""
@@ -40,7 +42,21 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
     )
     links = setup.links
     load_s = setup.transport.load_s(len(actors))
-    return FleetView(replica_slots, load_s, links.move_s, links.kv_token_s, links.beat_s, setup.max_tokens)
+    return FleetView(
+        replica_slots,
+        load_s,
+        links.move_s,
+        links.kv_token_s,
+        links.beat_s,
+        setup.max_tokens,
+        kept_usd_per_s(setup.slot_setups, prices),
+    )
+
+
+def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook) -> float:
+    """Cost of a second in which none of the slots' devices is held. Raises PriceError for a kind without a price."""
+    devices = {device.name: device.kind for slot_setup in slot_setups for device in slot_setup.allocation.devices}
+    return math.fsum(prices.device(kind).released_usd_per_hour for kind in devices.values()) / SECONDS_PER_HOUR
 
 
 class Window:

@@ -88,6 +88,8 @@ class FleetView:
     """Seconds between two beats of a step."""
     max_tokens: int
     """Tokens of the longest possible response."""
+    kept_usd_per_s: float = 0.0
+    """Cost of a second of the run if no device is held: of owned devices, what their release does not earn."""
 
     def generation(self) -> tuple[int, ...]:
         """Slots for generation actors."""

@@ -22,10 +22,11 @@ from rlhfless.sim.experiment.contracts import (
     measured_by,
     measures_itself,
     resolved,
+    span_of,
 )
 from rlhfless.sim.experiment.rows import Part, Row, Totals, objective, row_of, steps_of
-from rlhfless.sim.experiment.run import RunResult, Task, fleet_of, settings_of
-from rlhfless.sim.experiment.static import best, fleets
+from rlhfless.sim.experiment.run import RunResult, Task, settings_of
+from rlhfless.sim.experiment.static import best, tried
 from rlhfless.sim.experiment.workers import OnProgress, Workers
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
 from rlhfless.spec import ContractSpec, WeightedSpec
@@ -111,21 +112,21 @@ def _wanted(scenario: Scenario, labels: Sequence[str] | None) -> list[PolicyEntr
 
 
 def _tasks(scenario: Scenario, entry: PolicyEntry, found: Results) -> list[Task]:
-    """The tasks by seed; for the best static fleet, every fleet for each seed."""
+    """The tasks by seed, every fleet that is tried for each seed."""
     tasks = []
     for seed in range(scenario.seeds):
         contracts = _contracts(scenario, entry, found, seed)
         if entry.name == BEST_STATIC:
             plain = entry.model_copy(update={"name": "static", "label": entry.shown})
             unwatched = scenario.model_copy(update={"beat_s": NO_BEATS_S})
-            tasks += [Task(unwatched, plain, fleet, contracts, seed) for fleet in fleets(scenario)]
+            tasks += [Task(unwatched, plain, fleet, contracts, seed) for fleet in tried(scenario, entry)]
         else:
-            tasks.append(Task(scenario, entry, fleet_of(scenario, entry), contracts, seed, traced=seed == 0))
+            tasks += [Task(scenario, entry, fleet, contracts, seed, seed == 0) for fleet in tried(scenario, entry)]
     return tasks
 
 
 def _runs_of_seed(scenario: Scenario, entry: PolicyEntry) -> int:
-    return len(fleets(scenario)) if entry.name == BEST_STATIC else 1
+    return len(tried(scenario, entry))
 
 
 def _contracts(scenario: Scenario, entry: PolicyEntry, found: Results, seed: int) -> tuple[ContractSpec, ...]:
@@ -133,7 +134,9 @@ def _contracts(scenario: Scenario, entry: PolicyEntry, found: Results, seed: int
     if measures_itself(scenario, entry):
         return (WeightedSpec(),)
     label = measured_by(scenario, entry)
-    return tuple(resolved(contract_of(scenario, entry), None if label is None else found[label][seed].steps))
+    contract = contract_of(scenario, entry)
+    measured = None if label is None else found[label][seed].steps
+    return tuple(resolved(contract, measured, span_of(contract, scenario)))
 
 
 def _judged(
@@ -141,11 +144,12 @@ def _judged(
 ) -> tuple[RunResult, tuple[ContractSpec, ...]]:
     """The run of a seed, the best of them if several were tried, with its contract judged for each step."""
     contracts, part = _contracts(scenario, entry, found, tried[0].seed), quoted_part(scenario)
-    steps = [judged(run.steps, contracts) for run in tried]
+    span = span_of(contract_of(scenario, entry), scenario)
+    steps = [judged(run.steps, contracts, span) for run in tried]
     limits = [step.limit for step in steps_of(steps[0], part, scenario.epoch_steps) if step.limit is not None]
     totals = [Totals.of(steps_of(each, part, scenario.epoch_steps)) for each in steps]
     index = best(totals, contracts[0], sum(limits) if limits else None)
     if measures_itself(scenario, entry):
-        contracts = tuple(resolved(scenario.contract, tried[index].steps))
-    kept = tuple(judged(tried[index].steps, contracts))
+        contracts = tuple(resolved(scenario.contract, tried[index].steps, span))
+    kept = tuple(judged(tried[index].steps, contracts, span))
     return dataclasses.replace(tried[index], steps=kept), contracts

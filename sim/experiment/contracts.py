@@ -13,10 +13,12 @@ from rlhfless.sim.scenarios.scenario import (
     PolicyEntry,
     Scenario,
     ScenarioContract,
+    WeightedContract,
 )
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec, WeightedSpec
 from rlhfless.spec.errors import UserError
 from rlhfless.spec.explain import nearest
+from rlhfless.spec.fleet import Per
 
 
 class ContractError(UserError):
@@ -80,32 +82,43 @@ def in_order(scenario: Scenario, wanted: Sequence[PolicyEntry]) -> list[list[Pol
     return rounds
 
 
-def resolved(contract: ScenarioContract, measured: Sequence[StepFigures] | None) -> list[ContractSpec]:
-    """The contract in numbers: one for the whole run, or one per step where it is a multiple per step.
+def span_of(contract: ScenarioContract, scenario: Scenario) -> int:
+    """Steps that a limit is for together."""
+    per = "step" if isinstance(contract, WeightedContract) else contract.per
+    return {"step": 1, "epoch": scenario.epoch_steps, "run": scenario.steps}[per]
 
-    `measured` are the steps, with the same seed, of the policy that a relative contract names.
+
+def resolved(contract: ScenarioContract, measured: Sequence[StepFigures] | None, span: int) -> list[ContractSpec]:
+    """The contract in numbers: one for the whole run, or one per step where it is a multiple of another policy's
+    figures in the same step or epoch.
+
+    `measured` are the steps, with the same seed, of the policy that a relative contract names; `span` is `span_of`.
     """
     measure = measure_of(contract)
+    if isinstance(contract, WeightedContract):
+        return [WeightedSpec(time_weight=contract.time_weight)]
+    per: Per = "step" if contract.per == "step" else "run"
     if isinstance(contract, CheapestContract):
         if measure is None:
-            return [CheapestSpec(deadline_s=_given(contract.deadline_s), per=contract.per)]
-        times = [measure.times * figures.step_s for figures in _measured(measured)]
-        if contract.per == "step":
-            return [CheapestSpec(deadline_s=value) for value in times]
-        return [CheapestSpec(deadline_s=measure.times * sum(each.time_s for each in _measured(measured)), per="run")]
-    if isinstance(contract, FastestContract):
-        if measure is None:
-            return [FastestSpec(budget_usd=_given(contract.budget_usd), per=contract.per)]
-        costs = [measure.times * figures.usd for figures in _measured(measured)]
-        if contract.per == "step":
-            return [FastestSpec(budget_usd=value) for value in costs]
-        return [FastestSpec(budget_usd=sum(costs), per="run")]
-    return [WeightedSpec(time_weight=contract.time_weight)]
+            return [CheapestSpec(deadline_s=_given(contract.deadline_s), per=per)]
+        times = [figures.step_s if per == "step" else figures.time_s for figures in _measured(measured)]
+        limits = [measure.times * limit for limit in _together(times, span)]
+        return [CheapestSpec(deadline_s=limit, per=per) for limit in limits]
+    if measure is None:
+        return [FastestSpec(budget_usd=_given(contract.budget_usd), per=per)]
+    costs = _together([figures.usd for figures in _measured(measured)], span)
+    return [FastestSpec(budget_usd=measure.times * cost, per=per) for cost in costs]
 
 
-def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec]) -> list[StepFigures]:
-    """The figures with what the contract gave each step, and whether it was kept. A limit of the whole run is divided
-    evenly among the steps."""
+def _together(values: Sequence[float], span: int) -> list[float]:
+    """By step, the sum over the `span` steps that share its limit; one value if all do."""
+    sums = [sum(values[first : first + span]) for first in range(0, len(values), span)]
+    return sums if len(sums) == 1 else [sums[step // span] for step in range(len(values))]
+
+
+def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec], span: int) -> list[StepFigures]:
+    """The figures with what the contract gave each step, and whether it was kept. A limit of several steps together is
+    divided evenly among them."""
     found = []
     for index, each in enumerate(figures):
         contract = contracts[min(index, len(contracts) - 1)]
@@ -116,7 +129,7 @@ def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec]) ->
         else:
             found.append(each)
             continue
-        share = limit / len(figures) if contract.per == "run" else limit
+        share = limit / min(span, len(figures) - index // span * span)
         found.append(dataclasses.replace(each, limit=share, kept=took <= share))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rlhfless.sim.experiment.figures import StepFigures
 from rlhfless.sim.experiment.statistics import Interval, mean_interval, quantile, ratio_interval
@@ -16,9 +16,11 @@ Part = Literal["all", "first", "later"]
 
 MILLION = 1e6
 
+E = TypeVar("E")
 
-def steps_of(steps: Sequence[StepFigures], part: Part, epoch_steps: int) -> Sequence[StepFigures]:
-    """The steps of a part of a run."""
+
+def steps_of(steps: Sequence[E], part: Part, epoch_steps: int) -> Sequence[E]:
+    """The steps of a part of a run, or what belongs to each of them."""
     if part == "all":
         return steps
     return steps[:epoch_steps] if part == "first" else steps[epoch_steps:]

@@ -11,6 +11,7 @@ from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import POLICIES, PolicyKind, policy_kind
 from rlhfless.scaling.policies.registry import PolicyError, configured
 from rlhfless.sim.experiment.bounds import bound
+from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.build import Layout, price_book, setup
@@ -36,11 +37,15 @@ class FleetShape:
     placement: PlacementSpec
     devices: int | None = None
     """Devices of the first kind; all of them if None."""
+    kinds: tuple[str, ...] | None = None
+    """Kinds of devices that it has, the first kind among them; all if None."""
 
     def __str__(self) -> str:
         size = "all devices" if self.devices is None else f"{self.devices} devices"
         if self.placement.prefill_devices:
             size += f", {self.placement.prefill_devices} of them for prefill alone"
+        if self.kinds is not None:
+            size += f", of {' and '.join(self.kinds)} only"
         if self.placement.mode == "colocated":
             return f"{size}, co-located"
         return f"{size}, {self.placement.learner_devices or 'half'} of them the learner's"
@@ -129,16 +134,29 @@ def settings_of(scenario: Scenario, entry: PolicyEntry) -> SpecModel:
         ) from error
 
 
+def layout_of(scenario: Scenario, fleet: FleetShape) -> Layout:
+    """The slots of a fleet. Raises InputError if the learner or an actor does not fit."""
+    return Layout(scenario, fleet.placement, fleet.devices, fleet.kinds)
+
+
+def supply_of(layout: Layout, *, reserved: bool) -> DeviceSupply:
+    """The devices that a policy may hold. `reserved`: it pays for all of them, held or not."""
+    count = {machines.kind: machines.devices for machines in layout.machines}
+    count[layout.machines[0].kind] = layout.devices
+    return DeviceSupply(count, reserved)
+
+
 def run(task: Task) -> RunResult:
     """Simulates it. Raises InputError for a scenario that does not fit, SimulationError for a fault of the policy."""
     scenario, entry = task.scenario, task.entry
     kind = kind_of(scenario, entry)
-    layout = Layout(scenario, task.fleet.placement, task.fleet.devices)
+    layout = layout_of(scenario, task.fleet)
     prices = price_book(scenario)
     drawn = batches(scenario, task.seed)
     settings = settings_of(scenario, entry)
     by_step = task.contracts if len(task.contracts) > 1 else ()
-    terms = RunContract(task.contracts[0], scenario.steps, by_step)
+    span = span_of(contract_of(scenario, entry), scenario)
+    terms = RunContract(task.contracts[0], scenario.steps, by_step, span if span > 1 else scenario.steps)
     if isinstance(settings, CostAwareSpec) and entry.name in BOUNDS:
         policy = bound(entry.name, settings, terms, scenario, drawn, task.seed)
     else:
@@ -147,9 +165,7 @@ def run(task: Task) -> RunResult:
     for batch in drawn:
         simulation.step(batch)
     trace = simulation.close()
-    count = {machines.kind: machines.devices for machines in scenario.cluster.machines}
-    count[scenario.cluster.machines[0].kind] = layout.devices
-    figures = step_figures(trace, prices, DeviceSupply(count, kind.reserved))
+    figures = step_figures(trace, prices, supply_of(layout, reserved=kind.reserved))
     kept = (trace, tuple(drawn)) if task.traced else (None, ())
     plans = [decision.inputs for decision in trace.decisions if decision.kind == "plan"]
     infeasible = tuple(str(inputs["reason"]) for inputs in plans if inputs.get("feasible") is False)

@@ -52,4 +52,4 @@ def _multiple(measure: MultipleOf, of: str) -> str:
 
 
 def _per(per: str) -> str:
-    return "over the run" if per == "run" else "in each step"
+    return {"run": "over the run", "epoch": "over each epoch", "step": "in each step"}[per]

@@ -79,15 +79,24 @@ class DevicesByNode:
 
 
 class Layout:
-    """Slots of one placement on the first `devices` devices of the scenario's first kind, and on all of the others.
+    """Slots of one placement on the first `devices` devices of the scenario's first kind, and on all of the others, or
+    of those among `kinds`.
 
     Raises InputError if the learner or an actor does not fit.
     """
 
-    def __init__(self, scenario: Scenario, placement: PlacementSpec, devices: int | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        placement: PlacementSpec,
+        devices: int | None = None,
+        kinds: tuple[str, ...] | None = None,
+    ) -> None:
         self._scenario = scenario
         self._placement = placement
-        first = scenario.cluster.machines[0]
+        first, *others = scenario.cluster.machines
+        self.machines = (first, *(machines for machines in others if kinds is None or machines.kind in kinds))
+        """The machines that it uses."""
         self.devices = first.devices if devices is None else devices
         self._first = DevicesByNode.of(first, self.devices)
         found = self._first.all
@@ -102,7 +111,7 @@ class Layout:
     def actors(self) -> tuple[ActorShape, ...]:
         """Slots for generation; slots on the first kind of device come first."""
         found: list[ActorShape] = []
-        for index, machines in enumerate(self._scenario.cluster.machines):
+        for index, machines in enumerate(self.machines):
             devices = self._first if index == 0 else DevicesByNode.of(machines, machines.devices)
             if index == 0 and self._placement.mode == "disaggregated":
                 devices = devices.without(self.learner_side)

@@ -18,13 +18,16 @@ from rlhfless.sim.scenarios.work import (
     WorkloadSpec,
 )
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.fleet import Per
 
 BEST_STATIC = "best_static"
 """The best static fleet in hindsight, which is not a policy."""
 
 CLAIRVOYANT, DISTRIBUTION_ORACLE = "clairvoyant", "distribution_oracle"
 """The bounds: they know each length, or each prompt's distribution of lengths."""
+
+
+ScenarioPer = Literal["step", "epoch", "run"]
+"""The steps that a limit is for."""
 
 
 class MultipleOf(SpecModel):
@@ -48,8 +51,8 @@ class CheapestContract(SpecModel):
     deadline: MultipleOf | None = None
     """Or a multiple of another policy's time; per step, of its time in the same step."""
 
-    per: Per = "step"
-    """Whether the deadline applies to each step or to the whole run."""
+    per: ScenarioPer = "step"
+    """Whether the deadline applies to each step, to the steps of each epoch together, or to the whole run."""
 
     @model_validator(mode="after")
     def _one(self) -> CheapestContract:
@@ -69,8 +72,8 @@ class FastestContract(SpecModel):
     budget: MultipleOf | None = None
     """Or a multiple of another policy's cost; per step, of its cost in the same step."""
 
-    per: Per = "step"
-    """Whether the budget applies to each step or to the whole run."""
+    per: ScenarioPer = "step"
+    """Whether the budget applies to each step, to the steps of each epoch together, or to the whole run."""
 
     @model_validator(mode="after")
     def _one(self) -> FastestContract:

@@ -43,9 +43,13 @@ NUMBER = r"-?\d+\.\d+"
 PURE = (
     Smoke("latency", (rf"first +roofline +{NUMBER}%", rf"second +other model +{NUMBER}%"), RUNS),
     Smoke("learner", ('"ours": ', '"plain": ', rf'"speed_ratio": {{\s+"wall": {NUMBER}', rf'"memory_ratio": {NUMBER}')),
+    Smoke("lower_bound", (rf"time +{NUMBER} +{NUMBER} +{NUMBER}", rf"cost, at any time +{NUMBER}")),
     Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s")),
     Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
-    Smoke("policies", (r"a: faster.*a: cheaper", rf"Over 1 scenarios: a, {NUMBER}x", r"\| static_colocated \|")),
+    Smoke(
+        "policies",
+        (r"a: faster.*b: cheaper", rf"median \(mean\) of 1 scenarios: a, {NUMBER}x", r"\| static_colocated \|"),
+    ),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
     Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL),
     Smoke("prefixes", (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x .* s +{NUMBER}x")),

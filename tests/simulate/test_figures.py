@@ -9,8 +9,9 @@ from tiny import scenario
 
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta
+from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook
-from rlhfless.sim.experiment.contracts import ContractError, in_order, judged, resolved
+from rlhfless.sim.experiment.contracts import ContractError, in_order, judged, resolved, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.experiment.rows import Totals, objective, steps_of
 from rlhfless.sim.experiment.static import best, fleets
@@ -87,20 +88,34 @@ def contract(**values: object) -> Scenario:
 def test_contracts_in_numbers() -> None:
     measured = steps(10.0, 20.0, usd=2.0)
     per_run = contract(type="cheapest", deadline={"times": 1.5, "policy": "a"}, per="run").contract
-    assert resolved(per_run, measured) == [CheapestSpec(deadline_s=45.0, per="run")]
+    assert resolved(per_run, measured, 2) == [CheapestSpec(deadline_s=45.0, per="run")]
     per_step = contract(type="cheapest", deadline={"times": 1.5, "policy": "a"}).contract
-    assert resolved(per_step, measured) == [CheapestSpec(deadline_s=15.0), CheapestSpec(deadline_s=30.0)]
+    assert resolved(per_step, measured, 1) == [CheapestSpec(deadline_s=15.0), CheapestSpec(deadline_s=30.0)]
     budget = contract(type="fastest", budget={"times": 0.5, "policy": "a"}, per="run").contract
-    assert resolved(budget, measured) == [FastestSpec(budget_usd=2.0, per="run")]
-    assert resolved(contract(type="weighted").contract, None) == [WeightedSpec(time_weight=0.5)]
+    assert resolved(budget, measured, 2) == [FastestSpec(budget_usd=2.0, per="run")]
+    assert resolved(contract(type="weighted").contract, None, 1) == [WeightedSpec(time_weight=0.5)]
+
+
+def test_an_epoch_has_a_limit_of_its_own() -> None:
+    measured = steps(10.0, 20.0, 30.0, 40.0, 50.0)
+    per_epoch = contract(type="cheapest", deadline={"times": 1.0, "policy": "a"}, per="epoch").contract
+    limits = resolved(per_epoch, measured, 2)
+    assert limits == [CheapestSpec(deadline_s=limit, per="run") for limit in (30.0, 30.0, 70.0, 70.0, 50.0)]
+    # The last epoch has one step, which has all of its limit.
+    kept = judged(measured, limits, 2)
+    assert [step.limit for step in kept] == [15.0, 15.0, 35.0, 35.0, 50.0]
+    run = RunContract(limits[0], 5, tuple(limits), span=2)
+    assert [run.opens(step) for step in range(5)] == [True, False, True, False, True]
+    assert [run.steps_left(step) for step in range(6)] == [2, 1, 2, 1, 1, 1]
+    assert span_of(per_epoch, contract(type="weighted")) == contract(type="weighted").epoch_steps
 
 
 def test_steps_are_judged_by_their_share() -> None:
-    kept = judged(steps(10.0, 20.0), [CheapestSpec(deadline_s=30.0, per="run")])
+    kept = judged(steps(10.0, 20.0), [CheapestSpec(deadline_s=30.0, per="run")], 2)
     assert [(step.limit, step.kept) for step in kept] == [(15.0, True), (15.0, False)]
-    kept = judged(steps(10.0, 20.0), [CheapestSpec(deadline_s=9.0), CheapestSpec(deadline_s=21.0)])
+    kept = judged(steps(10.0, 20.0), [CheapestSpec(deadline_s=9.0), CheapestSpec(deadline_s=21.0)], 1)
     assert [step.kept for step in kept] == [False, True]
-    assert [step.kept for step in judged(steps(1.0), [WeightedSpec()])] == [None]
+    assert [step.kept for step in judged(steps(1.0), [WeightedSpec()], 1)] == [None]
 
 
 def test_a_policy_runs_behind_the_one_it_is_measured_by() -> None:

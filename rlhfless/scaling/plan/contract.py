@@ -22,10 +22,25 @@ class RunContract:
     """Steps of the whole run; a contract per run is divided among them."""
     step_contracts: tuple[ContractSpec, ...] = ()
     """One contract per step if they differ; `contract` applies to the steps after the last of these."""
+    span: int | None = None
+    """Steps that a limit `per: run` is for, counted from step 0 in turn: an epoch's; the whole run's if None."""
 
     def of_step(self, step: int) -> ContractSpec:
         """The contract of the step with this number in the run, counted from 0."""
         return self.step_contracts[step] if step < len(self.step_contracts) else self.contract
+
+    def opens(self, step: int) -> bool:
+        """Whether the time and cost of a limit `per: run` are counted from this step on."""
+        return step % self._span == 0
+
+    def steps_left(self, step: int) -> int:
+        """Steps, including this one, that share its limit; at least 1."""
+        end = min((step // self._span + 1) * self._span, self.steps)
+        return max(end - step, 1)
+
+    @property
+    def _span(self) -> int:
+        return max(self.steps, 1) if self.span is None else self.span
 
 
 @dataclass(frozen=True, slots=True)

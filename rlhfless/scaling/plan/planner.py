@@ -15,10 +15,13 @@ import numpy as np
 from rlhfless.records import Decision
 from rlhfless.scaling.plan.contract import CheapestUnderDeadline, Contract, FastestUnderBudget
 from rlhfless.scaling.plan.cost import GroupTimes
-from rlhfless.scaling.plan.frontier import Frontier
+from rlhfless.scaling.plan.frontier import RESOLUTION, Frontier
 from rlhfless.scaling.plan.groups import Partition
 from rlhfless.scaling.plan.options import FleetOptions
 from rlhfless.scaling.plan.responses import Floats, Ints, Responses
+
+SLOWER = 1.1
+"""A plan with so much more time is compared to say what time is worth; nearer plans may have the same actors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class Plan:
     """Prompts whose siblings are on more than one actor."""
     reason: str
     time_usd_per_s: float
-    """The value of a second of the step: 0 under a deadline, infinite under a budget, else by the weights."""
+    """The value of a second of the step: 0 under a deadline; by the weights; under a budget, the saving of a slower
+    plan, and infinite if the budget is not spent."""
 
     def record(self, step: int, at_s: float) -> Decision:
         """The decision as the trace keeps it."""
@@ -124,14 +128,27 @@ def _choose(frontier: Frontier, contract: Contract, waiting_usd_per_s: float) ->
     if isinstance(contract, FastestUnderBudget):
         found = frontier.fastest_for(contract.budget_usd)
         reason = f"the fastest for at most {contract.budget_usd:.6g} USD; the cheapest costs {cheap.usd:.6g} USD"
-        return found, reason, math.inf
+        return found, reason, math.inf if found is None else _time_usd_per_s(frontier, found)
     fast, weight = frontier.fastest(), contract.time_weight
-    per_s = math.inf if weight == 1 else weight / (1 - weight) * cheap.usd / fast.step_s + waiting_usd_per_s
+    # Where devices cost nothing more while they are held, a plan can save nothing but time.
+    only_time = weight == 1 or (cheap.usd == 0 and waiting_usd_per_s > 0)
+    per_s = math.inf if only_time else weight / (1 - weight) * cheap.usd / fast.step_s + waiting_usd_per_s
     reason = (
         f"time weighs {weight:.6g} against the fastest plan ({fast.step_s:.6g} s, {fast.usd:.6g} USD) and cost "
         f"{1 - weight:.6g} against the cheapest ({cheap.step_s:.6g} s, {cheap.usd:.6g} USD)"
     )
     return frontier.weighted(per_s), reason, per_s
+
+
+def _time_usd_per_s(frontier: Frontier, found: Partition) -> float:
+    """The price of a second at a plan that spends its budget: the saving of the plan that may take `SLOWER` times as
+    long, by the seconds it takes more. Infinite if the budget would pay for a faster plan, were there one."""
+    if found.step_s <= frontier.fastest().step_s * RESOLUTION:
+        return math.inf
+    slower = frontier.under(found.step_s * SLOWER)
+    if slower is None or slower.step_s <= found.step_s:
+        return 0.0
+    return max(found.usd - slower.usd, 0.0) / (slower.step_s - found.step_s)
 
 
 def _actors(step: Responses, cut: Partition, lists: list[Ints]) -> tuple[ActorPlan, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhfless.records import Decision, ReplicaState
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
@@ -90,11 +91,33 @@ def awake_beside(now: PolicyContext, slot: int) -> list[int]:
 
 
 def assign_groups(now: PolicyContext, slots: Sequence[int]) -> list[Action]:
-    """Equal shares of the step's prompts, in their order; siblings stay together."""
+    """Shares of the step's prompts by the speed of each slot's engine, in their order; siblings stay together."""
     groups = len(now.view.prompt_ids)
-    cuts = np.searchsorted(now.view.group, np.arange(len(slots) + 1) * groups // len(slots))
+    speeds = _speeds(now, slots)
+    if speeds.min() == speeds.max():
+        ends = np.arange(len(slots) + 1) * groups // len(slots)
+    else:
+        ends = np.append(0, np.round(np.cumsum(speeds) / speeds.sum() * groups).astype(np.int64))
+    cuts = np.searchsorted(now.view.group, ends)
     blocks = ((slot, np.arange(begin, end)) for slot, begin, end in zip(slots, cuts, cuts[1:], strict=False))
     return [Assign(slot, block) for slot, block in blocks if block.size]
+
+
+def _speeds(now: PolicyContext, slots: Sequence[int]) -> NDArray[np.float64]:
+    """[slots]: tokens per second of each slot's engine in a batch of an equal share of the samples, or of as many as it
+    runs at once, each behind a prompt of mean length."""
+    share, prompt = -(-now.view.group.size // len(slots)), float(now.view.prompt_tokens.mean())
+    speeds: dict[int, float] = {}
+    found = []
+    for slot in slots:
+        engine = now.layout.replica_slots[slot].engine
+        assert engine is not None  # of a slot for generation
+        if id(engine) not in speeds:
+            batch = min(share, engine.max_sequences)
+            iteration_s = engine.model.iteration_s(batch) + engine.model.context_s * batch * prompt
+            speeds[id(engine)] = batch / iteration_s
+        found.append(speeds[id(engine)])
+    return np.array(found)
 
 
 def assign_to_least(samples: Ints, slots: Sequence[int], loads: Ints) -> list[Action]:

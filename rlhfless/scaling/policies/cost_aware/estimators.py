@@ -124,29 +124,43 @@ class Spending:
         self.usd = 0.0
         self.others_usd = Recent()
         """Cost of a step without generation."""
+        self.of_plan = Recent(1.0)
+        """Cost of a step's generation by that of its plan: less than 1 where migration releases actors early."""
+        self._begun = 0
+        self._planned_usd = 0.0
+        self._generation_usd = 0.0
         self._wanted = wanted
         self._at_s: float | None = None
-        self._rates = (0.0, 0.0)
         self._others_usd = 0.0
 
     def begin(self) -> None:
         """Another step begins."""
-        if self._others_usd > 0:
+        if self._others_usd > 0 and self._begun > 1:  # the first step has cold starts
             self.others_usd.add(self._others_usd)
-        self._others_usd = 0.0
+        self._begun += 1
+        if self._planned_usd > 0:
+            self.of_plan.add(self._generation_usd / self._planned_usd)
+        self._others_usd = self._generation_usd = self._planned_usd = 0.0
+
+    def planned(self, usd: float) -> None:
+        """The step was planned to cost so much for generation."""
+        self._planned_usd = usd
 
     def see(self, now: PolicyContext) -> None:
-        """Adds the cost since the last event; called at every event."""
+        """Adds the cost since the last event; called at every event, before its actions. Replicas start and stop at
+        events, so those that are awake now were awake since the last one; a learner is started by its work, and told
+        of only when it has done it."""
         if not self._wanted:
             return
         passed_s = 0.0 if self._at_s is None else max(now.at_s - self._at_s, 0.0)
-        self.usd += passed_s * sum(self._rates)
-        self._others_usd += passed_s * self._rates[1]
-        self._at_s = now.at_s
-        self._rates = (
-            sum(_usd_per_s(now, slot) for slot in now.layout.generation),
-            sum(_usd_per_s(now, slot) for slot in now.layout.others),
+        generation_usd = passed_s * sum(_usd_per_s(now, slot) for slot in now.layout.generation)
+        others_usd = passed_s * (
+            sum(_usd_per_s(now, slot) for slot in now.layout.others) + now.view.fleet.kept_usd_per_s
         )
+        self.usd += generation_usd + others_usd
+        self._generation_usd += generation_usd
+        self._others_usd += others_usd
+        self._at_s = now.at_s
 
 
 def _usd_per_s(now: PolicyContext, slot: int) -> float:

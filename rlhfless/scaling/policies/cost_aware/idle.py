@@ -85,8 +85,21 @@ def release(now: PolicyContext, slot: int, state: IdleState) -> list[Action]:
 
 
 def waiting_usd_per_s(now: PolicyContext) -> float:
-    """The price of the awake replicas of functions other than generation: a longer step keeps them waiting."""
-    return math.fsum(now.layout.replica_slots[slot].usd_per_s for slot in now.layout.others if now.awake(slot))
+    """The price of a longer step, beside its actors: owned devices that are paid for anyway, other functions' replicas
+    that are awake or, as services with devices of their own, soon will be, and the host memory of all that sleep."""
+    total = [now.view.fleet.kept_usd_per_s]
+    for slot, (replica_slot, there) in enumerate(zip(now.layout.replica_slots, now.view.slots, strict=True)):
+        if there.tier is not None:
+            asleep = replica_slot.resident_usd_per_s[there.tier]
+            total += [asleep] if asleep < replica_slot.usd_per_s else []
+        elif slot in now.layout.others and (now.awake(slot) or _serves_alone(now, slot)):
+            total.append(replica_slot.usd_per_s)
+    return math.fsum(total)
+
+
+def _serves_alone(now: PolicyContext, slot: int) -> bool:
+    learner = now.layout.replica_slots[slot].function is FunctionName.LEARNER
+    return not learner and not now.layout.shared(slot)
 
 
 class IdleScheduler:

@@ -62,7 +62,8 @@ class CostAware:
         self._replanner = Replanner(self._fleet_options, self._idle, self._starts)
         contracts = (run.contract, *run.step_contracts)
         self._spending = Spending(wanted=any(isinstance(contract, FastestSpec) for contract in contracts))
-        self._began_s: float | None = None
+        self._since = 0.0, 0.0
+        """When the steps that share a limit began, and the cost of the run until then."""
         self._steps = 0
         # Of the step:
         self._actors: tuple[int, ...] = ()
@@ -110,6 +111,7 @@ class CostAware:
         request = self._request(now, before.tokens)
         made = plan_step(now, lengths, request, self._fleet_options, self._starts)
         state, self._forecast = self._replanner.begin(now, lengths, made, before)
+        self._spending.planned(made.plan.usd)
         if not made.waits:
             self._deadline.planned(made.plan.step_s, state.last_s)
         self._aim = self._aim_of(now, lengths, request, made, state)
@@ -119,8 +121,9 @@ class CostAware:
 
     def _request(self, now: PolicyContext, tokens: float) -> PlanRequest:
         """The step's share of the rest of the contract."""
-        self._began_s = now.at_s if self._began_s is None else self._began_s
-        steps_left = max(self._run.steps - self._steps, 1)
+        if self._run.opens(self._steps) and self._steps < self._run.steps:
+            self._since = now.at_s, self._spending.usd
+        steps_left = self._run.steps_left(self._steps)
         spec = self._run.of_step(self._steps)
         shared_by = 1 if isinstance(spec, WeightedSpec) or spec.per == "step" else steps_left
         margin = self._deadline.of_step(shared_by, revisits=self._forecaster.revisits(now.view))
@@ -128,14 +131,18 @@ class CostAware:
         contract = contract_for_step(
             spec,
             steps_left=steps_left,
-            spent_s=now.at_s - self._began_s,
-            spent_usd=self._spending.usd,
+            spent_s=now.at_s - self._since[0],
+            spent_usd=self._spending.usd - self._since[1],
             other_s=after_s,
             other_usd=self._spending.others_usd.value,
         )
         if self._steps == 0:
-            contract = _unseen(contract)
-        return PlanRequest(contract, margin, waiting_usd_per_s(now), after_s, self._steps, steps_left)
+            contract = _unseen(contract, shared_by)
+        elif isinstance(contract, FastestUnderBudget):
+            share = 1.0 if self._spending.others_usd.count else UNSEEN_SHARE
+            contract = FastestUnderBudget(contract.budget_usd * share / self._spending.of_plan.value)
+        run_left = max(self._run.steps - self._steps, 1)
+        return PlanRequest(contract, margin, waiting_usd_per_s(now), after_s, self._steps, run_left)
 
     def _aim_of(
         self, now: PolicyContext, lengths: RemainingLengths, request: PlanRequest, made: StepPlan, state: MigrationState
@@ -193,11 +200,12 @@ def _prompt_tokens(view: StepView) -> float:
     return float(view.prompt_tokens[view.group].sum())
 
 
-def _unseen(contract: Contract) -> Contract:
-    """The contract for generation in the first step."""
+def _unseen(contract: Contract, shared_by: int) -> Contract:
+    """The contract for generation in the first step. Plans of unseen lengths are too dear, and a budget that is shared
+    with later steps is made up for by them: it is not halved but doubled."""
     match contract:
         case CheapestUnderDeadline(deadline_s):
             return CheapestUnderDeadline(UNSEEN_SHARE * deadline_s)
         case FastestUnderBudget(budget_usd):
-            return FastestUnderBudget(UNSEEN_SHARE * budget_usd)
+            return FastestUnderBudget(budget_usd / UNSEEN_SHARE if shared_by > 1 else UNSEEN_SHARE * budget_usd)
     return contract

@@ -6,6 +6,7 @@ predicted then has passed; so a step has about a dozen replans, however many sam
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -98,8 +99,8 @@ class Replanner:
         target, transfer = self._aim(now, state, aim, tokens), Transfers(now, rows)
         sources = [slot for slot in now.layout.generation if slot not in prewarmed]
         may_dissolve = aim.tested or now.left <= UNTESTED_SHARE * now.view.finished.size
-        notes = _dissolve(now, state, target, rows, transfer, sources) if may_dissolve else []
-        notes += self._relieve(now, state, target, rows, transfer)
+        notes = _dissolve(now, state, _no_later(target, state), rows, transfer, sources) if may_dissolve else []
+        notes += self._relieve(now, state, _surely(target, state), rows, transfer)
         self._pace.go_on(_iteration_s(now, state))
         return Replan([*transfer.moves(now, rows), *notes], state.count, _forecast(now, state, tokens))
 
@@ -139,8 +140,8 @@ class Replanner:
             # A deadline that is no longer certain need not stay certain, but it is not given up.
             confidence = min(max(state.chance(limit_s), confidence), margin.level)
         state.judge(np.flatnonzero(state.count), state.each(confidence))
-        if math.isinf(aim.time_usd_per_s):
-            return Aim(state.last_s, 0.0, SURE, SURE)
+        if math.isinf(aim.time_usd_per_s):  # always late
+            return Aim(0.0, 0.0, SURE, SURE)
         return Aim(limit_s, aim.time_usd_per_s, state.each(confidence), state.each(margin.level))
 
     def _relieve(
@@ -172,6 +173,19 @@ class Replanner:
             if not may_relieve(state, aim):
                 break
         return notes
+
+
+def _no_later(aim: Aim, state: MigrationState) -> Aim:
+    """The goals of a dissolution: one that surely does not end the step later is allowed in a step that is late."""
+    if state.last_s <= aim.limit_s:
+        return aim
+    return dataclasses.replace(aim, limit_s=state.last_s, caution=max(aim.caution, SURE))
+
+
+def _surely(aim: Aim, state: MigrationState) -> Aim:
+    """The goals of a relief: in a step that is late, the actor's new end is judged with the confidence of a move that
+    must not fail, so that only reliefs that surely gain time are paid for."""
+    return aim if state.last_s <= aim.limit_s else dataclasses.replace(aim, confidence=SURE)
 
 
 def _dissolve(
