@@ -58,6 +58,9 @@ def up(
         str | None,
         typer.Option(metavar="NAME", help="In Kubernetes: the RayCluster, of whose pending pods reasons are told."),
     ] = None,
+    watch_nodes: Annotated[
+        bool, typer.Option("--watch-nodes", help="With --ray-cluster: also leave nodes that are cordoned or tainted.")
+    ] = False,
     capacity: Annotated[
         list[str] | None,
         typer.Option(metavar="KIND=N", help="Devices for runs, where nodes come when they are needed."),
@@ -89,6 +92,7 @@ def up(
         "database": database,
         "ray_address": ray_address,
         "ray_cluster": ray_cluster,
+        "watch_nodes": watch_nodes,
         "capacity": dict(_capacity(text) for text in capacity or ()),
         "max_drivers": max_drivers,
         "roots": tuple(str(Path(path).absolute()) if "://" not in path else path for path in root or default_roots()),

@@ -124,6 +124,13 @@ class PushAnswer(_Message):
     """Why it waits, in words."""
 
 
+class HostAnswer(_Message):
+    """What the service tells the host of a cluster elsewhere."""
+
+    leaving: dict[str, float] = {}
+    """Addresses of nodes that are about to leave, and when (unix time; 0: not known)."""
+
+
 class DriverOrder(_Message):
     """What a driver is started with: a file in its run's folder that its user alone can read."""
 

@@ -1,4 +1,4 @@
-"""Why nodes of the Ray cluster do not come: its pods in Kubernetes that are pending, read with this pod's account."""
+"""Why nodes of the Ray cluster do not come, and which leave: its pods in Kubernetes, read with this pod's account."""
 
 from __future__ import annotations
 
@@ -25,6 +25,26 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 CLUSTER_LABEL = "ray.io/cluster"
 GROUP_LABEL = "ray.io/group"
+
+HEAD = ("ray.io/node-type", "head")
+
+LEAVING_TAINTS = frozenset(
+    {
+        "node.kubernetes.io/unschedulable",
+        "node.kubernetes.io/out-of-service",
+        "ToBeDeletedByClusterAutoscaler",
+        "karpenter.sh/disrupted",
+        "karpenter.sh/disruption",
+        "aws-node-termination-handler/spot-itn",
+        "aws-node-termination-handler/scheduled-maintenance",
+        "aws-node-termination-handler/asg-lifecycle-termination",
+        "aws-node-termination-handler/rebalance-recommendation",
+        "cloud.google.com/impending-node-termination",
+        "remediator.kubernetes.azure.com/unschedulable",
+    }
+)
+"""Keys of what is put on a node that is about to go: by kubectl cordon and drain, cluster-autoscaler, Karpenter, and
+by the notices of clouds (aws-node-termination-handler, GKE, AKS)."""
 
 LONGEST_WHY = 300
 """Characters of a reason: the scheduler's has a clause for each kind of node that does not fit."""
@@ -53,6 +73,25 @@ def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
         if pod.metadata.deletion_timestamp is None and _is_pending(pod)
     ]
     return sorted(found, key=lambda pod: (pod.since, pod.name))
+
+
+def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, float]:
+    """Addresses of the worker pods that end, or whose node is about to go; and when (unix time; 0: not known).
+
+    `nodes` are the client's V1Node objects.
+    """
+    going = {node.metadata.name for node in nodes if _goes(node)}
+    found = {}
+    for pod in pods:
+        ends, address = pod.metadata.deletion_timestamp, pod.status.pod_ip
+        label, head = HEAD
+        if address and (pod.metadata.labels or {}).get(label) != head and (ends or pod.spec.node_name in going):
+            found[str(address)] = ends.timestamp() if ends else 0.0
+    return found
+
+
+def _goes(node: Any) -> bool:
+    return bool(node.spec.unschedulable) or any(taint.key in LEAVING_TAINTS for taint in node.spec.taints or ())
 
 
 def told(pending: list[PendingPod], now: float) -> str:
@@ -85,27 +124,32 @@ def _why(pod: Any) -> str:
     return "its containers start"
 
 
-def lister(cluster: str) -> Callable[[], list[Any]]:
-    """A function that lists the pods of a RayCluster in this pod's namespace."""
+def lister(cluster: str, with_nodes: bool) -> Callable[[], tuple[list[Any], list[Any]]]:
+    """A function that lists the pods of a RayCluster in this pod's namespace, and the cluster's nodes if they are
+    wanted, which needs a ClusterRole."""
     from kubernetes import client, config
 
     config.load_incluster_config()
     namespace, api = NAMESPACE_FILE.read_text("utf-8").strip(), client.CoreV1Api()
 
-    def pods() -> list[Any]:
+    def listed() -> tuple[list[Any], list[Any]]:
         selector = f"{CLUSTER_LABEL}={cluster}"
         items: list[Any] = api.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=TIMEOUT_S).items
-        return items
+        nodes: list[Any] = api.list_node(_request_timeout=TIMEOUT_S).items if with_nodes else []
+        return items, nodes
 
-    return pods
+    return listed
 
 
 class PodWatch(Looker):
     """Lists the pods of the cluster; `told` is what a run that waits for devices says of them."""
 
-    def __init__(self, pods: Callable[[], list[Any]]) -> None:
+    def __init__(self, listed: Callable[[], tuple[list[Any], list[Any]]]) -> None:
+        """`listed`: see `lister`."""
         super().__init__(LOOK_S)
-        self._pods = pods
+        self._listed = listed
+        self.leaving: dict[str, float] = {}
+        """See `leaving_of`."""
         self._pending: list[PendingPod] = []
 
     @property
@@ -116,7 +160,8 @@ class PodWatch(Looker):
     async def look(self) -> None:
         """List them once."""
         try:
-            self._pending = pending_of(await asyncio.to_thread(self._pods))
+            pods, nodes = await asyncio.to_thread(self._listed)
+            self._pending, self.leaving = pending_of(pods), leaving_of(pods, nodes)
         except Exception as error:  # the client raises its own errors, and urllib3's
-            self._pending = []
+            self._pending, self.leaving = [], {}
             log.warning("the pods of the Ray cluster cannot be listed: %s", str(error).partition("\n")[0])

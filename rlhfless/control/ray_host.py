@@ -27,6 +27,8 @@ from typing import IO, Any
 import httpx
 import psutil
 
+from rlhfless.control.delivery import HostAnswer
+
 BEHIND = ("nice", "-n", "5")
 """Runs leave the machine's cores to the service for the milliseconds that an answer takes, and lose nothing by it: all
 their processes are alike, and the service is idle otherwise."""
@@ -198,6 +200,10 @@ async def tell_for_ever(service_url: str, token: str) -> None:
             raise NotWanted
         if answer.is_error:
             print(f"the service does not take what this host tells: {answer.text[:500]}", flush=True)
+        elif leaving := HostAnswer.model_validate_json(answer.content).leaving:
+            from rlhfless.fleet.leaving import drain_nodes
+
+            await asyncio.to_thread(drain_nodes, leaving)
 
     async with client:
         with contextlib.suppress(NotWanted):

@@ -55,7 +55,7 @@ class Service:
         self.host_token = secrets.token_urlsafe(32)
         """What the host of a cluster elsewhere shows. Another service has another one; its predecessor's host ends."""
         self._told: RayNow | None = None
-        self.pods = PodWatch(lister(settings.ray_cluster)) if settings.ray_cluster else None
+        self.pods = PodWatch(lister(settings.ray_cluster, settings.watch_nodes)) if settings.ray_cluster else None
         database.on_commit = self.bus.publish
 
     @property

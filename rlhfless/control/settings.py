@@ -49,7 +49,10 @@ class ServiceSettings(SpecModel):
     `public_url`). By default the service starts one on this machine, which only this machine can reach."""
     ray_cluster: str | None = None
     """In Kubernetes: name of the RayCluster in the service's namespace. The status of runs that wait for devices then
-    names its pods that are pending, and why."""
+    names its pods that are pending, and why; and worker pods that end are left."""
+    watch_nodes: bool = False
+    """With `ray_cluster`: also leave worker pods whose node is cordoned, or has a taint that says that it is about to
+    go. Needs the right to list the cluster's nodes."""
     capacity: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Devices that runs may hold together, by kind. By default all that the cluster has now; name more where a cluster
     autoscaler brings nodes."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray._private.state import available_resources_per_node
+from ray._private.state import available_resources_per_node, state
 from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
@@ -111,14 +111,15 @@ class Cluster:
         return str(ray.get_runtime_context().gcs_address)
 
     async def nodes(self, wanted: str | None) -> list[Node]:
-        """The nodes that are there now, with what they have and what is free.
+        """The nodes that are there now and stay, with what they have and what is free.
 
         Raises UnknownAccelerator if one has GPUs that the price book has no kind for, unless a kind is `wanted`.
         """
         return await asyncio.to_thread(self._nodes, wanted)
 
     def _nodes(self, wanted: str | None) -> list[Node]:
-        reported = ray.nodes()
+        leaving = state.get_draining_nodes()
+        reported = [node for node in ray.nodes() if node["NodeID"] not in leaving]
         for node in ambiguous(reported):
             if node not in self._memory_bytes and (found := _gpu_memory_bytes(node)):
                 self._memory_bytes[node] = found

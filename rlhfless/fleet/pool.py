@@ -21,7 +21,7 @@ from rlhfless.fleet.replicas import Replicas
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
-from rlhfless.records import ReplicaState, WeightVersion
+from rlhfless.records import FunctionName, ReplicaState, WeightVersion
 from rlhfless.spec import TimeoutsSpec
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Pool(Replicas):
         self._closed = False
         self._starts: dict[int, asyncio.Task[Replica]] = {}
         self._opening: set[str] = set()
+        self._leaving_nodes: frozenset[str] = frozenset()
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._next: dict[int, Call] = {}
@@ -239,6 +240,32 @@ class Pool(Replicas):
         elif replica is not None:
             self._leave(replica)
         return True
+
+    def leave_nodes(self, nodes: frozenset[str], call: Call) -> None:
+        """These nodes leave the cluster: actors there hand their samples over and give their devices back; helpers do
+        when they are between two calls. `bounds.fewest` of them start again elsewhere.
+
+        The learner keeps the state of the run; see `must_move`.
+        """
+        self._leaving_nodes = nodes
+        if not nodes or self.function is FunctionName.LEARNER or self._closed:
+            return
+        for replica in self.up():
+            if self._is_on(replica, nodes) and (self.function is FunctionName.GENERATION or not replica.working):
+                slot = self.slot_of(replica)
+                log.info("%s leaves, because its node does", replica.name)
+                if self.expected <= self.bounds.fewest:
+                    self._next[slot] = call
+                self._leave(replica)
+
+    @property
+    def must_move(self) -> bool:
+        """Whether a replica is on a node that leaves the cluster."""
+        return any(self._is_on(replica, self._leaving_nodes) for replica in self.up())
+
+    def _is_on(self, replica: Replica, nodes: frozenset[str]) -> bool:
+        bound = self._devices.bound(replica.allocation)
+        return bound is not None and any(device.node in nodes for device in bound.devices)
 
     def _leave(self, replica: Replica) -> asyncio.Task[None]:
         """Drain and stop a replica in the background. It gets no work from here on."""

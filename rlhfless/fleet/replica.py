@@ -65,6 +65,7 @@ class Replica:
         self._clock = clock
         self._launched_s = clock()
         self._waits = False
+        self._working = 0
         self._handle: DeploymentHandle | None = None
         self._life: Lifecycle | None = None
         self._given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -76,6 +77,11 @@ class Replica:
     @property
     def incarnation(self) -> str:
         return "" if self._life is None else self._life.identity.incarnation
+
+    @property
+    def working(self) -> bool:
+        """Whether a call that goes into the ledger is under way."""
+        return self._working > 0
 
     @property
     def learned_step(self) -> int:
@@ -202,7 +208,7 @@ class Replica:
         Raises CallTimeout, ReplicaLost, or what the method raised.
         """
         response = getattr(self._up, method).remote(call, *arguments, **keywords)
-        with self._faults(waiting_for):
+        with self._faults(waiting_for), self._at_work(work):
             try:
                 if sent is not None:
                     # Ray has a reference to the result only once the call is on its way to the replica.
@@ -258,6 +264,14 @@ class Replica:
             raise TimeoutError
         finally:
             task.cancel()
+
+    @contextmanager
+    def _at_work(self, work: Work | None) -> Iterator[None]:
+        self._working += work is not None
+        try:
+            yield
+        finally:
+            self._working -= work is not None
 
     @contextmanager
     def _faults(self, doing: str) -> Iterator[None]:

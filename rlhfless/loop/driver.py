@@ -105,9 +105,12 @@ class RunSteps:
         spec = self._session.spec
         if step in (0, spec.steps) or _due(step, spec.evaluation.every_steps):
             await self._evaluate(step)
-        saves = step == spec.steps or (step and _due(step, spec.checkpoint.every_steps))
+        moves = 0 < step < spec.steps and self._run.learner.must_move
+        saves = moves or step == spec.steps or (step and _due(step, spec.checkpoint.every_steps))
         if saves:
             await self._save(step)
+        if moves:
+            await self._run.move_learner()
         self.following = step + 1
         await self._obey(step, saved=saves or not step)
 

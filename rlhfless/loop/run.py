@@ -258,6 +258,12 @@ class Run:
         self.before = newest.notes.before
         return step
 
+    async def move_learner(self) -> None:
+        """Start the learner elsewhere, with the newest checkpoint: its node leaves."""
+        log.info("the learner moves, because its node leaves")
+        await self.learner.stop(*self.learner.replicas())
+        await self.open_weights(await self.restore())
+
     async def _require_shared(self, learner: Replica) -> None:
         """Raises CheckpointError if the learner, on whichever nodes it is, does not see the checkpoints of the run."""
         with self.checkpoints.token() as token:

@@ -16,6 +16,7 @@ from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.downloads import fetch_on_nodes, hub_models
 from rlhfless.fleet.each_node import on_each_node, remove_folders
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
+from rlhfless.fleet.leaving import LeavingWatch
 from rlhfless.fleet.pool import RECOVERABLE, Pool
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
@@ -143,7 +144,7 @@ async def _fleet(
     pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
     lease_s = spec.recovery.lease_s
     beat = Heartbeat(pools, launcher.devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
-    heartbeat = asyncio.create_task(beat.run())
+    watches = [asyncio.create_task(watch.run()) for watch in (beat, LeavingWatch(pools, call))]
     folders = store_folders(spec, session.run_id)
     run = Run(
         run_id=session.run_id,
@@ -171,7 +172,8 @@ async def _fleet(
         try:
             yield run, await _begin(session, run, cluster, launcher.devices)
         finally:
-            heartbeat.cancel()
+            for watch in watches:
+                watch.cancel()
             with session.console.waiting("stopping all functions"):
                 if is_stopping():
                     ledger.keep_up(pools, 0.0)  # the stop may be cut short

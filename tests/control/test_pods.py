@@ -6,18 +6,25 @@ import datetime
 from types import SimpleNamespace
 from typing import Any
 
-from rlhfless.control.pods import PodWatch, pending_of, told
+from rlhfless.control.pods import PodWatch, leaving_of, pending_of, told
 
 BORN = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 NOW = BORN.timestamp() + 90
 
 
 def pod(name: str, phase: str = "Pending", *, age_s: float = 41, group: str = "h100", **more: Any) -> Any:
-    status = {"phase": phase, "conditions": None, "init_container_statuses": None, "container_statuses": None} | more
+    status = {
+        "phase": phase,
+        "conditions": None,
+        "init_container_statuses": None,
+        "container_statuses": None,
+        "pod_ip": None,
+    } | more
     born = datetime.datetime.fromtimestamp(NOW - age_s, datetime.UTC)
     labels = {"ray.io/group": group}
     metadata = SimpleNamespace(name=name, labels=labels, creation_timestamp=born, deletion_timestamp=None)
-    return SimpleNamespace(metadata=metadata, status=SimpleNamespace(**status))
+    spec = SimpleNamespace(node_name=None)
+    return SimpleNamespace(metadata=metadata, spec=spec, status=SimpleNamespace(**status))
 
 
 def unscheduled(message: str) -> list[Any]:
@@ -60,16 +67,52 @@ def test_a_pod_that_ends_is_not_waited_for() -> None:
 
 
 async def test_an_api_server_that_is_away_is_no_reason() -> None:
-    answers: list[Any] = [[pod("a")], OSError("connection refused")]
+    answers: list[Any] = [[pod("a"), ending("b", "10.0.0.2")], OSError("connection refused")]
 
-    def pods() -> list[Any]:
+    def listed() -> tuple[list[Any], list[Any]]:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return list(answer)
+        return list(answer), []
 
-    watch = PodWatch(pods)
+    watch = PodWatch(listed)
     await watch.look()
     assert "pod a is pending" in watch.told
+    assert list(watch.leaving) == ["10.0.0.2"]
     await watch.look()
     assert watch.told == ""
+    assert watch.leaving == {}
+
+
+def ending(name: str, address: str | None, *, node_type: str = "worker") -> Any:
+    found = running(name, address, "n")
+    found.metadata.deletion_timestamp = BORN
+    found.metadata.labels["ray.io/node-type"] = node_type
+    return found
+
+
+def running(name: str, address: str | None, node: str) -> Any:
+    found = pod(name, "Running", pod_ip=address)
+    found.spec = SimpleNamespace(node_name=node)
+    return found
+
+
+def machine(name: str, *taints: str, cordoned: bool = False) -> Any:
+    spec = SimpleNamespace(unschedulable=cordoned or None, taints=[SimpleNamespace(key=key) for key in taints] or None)
+    return SimpleNamespace(metadata=SimpleNamespace(name=name), spec=spec)
+
+
+def test_worker_pods_that_end_leave_and_the_head_does_not() -> None:
+    pods = [ending("a", "10.0.0.1"), ending("head", "10.0.0.9", node_type="head"), ending("never-ran", None)]
+    assert leaving_of([*pods, running("stays", "10.0.0.3", "n")]) == {"10.0.0.1": BORN.timestamp()}
+
+
+def test_pods_on_machines_that_are_about_to_go_leave() -> None:
+    pods = [running(name, f"10.0.0.{number}", name) for number, name in enumerate(("cordoned", "spot", "gpu", "plain"))]
+    machines = [
+        machine("cordoned", cordoned=True),
+        machine("spot", "aws-node-termination-handler/spot-itn"),
+        machine("gpu", "nvidia.com/gpu"),  # only keeps other pods away
+        machine("plain"),
+    ]
+    assert leaving_of(pods, machines) == {"10.0.0.0": 0.0, "10.0.0.1": 0.0}

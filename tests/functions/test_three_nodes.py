@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster as RayNodes
 from stand_in import stand_in_run
 
 from rlhfless.fleet import ray_session
+from rlhfless.fleet.blueprint import Bounds
 from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.leave_node import INSTANCE
+from rlhfless.fleet.leaving import LeavingWatch, drain_nodes
 from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.run_devices import NoDevices, RunDevices
 from rlhfless.functions.base import StaleCall
@@ -166,4 +173,54 @@ async def test_an_actor_starts_elsewhere_and_a_resumed_run_keeps_its_devices(ray
             await run.devices.release(name)
             await asyncio.sleep(1)
             assert sum((await free_gpus()).values()) == 3, "a driver that was replaced gave the devices back"
+    await until_free({A: 3, B: 2})
+
+
+async def test_a_node_that_is_drained_is_left_and_its_ray_ends(ray_nodes: RayNodes) -> None:
+    """The actor gives its devices back and starts elsewhere, though the node that leaves has more that are free."""
+    leaving = add(ray_nodes, C, 4)
+    spec = PlacementSpec(devices=2, ray_address=JOINED)
+    async with stand_in_run("leaves", spec, actors=2) as run:
+        run.actors._blueprint = replace(run.actors._blueprint, bounds=Bounds(1))
+        assert (await run.add(run.actors, 0))[0] == C, "the node with the most free devices"
+        watch = LeavingWatch([run.actors, run.scoring], run.call)
+        await watch.look()
+        assert run.actors.expected == 1
+        before = run.actors.at(0)
+        await asyncio.to_thread(drain_nodes, {C: time.time() + 60})
+        assert C not in await free_gpus()
+        await watch.look()
+        end = time.monotonic() + 60
+        while not run.actors.serving() or run.actors.at(0) is before:
+            assert time.monotonic() < end, "the actor has not moved"
+            await asyncio.sleep(0.2)
+        assert (await run.where(run.actors.serving()[0]))[0] in (A, B)
+        while any(node["Alive"] and node["NodeID"] == leaving.node_id for node in ray.nodes()):
+            assert time.monotonic() < end, "the Ray of a node that holds nothing does not end"
+            await asyncio.sleep(0.5)
+    ray_nodes.remove_node(leaving, allow_graceful=False)
+    await until_free({A: 3, B: 2})
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["idle", "held"])
+async def test_the_hook_of_a_pod_that_ends(ray_nodes: RayNodes, monkeypatch: pytest.MonkeyPatch, holds: bool) -> None:
+    """It drains its own node alone, waits no longer than it must, and leaves no Ray behind."""
+    monkeypatch.setenv(INSTANCE, "pod-1")
+    ending = add(ray_nodes, C, 4)
+    async with stand_in_run("hooked", PlacementSpec(devices=1, ray_address=JOINED), actors=1) as run:
+        if holds:
+            assert (await run.add(run.actors, 0))[0] == C
+        began_s, limit_s = time.monotonic(), 5
+        environment = os.environ | {"RAY_ADDRESS": ray_nodes.address}
+        command = [sys.executable, "-m", "rlhfless.fleet.leave_node", str(limit_s)]
+        hook = await asyncio.to_thread(subprocess.run, command, env=environment, timeout=90, capture_output=True)
+        assert hook.returncode == 0, hook.stderr.decode()
+        assert holds == (time.monotonic() - began_s > limit_s)
+        end = time.monotonic() + 60
+        while any(node["Alive"] and node["NodeID"] == ending.node_id for node in ray.nodes()):
+            assert time.monotonic() < end, "its Ray is still there"
+            await asyncio.sleep(0.5)
+        if holds:
+            await until_lost(run.devices, run.actors.replicas()[0])
+    ray_nodes.remove_node(ending, allow_graceful=False)
     await until_free({A: 3, B: 2})

@@ -167,3 +167,29 @@ def test_monitoring_is_complete_when_it_is_wanted(render: Render) -> None:
         "key": "api-key",
     }
     assert json.loads(of_kind(objects, "ConfigMap")[0]["data"]["rlhfless.json"])["panels"]
+
+
+def test_worker_pods_leave_in_order_within_their_grace_period(render: Render) -> None:
+    objects = render({}, FILES[0])
+    for name, spec in pods(objects).items():
+        if name in ("head", "Deployment/r-rlhfless", "Pod/r-rlhfless-test"):
+            continue
+        command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert command == ["python", "-m", "rlhfless.fleet.leave_node", "105"]
+        assert spec["terminationGracePeriodSeconds"] == 120
+
+
+def test_the_right_to_list_nodes_is_asked_for_only_where_it_is_used(render: Render) -> None:
+    def arguments(objects: list[dict[str, Any]]) -> list[str]:
+        found: list[str] = pods(objects)["Deployment/r-rlhfless"]["containers"][0]["args"]
+        return found
+
+    plain = render({})
+    assert not of_kind(plain, "ClusterRole")
+    assert "--watch-nodes" not in arguments(plain)
+    watching = render({"controlPlane": {"watchNodes": True}})
+    (role,) = of_kind(watching, "ClusterRole")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}]
+    (bound,) = of_kind(watching, "ClusterRoleBinding")
+    assert bound["roleRef"]["name"] == role["metadata"]["name"]
+    assert "--watch-nodes" in arguments(watching)

@@ -64,6 +64,9 @@ class FakeDevices:
 
     def is_up(self, user: str) -> None: ...
 
+    def bound(self, allocation: Allocation) -> Allocation:
+        return allocation
+
     async def release(self, *users: str) -> None:
         self.users -= set(users)
 

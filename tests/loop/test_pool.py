@@ -14,7 +14,8 @@ from rlhfless.fleet.blueprint import Bounds
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica
-from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.records import FunctionName, ReplicaState, Work
+from rlhfless.scaling.placement import Allocation, Device
 
 
 class Watcher:
@@ -201,3 +202,40 @@ async def test_a_use_after_the_end_is_refused() -> None:
     await pool.close()
     with pytest.raises(FleetError, match="the run is being stopped, and scoring is not started any more"):
         await pool.ready(CALL)
+
+
+def on_nodes(*nodes: str) -> list[Allocation]:
+    return [Allocation.of([Device(f"gpu-{i}", "h100", i, node)]) for i, node in enumerate(nodes)]
+
+
+async def test_actors_leave_a_node_that_leaves_and_the_fewest_start_again() -> None:
+    cluster, watcher = FakeCluster(), Watcher()
+    pool = pool_of(cluster, "a", "b", "c", bounds=Bounds(2, "min_actors"), given=on_nodes("n1", "n2", "n1"))
+    pool.watch(watcher)
+    pool.leave_nodes(frozenset({"n1"}), CALL)
+    assert pool.must_move is False, "what leaves already"
+    assert [replica.name for replica in pool.serving()] == ["b"]
+    # One of three may go for good; the next would leave fewer than two.
+    assert [pool.state(slot) for slot in range(3)] == [None, ReplicaState.SERVING, ReplicaState.STARTING]
+    await until(lambda: cluster.stopped == ["a", "c"] and cluster.begun == [2])
+    assert watcher.heard[:2] == [("drain", "a"), ("drain", "c")]
+    pool.leave_nodes(frozenset({"n1"}), CALL)  # the same notice again
+    cluster.gates[2].set_result(None)
+    await until(lambda: ("joined", 2) in watcher.heard)
+
+
+async def test_a_helper_leaves_between_two_calls_and_a_learner_is_left_to_the_run() -> None:
+    cluster = FakeCluster()
+    scoring = pool_of(cluster, "s", function=FunctionName.SCORING, given=on_nodes("n1"), bounds=Bounds(0))
+    learner = pool_of(cluster, "l", function=FunctionName.LEARNER, given=on_nodes("n1"))
+    (helper,) = scoring.serving()
+    with helper._at_work(Work.SCORE):
+        scoring.leave_nodes(frozenset({"n1"}), CALL)
+        assert helper.state is ReplicaState.SERVING
+        assert scoring.must_move
+    scoring.leave_nodes(frozenset({"n1"}), CALL)
+    learner.leave_nodes(frozenset({"n1"}), CALL)
+    await until(lambda: cluster.stopped == ["s"])
+    assert learner.must_move
+    learner.leave_nodes(frozenset(), CALL)
+    assert not learner.must_move

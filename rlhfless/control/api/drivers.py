@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from rlhfless.control import ingest, store
 from rlhfless.control.database.tables import LeaseRow, RunRow
-from rlhfless.control.delivery import PROTOCOL, Introduction, Push, PushAnswer
+from rlhfless.control.delivery import PROTOCOL, HostAnswer, Introduction, Push, PushAnswer
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, Status, Wish
 from rlhfless.control.ray_host import RayNow
@@ -27,13 +27,14 @@ router = APIRouter(prefix="/internal")
 M = TypeVar("M", bound=BaseModel)
 
 
-@router.post("/ray", status_code=204)
-async def tell(request: Request, now: RayNow, authorization: Annotated[str, Header()] = "") -> None:
-    """Take what the host of a cluster says that it has."""
+@router.post("/ray")
+async def tell(request: Request, now: RayNow, authorization: Annotated[str, Header()] = "") -> HostAnswer:
+    """Take what the host of a cluster says that it has, and say which of its nodes are about to leave."""
     service = service_of(request.app)
     if not hmac.compare_digest(authorization.removeprefix("Bearer "), service.host_token):
         raise ApiError(401, "unauthorized", "this is not the host of this service's cluster")
     service.told(now)
+    return HostAnswer(leaving={} if service.pods is None else service.pods.leaving)
 
 
 @router.post("/runs/{run_id}/deliveries")

@@ -154,7 +154,8 @@ spec:
     - name: {{ . }}
     {{- end }}
   {{- end }}
-  terminationGracePeriodSeconds: {{ .graceSeconds | default 60 }}
+  {{- $grace := .graceSeconds | default (ternary 60 120 (default false .head)) | int }}
+  terminationGracePeriodSeconds: {{ $grace }}
   securityContext: {{- include "rlhfless.podSecurity" $root | nindent 4 }}
   containers:
     - name: ray
@@ -166,6 +167,10 @@ spec:
       {{- if .head }}
       # Ray itself does not hear the signal: the shell that started it does.
       lifecycle: {preStop: {exec: {command: [ray, stop, --grace-period, "20"]}}}
+      {{- else }}
+      # What runs have on the node moves before it ends; 15 s are left for Ray's own end.
+      lifecycle:
+        preStop: {exec: {command: [python, -m, rlhfless.fleet.leave_node, {{ max 1 (sub $grace 15) | quote }}]}}
       {{- end }}
       securityContext: {{- include "rlhfless.containerSecurity" $root | nindent 8 }}
       resources: {{- toYaml .resources | nindent 8 }}
