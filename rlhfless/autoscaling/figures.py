@@ -22,6 +22,9 @@ class FleetFigures(Protocol):
     def mean_load_s(self) -> float:
         """Mean duration of an actor's recent weight loads; 0 if there was none."""
 
+    def reacquire_s(self, kind: str) -> float:
+        """Expected time until devices of a kind are there whose node has to come; not billed."""
+
     def cost_usd(self, pools: Iterable[Pool]) -> float:
         """Cost of the run up to now, with the holdings of these pools that are still open."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -13,6 +14,7 @@ from rlhfless.loop.driver import Outcome
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import Summary, Usage, summarise
+from rlhfless.scaling.acquisition import by_kind
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.step_times import Phase
 from rlhfless.telemetry.numbers import count, decimal, money
@@ -62,7 +64,19 @@ def trace_report(run_id: str, summary: Summary) -> RenderableType:
         parts += ["", f"response tokens  {lengths}"]
     if (prompts := summary.prompts) is not None:
         parts += ["", f"prompt tokens    computed once: {prompts.once:.0%}; saved {prompts.saved:.0%} of the step"]
+    if summary.acquired:
+        parts += ["", *(_waits(kind, *lags_s) for kind, lags_s in by_kind(summary.acquired).items())]
     return Group(*parts)
+
+
+def _waits(kind: str, there_s: Sequence[float], came_s: Sequence[float]) -> str:
+    """How long devices of a kind were waited for, in seconds: median and longest."""
+    told = [
+        f"{len(lags_s)} x {median(lags_s):.1f} s (longest {max(lags_s):.1f}) {where}"
+        for lags_s, where in ((there_s, "on nodes that were there"), (came_s, "on nodes that came"))
+        if lags_s
+    ]
+    return f"waits for {kind}  {'; '.join(told)}"
 
 
 def _phases(summary: Summary) -> Table:

@@ -67,6 +67,10 @@ class Replicas:
         """The number of a replica's allocation."""
         return next(slot for slot, allocation in enumerate(self.allocations) if allocation is replica.allocation)
 
+    def must_come(self, slot: int) -> bool:
+        """Whether a replica at a slot would wait for a node that has to come."""
+        return self._devices.must_come(self.allocations[slot])
+
     def replicas(self) -> tuple[Replica, ...]:
         """The replicas that hold a device, in the order in which they were started."""
         return tuple(r for r in self._replicas.values() if r.state.holds_device)

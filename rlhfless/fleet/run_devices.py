@@ -25,6 +25,7 @@ from rlhfless.fleet.holders import DIED, Demand, Held, StaleHolder, keeper_left,
 from rlhfless.fleet.nodes import NODE_LABEL, selector, shortage
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call, StaleCall
+from rlhfless.scaling.acquisition import Acquired, fitting
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
 from rlhfless.spec import TimeoutsSpec
 
@@ -75,6 +76,9 @@ class RunDevices:
         self._shown = shown
         self._keeper: Any = None
         self._taken: dict[str, _Taken] = {}
+        self._to_come: frozenset[str] = frozenset()
+        self.acquired: Callable[[Acquired], None] = lambda _: None
+        """Told of devices that were waited for."""
 
     # -- taking and giving back
 
@@ -140,16 +144,33 @@ class RunDevices:
             devices |= group.bound(taken.held.node, taken.held.local_ids)
         return Allocation(tuple(devices[device.name] for device in allocation.devices), allocation.shares)
 
+    def must_come(self, allocation: Allocation) -> bool:
+        """Whether a replica there would wait for a node: when nodes were last looked at, none had its devices free."""
+        return any(group.name in self._to_come and not self._holds(group) for group in
+                   self._placement.groups_of(allocation))  # fmt: skip
+
+    def _holds(self, group: DeviceGroup) -> bool:
+        return group.name in self._taken and self._taken[group.name].held is not None
+
+    async def look(self) -> None:
+        """See which devices are free; see `must_come`."""
+        missing = [group for group in self._placement.groups if not self._holds(group)]
+        nodes = await self._cluster.nodes("") if missing else ()
+        self._to_come = frozenset(group.name for group in missing) - fitting(missing, nodes)
+
     # -- waiting
 
     async def _take(self, group: DeviceGroup) -> None:
         """Returns when the group is held."""
         taken = self._taken[group.name]
         async with taken.asking:
-            nodes = await self._cluster.nodes(group.kind) if group.node else ()
+            nodes, asked_s = await self._cluster.nodes(group.kind), time.time()
             held = await self._ask("hold", group.name, _demand(group, nodes), SAY_S)
             if held is None:
                 held = await self._wait(group)
+            if taken.held is None:
+                came = all(node.name != held.node for node in nodes)
+                self.acquired(Acquired(group.kind, len(group.devices), asked_s, time.time(), came))
             self._found(group, held)
 
     async def _wait(self, group: DeviceGroup) -> Held:
@@ -195,6 +216,7 @@ class RunDevices:
         names = [name for name, taken in self._taken.items() if taken.held is not None]
         if self._keeper is None or self._cluster.lost:
             return
+        await self.look()
         try:
             gone = await self._ask("lost", names, SAY_S)
         except FleetError as error:

@@ -24,6 +24,7 @@ from rlhfless.records import (
 )
 from rlhfless.records.traces import Trace, TracedRollout, TraceWriter
 from rlhfless.scaling.accounting import cold_starts
+from rlhfless.scaling.acquisition import Acquired, AcquisitionLags
 from rlhfless.scaling.intervals import length, union
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.scaling.step_times import StepTimes, recovery_until_s, step_times
@@ -44,6 +45,7 @@ class Earlier:
     steps: frozenset[int] = frozenset()
     holdings: tuple[Holding, ...] = ()
     invocations: tuple[Invocation, ...] = ()
+    acquired: tuple[Acquired, ...] = ()
 
     @classmethod
     def of(cls, trace: Trace, prices: PriceBook) -> Earlier:
@@ -53,6 +55,7 @@ class Earlier:
             steps=frozenset(record.step for record in trace.steps),
             holdings=trace.holdings,
             invocations=trace.invocations,
+            acquired=tuple(Acquired.of(trace.decisions)),
         )
 
 
@@ -81,6 +84,7 @@ class Ledger:
         self._device_s = 0.0
         self._since_s: float | None = None
         """The first holding of this attempt began."""
+        self._lags = AcquisitionLags(prices, earlier.acquired)
         self._recent: dict[FunctionName, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
     def add_holding(self, holding: Holding) -> None:
@@ -119,6 +123,15 @@ class Ledger:
     def add_decision(self, decision: Decision) -> None:
         """Add a decision of the scaler, with its inputs."""
         self._writer.add_decision(decision)
+
+    def add_acquired(self, acquired: Acquired) -> None:
+        """Add a wait for devices."""
+        self._lags.add(acquired)
+        self.add_decision(acquired.decision(self._step))
+
+    def reacquire_s(self, kind: str) -> float:
+        """Expected time until devices of a kind are there whose node has to come: see AcquisitionLags."""
+        return self._lags.lag_s(kind)
 
     def add_step(self, record: StepRecord, others_since_s: float | None = None) -> None:
         """Add a finished step, and forget its calls, except calls since `others_since_s`, when the other steps in

@@ -139,6 +139,7 @@ async def _fleet(
     call = Call(session.run_id, journal.attempt, 0)
     shown = session.console.stage
     launcher = await Launcher.of(spec, session.prepared, call, cluster, ledger, session.folder, shown)
+    launcher.devices.acquired = ledger.add_acquired
     await session.host.devices(devices_wanted(spec, launcher.placement))
     generation, scoring, reward_model, reference, learner = launcher.pools()
     pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]

@@ -26,6 +26,7 @@ import numpy as np
 
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState
 from rlhfless.records.traces import Trace, TracedRollout
+from rlhfless.scaling.acquisition import Acquired
 from rlhfless.scaling.intervals import Interval, clip, length, union
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.prompt_reuse import PromptReuse, prompt_reuse
@@ -76,6 +77,8 @@ class Summary:
     reward_mean: Mapping[int, float]
     """By step."""
     prompts: PromptReuse | None
+    acquired: tuple[Acquired, ...] = ()
+    """Devices that were waited for."""
 
     @property
     def cost_usd(self) -> float:
@@ -105,6 +108,7 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
         response_tokens=_length_quantiles(trace.rollouts),
         reward_mean=_reward_by_step(trace.rollouts),
         prompts=prompt_reuse(trace, math.fsum(times.wall_s for times in steps)),
+        acquired=tuple(Acquired.of(trace.decisions)),
     )
 
 

@@ -57,12 +57,17 @@ class FakeDevices:
 
     def __init__(self) -> None:
         self.users: set[str] = set()
+        self.to_come: set[str] = set()
+        """Names of devices whose node has to come."""
 
     async def acquire(self, allocation: Allocation, user: str, lost: Any) -> Allocation:
         self.users.add(user)
         return allocation
 
     def is_up(self, user: str) -> None: ...
+
+    def must_come(self, allocation: Allocation) -> bool:
+        return allocation.devices[0].name in self.to_come
 
     def bound(self, allocation: Allocation) -> Allocation:
         return allocation

@@ -168,6 +168,9 @@ class FakePool:
 
     def watch(self, listener: Any) -> None: ...
 
+    def must_come(self, slot: int) -> bool:
+        return False
+
     def state(self, slot: int) -> ReplicaState | None:
         actor = self.at(slot)
         return None if actor is None else actor.state

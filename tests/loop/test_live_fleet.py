@@ -20,6 +20,7 @@ from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.loop.ledger import Ledger
 from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
+from rlhfless.scaling.acquisition import Acquired
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
@@ -203,3 +204,13 @@ async def test_the_fewest_actors_stay_and_the_ledger_says_so(tmp_path: Path) -> 
 async def test_what_cannot_be_done_is_a_fault_of_the_policy(tmp_path: Path, asked: Any, fault: str) -> None:
     with pytest.raises(PolicyFault, match=fault):
         asked(Fleet(tmp_path).fleet)
+
+
+async def test_a_start_on_devices_that_have_to_come_takes_as_long_as_such_have_taken(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.actors._devices.to_come = {"cpu-1"}
+    assert [slot.start_s for slot in fleet.fleet.view().replica_slots][:2] == [START_S, START_S]
+    fleet.ledger.add_acquired(Acquired(CPU_KIND, 1, 100.0, 340.0, node_came=True))
+    # The first actor's core is held; the second one's node took 240 s the last time.
+    assert [slot.start_s for slot in fleet.fleet.view().replica_slots][:2] == [START_S, START_S + 240.0]
+    assert [row.choice for row in fleet.decisions()] == ["1 x cpu-core"]

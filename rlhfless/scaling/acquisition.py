@@ -1,0 +1,107 @@
+"""How long a run waits for devices that it asks for: what was measured, by kind, and what a plan counts on. Pure.
+
+Devices on a node that is there come within a second or two; a node that a cluster autoscaler has to bring takes
+minutes. Each wait is a row of the trace's table `decisions`, of kind `acquire`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rlhfless.records import Decision
+from rlhfless.scaling.placement import DeviceGroup, Node
+from rlhfless.scaling.prices import PriceBook
+
+ACQUIRE = "acquire"
+"""Kind of the decisions that say how long devices were waited for."""
+
+RECENT = 8
+"""Waits of a kind that an estimate is made of: it follows a cloud whose machines become rare within a day."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """Devices of one node that a run asked for and got."""
+
+    device_kind: str
+    devices: int
+    asked_s: float  # unix time
+    held_s: float
+    node_came: bool
+    """Their node was not in the cluster when they were asked for."""
+
+    @property
+    def lag_s(self) -> float:
+        """From the demand until the devices were held."""
+        return self.held_s - self.asked_s
+
+    def decision(self, step: int) -> Decision:
+        """As a row of the trace."""
+        inputs: dict[str, float | int | str | bool] = {
+            "device_kind": self.device_kind,
+            "devices": self.devices,
+            "lag_s": self.lag_s,
+            "node_came": self.node_came,
+        }
+        return Decision(step, self.asked_s, ACQUIRE, f"{self.devices} x {self.device_kind}", inputs)
+
+    @classmethod
+    def of(cls, decisions: Iterable[Decision]) -> list[Acquired]:
+        """The rows of a trace that are of this kind."""
+        return [
+            cls(
+                str(row.inputs["device_kind"]),
+                int(row.inputs["devices"]),
+                row.at_s,
+                row.at_s + float(row.inputs["lag_s"]),
+                bool(row.inputs["node_came"]),
+            )
+            for row in decisions
+            if row.kind == ACQUIRE
+        ]
+
+
+class AcquisitionLags:
+    """Estimates of the time until devices are there whose node has to come."""
+
+    def __init__(self, prices: PriceBook, earlier: Iterable[Acquired] = ()) -> None:
+        self._prices = prices
+        self._lags_s: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        for acquired in earlier:
+            self.add(acquired)
+
+    def add(self, acquired: Acquired) -> None:
+        """Learn from a wait. Devices of a node that was there tell nothing of one that has to come."""
+        if acquired.node_came:
+            self._lags_s[acquired.device_kind].append(acquired.lag_s)
+
+    def lag_s(self, kind: str) -> float:
+        """The median of the last measured lags of a kind; before the first, `provisioning.lag_s` of the price book, or
+        0 if that has none."""
+        if measured := self._lags_s.get(kind):
+            return median(measured)
+        provisioning = self._prices.device(kind).provisioning
+        return 0.0 if provisioning is None else provisioning.lag_s
+
+
+def fitting(groups: Sequence[DeviceGroup], nodes: Sequence[Node]) -> frozenset[str]:
+    """Names of the groups that fit, one after the other, on what is free on the nodes that are there."""
+    free = Counter({(node.name, kind): node.free(kind) for node in nodes for kind in {group.kind for group in groups}})
+    found = set()
+    for group in groups:
+        node = next((node.name for node in nodes if free[node.name, group.kind] >= len(group.devices)), None)
+        if node is not None:
+            free[node, group.kind] -= len(group.devices)
+            found.add(group.name)
+    return frozenset(found)
+
+
+def by_kind(acquired: Collection[Acquired]) -> Mapping[str, tuple[list[float], list[float]]]:
+    """By device kind: lags of devices whose node was there, and of devices whose node came."""
+    lags_s: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for one in acquired:
+        lags_s[one.device_kind][one.node_came].append(one.lag_s)
+    return lags_s
