@@ -52,7 +52,9 @@ PURE = (
     ),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
     Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL),
-    Smoke("prefixes", (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x .* s +{NUMBER}x")),
+    Smoke(
+        "prefixes", (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x +{NUMBER}x .* s +{NUMBER}x")
+    ),
     Smoke(
         "simulator", (r"[\d,]+ responses/s: \d+ in", r"static +\d+ s of processor", r"cost_aware +\d+ s of processor")
     ),

@@ -30,6 +30,10 @@ from rlhfless.scaling.policy import Ints, StepView
 CAUTION_STEP = 0.2
 """Precision of the bisection for the most cautious feasible plan: three more plans."""
 
+SIMILAR_MEAN = 1.25
+"""Prompts whose forecasts differ by less than this factor may change places in the sorted list, for the sake of common
+prefixes: forecasts of single prompts are off by more."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
@@ -167,7 +171,7 @@ def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Res
     groups end by the lengths that they are given."""
     if lengths.known:  # then it is also known which sibling is long
         return responses(lengths.means, view.group, view.prompt_tokens)
-    by_mean = np.argsort(np.bincount(view.group, lengths.means) / np.bincount(view.group), kind="stable")
+    by_mean = _by_mean(view, np.bincount(view.group, lengths.means) / np.bincount(view.group))
     rank = np.empty(by_mean.size, np.int64)
     rank[by_mean] = np.arange(by_mean.size)
     order = np.argsort(rank[view.group], kind="stable")
@@ -175,6 +179,16 @@ def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Res
     ranks[order] = even_ranks(order.size)
     step = responses(lengths.one_each(ranks), view.group, view.prompt_tokens)
     return replace(step, order=order, longest=ends_by(lengths, order, confidence))
+
+
+def _by_mean(view: StepView, means: Floats) -> Ints:
+    """The prompts, ascending by `means` [prompts]; among similar ones, prompts with a common prefix side by side. An
+    actor's group is a stretch of this list, so that it computes few prefixes."""
+    if view.prefix is None or not view.prefix.any():
+        return np.argsort(means, kind="stable")
+    level = np.floor(np.log(np.maximum(means, 1.0)) / math.log(SIMILAR_MEAN))
+    order: Ints = np.lexsort((means, view.prefix, level))
+    return order
 
 
 def even_ranks(count: int) -> Floats:
