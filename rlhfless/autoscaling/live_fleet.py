@@ -18,6 +18,7 @@ from rlhfless.functions.base import Call
 from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.startup import START_S
+from rlhfless.scaling.leases import LeaseTerms
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
 from rlhfless.scaling.prices import SECONDS_PER_HOUR
@@ -81,6 +82,7 @@ class LiveFleet:
             kv_token_s=float("inf"),
             beat_s=self._spec.generation.progress_interval_s,
             max_tokens=self._spec.generation.max_tokens,
+            terms=self._terms(),
         )
 
     def slots(self, table: SampleTable) -> tuple[SlotView, ...]:
@@ -162,6 +164,13 @@ class LiveFleet:
             )
             for number, allocation in enumerate(pool.allocations)
         ]
+
+    def _terms(self) -> LeaseTerms:
+        """By the price book, of the kinds of the actors' devices."""
+        kinds = {device.kind for allocation in self._actors.allocations for device in allocation.devices}
+        prices = [self._ledger.prices.device(kind) for kind in sorted(kinds)]
+        lags_s = [price.provisioning.lag_s for price in prices if price.provisioning is not None]
+        return LeaseTerms.of([price.billing for price in prices], max(lags_s, default=0.0))
 
     def _usd_per_s(self, function: FunctionName, allocation: Allocation) -> float:
         """The saving of a release; 0 if the function is never released."""
