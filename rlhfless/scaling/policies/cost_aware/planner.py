@@ -49,6 +49,8 @@ class PlanRequest:
     """Steps of the run before this one."""
     steps_left: int
     """Steps of the run that remain, including this one."""
+    kept: bool = False
+    """Whether devices that generation shares are paid for in the whole step, used or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +109,17 @@ def plan_step(
 ) -> StepPlan:
     """Options -> the most cautious plan that can be made -> samples to slots -> slots to prewarm."""
     standby = {slot: starts.standby(now, slot) for slot in now.layout.generation}
-    options, behind = fleet_options.options(now, standby)
+    options, behind = fleet_options.options(now, standby, kept=request.kept)
     found = _safest(now.view, lengths, request, options)
     assignment = assign(found.plan, behind, found.step)
     cold = [slot for slot, (tier, _) in standby.items() if tier == COLD and slot not in assignment.slots]
     prewarm: tuple[int, ...] = ()
     if cold and request.steps_left > 1 and is_due(request.steps_done, found.plan):
         prewarm = _prewarm(now, found, request, fleet_options, starts, standby, cold)
+    if request.kept:  # a device without an actor would be given back
+        spare = [slot for slot, (tier, _) in standby.items() if tier != COLD and slot not in assignment.slots]
+        spare = [slot for slot in spare if now.layout.shared(slot)]
+        assignment = assignment.wait_for(spare, max((standby[slot][1] for slot in spare), default=0.0))
     late = [slot for slot in prewarm if now.layout.shared(slot) and standby[slot][1] > found.plan.step_s]
     if late:
         up_s = max(standby[slot][1] for slot in late)
@@ -159,7 +165,8 @@ def _prewarm(
     cold: Sequence[int],
 ) -> tuple[int, ...]:
     """The `cold` slots that a plan would use if they slept, provided the gain is worth their starts (`prewarm`)."""
-    richer, behind = fleet_options.options(now, asleep_instead(now.layout, standby, starts))
+    asleep = asleep_instead(now.layout, standby, starts)
+    richer, behind = fleet_options.options(now, asleep, kept=request.kept)
     other = plan(found.step, richer, found.contract, waiting_usd_per_s=request.waiting_usd_per_s)
     chosen = tuple(slot for slot in assign(other, behind, found.step).slots if slot in cold)
     price = sum(now.layout.replica_slots[slot].usd_per_s * standby[slot][1] for slot in chosen)
