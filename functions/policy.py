@@ -19,17 +19,20 @@ differs.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.functions import sharding
 from rlhfless.functions.loading import load_whole
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import DType, ModelSpec
@@ -48,6 +51,9 @@ FAIR_SIZE = 0.25
 CHECK_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Difference of two passes with the same weights that rounding explains, relative to the largest logit."""
 
+NO_SEQUENCES: IntArray = np.zeros(0, dtype=np.int64)
+"""An empty micro-batch."""
+
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -64,8 +70,8 @@ class OutputHead:
     soft_cap: float | None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [positions, hidden] -> [positions, vocabulary], float32."""
-        logits: torch.Tensor = self.linear(hidden).float()
+        """`hidden` [positions, hidden] -> [positions, vocabulary], float32 or finer."""
+        logits = at_least_float32(self.linear(hidden))
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:
@@ -82,7 +88,9 @@ class Policy:
     head: OutputHead
     device: torch.device
     compute_dtype: torch.dtype
-    """Format of matrix products. Where it differs from the parameters' own, autocast casts them per use."""
+    """Format of matrix products."""
+    mesh: DeviceMesh | None = None
+    """The ranks that its parameters are split over; None if they are not split."""
 
     def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
         """`tokens` [batch, width], padded on the right -> [batch, width, hidden]."""
@@ -90,11 +98,27 @@ class Policy:
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Only where parameters have another format: autocast has a price per operation."""
-        if self.model.dtype == self.compute_dtype:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+    def inside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(*arguments)` as one forward pass: each group of a sharded model is gathered once in it.
+
+        Tensors that a gradient is to flow from must be in its result, alone or in a tuple. *Collective*.
+        """
+        return function(*arguments) if self.mesh is None else getattr(self.model, sharding.INSIDE)(function, *arguments)
+
+    def in_step(self, parts: Sequence[IntArray]) -> list[IntArray]:
+        """Micro-batches, and as many empty ones after them as it takes for all ranks to have the same number.
+        *Collective*."""
+        most = len(parts)
+        if self.mesh is not None and self.mesh.size() > 1:
+            count = torch.tensor(most, device=self.device)
+            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+            most = int(count)
+        return [*parts, *[NO_SEQUENCES] * (most - len(parts))]
+
+    def settle(self) -> None:
+        """Free what passes have gathered, before the parameters are written to. *Collective*."""
+        if self.mesh is not None:
+            sharding.settle(self.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +127,11 @@ class ResponseLogprobs:
 
     logprobs: torch.Tensor  # [response tokens], float32
     entropy: torch.Tensor  # [response tokens], float32, nats, no gradient
+
+
+def at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    """`values` in float32, if their own format is not finer."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def default_device() -> torch.device:
@@ -117,38 +146,62 @@ def load_policy(
     compute_dtype: DType,
     device: torch.device | None = None,
     gradient_checkpointing: bool = False,
+    mesh: DeviceMesh | None = None,
+    offload: bool = False,
+    exact_head: bool = False,
 ) -> Policy:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None).
 
+    `mesh`: split its parameters over these ranks; each reads its own parts of the files. Without one, both formats must
+    be the same. `offload` and `exact_head`: see sharding.shard. *Collective* with a mesh.
+
     Raises InputError if weights are missing, odd or not finite; ValueError if this module's logits differ from the
-    model's own; and whatever transformers raises for a path that it cannot read.
+    model's own, or for two formats without a mesh; and whatever transformers raises for a path that it cannot read.
     """
+    if mesh is None and parameter_dtype != compute_dtype:
+        raise ValueError(f"{parameter_dtype} parameters computing in {compute_dtype} need a mesh: its groups cast them")
     device = device or default_device()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a function's output is a log
     config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     _switch_off_dropout(config)
+    compute = TORCH_DTYPES[compute_dtype]
+    split: Callable[[Any], None] | None = None
+    if mesh is not None:
+        split = partial(sharding.shard, mesh=mesh, compute_dtype=compute, offload=offload, exact_head=exact_head)
     model = load_whole(
         AutoModelForCausalLM,
         spec.path,
         "model.path",
+        prepare=split,
         config=config,
         dtype=TORCH_DTYPES[parameter_dtype],
         attn_implementation="sdpa",
         trust_remote_code=spec.trust_remote_code,
     )
-    model.to(device)
+    _place(model, device, offload=offload)
     policy = Policy(
         model=model,
         decoder=model.get_decoder(),
-        head=_output_head(model),
+        head=output_head(model),
         device=device,
-        compute_dtype=TORCH_DTYPES[compute_dtype],
+        compute_dtype=compute,
+        mesh=mesh,
     )
     _check_against_model(policy, spec.path)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # checkpointing is tied to training mode, which without dropout changes nothing else
     return policy
+
+
+def _place(model: Any, device: torch.device, *, offload: bool) -> None:
+    """Move a model to `device`; with `offload` only its buffers, which are not split."""
+    if not offload:
+        model.to(device)
+        return
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def micro_batches(batch: PackedBatch, budget_tokens: int) -> Iterator[IntArray]:
@@ -175,11 +228,13 @@ def micro_batches(batch: PackedBatch, budget_tokens: int) -> Iterator[IntArray]:
 def response_logprobs(policy: Policy, batch: PackedBatch, temperature: float) -> ResponseLogprobs:
     """Logprobs at `temperature` of all response tokens of `batch`, in one forward pass: one micro-batch.
 
-    The gradient flows to the parameters unless it is switched off outside. Without responses nothing is run.
+    The gradient flows to the parameters unless it is switched off outside. Without responses one token is run, and
+    nothing is returned of it: a rank of a sharded model takes part in every pass, and in its backward pass.
     """
     if not batch.response_mask.any():
-        nothing = torch.zeros(0, device=policy.device)
-        return ResponseLogprobs(nothing, nothing)
+        token = torch.zeros(1, dtype=torch.int64, device=policy.device)
+        logprobs, entropy = policy.inside(_passed, policy, token[None], token, token, temperature)
+        return ResponseLogprobs(logprobs[:0], entropy[:0])
     width = int(batch.lengths.max()) - 1
     fed = batch.positions < batch.lengths[batch.sequence_id] - 1
     flat = batch.sequence_id * width + batch.positions
@@ -187,38 +242,48 @@ def response_logprobs(policy: Policy, batch: PackedBatch, temperature: float) ->
     padded[flat[fed]] = batch.tokens[fed]
     predictors = torch.from_numpy(flat[batch.response_mask] - 1).to(policy.device)
     targets = torch.from_numpy(batch.tokens[batch.response_mask]).to(policy.device)
-    with policy.autocast():
-        tokens = torch.from_numpy(padded).view(batch.sequences, width).to(policy.device)
-        hidden = policy.hidden_states(tokens).flatten(0, 1).index_select(0, predictors)
-        return _head_logprobs(policy.head, hidden, targets, temperature)
+    tokens = torch.from_numpy(padded).view(batch.sequences, width).to(policy.device)
+    return ResponseLogprobs(*policy.inside(_passed, policy, tokens, predictors, targets, temperature))
+
+
+def _passed(
+    policy: Policy, tokens: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`tokens` [batch, width] -> logprobs and entropy of `targets` [response tokens], which the flat positions
+    `predictors` [response tokens] predict."""
+    hidden = policy.hidden_states(tokens).flatten(0, 1).index_select(0, predictors)
+    logprobs, entropy = _head_logprobs(policy.head, hidden, targets, temperature)
+    return logprobs.clone(), entropy  # FSDP hangs its hook on the result, and warns of views
 
 
 @torch.no_grad()
 def token_logprobs(policy: Policy, batch: PackedBatch, temperature: float, micro_batch_tokens: int) -> FloatArray:
-    """Old or reference logprobs: `[tokens]`, at `temperature`, 0 on prompt tokens, without a gradient."""
+    """Old or reference logprobs: `[tokens]`, at `temperature`, 0 on prompt tokens, without a gradient. *Collective* if
+    the policy is sharded."""
     values = np.zeros(len(batch.tokens), dtype=np.float32)
-    for indices in micro_batches(batch, micro_batch_tokens):
+    for indices in policy.in_step(tuple(micro_batches(batch, micro_batch_tokens))):
         part = select(batch, indices)
         logprobs = response_logprobs(policy, part, temperature).logprobs.cpu().numpy()
         source = np.repeat(batch.starts[indices], part.lengths) + part.positions
         values[source[part.response_mask]] = logprobs
+    policy.settle()
     return values
 
 
 def _head_logprobs(
     head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> ResponseLogprobs:
-    """In chunks; where there are several, the backward pass computes each chunk's logits anew."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropy, [positions] each. In chunks; where there are several, the backward pass computes each chunk's logits anew."""
     vocabulary = head.linear.weight.shape[0]
     rows = max(1, LOGITS_CHUNK_ELEMENTS // vocabulary)
     if len(targets) <= rows:
-        return ResponseLogprobs(*_chunk_logprobs(head, hidden, targets, temperature))
+        return _chunk_logprobs(head, hidden, targets, temperature)
     chunks = [
         torch.utils.checkpoint.checkpoint(_chunk_logprobs, head, part, target, temperature, use_reentrant=False)
         for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
     ]
     logprobs, entropy = zip(*chunks, strict=True)
-    return ResponseLogprobs(torch.cat(logprobs), torch.cat(entropy))
+    return torch.cat(logprobs), torch.cat(entropy)
 
 
 def _chunk_logprobs(
@@ -240,7 +305,7 @@ def _switch_off_dropout(config: PretrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def _output_head(model: Any) -> OutputHead:
+def output_head(model: Any) -> OutputHead:
     """Scale and soft cap have different names per model family; `_check_against_model` verifies the result."""
     config = model.config
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
@@ -254,9 +319,10 @@ def _check_against_model(policy: Policy, path: str) -> None:
     tokens = torch.arange(1, 9, device=policy.device).remainder(policy.head.linear.weight.shape[0])[None]
     padded = torch.nn.functional.pad(tokens, (0, 4))
     expected = policy.model(input_ids=tokens, use_cache=False).logits[0].float()
-    ours = policy.head.logits(policy.hidden_states(padded)[0, : tokens.shape[1]])
+    ours = policy.inside(lambda: policy.head.logits(policy.hidden_states(padded)[0, : tokens.shape[1]])).float()
+    policy.settle()
     difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-    limit = CHECK_TOLERANCE[policy.model.dtype]
+    limit = CHECK_TOLERANCE[policy.compute_dtype]
     if not difference <= limit:
         raise ValueError(
             f"model {path!r} ({type(policy.model).__name__}) is not supported: its logits differ from those "

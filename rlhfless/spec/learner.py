@@ -35,6 +35,14 @@ class LearnerSpec(SpecModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the forward and backward pass. The optimiser's copy is always float32."""
 
+    head_dtype: Literal["float32"] | None = None
+    """`float32`: embeddings, last norm and output head compute in float32 where the layers do not, so that logprobs
+    carry no rounding of the logits; by default they compute in `dtype`."""
+
+    offload: bool = False
+    """Master weights, gradients and optimiser are in the host's memory and not on the GPU, and the optimiser steps on
+    the CPU: 16 bytes per parameter less, and a slower step."""
+
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
