@@ -179,19 +179,22 @@ def load_policy(
         trust_remote_code=spec.trust_remote_code,
     )
     _place(model, device, offload=offload)
-    policy = Policy(
-        model=model,
-        decoder=model.get_decoder(),
-        head=output_head(model),
-        device=device,
-        compute_dtype=compute,
-        mesh=mesh,
-    )
+    policy = policy_of(model, device, compute, mesh)
     _check_against_model(policy, spec.path)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()  # checkpointing is tied to training mode, which without dropout changes nothing else
+        checkpoint_activations(model)
     return policy
+
+
+def policy_of(model: Any, device: torch.device, compute_dtype: torch.dtype, mesh: DeviceMesh | None = None) -> Policy:
+    """The parts of a model that is on `device`."""
+    return Policy(model, model.get_decoder(), output_head(model), device, compute_dtype, mesh)
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Keep the inputs of the layers alone for the backward pass, which computes the rest anew."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()  # checkpointing is tied to training mode, which without dropout changes nothing else
 
 
 def _place(model: Any, device: torch.device, *, offload: bool) -> None:
@@ -273,7 +276,8 @@ def token_logprobs(policy: Policy, batch: PackedBatch, temperature: float, micro
 def _head_logprobs(
     head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy, [positions] each. In chunks; where there are several, the backward pass computes each chunk's logits anew."""
+    """Logprobs and entropy, [positions] each. In chunks; where there are several, the backward pass computes each
+    chunk's logits anew."""
     vocabulary = head.linear.weight.shape[0]
     rows = max(1, LOGITS_CHUNK_ELEMENTS // vocabulary)
     if len(targets) <= rows:

@@ -28,6 +28,10 @@ from torch.distributed.tensor import DTensor
 INSIDE = "run_inside"
 """Name of the method that a sharded model is given: it runs any function as one forward pass of the whole model."""
 
+ONE_GROUP_PARAMETERS = 2**22
+"""A model of fewer parameters is one group. Each group costs about 0.3 ms of Python per pass on a CPU core; with a
+group for each of 4 layers a step of a model of 0.8 M parameters took 4 % longer."""
+
 
 def mesh_of(device: torch.device, ranks: int) -> DeviceMesh:
     """All ranks of the process group, in one dimension."""
@@ -61,13 +65,15 @@ def shard(
         "reshard_after_forward": mesh.size() > 1,
     }
     in_layers = _precision(compute_dtype, exact)
-    in_root = _precision(exact if exact_head else compute_dtype, exact)
-    layers = layers_of(model)
+    exact_root = exact_head and exact != compute_dtype
+    one_group = sum(map(torch.Tensor.numel, model.parameters())) < ONE_GROUP_PARAMETERS and not exact_root
+    layers = [] if one_group else layers_of(model)
     for layer in layers[:-1]:
         fully_shard(layer, mp_policy=in_layers, **options)
     for layer in layers[-1:]:  # a norm wants input and weight in one format
-        output = exact if exact_head and exact != compute_dtype else None
+        output = exact if exact_root else None
         fully_shard(layer, mp_policy=_precision(compute_dtype, exact, output), **options)
+    in_root = _precision(exact if exact_root else compute_dtype, exact)
     # The root's group is needed first in the backward pass, right after the forward pass.
     fully_shard(model, mp_policy=in_root, **(options | {"reshard_after_forward": False}))
     for module in _groups(model):
@@ -111,8 +117,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor gathered on every rank, on `device`; cast first, so that no more bytes than needed are sent. *Collective*
-    if the tensor is split."""
+    """A tensor gathered on every rank, on `device`; cast first, so that no more bytes than needed are sent.
+    *Collective* if the tensor is split."""
     part = local(tensor.detach()).to(device, dtype)
     if not isinstance(tensor, DTensor):
         return part
@@ -125,4 +131,3 @@ def whole(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None 
         stride=tensor.stride(),
     )
     return spread.full_tensor()
-

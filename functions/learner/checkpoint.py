@@ -5,9 +5,9 @@
       learner_state/                                torch.distributed.checkpoint: each rank writes its own shards
       run.json                                      the run's notes
 
-Any number of ranks can read the state. A folder is written under a temporary name, synced and renamed: a checkpoint that
-has its name is whole. To an object store each rank copies what it wrote, and run.json, without which it is none, comes
-last. A failure on one rank is an error of all.
+Any number of ranks can read the state. A folder is written under a temporary name, synced and renamed: a checkpoint
+that has its name is whole. To an object store each rank copies what it wrote, and run.json, without which it is none,
+comes last. A failure on one rank is an error of all.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Contents:
         if self.model.can_generate() and self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
         if self.model._auto_class is not None:  # its code is not in transformers
-            custom_object_save(self.model, folder, config=config)
+            custom_object_save(self.model, folder, config=config)  # type: ignore[arg-type]  # it wants a config
         path = self.spec.tokenizer or self.spec.path
         AutoTokenizer.from_pretrained(path, trust_remote_code=self.spec.trust_remote_code).save_pretrained(folder)
         (folder / NOTES_FILE).write_text(json.dumps(dict(self.notes), indent=2))

@@ -1,8 +1,8 @@
 """The probe: a forward pass with the published weights, in exact arithmetic, beside the model that is trained.
 
 A second model of the same class holds no data. Before a decoder layer runs, its weights are gathered from the shards as
-they are published; after it they are dropped. So the shards are not touched, and no device holds more than one layer and
-what belongs to none.
+they are published; after it they are dropped. So the shards are not touched, and no device holds more than one layer
+and what belongs to none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank of the learner. A plain class: the actor decides when it is started, and where.
 
-Each rank holds its shards of the float32 master weights, gradients and AdamW's state (rlhfless.functions.sharding), works
-on its share of the sequences, and gradients are added up over the ranks. Losses are divided by the step's global
+Each rank holds its shards of the float32 master weights, gradients and AdamW's state (rlhfless.functions.sharding),
+works on its share of the sequences, and gradients are added up over the ranks. Losses are divided by the step's global
 denominators, so the sum is the gradient of the whole batch: two ranks take the same step as a single rank.
 
 Precision: parameters, gradients and optimiser are float32. With `dtype: bfloat16` layers compute in bfloat16, from
@@ -38,6 +38,7 @@ from rlhfless.functions.learner.probing import Probing
 from rlhfless.functions.learner.publishing import Substitute, gathered_as, published_samples, published_stream
 from rlhfless.functions.policy import (
     NO_SEQUENCES,
+    Policy,
     at_least_float32,
     default_device,
     load_policy,
@@ -81,7 +82,6 @@ class LearnerRank:
         torch.set_num_threads(learner.threads or default_threads(world_size))
         self._spec = model
         self._learner = learner
-        self._optimizer_spec = optimizer
         self._algorithm = algorithm_of(algorithm)
         self._temperature = temperature
         self._rank = rank
@@ -96,20 +96,23 @@ class LearnerRank:
             timeout=timedelta(seconds=timeout_s),
         )
         self._mesh = mesh_of(device, world_size)
-        self._policy = load_policy(
-            model,
-            parameter_dtype="float32",
-            compute_dtype=learner.dtype,
-            device=device,
-            gradient_checkpointing=learner.gradient_checkpointing,
-            mesh=self._mesh,
-            offload=learner.offload,
-            exact_head=learner.head_dtype == "float32",
-        )
+        self._policy = self._load(device)
         self._model = self._policy.model
         self._optimizer = ShardedAdamW(self._model, optimizer)
         self._probing = Probing(self._policy, trust_remote_code=model.trust_remote_code)
         self._substitute: Substitute | None = None
+
+    def _load(self, device: torch.device) -> Policy:
+        return load_policy(
+            self._spec,
+            parameter_dtype="float32",
+            compute_dtype=self._learner.dtype,
+            device=device,
+            gradient_checkpointing=self._learner.gradient_checkpointing,
+            mesh=self._mesh,
+            offload=self._learner.offload,
+            exact_head=self._learner.head_dtype == "float32",
+        )
 
     def close(self) -> None:
         """Leave the process group."""
@@ -150,8 +153,11 @@ class LearnerRank:
         return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
 
     def published(self) -> TensorStream:
-        """The weights on the CPU, in the published dtype, by the names in a checkpoint; tied tensors once. *Collective*:
-        every rank must take all tensors."""
+        """The weights on the CPU, in the published dtype, by the names in a checkpoint; tied tensors once.
+        *Collective*: every rank must take all tensors."""
+        return self._live()
+
+    def _live(self) -> TensorStream:
         return published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -174,7 +180,7 @@ class LearnerRank:
     def weight_samples(self, token_ids: tuple[int, ...]) -> dict[str, bytes]:
         """Elements of the published weights, by tensor: an engine that has loaded them reads back the same.
         *Collective.*"""
-        return published_samples(self.published(), token_ids)
+        return published_samples(self._live(), token_ids)
 
     @contextmanager
     def perturbed(self, seed: int) -> Iterator[None]:

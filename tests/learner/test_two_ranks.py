@@ -14,7 +14,7 @@ import torch
 from tiny_learner import VOCABULARY, make_rank, save_tiny_model
 
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.functions import policy
+from rlhfless.functions import policy, sharding
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.spec import AdamWSpec
@@ -42,16 +42,18 @@ def _process(
 
 
 def _compute_in_float64() -> None:
-    """All that is float32 in the product, and logits in small chunks."""
+    """All that is float32 in the product; logits in small chunks, and a group for each layer."""
     policy.TORCH_DTYPES["float32"] = torch.float64
     policy.CHECK_TOLERANCE[torch.float64] = 1e-9
     policy.LOGITS_CHUNK_ELEMENTS = 7 * VOCABULARY
+    sharding.ONE_GROUP_PARAMETERS = 0
     torch.set_default_dtype(torch.float64)
 
 
 def run(work: Work, model: str, folder: Path, world_size: int, *, exact: bool = False, **options: Any) -> list[Any]:
     """The results of all ranks, by rank."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tiny_learner"])  # torch and transformers are imported once for all processes
     queue = context.Queue()
     rendezvous = folder / f"rendezvous{world_size}-{os.urandom(4).hex()}"
     processes = [
