@@ -62,7 +62,7 @@ def shard(
     options: dict[str, Any] = {
         "mesh": mesh,
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
-        "reshard_after_forward": mesh.size() > 1,
+        "reshard_after_forward": not is_alone(mesh, offload=offload),
     }
     in_layers = _precision(compute_dtype, exact)
     exact_root = exact_head and exact != compute_dtype
@@ -76,13 +76,13 @@ def shard(
     in_root = _precision(exact if exact_root else compute_dtype, exact)
     # The root's group is needed first in the backward pass, right after the forward pass.
     fully_shard(model, mp_policy=in_root, **(options | {"reshard_after_forward": False}))
-    for module in _groups(model):
+    for module in _groups(model) if mesh.size() > 1 else ():
         # Losses have the step's global denominators: gradients are summed, not averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     setattr(model, INSIDE, _run)
     register_fsdp_forward_method(model, INSIDE)
-    if mesh.size() == 1:
+    if is_alone(mesh, offload=offload):
         model.set_reshard_after_backward(False)
 
 
@@ -100,9 +100,14 @@ def _groups(model: torch.nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def reduces(model: Any, mesh: DeviceMesh, *, last: bool) -> None:
-    """Whether the next backward pass reduces gradients: on one rank only the `last` of a step does."""
-    model.set_requires_gradient_sync(last or mesh.size() > 1)
+def is_alone(mesh: DeviceMesh, *, offload: bool) -> bool:
+    """Whether this is the one rank, with all states on its device: it keeps what it has gathered."""
+    return mesh.size() == 1 and not offload
+
+
+def reduces(model: Any, *, alone: bool, last: bool) -> None:
+    """Whether the next backward pass reduces gradients: on a rank that is alone only the `last` of a step does."""
+    model.set_requires_gradient_sync(last or not alone)
 
 
 def settle(model: Any) -> None:

@@ -70,7 +70,7 @@ class RankActor:
                 settings.algorithm,
                 settings.temperature,
                 rank=self._number,
-                world_size=settings.learner.ranks,
+                world_size=settings.learner.world_size,
                 init_method=address,
                 timeout_s=settings.call_timeout_s,
             )

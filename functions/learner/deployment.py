@@ -35,7 +35,7 @@ class LearnerFunction(Function):
         """The last training step of the weights."""
         self._asked = asyncio.Event()
         """Set, and replaced, when a step is to be learned."""
-        ranks = [self._rank_actor(rank) for rank in range(settings.learner.ranks)]
+        ranks = [self._rank_actor(rank) for rank in range(settings.learner.world_size)]
         self._group = RankGroup(ranks, settings.call_timeout_s)
         with self.starting():
             # Rank 0 opens the rendezvous on its own node; the others need its address.

@@ -46,7 +46,7 @@ from rlhfless.functions.policy import (
     response_logprobs,
     token_logprobs,
 )
-from rlhfless.functions.sharding import mesh_of, reduces
+from rlhfless.functions.sharding import is_alone, mesh_of, reduces
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
 from rlhfless.weights.files import TensorStream
@@ -96,6 +96,7 @@ class LearnerRank:
             timeout=timedelta(seconds=timeout_s),
         )
         self._mesh = mesh_of(device, world_size)
+        self._alone = is_alone(self._mesh, offload=learner.offload)
         self._policy = self._load(device)
         self._model = self._policy.model
         self._optimizer = ShardedAdamW(self._model, optimizer)
@@ -222,7 +223,7 @@ class LearnerRank:
         parts = self._policy.in_step(tuple(micro_batches(mine, self._learner.micro_batch_tokens)) or (NO_SEQUENCES,))
         shares = []
         for number, indices in enumerate(parts, start=1):
-            reduces(self._model, self._mesh, last=number == len(parts))
+            reduces(self._model, alone=self._alone, last=number == len(parts))
             loss, metrics = self._loss(select(mine, indices))
             torch.autograd.backward(loss)
             shares.append(metrics)

@@ -26,8 +26,9 @@ class AdamWSpec(SpecModel):
 class LearnerSpec(SpecModel):
     """The learner function."""
 
-    ranks: Annotated[int, Field(ge=1)] = 1
-    """Data-parallel ranks, each a process of its own."""
+    ranks: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Ranks that share the model's states and the batch, each a process of its own. `auto`: on GPUs as many as the
+    memory plan asks for, on CPU cores 1."""
 
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
     """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own."""
@@ -49,3 +50,8 @@ class LearnerSpec(SpecModel):
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads per rank; by default all cores, divided among the ranks. Fixed, because the order of
     sums, and with it the last bits of the weights, depends on it."""
+
+    @property
+    def world_size(self) -> int:
+        """`ranks` as a number: 1 where `auto` is still to be decided."""
+        return 1 if self.ranks == "auto" else self.ranks
