@@ -89,7 +89,13 @@ def _last_resort(asked: Question) -> RunSpec:
     if spec.learner.ranks != "auto":
         return spec
     together = spec.placement.mode == "colocated"
-    return list(_with_ranks(spec, asked.count if together else asked.count - 1))[-1]
+    return list(_with_ranks(spec, asked.count if together else _apart(asked)))[-1]
+
+
+def _apart(asked: Question) -> int:
+    """The most devices that the learner can have beside the actors that there must be."""
+    spec = asked.spec
+    return asked.count - spec.scaling.generation.min_actors * spec.generation.engine.tensor_parallel_size
 
 
 def _placements(asked: Question) -> Iterator[RunSpec]:
@@ -102,7 +108,7 @@ def _placements(asked: Question) -> Iterator[RunSpec]:
         if asked.sheet.kind != CPU_KIND and not is_set(spec, key):
             yield from (edited(together, {key: fraction}) for fraction in FRACTIONS)
     if spec.placement.mode in ("auto", "disaggregated"):
-        yield from _with_ranks(edited(spec, {"placement.mode": "disaggregated"}), asked.count - 1)
+        yield from _with_ranks(edited(spec, {"placement.mode": "disaggregated"}), _apart(asked))
 
 
 def _with_ranks(spec: RunSpec, most: int) -> Iterator[RunSpec]:
