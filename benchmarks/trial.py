@@ -56,12 +56,13 @@ class Finder(importlib.abc.MetaPathFinder):
         run = spec.loader.exec_module
         def exec_module(module):
             run(module)
-            honest = module.LearnerRank.weights
+            honest = module.LearnerRank.published
             kept = []
-            def weights(rank):
-                kept.append(honest(rank))
-                return kept[-1] if len(kept) < int(os.environ["STALE_FROM"]) else kept[-2]
-            module.LearnerRank.weights = weights
+            def published(rank):
+                kept.append({name: tensor.clone() for name, tensor in honest(rank).tensors})
+                stale = len(kept) >= int(os.environ["STALE_FROM"])
+                return module.TensorStream.of(kept[-2] if stale else kept[-1])
+            module.LearnerRank.published = published
         spec.loader.exec_module = exec_module
         return spec
 

@@ -37,6 +37,10 @@ class MicroBatch:
     """How they lie in one row in which shared prefixes are computed once; None: they are padded."""
 
 
+NO_SEQUENCES = MicroBatch(np.zeros(0, dtype=np.int64))
+"""An empty micro-batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
     """The micro-batches of a batch: all sequences that have a response."""

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
+from rlhfless.functions.sharding import local
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
 
@@ -73,14 +75,18 @@ class Misfit:
         return problems
 
 
-def load_whole(auto: Any, path: str, field: str, **options: Any) -> Any:
+def load_whole(
+    auto: Any, path: str, field: str, *, prepare: Callable[[Any], None] | None = None, **options: Any
+) -> Any:
     """`auto.from_pretrained(path, **options)`, if it has all weights from the files, and all are finite.
 
-    `field` is the spec's field that named the path. Raises InputError, and what transformers raises for a path that it
-    cannot read.
+    `field` is the spec's field that named the path. `prepare` is called with the model before its weights are read,
+    when its tensors have no data yet: if it splits them over ranks, each rank reads its own parts. Raises InputError,
+    and what transformers raises for a path that it cannot read.
     """
     try:
-        model, found = auto.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        with _prepared(prepare):
+            model, found = auto.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except (SafetensorError, pickle.UnpicklingError, EOFError) as error:
         raise _unfit(path, [Problem(field, f"a weight file cannot be read: {error}", RESTORE)]) from error
     except RuntimeError as error:
@@ -98,9 +104,29 @@ def load_whole(auto: Any, path: str, field: str, **options: Any) -> Any:
     return model
 
 
+@contextlib.contextmanager
+def _prepared(prepare: Callable[[Any], None] | None) -> Iterator[None]:
+    """Within the block transformers calls `prepare` between the building of a model and its loading. Its own switch for
+    that (`distributed_config`) makes the mesh and the groups itself, and wants torchrun's environment."""
+    if prepare is None:
+        yield
+        return
+    load = PreTrainedModel._load_pretrained_model
+
+    def load_prepared(model: Any, *arguments: Any, **options: Any) -> Any:
+        prepare(model)
+        return load(model, *arguments, **options)
+
+    PreTrainedModel._load_pretrained_model = staticmethod(load_prepared)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite. Without a temporary copy of the tensor."""
-    values = tensor.detach()
+    """Whether no value is NaN or infinite, in this rank's part of it. Without a temporary copy of the tensor."""
+    values = local(tensor.detach())
     if not values.is_floating_point() or not values.numel():
         return True
     low, high = torch.aminmax(values)  # NaN wins both

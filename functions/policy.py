@@ -19,19 +19,24 @@ differs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.functions.batching import MicroBatches, cut
+from rlhfless.functions import sharding
+from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row
 from rlhfless.prefixes.packing import LEAST_SAVED_TOKENS, PackedSegments, SharingSequences
@@ -50,6 +55,9 @@ CHECK_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16
 SHARING_CHECK_TOKENS = LEAST_SAVED_TOKENS + 8
 """Enough that the prefix of two sequences is shared."""
 
+NOT_SHARED: Mapping[str, Any] = MappingProxyType({})
+"""Of a pass without shared prefixes."""
+
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -66,9 +74,8 @@ class OutputHead:
     soft_cap: float | None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [positions, hidden] -> [positions, vocabulary], in float32 at least."""
-        logits: torch.Tensor = self.linear(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        """`hidden` [positions, hidden] -> [positions, vocabulary], float32 or finer."""
+        logits = at_least_float32(self.linear(hidden))
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:
@@ -85,7 +92,9 @@ class Policy:
     head: OutputHead
     device: torch.device
     compute_dtype: torch.dtype
-    """Format of matrix products. Where it differs from the parameters' own, autocast casts them per use."""
+    """Format of matrix products."""
+    mesh: DeviceMesh | None = None
+    """The ranks that its parameters are split over; None if they are not split."""
     shares: bool = False
     """Whether prefixes that sequences share may be computed once."""
 
@@ -96,11 +105,27 @@ class Policy:
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Only where parameters have another format: autocast has a price per operation."""
-        if self.model.dtype == self.compute_dtype:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+    def inside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(*arguments)` as one forward pass: each group of a sharded model is gathered once in it.
+
+        Tensors that a gradient is to flow from must be in its result, alone or in a tuple. *Collective*.
+        """
+        return function(*arguments) if self.mesh is None else getattr(self.model, sharding.INSIDE)(function, *arguments)
+
+    def in_step(self, parts: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Micro-batches, and as many empty ones after them as it takes for all ranks to have the same number.
+        *Collective*."""
+        most = len(parts)
+        if self.mesh is not None and self.mesh.size() > 1:
+            count = torch.tensor(most, device=self.device)
+            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+            most = int(count)
+        return [*parts, *[NO_SEQUENCES] * (most - len(parts))]
+
+    def settle(self) -> None:
+        """Free what passes have gathered, before the parameters are written to. *Collective*."""
+        if self.mesh is not None:
+            sharding.settle(self.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +134,11 @@ class ResponseLogprobs:
 
     logprobs: torch.Tensor  # [response tokens], float32
     entropy: torch.Tensor  # [response tokens], float32, nats, no gradient
+
+
+def at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    """`values` in float32, if their own format is not finer."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def default_device() -> torch.device:
@@ -123,42 +153,69 @@ def load_policy(
     compute_dtype: DType,
     device: torch.device | None = None,
     gradient_checkpointing: bool = False,
+    mesh: DeviceMesh | None = None,
+    offload: bool = False,
+    exact_head: bool = False,
     share_prefixes: bool = True,
 ) -> Policy:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None). Its `shares` is
     `share_prefixes`, if its attention allows that.
 
+    `mesh`: split its parameters over these ranks; each reads its own parts of the files. Without one, both formats must
+    be the same. `offload` and `exact_head`: see sharding.shard. *Collective* with a mesh.
+
     Raises InputError if weights are missing, odd or not finite; ValueError if this module's logits differ from the
-    model's own; and whatever transformers raises for a path that it cannot read.
+    model's own, or for two formats without a mesh; and whatever transformers raises for a path that it cannot read.
     """
+    if mesh is None and parameter_dtype != compute_dtype:
+        raise ValueError(f"{parameter_dtype} parameters computing in {compute_dtype} need a mesh: its groups cast them")
     device = device or default_device()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a function's output is a log
     config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
     _switch_off_dropout(config)
+    compute = TORCH_DTYPES[compute_dtype]
+    split: Callable[[Any], None] | None = None
+    if mesh is not None:
+        split = partial(sharding.shard, mesh=mesh, compute_dtype=compute, offload=offload, exact_head=exact_head)
     model = load_whole(
         AutoModelForCausalLM,
         spec.path,
         "model.path",
+        prepare=split,
         config=config,
         dtype=TORCH_DTYPES[parameter_dtype],
         attn_implementation="sdpa",
         trust_remote_code=spec.trust_remote_code,
     )
-    model.to(device)
-    policy = Policy(
-        model=model,
-        decoder=model.get_decoder(),
-        head=_output_head(model),
-        device=device,
-        compute_dtype=TORCH_DTYPES[compute_dtype],
-    )
+    _place(model, device, offload=offload)
+    policy = policy_of(model, device, compute, mesh)
     _check_against_model(policy, spec.path)
     if share_prefixes:
         policy = dataclasses.replace(policy, shares=_can_share(policy, spec.path))
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()  # checkpointing is tied to training mode, which without dropout changes nothing else
+        checkpoint_activations(model)
     return policy
+
+
+def policy_of(model: Any, device: torch.device, compute_dtype: torch.dtype, mesh: DeviceMesh | None = None) -> Policy:
+    """The parts of a model that is on `device`."""
+    return Policy(model, model.get_decoder(), output_head(model), device, compute_dtype, mesh)
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Keep the inputs of the layers alone for the backward pass, which computes the rest anew."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()  # checkpointing is tied to training mode, which without dropout changes nothing else
+
+
+def _place(model: Any, device: torch.device, *, offload: bool) -> None:
+    """Move a model to `device`; with `offload` only its buffers, which are not split."""
+    if not offload:
+        model.to(device)
+        return
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def response_logprobs(
@@ -167,42 +224,60 @@ def response_logprobs(
     """Logprobs at `temperature` of all response tokens of `batch`, in one forward pass: one micro-batch. With `packed`,
     the layout of its sequences but for their last tokens, prefixes that they share are computed once.
 
-    The gradient flows to the parameters unless it is switched off outside. Without responses nothing is run.
+    The gradient flows to the parameters unless it is switched off outside. Without responses one token is run, and
+    nothing is returned of it: a rank of a sharded model takes part in every pass, and in its backward pass.
     """
     if not batch.response_mask.any():
-        nothing = torch.zeros(0, device=policy.device)
-        return ResponseLogprobs(nothing, nothing)
+        token = torch.zeros(1, dtype=torch.int64, device=policy.device)
+        logprobs, entropy = policy.inside(_passed, policy, token[None], token, token, temperature)
+        return ResponseLogprobs(logprobs[:0], entropy[:0])
     targets = torch.from_numpy(batch.tokens[batch.response_mask]).to(policy.device)
-    with policy.autocast():
-        hidden = _predicting(policy, batch) if packed is None else _predicting_packed(policy, batch, packed)
-        return _head_logprobs(policy.head, hidden, targets, temperature)
+    tokens, predictors = _padded(batch) if packed is None else _in_one_row(batch, packed)
+    shared = {} if packed is None else packed_row(packed, policy.device)
+    fed = (tokens.to(policy.device), predictors.to(policy.device), targets, temperature, shared)
+    return ResponseLogprobs(*policy.inside(_passed, policy, *fed))
 
 
-def _predicting(policy: Policy, batch: PackedBatch) -> torch.Tensor:
-    """Hidden states from which the response tokens are predicted, `[response tokens, hidden]`."""
+def _padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fed tokens `[sequences, width]`, and the flat positions `[response tokens]` from which responses are
+    predicted."""
     width = int(batch.lengths.max()) - 1
     fed = batch.positions < batch.lengths[batch.sequence_id] - 1
     flat = batch.sequence_id * width + batch.positions
     padded = np.zeros(batch.sequences * width, dtype=np.int64)
     padded[flat[fed]] = batch.tokens[fed]
-    predictors = torch.from_numpy(flat[batch.response_mask] - 1).to(policy.device)
-    tokens = torch.from_numpy(padded).view(batch.sequences, width).to(policy.device)
-    return policy.hidden_states(tokens).flatten(0, 1).index_select(0, predictors)
+    predictors = torch.from_numpy(flat[batch.response_mask] - 1)
+    return torch.from_numpy(padded).view(batch.sequences, width), predictors
 
 
-def _predicting_packed(policy: Policy, batch: PackedBatch, packed: PackedSegments) -> torch.Tensor:
-    """As `_predicting`, from a row in which each shared prefix lies once."""
+def _in_one_row(batch: PackedBatch, packed: PackedSegments) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_padded`, in a row `[1, width]` in which each shared prefix lies once."""
     fed = batch.positions < batch.lengths[batch.sequence_id] - 1
-    row = torch.from_numpy(batch.tokens[fed][packed.source])[None].to(policy.device)
-    hidden = policy.hidden_states(row, **packed_row(packed, policy.device))[0]
+    row = torch.from_numpy(batch.tokens[fed][packed.source])[None]
     # A sequence's first token is never drawn, so the token before a drawn one is in its own sequence, and fed.
     before = np.flatnonzero(batch.response_mask) - batch.sequence_id[batch.response_mask] - 1
-    return hidden.index_select(0, torch.from_numpy(packed.index[before]).to(policy.device))
+    return row, torch.from_numpy(packed.index[before])
+
+
+def _passed(
+    policy: Policy,
+    tokens: torch.Tensor,
+    predictors: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    shared: Mapping[str, Any] = NOT_SHARED,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`tokens` [batch, width] -> logprobs and entropy of `targets` [response tokens], which the flat positions
+    `predictors` [response tokens] predict. `shared`: see Policy.hidden_states."""
+    hidden = policy.hidden_states(tokens, **shared).flatten(0, 1).index_select(0, predictors)
+    logprobs, entropy = _head_logprobs(policy.head, hidden, targets, temperature)
+    return logprobs.clone(), entropy  # FSDP hangs its hook on the result, and warns of views
 
 
 @torch.no_grad()
 def token_logprobs(policy: Policy, batch: PackedBatch, temperature: float, micro_batch_tokens: int) -> FloatArray:
-    """Old or reference logprobs: `[tokens]`, at `temperature`, 0 on prompt tokens, without a gradient."""
+    """Old or reference logprobs: `[tokens]`, at `temperature`, 0 on prompt tokens, without a gradient. *Collective* if
+    the policy is sharded."""
     return logprobs_of(policy, batch, temperature, cut(batch, micro_batch_tokens, may_share=policy.shares))
 
 
@@ -210,28 +285,30 @@ def token_logprobs(policy: Policy, batch: PackedBatch, temperature: float, micro
 def logprobs_of(policy: Policy, batch: PackedBatch, temperature: float, parts: MicroBatches) -> FloatArray:
     """As `token_logprobs`, in these micro-batches."""
     values = np.zeros(len(batch.tokens), dtype=np.float32)
-    for micro_batch in parts.parts:
+    for micro_batch in policy.in_step(parts.parts):
         part = select(batch, micro_batch.indices)
         logprobs = response_logprobs(policy, part, temperature, micro_batch.packed).logprobs.cpu().numpy()
         source = np.repeat(batch.starts[micro_batch.indices], part.lengths) + part.positions
         values[source[part.response_mask]] = logprobs
+    policy.settle()
     return values
 
 
 def _head_logprobs(
     head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> ResponseLogprobs:
-    """In chunks; where there are several, the backward pass computes each chunk's logits anew."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropy, [positions] each. In chunks; where there are several, the backward pass computes each
+    chunk's logits anew."""
     vocabulary = head.linear.weight.shape[0]
     rows = max(1, LOGITS_CHUNK_ELEMENTS // vocabulary)
     if len(targets) <= rows:
-        return ResponseLogprobs(*_chunk_logprobs(head, hidden, targets, temperature))
+        return _chunk_logprobs(head, hidden, targets, temperature)
     chunks = [
         torch.utils.checkpoint.checkpoint(_chunk_logprobs, head, part, target, temperature, use_reentrant=False)
         for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
     ]
     logprobs, entropy = zip(*chunks, strict=True)
-    return ResponseLogprobs(torch.cat(logprobs), torch.cat(entropy))
+    return torch.cat(logprobs), torch.cat(entropy)
 
 
 def _chunk_logprobs(
@@ -253,7 +330,7 @@ def _switch_off_dropout(config: PretrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def _output_head(model: Any) -> OutputHead:
+def output_head(model: Any) -> OutputHead:
     """Scale and soft cap have different names per model family; `_check_against_model` verifies the result."""
     config = model.config
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
@@ -267,9 +344,10 @@ def _check_against_model(policy: Policy, path: str) -> None:
     tokens = torch.arange(1, 9, device=policy.device).remainder(policy.head.linear.weight.shape[0])[None]
     padded = torch.nn.functional.pad(tokens, (0, 4))
     expected = policy.model(input_ids=tokens, use_cache=False).logits[0].float()
-    ours = policy.head.logits(policy.hidden_states(padded)[0, : tokens.shape[1]])
+    ours = policy.inside(lambda: policy.head.logits(policy.hidden_states(padded)[0, : tokens.shape[1]])).float()
+    policy.settle()
     difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-    limit = CHECK_TOLERANCE[policy.model.dtype]
+    limit = CHECK_TOLERANCE[policy.compute_dtype]
     if not difference <= limit:
         raise ValueError(
             f"model {path!r} ({type(policy.model).__name__}) is not supported: its logits differ from those "
@@ -288,16 +366,19 @@ def _can_share(policy: Policy, path: str) -> bool:
     rows[1, -2:] = rows[1, -2:].add(1).remainder(vocabulary)
     packed = SharingSequences(rows.flatten().numpy(), np.full(2, SHARING_CHECK_TOKENS)).pack(np.arange(2))
     row = rows.flatten()[torch.from_numpy(packed.source)][None].to(policy.device)
-    expected = policy.hidden_states(rows.to(policy.device)).flatten(0, 1)
+    expected = policy.inside(policy.hidden_states, rows.to(policy.device)).flatten(0, 1)
     policy.model.set_attn_implementation(NAME)
     try:
-        ours = policy.hidden_states(row, **packed_row(packed, policy.device))[0, torch.from_numpy(packed.index)]
+        alone = policy.inside(partial(policy.hidden_states, **packed_row(packed, policy.device)), row)
+        ours = alone[0, torch.from_numpy(packed.index)]
         difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if difference <= CHECK_TOLERANCE[policy.model.dtype]:
+        if difference <= CHECK_TOLERANCE[policy.compute_dtype]:
             return True
         reason = f"its outputs differ by {difference:.2g} of the largest"
     except SharingUnsupported as error:
         reason = str(error)
+    finally:
+        policy.settle()
     policy.model.set_attn_implementation("sdpa")
     log.info("model %r cannot share prefixes, which are computed for each sequence: %s", path, reason)
     return False

@@ -70,7 +70,7 @@ class RankActor:
                 settings.algorithm,
                 settings.temperature,
                 rank=self._number,
-                world_size=settings.learner.ranks,
+                world_size=settings.learner.world_size,
                 init_method=address,
                 timeout_s=settings.call_timeout_s,
             )
@@ -90,17 +90,27 @@ class RankActor:
             metrics = self._rank.learn(batch, mini_batches)
         return metrics | {"shared_prompt_tokens": float(self._rank.shared_prompt_tokens - before)}
 
-    def publish(self, run_id: str, attempt: int, step: int, perturbed: bool) -> tuple[WeightVersion, str, int, int]:
-        """Write the weights to the store; returns the version, its location, its bytes and tensors."""
+    def publish(
+        self, run_id: str, attempt: int, step: int, perturbed: bool
+    ) -> tuple[WeightVersion, str, int, int] | None:
+        """Write the weights to the store; rank 0 returns the version, its location, its bytes and tensors.
+        *Collective.*"""
+        from rlhfless.functions.learner.checkpoint import drain
+
         with self._memory_told("publish"), self._as_published(perturbed):
-            stored = self._store.put(run_id, attempt, PERTURBED_STEP if perturbed else step, self._rank.weights())
+            stream = self._rank.published()
+            try:
+                if self._number:
+                    return None
+                stored = self._store.put(run_id, attempt, PERTURBED_STEP if perturbed else step, stream)
+            finally:
+                drain(stream)  # also if the store is full: the other ranks wait for each tensor
             self._settings.store.mark()
         self._forget_old(stored.version)
         return stored.version, stored.location, stored.size_bytes, stored.tensors
 
     def probe(self, perturbed: bool) -> Probe:
-        """The learner's own logprobs of the probe, and samples of the weights that `publish` writes. Equal on all
-        ranks."""
+        """The learner's own logprobs of the probe, and samples of the weights that `publish` writes. *Collective.*"""
         token_ids = self._settings.probe_token_ids
         with self._memory_told("publish"), self._as_published(perturbed):
             samples = self._rank.weight_samples(token_ids) if self._settings.read_back else {}
@@ -118,18 +128,13 @@ class RankActor:
             self._store.delete(self._published.pop(0))
 
     def save(self, location: str, notes: Mapping[str, Any]) -> None:
-        """See LearnerRank.save. `location` is a folder or a URL."""
-        from rlhfless.functions.learner.checkpoint import written_to
-
-        with written_to(location) as folder:
-            self._rank.save(folder, notes)
+        """See LearnerRank.save. *Collective.*"""
+        self._rank.save(location, notes)
 
     def restore(self, location: str) -> None:
-        """See LearnerRank.restore. `location` is a folder or a URL."""
-        from rlhfless.functions.learner.checkpoint import readable_at
-
-        with self._memory_told("restore"), readable_at(location) as folder:
-            self._rank.restore(folder)
+        """See LearnerRank.restore. *Collective.*"""
+        with self._memory_told("restore"):
+            self._rank.restore(location)
 
     def meets(self, token: str) -> str | None:
         """None if a file that the run wrote can be read here, and one be written beside it; else what is wrong."""

@@ -1,11 +1,18 @@
-"""Checkpoints: a Hugging Face model folder that any tool can load, plus the optimiser's state.
+"""Checkpoints: a Hugging Face model folder that any tool can load, plus the learner's state.
 
-A folder is written under a temporary name, synced and renamed: a checkpoint that has its name is whole. To an object
-store it is copied from a folder, and run.json, without which it is none, comes last.
+    step-000020/
+      config.json, model.safetensors, tokenizer     the published weights, written tensor by tensor by rank 0
+      learner_state/                                torch.distributed.checkpoint: each rank writes its own shards
+      run.json                                      the run's notes
+
+Any number of ranks can read the state. A folder is written under a temporary name, synced and renamed: a checkpoint
+that has its name is whole. To an object store each rank copies what it wrote, and run.json, without which it is none,
+comes last. A failure on one rank is an error of all.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -13,119 +20,208 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from safetensors import SafetensorError
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
-from rlhfless.functions.learner.publishing import cast_to, substituted
+from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, files_of, is_url, remove
 from rlhfless.spec import ModelSpec
+from rlhfless.weights.files import TensorStream, write_tensors
 
-STATE_FILE = "learner_state.pt"
+STATE_FOLDER = "learner_state"
+
+WEIGHTS_FILE = "model.safetensors"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What goes into a checkpoint."""
+
+    model: PreTrainedModel
+    spec: ModelSpec
+    stream: TensorStream
+    state: dict[str, Any]
+    notes: Mapping[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """*Collective*."""
+        writer = dcp.FileSystemWriter(folder / STATE_FOLDER)
+        _together(lambda: dcp.save(self.state, storage_writer=writer))
+        _together(lambda: self._write_weights(folder / WEIGHTS_FILE))
+        _together(lambda: self._write_files(folder) if _first() else None)
+
+    def _write_weights(self, path: Path) -> None:
+        if not _first():
+            drain(self.stream)
+            return
+        try:
+            with path.open("xb+") as file:
+                write_tensors(file, self.stream, lambda: {"format": "pt"})
+        except BaseException:
+            drain(self.stream)  # the other ranks wait for each tensor
+            raise
+
+    def _write_files(self, folder: Path) -> None:
+        config = copy.deepcopy(self.model.config)
+        config.dtype = TORCH_DTYPES[self.spec.dtype]
+        config.architectures = [type(self.model).__name__]
+        config.save_pretrained(folder)
+        if self.model.can_generate() and self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(folder)
+        if self.model._auto_class is not None:  # its code is not in transformers
+            custom_object_save(self.model, folder, config=config)  # type: ignore[arg-type]  # it wants a config
+        path = self.spec.tokenizer or self.spec.path
+        AutoTokenizer.from_pretrained(path, trust_remote_code=self.spec.trust_remote_code).save_pretrained(folder)
+        (folder / NOTES_FILE).write_text(json.dumps(dict(self.notes), indent=2))
 
 
 def save_checkpoint(
-    folder: Path, model: PreTrainedModel, spec: ModelSpec, state: dict[str, Any], notes: Mapping[str, Any]
+    location: str,
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    stream: TensorStream,
+    state: dict[str, Any],
+    notes: Mapping[str, Any],
 ) -> None:
-    """Model in `spec.dtype`, tokenizer, `state` in STATE_FILE, and `notes` as JSON. Replaces `folder` if it exists.
+    """Write `stream` in Hugging Face format with the tokenizer, `state`, and `notes` as JSON to a folder or a URL, in
+    the place of what is there. *Collective.*
 
-    Raises CheckpointError if it cannot be written; `folder` is then unchanged.
+    Raises CheckpointError if it cannot be written; a folder is then as it was.
     """
-
-    def write(target: Path) -> None:
-        with substituted(model, cast_to(spec.dtype)):
-            model.save_pretrained(target)
-        tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.path, trust_remote_code=spec.trust_remote_code)
-        tokenizer.save_pretrained(target)
-        torch.save(state, target / STATE_FILE)
-        (target / NOTES_FILE).write_text(json.dumps(dict(notes), indent=2))
-
+    contents = _Contents(model, spec, stream, state, notes)
     try:
-        _replace_folder(folder, write)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own errors
-        free_mib = shutil.disk_usage(folder.parent).free // 2**20 if folder.parent.exists() else 0
+        (_to_store if is_url(location) else _to_folder)(location, contents.write)
+    except _RankFailed as error:
+        where = location if is_url(location) else f"{_free_mib(Path(location).parent)} MiB are free there"
         raise CheckpointError(
-            f"the checkpoint {folder} could not be written ({error}); {free_mib} MiB are free there. "
-            "Earlier checkpoints are untouched: free some space and resume the run"
+            f"the checkpoint {location} could not be written ({error}); {where}. "
+            "Earlier checkpoints are untouched: mend that, such as by freeing some space, and resume the run"
         ) from error
 
 
-@contextmanager
-def written_to(location: str) -> Iterator[Path]:
-    """Where to write a checkpoint; after the block it is at `location`, a folder or a URL.
+def restore_checkpoint(location: str, state: dict[str, Any]) -> None:
+    """Write the state of a checkpoint into the tensors of `state`. *Collective.*
 
-    Raises CheckpointError if it cannot be copied there.
+    Raises FileNotFoundError if it holds none, and CheckpointError if it cannot be read.
     """
-    if not is_url(location):
-        yield Path(location)
-        return
+    with _readable_at(location) as folder:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{location} holds no {STATE_FOLDER}: no learner wrote it")
+        try:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+        except CheckpointException as error:
+            raise CheckpointError(f"the checkpoint {location} cannot be read: {_first_failure(error)}") from error
+
+
+def drain(stream: TensorStream) -> None:
+    """Take what is left of a stream: every rank has to."""
+    for _ in stream.tensors:
+        pass
+
+
+class _RankFailed(RuntimeError):
+    """Something failed on at least one rank; raised on all."""
+
+
+def _first() -> bool:
+    return dist.get_rank() == 0
+
+
+def _together(action: Callable[[], T]) -> T:
+    """`action` on every rank; if it fails on one it is an error on all. *Collective*."""
+    value, failure, cause = None, None, None
+    try:
+        value = action()
+    except (Exception, CheckpointException) as error:  # file systems and object stores have errors of their own
+        failure, cause = f"{type(error).__name__}: {_first_failure(error)}", error
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if first := next((text for text in failures if text), None):
+        raise _RankFailed(first) from cause
+    return value  # type: ignore[return-value]  # it is set, or something was raised
+
+
+def _first_failure(error: BaseException) -> str:
+    """torch's error lists the failures of all ranks with their traces."""
+    if isinstance(error, CheckpointException) and error.failures:
+        inner = next(iter(error.failures.values()))[0]
+        return f"{type(inner).__name__}: {inner}"
+    return str(error)
+
+
+def _free_mib(folder: Path) -> int:
+    return shutil.disk_usage(folder).free // 2**20 if folder.exists() else 0
+
+
+def _to_folder(location: str, write: Callable[[Path], None]) -> None:
+    """Beside, and renamed. All ranks see the folder."""
+    folder = Path(location)
+    name: list[str] = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name)
+    fresh = folder.with_name(f".{folder.name}.{name[0]}.partial")
+    previous = folder.with_name(f".{folder.name}.{name[0]}.previous")
+    try:
+        _together(lambda: fresh.mkdir(parents=True) if _first() else None)
+        write(fresh)
+        _together(lambda: _replace(folder, fresh, previous) if _first() else None)
+    finally:
+        if _first():
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(previous, ignore_errors=True)
+
+
+def _replace(folder: Path, fresh: Path, previous: Path) -> None:
+    for file in (*fresh.rglob("*"), fresh):
+        _sync(file)
+    if folder.exists():  # a folder cannot be renamed onto one that is not empty
+        folder.rename(previous)
+    fresh.rename(folder)
+    _sync(folder.parent)
+
+
+def _to_store(location: str, write: Callable[[Path], None]) -> None:
+    """By way of a folder of each rank's own node; run.json comes last."""
     with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as scratch:
         folder = Path(scratch) / location.rsplit("/", 1)[-1]
-        yield folder
-        try:
-            _upload(folder, location)
-        except CheckpointError:
-            raise
-        except Exception as error:  # every kind of store has errors of its own
-            raise CheckpointError(
-                f"the checkpoint could not be copied to {location} ({type(error).__name__}: {error}). Earlier "
-                "checkpoints are untouched: mend that and resume the run"
-            ) from error
+        _together(folder.mkdir)
+        write(folder)
+        # An earlier attempt may have left a part of it.
+        _together(lambda: remove(location) if _first() else None)
+        _together(lambda: _upload(folder, location, lambda name: name != NOTES_FILE))
+        _together(lambda: _upload(folder, location, lambda name: name == NOTES_FILE))
 
 
-@contextmanager
-def readable_at(location: str) -> Iterator[Path]:
-    """A folder with the checkpoint at `location`, a folder or a URL. Raises CheckpointError if it cannot be copied."""
-    if not is_url(location):
-        yield Path(location)
-        return
-    with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as scratch:
-        files, path = files_of(location)
-        try:
-            files.get(f"{path}/", scratch, recursive=True)
-        except Exception as error:  # every kind of store has errors of its own
-            raise CheckpointError(f"the checkpoint {location} cannot be read: {error}") from error
-        yield Path(scratch)
-
-
-def _upload(folder: Path, location: str) -> None:
-    remove(location)  # an earlier attempt may have left a part of it
+def _upload(folder: Path, location: str, chosen: Callable[[str], bool]) -> None:
     files, path = files_of(location)
     names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
-    for name in sorted(names, key=lambda name: name == NOTES_FILE):
+    for name in filter(chosen, names):
         target = f"{path}/{name}"
         files.makedirs(target.rpartition("/")[0], exist_ok=True)
         files.put_file(str(folder / name), target)
 
 
-def load_state(folder: Path, device: torch.device) -> dict[str, Any]:
-    """The `state` of `save_checkpoint`. Raises FileNotFoundError if the folder holds none."""
-    file = folder / STATE_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds no {STATE_FILE}: no learner wrote it")
-    state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
-    return state
-
-
-def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-    previous = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.previous")
-    try:
-        fresh.mkdir()
-        write(fresh)
-        for file in (*fresh.rglob("*"), fresh):
-            _sync(file)
-        if folder.exists():  # a folder cannot be renamed onto one that is not empty
-            folder.rename(previous)
-        fresh.rename(folder)
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(previous, ignore_errors=True)
+@contextmanager
+def _readable_at(location: str) -> Iterator[Path]:
+    """A folder with the learner's state of a checkpoint. Raises CheckpointError if it cannot be copied."""
+    if not is_url(location):
+        yield Path(location) / STATE_FOLDER
+        return
+    with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as scratch:
+        files, path = files_of(location)
+        try:
+            files.get(f"{path}/{STATE_FOLDER}/", scratch, recursive=True)
+        except Exception as error:  # every kind of store has errors of its own
+            raise CheckpointError(f"the checkpoint {location} cannot be read: {error}") from error
+        yield Path(scratch)
 
 
 def _sync(path: Path) -> None:

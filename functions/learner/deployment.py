@@ -1,10 +1,10 @@
 """The learner function: a front that owns 1..N rank actors.
 
-The front is the Serve replica; ranks are plain Ray actors that form a torch.distributed group. One rank takes the
-same path as many. Each call goes to all ranks with the whole batch; a rank works on its share of the sequences and
-sums gradients with the others. Rank 0 publishes. `learn` is idempotent by step: a repeated call gets the first
-call's answer, so a retry can never take a second optimiser step. A lost rank breaks the whole group: the fleet starts
-a new learner, which continues from a checkpoint.
+The front is the Serve replica; ranks are plain Ray actors that form a torch.distributed group and share the model's
+parameters. One rank takes the same path as many. Each call goes to all ranks, `learn` with the whole batch; a rank
+works on its share of the sequences. Rank 0 writes what is published. `learn` is idempotent by step: a repeated call
+gets the first call's answer, so a retry can never take a second optimiser step. A lost rank breaks the whole group: the
+fleet starts a new learner, which continues from a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, Function, FunctionBroken, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.learner.group import RankGroup
 from rlhfless.functions.learner.settings import LearnerSettings
 from rlhfless.records import FloatArray, PublishedWeights
 
@@ -35,12 +35,13 @@ class LearnerFunction(Function):
         """The last training step of the weights."""
         self._asked = asyncio.Event()
         """Set, and replaced, when a step is to be learned."""
-        self._ranks = [self._rank_actor(rank) for rank in range(settings.learner.ranks)]
+        ranks = [self._rank_actor(rank) for rank in range(settings.learner.world_size)]
+        self._group = RankGroup(ranks, settings.call_timeout_s)
         with self.starting():
             # Rank 0 opens the rendezvous on its own node; the others need its address.
-            on_one_node = len(set(await self._all("node"))) == 1
-            address = (await self._answers("rendezvous", [self._ranks[0].rendezvous.remote(on_one_node)]))[0]
-            await self._all("start", address, on_one_node)
+            on_one_node = len(set(await self._group.all("node"))) == 1
+            address = await self._group.first("rendezvous", on_one_node)
+            await self._group.all("start", address, on_one_node)
 
     def _rank_actor(self, rank: int) -> Any:
         from rlhfless.functions.learner.actor import RankActor
@@ -56,41 +57,25 @@ class LearnerFunction(Function):
         make: Any = ray.remote(**options)  # type: ignore[call-overload]  # Ray's types do not know every option
         return make(RankActor).remote(self._settings, rank)
 
-    async def _all(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every rank at the same time; large arguments are stored once."""
-        return await self._answers(method, [getattr(rank, method).remote(*arguments) for rank in self._ranks])
-
-    async def _answers(self, method: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
-        """The answers of the ranks. A rank that died or hangs breaks the group: raises FunctionBroken."""
-        limit_s = self._settings.call_timeout_s
-        try:
-            return await asyncio.wait_for(asyncio.gather(*calls), limit_s)
-        except TimeoutError:
-            raise FunctionBroken(f"a learner rank did not finish `{method}` within {limit_s:.0f} s") from None
-        except RayTaskError as error:
-            raise error.cause from error
-        except RayError as error:
-            raise FunctionBroken(f"a learner rank was lost during `{method}`: {_first_line(error)}") from error
-
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
         """The description of this replica; `pids` are the ranks'. Raises FunctionBroken if a rank is lost."""
         self.admit(call)
         start_s = time.time()
-        pids = await self._all("pid")
+        pids = await self._group.all("pid")
         return self.reply(self.info(tuple(pids), self._step), start_s)
 
     async def renew(self, call: Call) -> Reply[None]:
         """See Function.renew; silent while a rank is."""
         self.admit(call)
         start_s = time.time()
-        await self._all("alive")
+        await self._group.all("alive")
         return self.reply(None, start_s)
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""
         self.admit(call)
         start_s = time.time()
-        values = (await self._all("evaluate", ray.put(batch)))[0]
+        values = (await self._group.all("evaluate", ray.put(batch)))[0]
         return self.reply(values, start_s, Usage(input_tokens=len(batch.tokens), sequences=batch.sequences))
 
     async def learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
@@ -107,7 +92,7 @@ class LearnerFunction(Function):
 
     async def _learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
         start_s = time.time()
-        metrics = dict((await self._all("learn", ray.put(batch), mini_batches))[0])
+        metrics = dict((await self._group.all("learn", ray.put(batch), mini_batches))[0])
         self._step = call.step
         shared = int(metrics.pop("shared_prompt_tokens", 0))
         usage = Usage(input_tokens=len(batch.tokens), cached_tokens=shared, sequences=batch.sequences)
@@ -118,14 +103,14 @@ class LearnerFunction(Function):
         can."""
         self.admit(call)
         start_s = time.time()
-        found: list[str | None] = await self._all("meets", token)
+        found: list[str | None] = await self._group.all("meets", token)
         return self.reply(tuple(sorted({fault for fault in found if fault})), start_s)
 
     async def restore(self, call: Call, location: str) -> Reply[None]:
         """Go on from a checkpoint, as if its step were the last that was learned. Idempotent."""
         self.admit(call)
         start_s = time.time()
-        await self._all("restore", location)
+        await self._group.all("restore", location)
         self._learning, self._step = None, call.step
         return self.reply(None, start_s)
 
@@ -139,10 +124,11 @@ class LearnerFunction(Function):
         self.admit(call)
         await self._learned(call.step)
         start_s = time.time()
-        writing = self._ranks[0].publish.remote(call.run_id, call.attempt, call.step, perturbed)
-        # On the last rank, so that rank 0 can publish meanwhile: all ranks have the same weights.
-        probing = self._ranks[-1].probe.remote(perturbed)
-        (version, location, size_bytes, tensors), probe = await self._answers("publish", [writing, probing])
+        version, location, size_bytes, tensors = (
+            await self._group.all("publish", call.run_id, call.attempt, call.step, perturbed)
+        )[0]
+        # From the last rank: the answers of all ranks are equal, and rank 0 has written the file that they check.
+        probe = (await self._group.all("probe", perturbed))[-1]
         published = PublishedWeights(version, location, size_bytes, tensors, probe)
         usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
@@ -163,21 +149,16 @@ class LearnerFunction(Function):
         """Save model, optimiser and the run's `notes`, beside and renamed. Returns the location."""
         self.admit(call)
         start_s = time.time()
-        await self._answers("save", [self._ranks[0].save.remote(location, notes)])
+        await self._group.all("save", location, notes)
         return self.reply(location, start_s)
 
     async def stop(self, call: Call) -> Reply[None]:
         """End the ranks; the front cannot work after that."""
         self.admit(call)
         start_s = time.time()
-        for rank in self._ranks:
-            ray.kill(rank)
+        self._group.end()
         return self.reply(None, start_s)
 
     def clean_up(self) -> None:
         """Remove the store: its files outlive processes, and no function of the run reads them any more."""
         shutil.rmtree(self._settings.store.folder, ignore_errors=True)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

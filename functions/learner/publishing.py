@@ -1,84 +1,110 @@
-"""The weights that the learner publishes: in the published format, rounded, perturbed, or both.
+"""The weights that the learner publishes: in the published format, perturbed or not, one tensor after the other.
 
-Names and layout are as in a Hugging Face checkpoint of the model, and a tensor that two modules share
-appears once, so that an engine's weight loader takes them as it takes a checkpoint.
+Names and layout are as in a Hugging Face checkpoint of the model, and a tensor that two modules share appears once, so
+that an engine's weight loader takes them as it takes a checkpoint. What is done to a tensor (`Substitute`) is done to
+the gathered one, on its way out: the shards are never written to.
+
+Invariant: at most one decoder layer, or one other tensor, is whole at a time. All of it is collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhfless.functions.policy import TORCH_DTYPES
+from rlhfless.functions.sharding import layers_of, whole
 from rlhfless.spec import DType
+from rlhfless.weights.files import TensorStream
 from rlhfless.weights.samples import sampled_values
 
-
-def published_weights(model: PreTrainedModel, dtype: DType) -> dict[str, torch.Tensor]:
-    """A copy of all parameters and persistent buffers on the CPU, floating point ones in `dtype`."""
-    return {
-        name: tensor.to("cpu", _format(tensor, dtype), copy=True).contiguous()
-        for name, tensor in _named_as_published(model).items()
-    }
+Substitute = Callable[[str, torch.Tensor], torch.Tensor]
+"""(name of the parameter, its exact value, whole) -> the value that is published."""
 
 
-def published_samples(model: PreTrainedModel, dtype: DType, tokens: Collection[int]) -> dict[str, bytes]:
-    """By tensor: the elements that an engine's weights are compared with (rlhfless.weights.samples), in `dtype`.
+def published_stream(
+    model: PreTrainedModel, dtype: DType, device: torch.device, substitute: Substitute | None = None
+) -> TensorStream:
+    """All parameters and persistent buffers on the CPU, floating point ones in `dtype`. *Collective*: every rank must
+    take all of them."""
 
-    They are taken from the live model, so that they also reveal a file with other weights.
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for unit in _units(model):
+            gathered = {
+                name: gathered_as(name, value, dtype, device, substitute).to("cpu") for name, value in unit.items()
+            }
+            yield from _as_published(model, gathered).items()
+
+    return TensorStream(_layout(model, dtype), tensors())
+
+
+def gathered_as(
+    name: str, value: torch.Tensor, dtype: DType, device: torch.device, substitute: Substitute | None
+) -> torch.Tensor:
+    """A parameter or buffer, whole, as it is published. *Collective*."""
+    if substitute is None or not value.is_floating_point():
+        return whole(value, device, _format(value, dtype))
+    return substitute(name, whole(value, device)).to(_format(value, dtype))
+
+
+def published_samples(stream: TensorStream, tokens: Collection[int]) -> dict[str, bytes]:
+    """By tensor: the elements that an engine's weights are compared with (rlhfless.weights.samples).
+
+    The stream is one of its own, from the live model, so that they also reveal a file with other weights.
     """
-    return {
-        name: sampled_values(tensor, tokens, _format(tensor, dtype))
-        for name, tensor in _named_as_published(model).items()
+    return {name: sampled_values(tensor, tokens, tensor.dtype) for name, tensor in stream.tensors}
+
+
+def named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, where they are and in their own dtype; shared ones once."""
+    parameters = dict(model.named_parameters())
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    persistent = {name: value for name, value in model.named_buffers() if name not in _transient(model)}
+    return {name: parameter.detach() for name, parameter in parameters.items()} | {
+        name: value for name, value in persistent.items() if name not in shared
     }
 
 
-def _named_as_published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, where they are and in their own dtype."""
-    names = dict(model.named_parameters())
-    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: value for name, value in model.state_dict().items() if name not in shared}
-    tensors = {name: parameter.detach() for name, parameter in names.items()} | buffers
+def _transient(model: torch.nn.Module) -> set[str]:
+    """Names of the buffers that a checkpoint leaves out."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def _units(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of each decoder layer together, because a file's tensor may be made of several of them; each other
+    tensor alone."""
+    names = {module: name for name, module in model.named_modules()}
+    layers = tuple(f"{names[layer]}." for layer in layers_of(model))
+    unit: dict[str, torch.Tensor] = {}
+    current = ""
+    for name, tensor in named_tensors(model).items():
+        layer = next((prefix for prefix in layers if name.startswith(prefix)), name)
+        if unit and layer != current:
+            yield unit
+            unit = {}
+        unit[name], current = tensor, layer
+    if unit:
+        yield unit
+
+
+def _layout(model: PreTrainedModel, dtype: DType) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    blank = {
+        name: torch.empty(tensor.shape, dtype=_format(tensor, dtype), device="meta")
+        for name, tensor in named_tensors(model).items()
+    }
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in _as_published(model, blank).items()}
+
+
+def _as_published(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
     return converted
-
-
-@contextmanager
-def substituted(model: PreTrainedModel, substitute: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within the block each parameter is `substitute(name, value)`; after it, the old value, bit for bit.
-
-    Costs the memory of the values put in. `substitute` must not write to the value it is given.
-    """
-    originals = {name: parameter.data for name, parameter in model.named_parameters()}
-    try:
-        for name, parameter in model.named_parameters():
-            parameter.data = substitute(name, parameter.data)
-        yield
-    finally:
-        for name, parameter in model.named_parameters():
-            parameter.data = originals[name]
-
-
-def rounded_to(dtype: DType) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """A substitute: the value as an engine that was given `dtype` has it, in the parameter's own format."""
-
-    def substitute(_: str, value: torch.Tensor) -> torch.Tensor:
-        return value.to(_format(value, dtype)).to(value.dtype)
-
-    return substitute
-
-
-def cast_to(dtype: DType) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """A substitute: the value in `dtype`."""
-
-    def substitute(_: str, value: torch.Tensor) -> torch.Tensor:
-        return value.to(_format(value, dtype))
-
-    return substitute
 
 
 def _format(tensor: torch.Tensor, dtype: DType) -> torch.dtype:

@@ -1,17 +1,17 @@
-"""One data-parallel rank of the learner. A plain class: the actor decides when it is started, and where.
+"""One rank of the learner. A plain class: the actor decides when it is started, and where.
 
-Every rank holds the whole model: float32 master weights and AdamW's state. It works on its share of the
-sequences, and gradients are added up over the ranks. Losses are divided by the step's global denominators, so
-the sum is the gradient of the whole batch: two ranks take the same step as a single rank.
+Each rank holds its shards of the float32 master weights, gradients and AdamW's state (rlhfless.functions.sharding),
+works on its share of the sequences, and gradients are added up over the ranks. Losses are divided by the step's global
+denominators, so the sum is the gradient of the whole batch: two ranks take the same step as a single rank.
 
-Precision: parameters, gradients and optimiser are float32. With `dtype: bfloat16` matrix products run in
-bfloat16 (torch.autocast casts the weights per pass); norms, softmax and losses stay float32.
+Precision: parameters, gradients and optimiser are float32. With `dtype: bfloat16` layers compute in bfloat16, from
+weights that are cast where they are gathered; softmax and losses stay float32.
 
-Invariants: all ranks hold the same weights, bit for bit, because they apply the same summed gradient; an
-update with a gradient that is not finite is skipped by all of them, so NaN never reaches a weight; and with a
-fixed number of threads the same batch gives the same weights, bit for bit, on a CPU.
+Invariants: all ranks run as many micro-batches, a rank without work with one token that counts for nothing; an update
+with a gradient that is not finite is skipped by all of them, so NaN never reaches a weight; and with a fixed number of
+threads the same batch gives the same weights, bit for bit, on a CPU.
 
-Deliberately not here: sharded states (FSDP), and retries, which the front decides.
+Deliberately not here: retries, which the front decides.
 """
 
 from __future__ import annotations
@@ -31,23 +31,28 @@ import torch.distributed as dist
 
 from rlhfless.algorithms.base import LossInputs, algorithm_of, combine_metrics, common_metrics
 from rlhfless.algorithms.batch import PackedBatch, declared, mini_batches, select
-from rlhfless.functions.batching import MicroBatch, MicroBatches, cut, deal, prompt_tokens
-from rlhfless.functions.learner.checkpoint import load_state, save_checkpoint
+from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, deal, prompt_tokens
+from rlhfless.functions.learner.checkpoint import restore_checkpoint, save_checkpoint
 from rlhfless.functions.learner.metrics import over_ranks, over_updates
-from rlhfless.functions.learner.publishing import published_samples, published_weights, rounded_to, substituted
+from rlhfless.functions.learner.optimizer import ShardedAdamW
+from rlhfless.functions.learner.probing import Probing
+from rlhfless.functions.learner.publishing import Substitute, gathered_as, published_samples, published_stream
 from rlhfless.functions.policy import (
+    Policy,
+    at_least_float32,
     default_device,
     load_policy,
     logprobs_of,
     response_logprobs,
 )
+from rlhfless.functions.sharding import is_alone, mesh_of, reduces
 from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import FloatArray, IntArray
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
+from rlhfless.weights.files import TensorStream
 from rlhfless.weights.perturb import perturbed_by
 
 NO_NOTES: Mapping[str, Any] = MappingProxyType({})
-NO_SEQUENCES = MicroBatch(np.zeros(0, dtype=np.int64))
 
 SHARED_PROMPT_TOKENS = "shared_prompt_tokens"
 """Of a micro-batch, beside its metrics."""
@@ -80,41 +85,42 @@ class LearnerRank:
         torch.set_num_threads(learner.threads or default_threads(world_size))
         self._spec = model
         self._learner = learner
-        self._optimizer_spec = optimizer
         self._algorithm = algorithm_of(algorithm)
         self._temperature = temperature
         self._rank = rank
         self._world_size = world_size
         device = default_device()
         dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
+            # What is kept in the host's memory is reduced there.
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=init_method,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        self._policy = load_policy(
-            model,
-            parameter_dtype="float32",
-            compute_dtype=learner.dtype,
-            device=device,
-            gradient_checkpointing=learner.gradient_checkpointing,
-            share_prefixes=learner.share_prefixes,
-        )
+        self._mesh = mesh_of(device, world_size)
+        self._alone = is_alone(self._mesh, offload=learner.offload)
+        self._policy = self._load(device)
         self._model = self._policy.model
-        self._gradient = _flat_gradient(self._model)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=optimizer.learning_rate,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            fused=True,  # in place, without a temporary copy of all parameters
-        )
-        self._updates = 0
+        self._optimizer = ShardedAdamW(self._model, optimizer)
+        self._probing = Probing(self._policy, trust_remote_code=model.trust_remote_code)
+        self._substitute: Substitute | None = None
         self.shared_prompt_tokens = 0
         """Prompt tokens that no rank has computed in an update so far, because a sequence of the same micro-batch had
         computed the same prefix. Equal on all ranks."""
+
+    def _load(self, device: torch.device) -> Policy:
+        return load_policy(
+            self._spec,
+            parameter_dtype="float32",
+            compute_dtype=self._learner.dtype,
+            device=device,
+            gradient_checkpointing=self._learner.gradient_checkpointing,
+            mesh=self._mesh,
+            offload=self._learner.offload,
+            exact_head=self._learner.head_dtype == "float32",
+            share_prefixes=self._learner.share_prefixes,
+        )
 
     def close(self) -> None:
         """Leave the process group."""
@@ -155,59 +161,63 @@ class LearnerRank:
         applied = [(tokens, metrics) for tokens, metrics in updates if metrics is not None]
         return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
 
+    def published(self) -> TensorStream:
+        """The weights on the CPU, in the published dtype, by the names in a checkpoint; tied tensors once.
+        *Collective*: every rank must take all tensors."""
+        return self._live()
+
+    def _live(self) -> TensorStream:
+        return published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute)
+
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy on the CPU, in the published dtype, by the names in a checkpoint; tied tensors once."""
-        return published_weights(self._model, self._spec.dtype)
+        """All that is published, at once: for models that fit into one process. *Collective*."""
+        return {name: tensor.clone() for name, tensor in self.published().tensors}
 
     def probe_logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs at temperature 1 of each token after the first, `[probe - 1]`, of the published weights.
 
         The weights are rounded to the published dtype and the arithmetic is float32: the answer of an engine that has
-        loaded them, up to the engine's own rounding.
+        loaded them, up to the engine's own rounding. *Collective.*
         """
-        tokens = torch.tensor([token_ids], device=self._policy.device)
-        with torch.no_grad(), substituted(self._model, rounded_to(self._spec.dtype)):
-            hidden = self._policy.hidden_states(tokens[:, :-1])[0]
-            logprobs = self._policy.head.logits(hidden).log_softmax(-1)
-        return tuple(logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).tolist())
+
+        def fetch(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            published = gathered_as(name, tensor, self._spec.dtype, self._policy.device, self._substitute)
+            return published.to(tensor.dtype)
+
+        return self._probing.logprobs(token_ids, fetch)
 
     def weight_samples(self, token_ids: tuple[int, ...]) -> dict[str, bytes]:
-        """Elements of the published weights, by tensor: an engine that has loaded them reads back the same."""
-        return published_samples(self._model, self._spec.dtype, token_ids)
+        """Elements of the published weights, by tensor: an engine that has loaded them reads back the same.
+        *Collective.*"""
+        return published_samples(self._live(), token_ids)
 
     @contextmanager
     def perturbed(self, seed: int) -> Iterator[None]:
-        """Within the block every parameter is perturbed, by `seed` and its name; after it, as before.
+        """Within the block what is published is perturbed, by `seed` and each parameter's name.
 
-        `weights`, `probe_logprobs` and `weight_samples` see the perturbed values: with them an engine's load is proven
-        to reach every tensor.
+        `published`, `probe_logprobs` and `weight_samples` see the perturbed values: with them an engine's load is
+        proven to reach every tensor. The shards are not touched.
         """
-        with substituted(self._model, perturbed_by(seed)):
+        self._substitute = perturbed_by(seed)
+        try:
             yield
+        finally:
+            self._substitute = None
 
-    def save(self, folder: str | Path, notes: Mapping[str, Any] = NO_NOTES) -> None:
-        """Write a checkpoint: model and tokenizer in Hugging Face format, the state for `restore`, and `notes`.
+    def save(self, location: str | Path, notes: Mapping[str, Any] = NO_NOTES) -> None:
+        """Write a checkpoint to a folder or a URL: model and tokenizer in Hugging Face format, the state for `restore`,
+        and `notes`. *Collective.*"""
+        state = self._optimizer.state() | {"random_state": torch.get_rng_state()}
+        stream = published_stream(self._model, self._spec.dtype, self._policy.device)
+        save_checkpoint(str(location), self._model, self._spec, stream, state, notes)
 
-        All ranks hold the same state, so one of them saves.
-        """
-        state = {
-            "updates": self._updates,
-            "optimizer": self._optimizer.state_dict(),
-            "random_state": torch.get_rng_state(),
-            # The model's own file may have a coarser format than the master weights.
-            "master_weights": {name: value.detach() for name, value in self._model.named_parameters()},
-        }
-        save_checkpoint(Path(folder), self._model, self._spec, state, notes)
-
-    def restore(self, folder: str | Path) -> None:
-        """Continue from a checkpoint of `save`, bit for bit. Every rank restores."""
-        state = load_state(Path(folder), self._policy.device)
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                parameter.copy_(state["master_weights"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._updates = state["updates"]
-        torch.set_rng_state(state["random_state"].cpu())
+    def restore(self, location: str | Path) -> None:
+        """Continue from a checkpoint of `save`, written by any number of ranks; bit for bit if by as many.
+        *Collective.*"""
+        state = self._optimizer.state() | {"random_state": torch.get_rng_state()}
+        restore_checkpoint(str(location), state)
+        self._optimizer.restored(state)
+        torch.set_rng_state(state["random_state"])
 
     def _share(self, batch: PackedBatch) -> IntArray:
         """This rank's sequences `[share]`: dealt out so that all ranks have equal work."""
@@ -219,27 +229,31 @@ class LearnerRank:
 
     def _update(self, batch: PackedBatch) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
-        self._gradient.zero_()
         mine = select(batch, self._share(batch))
         parts = self._cut(mine)
         # Beside the metrics of the loss, which are shares too: so it is summed over micro-batches and ranks.
         shared = prompt_tokens(mine) - parts.prompt_tokens
         shares = [{SHARED_PROMPT_TOKENS: torch.tensor(float(shared), device=self._policy.device)}]
         # A rank without sequences has metrics, too, all 0: every rank must reduce the same ones.
-        for part in parts.parts or (NO_SEQUENCES,):
+        in_step = self._policy.in_step(parts.parts or (NO_SEQUENCES,))
+        for number, part in enumerate(in_step, start=1):
+            reduces(self._model, alone=self._alone, last=number == len(in_step))
             loss, metrics = self._loss(select(mine, part.indices), part.packed)
-            if loss.requires_grad:
-                torch.autograd.backward(loss)
+            torch.autograd.backward(loss)
             shares.append(metrics)
-        dist.all_reduce(self._gradient)
+        self._policy.settle()
         combined = over_ranks(combine_metrics(shares))
         self.shared_prompt_tokens += int(combined.pop(SHARED_PROMPT_TOKENS))
-        norm = float(torch.linalg.vector_norm(self._gradient))
+        norm = self._optimizer.gradient_norm()
         if not np.isfinite(norm):
+            self._optimizer.forget_gradients()
             return None
-        return combined | {"gradient_norm": norm, "gradient_norm_max": norm, "learning_rate": self._apply(norm)}
+        rate = self._optimizer.step(norm)
+        return combined | {"gradient_norm": norm, "gradient_norm_max": norm, "learning_rate": rate}
 
-    def _loss(self, batch: PackedBatch, packed: PackedSegments | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _loss(
+        self, batch: PackedBatch, packed: PackedSegments | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and metrics of one micro-batch: its share of the mini-batch's."""
 
         def of_responses(values: FloatArray) -> torch.Tensor:
@@ -254,20 +268,9 @@ class LearnerRank:
         )
         outputs = self._algorithm.loss(inputs)
         metrics = common_metrics(inputs) | outputs.metrics | {"loss": outputs.loss}
-        return outputs.loss, {name: value.detach().float() for name, value in metrics.items()}
-
-    def _apply(self, norm: float) -> float:
-        """Clip the gradient, whose norm is `norm`, and step. Returns the learning rate."""
-        limit = self._optimizer_spec.max_grad_norm
-        if limit is not None and norm > limit:
-            self._gradient.mul_(limit / norm)
-        self._updates += 1
-        warmed_up = min(1.0, self._updates / max(self._optimizer_spec.warmup_steps, 1))
-        learning_rate = self._optimizer_spec.learning_rate * warmed_up
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        return learning_rate
+        # Nothing of an empty micro-batch may reach an algorithm's loss, and still its backward pass must run.
+        loss = outputs.loss if outputs.loss.requires_grad else outputs.loss + current.logprobs.sum() * 0
+        return loss, {name: at_least_float32(value.detach()) for name, value in metrics.items()}
 
 
 def default_threads(world_size: int) -> int:
@@ -275,17 +278,3 @@ def default_threads(world_size: int) -> int:
     usable = len(os.sched_getaffinity(0))
     pinned = usable < (os.cpu_count() or usable)
     return usable if pinned else max(1, usable // world_size)
-
-
-def _flat_gradient(model: torch.nn.Module) -> torch.Tensor:
-    """One tensor that all parameters' gradients are views of.
-
-    Backward passes accumulate into it, so zeroing, reducing, measuring and clipping are one operation each,
-    and a parameter that a rank's share does not reach has a gradient of 0, not none, on that rank.
-    """
-    parameters = list(model.parameters())
-    flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=parameters[0].device)
-    sizes = [parameter.numel() for parameter in parameters]
-    for parameter, view in zip(parameters, torch.split(flat, sizes), strict=True):
-        parameter.grad = view.view_as(parameter)
-    return flat

@@ -70,6 +70,8 @@ def grpo_loss(inputs: LossInputs, algorithm: GRPOSpec) -> LossOutputs:
 
         w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + beta * KL
 
+    With a dual clip c (arXiv 1912.09729, eq. 8) the max is at most -c A where A < 0: the first clip leaves a ratio that
+    has grown unbounded there.
     The clip is PPO's (arXiv 1707.06347, eq. 7) with DAPO's two bounds and token mean (2503.14476, eq. 8).
     Raises ValueError if KL is part of the loss and there are no reference logprobs.
     """
@@ -78,6 +80,9 @@ def grpo_loss(inputs: LossInputs, algorithm: GRPOSpec) -> LossOutputs:
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     policy = torch.maximum(-inputs.advantages * ratio, -inputs.advantages * clipped)
+    if algorithm.dual_clip is not None:
+        bound = -algorithm.dual_clip * inputs.advantages
+        policy = torch.where(inputs.advantages < 0, torch.minimum(policy, bound), policy)
     weight, metrics = _importance(inputs, algorithm.importance_cap)
     if weight is not None:
         policy = policy * weight
@@ -119,7 +124,12 @@ def _policy_metrics(
     """A token counts as clipped if the clip removes its gradient, not whenever r is out of range."""
     low = (ratio < 1 - algorithm.clip_low) & (advantages < 0)
     high = (ratio > 1 + algorithm.clip_high) & (advantages > 0)
-    return {
+    found = (
+        {}
+        if algorithm.dual_clip is None
+        else {"clipped_dual": ((ratio > algorithm.dual_clip) & (advantages < 0)).sum() * scale}
+    )
+    return found | {
         "ratio": ratio.sum() * scale,
         "clipped_low": low.sum() * scale,
         "clipped_high": high.sum() * scale,

@@ -104,5 +104,5 @@ def _show(asked: Question, found: MemoryPlan, change: Change | None) -> None:
     elif not found.fits:
         console.print(
             "no one or two changes that are known here make it fit. The states of the learner are "
-            f"{16 * asked.shape.parameters / GIB:.1f} GiB, and every rank holds all of them: see docs/sizing.md"
+            f"{16 * asked.shape.parameters / GIB:.1f} GiB, which its ranks share: see docs/sizing.md"
         )

@@ -1,4 +1,7 @@
-"""The effect of failed rewards on a step (`scoring.on_failure`, `scoring.max_failed`).
+"""The effect of failed samples on a step (`scoring.on_failure`, `scoring.max_failed`).
+
+A sample fails if a reward fails on it, or if the engine gave a logprob of it that is not finite. Without its logprobs
+nothing can be learned from a sample, so such a one is dropped where `on_failure` is `zero`, too.
 
 Group statistics stay right because a sample is dropped before the batch is packed: it is in no mean, no standard
 deviation, no loss and no denominator. It stays in the ledger, with the cause of the failure.
@@ -7,11 +10,14 @@ deviation, no loss and no denominator. It stays in the ledger, with the cause of
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import reduce
 
+import numpy as np
+
 from rlhfless.loop.stages import ScoredGroups
-from rlhfless.records import Experience, Group, Score
+from rlhfless.records import Experience, Group, Rollout, Sample, Score
 from rlhfless.rewards import RewardError
 from rlhfless.spec import ScoringSpec
 
@@ -22,13 +28,19 @@ LOGGED_PER_STEP = 10
 failures."""
 
 
+LOGPROBS = "rollout_logprobs"
+"""The name under which a sample fails whose logprobs are not finite."""
+
+
 def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: ScoringSpec) -> ScoredGroups:
-    """The scores of several functions, added up to one score per sample.
+    """The scores of several functions, added up to one score per sample; with a failure where the engine's logprobs are
+    not finite.
 
     Raises RewardError at the first failure if the spec says so.
     """
     scores = [
-        [reduce(Score.plus, parts) for parts in zip(*of_group, strict=True)] for of_group in zip(*scored, strict=True)
+        [_marked(sample, reduce(Score.plus, parts)) for sample, *parts in zip(group.samples, *of_group, strict=True)]
+        for group, *of_group in zip(groups, *scored, strict=True)
     ]
     if scoring.on_failure == "fail":
         scored_groups = (group.adding(score=of_group) for group, of_group in zip(groups, scores, strict=True))
@@ -39,20 +51,20 @@ def added_up(groups: Sequence[Group], scored: Sequence[ScoredGroups], scoring: S
 
 
 def without_failures(experience: Experience, scoring: ScoringSpec, step: int) -> Experience:
-    """The part of a step that is trained on: all samples, or all except those with a failed reward.
+    """The part of a step that is trained on: all samples, or all except those that failed.
 
     Logs failures. Raises RewardError if too many samples failed.
     """
     log_failures(experience, step)
     failed, samples = list(experience.failed()), len(experience.samples)
-    dropping = scoring.on_failure == "drop"
-    if len(failed) > scoring.max_failed * samples or (dropping and len(failed) == samples):
+    unusable = [sample for sample in failed if scoring.on_failure == "drop" or LOGPROBS in sample.scored.failures]
+    if len(failed) > scoring.max_failed * samples or len(unusable) == samples:
         reward, cause = next(iter(failed[0].scored.failures.items()))
         share = (
             f"{len(failed)} of {samples} samples of step {step} failed (scoring.max_failed is {scoring.max_failed:g})"
         )
         raise RewardError(reward, f"{share}; the first: {failed[0]}: {cause}")
-    return _dropped(experience) if failed and dropping else experience
+    return _without(experience, {sample.key for sample in unusable}) if unusable else experience
 
 
 def log_failures(experience: Experience, step: int) -> None:
@@ -65,10 +77,36 @@ def log_failures(experience: Experience, step: int) -> None:
         log.warning("step %d: rewards failed on %d more samples", step, len(failed) - LOGGED_PER_STEP)
 
 
-def _dropped(experience: Experience) -> Experience:
-    """The experience without failed samples, and without groups in which all samples failed."""
+def readable(groups: Sequence[Group]) -> list[Group]:
+    """The groups with 0 for each rollout logprob that is not finite: for the stages before the failed samples go."""
+    return [replace(group, samples=tuple(map(_readable, group.samples))) for group in groups]
+
+
+def _readable(sample: Sample) -> Sample:
+    if all(np.isfinite(rollout.logprobs).all() for rollout in sample.rollouts):
+        return sample
+    segments = [
+        replace(segment, logprobs=np.nan_to_num(segment.logprobs, nan=0.0, posinf=0.0, neginf=0.0))
+        if isinstance(segment, Rollout)
+        else segment
+        for segment in sample.segments
+    ]
+    return replace(sample, segments=tuple(segments))
+
+
+def _marked(sample: Sample, score: Score) -> Score:
+    for rollout in sample.rollouts:
+        odd = np.flatnonzero(~np.isfinite(rollout.logprobs))
+        if len(odd):
+            cause = f"the engine gave {rollout.logprobs[odd[0]]} as the logprob of response token {odd[0]}"
+            return replace(score, failures={**score.failures, LOGPROBS: cause})
+    return score
+
+
+def _without(experience: Experience, keys: Collection[tuple[str, int]]) -> Experience:
+    """The experience without these samples, and without groups that are empty then."""
     kept = (
-        Group(group.prompt, tuple(sample for sample in group.samples if not sample.scored.failures))
+        Group(group.prompt, tuple(sample for sample in group.samples if sample.key not in keys))
         for group in experience.groups
     )
     return Experience(tuple(group for group in kept if group.samples))

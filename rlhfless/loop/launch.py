@@ -190,7 +190,10 @@ class Launcher:
         probe = probe_text(self.prepared.train, self.prepared.max_model_len - 1)
 
         def settings(allocation: Allocation) -> LearnerSettings:
-            ranks = [rank_devices(allocation.devices, rank, spec.learner.ranks) for rank in range(spec.learner.ranks)]
+            ranks = [
+                rank_devices(allocation.devices, rank, spec.learner.world_size)
+                for rank in range(spec.learner.world_size)
+            ]
             return LearnerSettings(
                 run_id=self.call.run_id,
                 lease=self._lease,

@@ -16,7 +16,7 @@ from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.loop.actor_weights import ActorWeights
-from rlhfless.loop.failures import added_up
+from rlhfless.loop.failures import added_up, readable
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
@@ -185,7 +185,7 @@ class Run:
 
         async def logprobs(groups: Sequence[Group]) -> list[list[FloatArray]]:
             replica = await pool.ready(call)
-            batch = pack(groups)
+            batch = pack(readable(groups))
             values = await self._work(replica, Work.LOGPROBS, "logprobs", call, batch)
             return by_sample(batch, values, groups)
 

@@ -195,9 +195,9 @@ def _folder_problems(field: str, folder: str | None) -> list[Problem]:
 def _batch_problems(spec: RunSpec) -> list[Problem]:
     groups = spec.prompts_per_step // spec.mini_batches
     sequences = groups * spec.samples_per_prompt
-    if spec.learner.ranks <= sequences:
+    if spec.learner.world_size <= sequences:
         return []
-    what = f"{spec.learner.ranks} ranks, but a mini-batch has {sequences} sequences ({groups} groups)"
+    what = f"{spec.learner.world_size} ranks, but a mini-batch has {sequences} sequences ({groups} groups)"
     return [Problem("learner.ranks", what, f"set it to {sequences} or less, or make mini-batches larger")]
 
 

@@ -26,7 +26,7 @@ from rlhfless.text import parsed_json
 
 NOTES_FILE = "run.json"
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
 
 CHECKPOINTS_FOLDER = "checkpoints"
 

@@ -145,7 +145,7 @@ def place_run(spec: RunSpec, nodes: Sequence[Node]) -> Placement:
         nodes,
         generation_actors=spec.scaling.generation.max_actors,
         devices_per_actor=spec.generation.engine.tensor_parallel_size,
-        learner_ranks=spec.learner.ranks,
+        learner_ranks=spec.learner.world_size,
         functions=helpers(spec),
         scoring_cores=spec.scoring.workers,
     )

@@ -68,6 +68,10 @@ class GRPOSpec(SpecModel):
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """The ratio is clipped from above at 1 + clip_high (DAPO's clip-higher)."""
 
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """A token of negative advantage A costs at most `dual_clip` times -A, however large the ratio (arXiv 1912.09729,
+    which takes 3.0); `null` for no such bound."""
+
     importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
     """Cap of the truncated importance weight between the learner's and the engine's logprobs of the same
     token; `null` switches the correction off."""

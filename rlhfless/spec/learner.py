@@ -26,14 +26,23 @@ class AdamWSpec(SpecModel):
 class LearnerSpec(SpecModel):
     """The learner function."""
 
-    ranks: Annotated[int, Field(ge=1)] = 1
-    """Data-parallel ranks, each a process of its own."""
+    ranks: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Ranks that share the model's states and the batch, each a process of its own. `auto`: on GPUs as many as the
+    memory plan asks for, on CPU cores 1."""
 
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
     """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the forward and backward pass. The optimiser's copy is always float32."""
+
+    head_dtype: Literal["float32"] | None = None
+    """`float32`: embeddings, last norm and output head compute in float32 where the layers do not, so that logprobs
+    carry no rounding of the logits; by default they compute in `dtype`."""
+
+    offload: bool = False
+    """Master weights, gradients and optimiser are in the host's memory and not on the GPU, and the optimiser steps on
+    the CPU: 16 bytes per parameter less, and a slower step."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
@@ -45,3 +54,8 @@ class LearnerSpec(SpecModel):
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads per rank; by default all cores, divided among the ranks. Fixed, because the order of
     sums, and with it the last bits of the weights, depends on it."""
+
+    @property
+    def world_size(self) -> int:
+        """`ranks` as a number: 1 where `auto` is still to be decided."""
+        return 1 if self.ranks == "auto" else self.ranks

@@ -134,6 +134,7 @@ METRICS = _table(
         Metric("ratio", Unit.NONE, "Mean probability ratio, current to old policy"),
         Metric("clipped_low", _RATIO, "Tokens without gradient because of the lower clip"),
         Metric("clipped_high", _RATIO, "Tokens without gradient because of the upper clip"),
+        Metric("clipped_dual", _RATIO, "Tokens without gradient because of the dual clip"),
         Metric("old_kl", _NATS, "KL divergence of the current from the old policy, per token"),
         Metric("reference_kl", _NATS, "KL divergence of the current policy from the reference, per token"),
         Metric("importance_weight", Unit.NONE, "Mean importance weight, old policy to engine, uncapped"),

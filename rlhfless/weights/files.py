@@ -12,10 +12,12 @@ more, and refuses tensors which share memory (tied embeddings). It is read by th
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 from uuid import uuid4
@@ -67,27 +69,72 @@ def version_of(path: str | Path) -> WeightVersion:
     return WeightVersion.parse(name.removesuffix(SUFFIX).replace(_SEPARATOR, "/"))
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor], label: str) -> int:
-    """Writes `tensors` to `path`, which appears complete or not at all. Returns the file's size in bytes."""
-    header: dict[str, object] = {"__metadata__": {"version": label}}
-    parts: list[memoryview] = []
-    offset = 0
-    for name, tensor in tensors.items():
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Format and shape of each tensor, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStream:
+    """Tensors that are made one after the other, so that never all of them need to be in memory."""
+
+    layout: Layout
+    tensors: Iterator[tuple[str, torch.Tensor]]
+    """Each tensor of the layout once, in any order."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> TensorStream:
+        """Of tensors that are there."""
+        layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        return cls(layout, iter(tensors.items()))
+
+
+def write_tensors(file: IO[bytes], stream: TensorStream, metadata: Callable[[], Mapping[str, str]]) -> int:
+    """Writes a whole safetensors file. Returns its size in bytes.
+
+    `metadata` is asked when all tensors have been written; before that, for its length alone. Raises ValueError if the
+    stream does not have the tensors of its layout.
+    """
+    header, size_bytes = _header(stream.layout, metadata())
+    file.write(header)
+    left = dict(_offsets(stream.layout))
+    for name, tensor in stream.tensors:
         data = tensor_bytes(tensor)
+        if name not in left or left[name][1] - left[name][0] != data.nbytes:
+            raise ValueError(f"tensor {name!r} came twice, or is not the one of its layout")
+        file.seek(len(header) + left.pop(name)[0])
+        file.write(data)
+    if left:
+        raise ValueError(f"the stream ended without {sorted(left)[:3]}")
+    file.seek(0)
+    file.write(_header(stream.layout, metadata())[0])
+    file.seek(0, os.SEEK_END)
+    return len(header) + size_bytes
+
+
+def _offsets(layout: Layout) -> Iterator[tuple[str, tuple[int, int]]]:
+    """First byte and end of each tensor, counted from the end of the header."""
+    offset = 0
+    for name, (dtype, shape) in layout.items():
+        end = offset + dtype.itemsize * math.prod(shape)
+        yield name, (offset, end)
+        offset = end
+
+
+def _header(layout: Layout, metadata: Mapping[str, str]) -> tuple[bytes, int]:
+    """The header, and the size of all tensors in bytes."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    size_bytes = 0
+    for name, (start, end) in _offsets(layout):
+        dtype, shape = layout[name]
         header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype_name(tensor.dtype)],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + data.nbytes],
+            "dtype": _SAFETENSORS_DTYPES[dtype_name(dtype)],
+            "shape": list(shape),
+            "data_offsets": [start, end],
         }
-        parts.append(data)
-        offset += data.nbytes
+        size_bytes = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-(8 + len(encoded)) % _HEADER_ALIGNMENT_BYTES)
-    with replacing(path) as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for part in parts:
-            file.write(part)
-    return 8 + len(encoded) + offset
+    return len(encoded).to_bytes(8, "little") + encoded, size_bytes
 
 
 def make_private(folder: Path) -> None:
@@ -97,20 +144,31 @@ def make_private(folder: Path) -> None:
         folder.chmod(PRIVATE_MODE)
 
 
+@dataclass(slots=True)
+class Draft:
+    """A file that is being written."""
+
+    file: IO[bytes]
+    path: Path | None
+    """The name that it will take; None to drop it."""
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Gives a temporary neighbour of `path` to fill; it takes the name `path` if the block succeeds."""
-    make_private(path.parent)
-    temporary = path.with_name(TEMPORARY_PREFIX + uuid4().hex)
+def replacing(folder: Path, path: Path | None = None) -> Iterator[Draft]:
+    """Gives a temporary file in `folder` to fill; it takes the draft's `path` there if the block succeeds."""
+    make_private(folder)
+    temporary = folder / (TEMPORARY_PREFIX + uuid4().hex)
+    draft: Draft | None = None
     try:
         with temporary.open("xb+") as file:
-            yield file
+            draft = Draft(file, path)
+            yield draft
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink()
-        raise
+        if draft.path is not None:
+            temporary.rename(draft.path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_file(path: Path, digest: str) -> Iterator[tuple[str, torch.Tensor]]:

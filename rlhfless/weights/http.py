@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
@@ -33,7 +33,7 @@ from rlhfless.records import WeightVersion
 from rlhfless.weights.digest import digest_of
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import read_file, replacing, version_of
-from rlhfless.weights.store import FolderStore, StoredWeights
+from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
 
 _PREFIX = "/versions/"
 _CHUNK_BYTES = 1 << 20
@@ -89,7 +89,7 @@ class HttpStoreServer:
         self._server.server_close()
         self._thread.join()
 
-    def put(self, run_id: str, attempt: int, step: int, tensors: Mapping[str, torch.Tensor]) -> StoredWeights:
+    def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
         """See `WeightStore.put`; the location is a URL."""
         stored = self._folder.put(run_id, attempt, step, tensors)
         return replace(stored, location=f"{self.url}{_PREFIX}{Path(stored.location).name}")
@@ -185,7 +185,8 @@ class HttpStore:
             yield
 
     def _download(self, url: str, path: Path, version: WeightVersion) -> None:
-        with replacing(path) as file:
+        with replacing(path.parent, path) as draft:
+            file = draft.file
             for attempt in range(_ATTEMPTS):
                 try:
                     self._continue_download(url, file)

@@ -21,17 +21,21 @@ from typing import Protocol
 import torch
 
 from rlhfless.records import WeightVersion
-from rlhfless.weights.digest import digest_of
+from rlhfless.weights.digest import Digest, digest_of
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import (
     SUFFIX,
     TEMPORARY_PREFIX,
+    TensorStream,
     file_name,
     make_private,
     read_file,
+    replacing,
     version_of,
-    write_file,
+    write_tensors,
 )
+
+Tensors = Mapping[str, torch.Tensor] | TensorStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,8 @@ class WeightReader(Protocol):
 class WeightStore(Protocol):
     """The interface of a store for the learner."""
 
-    def put(self, run_id: str, attempt: int, step: int, tensors: Mapping[str, torch.Tensor]) -> StoredWeights:
-        """Publishes `tensors`; the digest is computed here.
+    def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
+        """Publishes `tensors`; the digest is computed here. A stream is written as it comes.
 
         Publishing the same weights again does nothing, unless the stored file is damaged: then it is written again.
         """
@@ -91,15 +95,23 @@ class FolderStore:
         """Where the version is, or would be."""
         return self.folder / file_name(version)
 
-    def put(self, run_id: str, attempt: int, step: int, tensors: Mapping[str, torch.Tensor]) -> StoredWeights:
+    def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
         """See `WeightStore.put`. Raises ValueError for an empty set of tensors."""
-        if not tensors:
+        stream = tensors if isinstance(tensors, TensorStream) else TensorStream.of(tensors)
+        if not stream.layout:
             raise ValueError(f"nothing to publish for run {run_id!r}, step {step}: the set of tensors is empty")
-        version = WeightVersion(run_id, attempt, step, digest_of(tensors.items()))
-        path = self.path(version)
-        if not _is_whole(path, version.digest):
-            write_file(path, tensors, version.label)
-        return StoredWeights(version, str(path), path.stat().st_size, len(tensors))
+        digest = Digest()
+        passing = TensorStream(stream.layout, digest.passing(stream.tensors))
+
+        def version() -> WeightVersion:
+            return WeightVersion(run_id, attempt, step, digest.hexdigest())
+
+        file_name(version())  # refuses a bad name before anything is written
+        with replacing(self.folder) as draft:
+            size_bytes = write_tensors(draft.file, passing, lambda: {"version": version().label})
+            path = self.path(version())
+            draft.path = None if _is_whole(path, version().digest) else path
+        return StoredWeights(version(), str(path), size_bytes, digest.tensors)
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightReader.read`."""

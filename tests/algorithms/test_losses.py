@@ -93,6 +93,18 @@ def test_by_hand_each_side_of_the_clip():
     assert outputs.metrics["ratio"].item() == pytest.approx(1.0)
 
 
+def test_by_hand_the_dual_clip_bounds_a_ratio_that_has_grown_under_a_negative_advantage():
+    # Ratios 5, 5, 2 with advantages -1, +1, -0.5; without it the losses are 5, -1.28, 1.
+    five, two = math.log(5), math.log(2)
+    given = inputs([five, five, two], [0.0] * 3, [0.0] * 3, [-1.0, 1.0, -0.5])
+    outputs = grpo_loss(given, GRPOSpec(dual_clip=3.0, importance_cap=None))
+    assert outputs.loss.item() == pytest.approx((3 - 1.28 + 1) / 3)
+    outputs.loss.backward()
+    assert given.logprobs.grad.tolist() == pytest.approx([0, 0, 0.5 * 2 / 3])
+    assert outputs.metrics["clipped_dual"].item() == pytest.approx(1 / 3)
+    assert "clipped_dual" not in grpo_loss(given, GRPOSpec()).metrics
+
+
 def test_by_hand_importance_weight_and_kl():
     # w = min(e^0.5, 2) = 1.6487 and min(e^1, 2) = 2; x = 0.5 and 0; ratio 1.
     given = inputs([-1.0, -1.0], None, [-1.5, -2.0], [1.0, 1.0], reference=[-0.5, -1.0])

@@ -44,6 +44,7 @@ PURE = (
     Smoke("latency", (rf"first +roofline +{NUMBER}%", rf"second +other model +{NUMBER}%"), RUNS),
     Smoke("learner", ('"ours": ', '"plain": ', rf'"speed_ratio": {{\s+"wall": {NUMBER}', rf'"memory_ratio": {NUMBER}')),
     Smoke("lower_bound", (rf"time +{NUMBER} +{NUMBER} +{NUMBER}", rf"cost, at any time +{NUMBER}")),
+    Smoke("memory_plan", ('"7B": ', rf'"planned_gib": {NUMBER}', rf'"plan_ratio": {NUMBER}')),
     Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s")),
     Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
     Smoke(

@@ -6,13 +6,16 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call
-from rlhfless.functions.learner import deployment
+from rlhfless.functions.base import Call, FunctionBroken
+from rlhfless.functions.learner import deployment, group
 from rlhfless.functions.learner.deployment import LearnerFunction
+from rlhfless.functions.learner.group import RankGroup
 from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
 from rlhfless.functions.lease import LeaseTerms
+from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.records import Probe, WeightVersion
 from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
 
@@ -86,7 +89,7 @@ def learn(front: Front) -> asyncio.Task[Any]:
 @pytest.mark.parametrize("first", ["learn", "publish"])
 async def test_a_publication_follows_the_step_that_it_is_of(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     front = await front_of(monkeypatch)
-    (rank,) = front._ranks
+    (rank,) = front._group.ranks
     learning = learn(front) if first == "learn" else None
     publishing = asyncio.create_task(front.publish(STEP))
     for _ in range(5):
@@ -105,11 +108,11 @@ async def test_it_fails_as_the_step_did(monkeypatch: pytest.MonkeyPatch) -> None
     front = await front_of(monkeypatch)
     learning, publishing = learn(front), asyncio.create_task(front.publish(STEP))
     await asyncio.sleep(0)
-    front._ranks[0].learned.set_exception(ValueError("no advantages"))
+    front._group.ranks[0].learned.set_exception(ValueError("no advantages"))
     for task in (learning, publishing):
         with pytest.raises(ValueError, match="no advantages"):
             await task
-    assert "publish" not in front._ranks[0].asked
+    assert "publish" not in front._group.ranks[0].asked
 
 
 async def test_a_step_that_is_not_asked_for_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +121,67 @@ async def test_a_step_that_is_not_asked_for_is_not_waited_for_for_ever(monkeypat
         await front.publish(STEP)
 
 
-async def test_another_rank_makes_the_probe_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_rank_takes_part_in_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
     front = await front_of(monkeypatch, ranks=2)
-    await front.publish(Call("run", 1, 0))
-    assert [[name for name in rank.asked if name in ("publish", "probe")] for rank in front._ranks] == [
-        ["publish"],
-        ["probe"],
-    ]
+    assert (await front.publish(Call("run", 1, 0))).value.probe == PROBE
+    for rank in front._group.ranks:
+        assert [name for name in rank.asked if name in ("publish", "probe")] == ["publish", "probe"]
+
+
+class Lost(Exception):
+    """Stands for a rank that never answers."""
+
+
+def outcome(error: BaseException | None) -> Any:
+    """A rank whose `learn` ends like this."""
+    rank = Rank()
+    if error is None:
+        rank.learned.set_result({"loss": 1.0})
+    elif not isinstance(error, Lost):
+        rank.learned.set_exception(error)
+    return rank
+
+
+def raised(error: Exception) -> RayTaskError:
+    """As Ray hands on what an actor's method raised."""
+    return RayTaskError("learn", str(error), error)
+
+
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:42371")
+ODD = KeyError("odd")
+DEAD = ActorUnavailableError("the process was killed by signal 9", None)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "error", "said"),
+    [
+        ([raised(CLOSED), DEAD], FunctionBroken, r"learner rank 1 was lost during `learn`: .*signal 9"),
+        (
+            [raised(CLOSED), raised(KeyError("odd"))],
+            FunctionBroken,
+            r"learner rank 1 failed in `learn`: KeyError: 'odd'",
+        ),
+        ([Lost(), raised(KeyError("odd"))], FunctionBroken, r"learner rank 1 failed in `learn`: KeyError: 'odd'"),
+        ([Lost(), raised(OutOfMemory("rank 1 ran out"))], OutOfMemory, "rank 1 ran out"),
+        ([None, Lost(), Lost()], FunctionBroken, r"did not finish `learn` within 0 s \(still at work: 1, 2\)"),
+        ([raised(CLOSED), raised(CLOSED)], FunctionBroken, r"learner rank 0 failed in `learn`: RuntimeError: .*closed"),
+    ],
+    ids=["killed", "raised", "raised, others wait", "out of memory", "hangs", "network"],
+)
+async def test_a_failing_rank_ends_all_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[BaseException | None], error: type[Exception], said: str
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(group.ray, "kill", killed.append)
+    monkeypatch.setattr(group, "GRACE_S", 0.05)
+    ranks = [outcome(given) for given in outcomes]
+    with pytest.raises(error, match=said):
+        await RankGroup(ranks, limit_s=0.1).all("learn")
+    assert killed == ranks
+
+
+async def test_what_all_ranks_refuse_ends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group.ray, "kill", lambda _: pytest.fail("no rank may be ended"))
+    ranks = [outcome(raised(ValueError("no advantages"))) for _ in range(2)]
+    with pytest.raises(ValueError, match="no advantages"):
+        await RankGroup(ranks, limit_s=1).all("learn")

@@ -110,9 +110,10 @@ def test_micro_batches_take_each_response_once_and_keep_to_the_budget(batch, bud
     assert [fed[part].max() for part in parts] == sorted((fed[part].max() for part in parts), reverse=True)
 
 
-def test_bfloat16_forward_of_float32_parameters_is_close(tiny_model, policy, batch):
-    rough = load_policy(ModelSpec(path=tiny_model), parameter_dtype="float32", compute_dtype="bfloat16")
+def test_bfloat16_forward_of_float32_parameters_is_close(learner, policy, batch):
     exact = token_logprobs(policy, batch, 1.0, 1000)
-    ours = token_logprobs(rough, batch, 1.0, 1000)
+    with learner(dtype="bfloat16") as rank:
+        rough = rank._policy
+        ours = token_logprobs(rough, batch, 1.0, 1000)
     assert rough.model.dtype == torch.float32
     assert 1e-5 < np.abs(ours - exact).mean() < 0.05

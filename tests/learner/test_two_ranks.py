@@ -1,81 +1,193 @@
-"""Two ranks in two processes take the step that one takes."""
+"""Ranks in processes of their own take the step that one takes, and go on from each other's checkpoints."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_learner import make_rank
+from tiny_learner import VOCABULARY, make_rank, save_tiny_model
 
 from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.functions import policy, sharding
+from rlhfless.functions.learner.rank import LearnerRank
+from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.spec import AdamWSpec
 
 OPTIMIZER = AdamWSpec(learning_rate=0.1, eps=1.0)
 PATIENCE_S = 120
+PROBE = (1, 7, 3, 22, 9)
+
+Work = Callable[..., Any]
 
 
-def work(
-    model: str, rendezvous: Path, rank: int, world_size: int, batch: PackedBatch, count: int, changes: dict, queue
+def _process(
+    work: Work, model: str, rendezvous: Path, rank: int, world_size: int, options: Mapping, exact: bool, queue
 ) -> None:
-    """One rank: evaluate, learn, and send back what it has."""
-    changes = {"micro_batch_tokens": 64} | changes
-    learner = make_rank(model, rendezvous, rank, world_size, optimizer=OPTIMIZER, **changes)
+    """One rank: it works, and sends back what it has, or its error."""
+    if exact:
+        _compute_in_float64()
+    options = dict(options)
+    learner_options = {"micro_batch_tokens": 64, "timeout_s": 60} | options.pop("learner", {})
+    learner = make_rank(model, rendezvous, rank, world_size, optimizer=OPTIMIZER, **learner_options)
     try:
-        old = learner.evaluate(batch)
-        metrics = learner.learn(batch.with_columns(old_logprobs=old), count)
-        queue.put((rank, old, metrics, {name: value.numpy() for name, value in learner.weights().items()}))
+        queue.put((rank, work(learner, rank, **options)))
+    except Exception as error:  # the test looks at it
+        queue.put((rank, error))
     finally:
         learner.close()
 
 
-def run(model: str, folder: Path, world_size: int, batch: PackedBatch, count: int, **changes) -> list:
+def _compute_in_float64() -> None:
+    """All that is float32 in the product; logits in small chunks, and a group for each layer."""
+    policy.TORCH_DTYPES["float32"] = torch.float64
+    policy.CHECK_TOLERANCE[torch.float64] = 1e-9
+    policy.LOGITS_CHUNK_ELEMENTS = 7 * VOCABULARY
+    sharding.ONE_GROUP_PARAMETERS = 0
+    torch.set_default_dtype(torch.float64)
+
+
+def run(work: Work, model: str, folder: Path, world_size: int, *, exact: bool = False, **options: Any) -> list[Any]:
     """The results of all ranks, by rank."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tiny_learner"])  # torch and transformers are imported once for all processes
     queue = context.Queue()
-    rendezvous = folder / f"rendezvous{world_size}"
+    rendezvous = folder / f"rendezvous{world_size}-{os.urandom(4).hex()}"
     processes = [
-        context.Process(target=work, args=(model, rendezvous, rank, world_size, batch, count, changes, queue))
+        context.Process(target=_process, args=(work, model, rendezvous, rank, world_size, options, exact, queue))
         for rank in range(world_size)
     ]
     try:
         for process in processes:
             process.start()
-        return sorted((queue.get(timeout=PATIENCE_S) for _ in processes), key=lambda result: result[0])
+        results = sorted((queue.get(timeout=PATIENCE_S) for _ in processes), key=lambda result: result[0])
+        return [value for _, value in results]
     finally:
         for process in processes:
             process.join(timeout=10)
             process.kill()
 
 
+def arrays(weights: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """As they pass through a queue."""
+    return {name: value.numpy() for name, value in weights.items()}
+
+
+def evaluate_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, count: int) -> tuple:
+    old = learner.evaluate(batch)
+    metrics = learner.learn(batch.with_columns(old_logprobs=old), count)
+    return old, metrics, arrays(learner.weights())
+
+
 @pytest.mark.parametrize("sequences", [24, 1], ids=["all", "fewer than ranks"])
 def test_two_ranks_are_one(tiny_model, batch, tmp_path, sequences):
-    given = select(batch, np.arange(sequences))
-    count = 2 if sequences > 1 else 1
-    ((_, old, metrics, weights),) = run(tiny_model, tmp_path, 1, given, count)
-    both = run(tiny_model, tmp_path, 2, given, count)
-    for _, their_old, their_metrics, their_weights in both:
+    given = {"batch": select(batch, np.arange(sequences)), "count": 2 if sequences > 1 else 1}
+    ((old, metrics, weights),) = run(evaluate_and_learn, tiny_model, tmp_path, 1, **given)
+    both = run(evaluate_and_learn, tiny_model, tmp_path, 2, **given)
+    for their_old, their_metrics, their_weights in both:
         np.testing.assert_allclose(their_old, old, atol=1e-6, rtol=1e-6)
         assert their_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
         for name, value in weights.items():
             np.testing.assert_allclose(their_weights[name], value, atol=1e-6, err_msg=name)
-    first, second = both[0][3], both[1][3]
+    first, second = both[0][2], both[1][2]
     assert all(np.array_equal(first[name], second[name]) for name in first), "ranks agree to the last bit"
 
 
 def test_two_ranks_that_share_prefixes_are_one_that_does_not(tiny_model, shared_batch, tmp_path):
+    given = {"batch": shared_batch, "count": 2}
     large = {"micro_batch_tokens": 300}
-    ((_, old, metrics, weights),) = run(tiny_model, tmp_path, 1, shared_batch, 2, share_prefixes=False, **large)
-    both = run(tiny_model, tmp_path, 2, shared_batch, 2, **large)
-    for _, their_old, their_metrics, their_weights in both:
+    alone = large | {"share_prefixes": False}
+    ((old, metrics, weights),) = run(evaluate_and_learn, tiny_model, tmp_path, 1, learner=alone, **given)
+    both = run(evaluate_and_learn, tiny_model, tmp_path, 2, learner=large, **given)
+    for their_old, their_metrics, their_weights in both:
         np.testing.assert_allclose(their_old, old, atol=1e-5, rtol=1e-5)
         assert their_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
         for name, value in weights.items():
             np.testing.assert_allclose(their_weights[name], value, atol=1e-6, err_msg=name)
-    first, second = both[0][3], both[1][3]
+    first, second = both[0][2], both[1][2]
     assert all(np.array_equal(first[name], second[name]) for name in first), "ranks agree to the last bit"
+
+
+def learn_exactly(learner: LearnerRank, _: int, batches: list[PackedBatch]) -> tuple:
+    """A step per batch. With the last comes what an engine checks."""
+    assert learner._model.dtype == torch.float64
+    metrics = [learner.learn(batch, 1) for batch in batches]
+    with learner.perturbed(5):
+        moved = learner.probe_logprobs(PROBE)
+    return metrics, arrays(learner.weights()), (*learner.probe_logprobs(PROBE), *moved), learner.weight_samples(PROBE)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_in_float64_two_ranks_are_one_to_1e9(batch, tmp_path, tied):
+    """Three updates: of a batch whose chunks are unequal, of one sequence (a rank has no work), and of two."""
+    model = save_tiny_model(tmp_path / "model", tied=tied)
+    batches = [select(batch, np.arange(count)) for count in (23, 1, 2)]
+    ((metrics, weights, probe, samples),) = run(learn_exactly, model, tmp_path, 1, exact=True, batches=batches)
+    both = run(learn_exactly, model, tmp_path, 2, exact=True, batches=batches)
+    for their_metrics, their_weights, their_probe, their_samples in both:
+        for mine, theirs in zip(metrics, their_metrics, strict=True):
+            assert theirs == pytest.approx(mine, abs=1e-9, rel=1e-9)
+        assert ("lm_head.weight" in their_weights) is not tied
+        for name, value in weights.items():
+            assert value.dtype == np.float64
+            np.testing.assert_allclose(their_weights[name], value, atol=1e-9, rtol=0, err_msg=name)
+        assert their_probe == pytest.approx(probe, abs=1e-9)
+        assert their_samples.keys() == samples.keys()
+        for name, values in samples.items():
+            np.testing.assert_allclose(np.frombuffer(their_samples[name]), np.frombuffer(values), atol=1e-9, rtol=0)
+    assert both[0][3] == both[1][3]
+
+
+def save_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location: Path) -> tuple:
+    learner.learn(batch, 2)
+    learner.save(location, {"step": 1})
+    saved = arrays(learner.weights())
+    learner.learn(batch, 2)
+    return saved, arrays(learner.weights())
+
+
+def restore_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location: Path) -> tuple:
+    learner.learn(batch, 1)  # what it overwrites
+    learner.restore(location)
+    restored = arrays(learner.weights())
+    learner.learn(batch, 2)
+    return restored, arrays(learner.weights())
+
+
+def test_a_checkpoint_of_two_ranks_is_resumed_by_one_two_and_three(tiny_model, batch, tmp_path):
+    given = {"batch": batch, "location": tmp_path / "runs" / "checkpoint"}
+    (saved, expected), _ = run(save_and_learn, tiny_model, tmp_path, 2, **given)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["checkpoint"], "nothing half-written is left"
+    for ranks in (1, 2, 3):
+        for restored, resumed in run(restore_and_learn, tiny_model, tmp_path, ranks, **given):
+            for name, value in saved.items():
+                np.testing.assert_array_equal(restored[name], value, err_msg=name)
+            for name, value in expected.items():
+                atol = 0 if ranks == 2 else 1e-6
+                np.testing.assert_allclose(resumed[name], value, atol=atol, rtol=0, err_msg=name)
+
+
+def save_to_a_full_disk(learner: LearnerRank, rank: int, location: Path) -> None:
+    if rank == 1:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError("no space left on device")
+
+        torch.save = full
+    learner.save(location)
+
+
+def test_a_rank_that_cannot_write_is_an_error_of_all(tiny_model, tmp_path):
+    folder = tmp_path / "runs" / "checkpoint"
+    for error in run(save_to_a_full_disk, tiny_model, tmp_path, 2, location=folder):
+        assert isinstance(error, CheckpointError)
+        assert "no space left" in str(error)
+    assert not list(folder.parent.iterdir())
 
 
 def test_a_rank_that_never_comes_is_an_error_not_a_wait(tiny_model, tmp_path):

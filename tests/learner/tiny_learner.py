@@ -19,8 +19,8 @@ from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
 VOCABULARY = 40
 
 
-def save_tiny_model(folder: Path) -> str:
-    """A two-layer Qwen3 with grouped-query attention and tied embeddings; its logits are far from uniform."""
+def save_tiny_model(folder: Path, *, tied: bool = True) -> str:
+    """A two-layer Qwen3 with grouped-query attention; its logits are far from uniform."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -31,7 +31,7 @@ def save_tiny_model(folder: Path) -> str:
         head_dim=8,
         intermediate_size=48,
         max_position_embeddings=64,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.2,
     )
     model: Any = Qwen3ForCausalLM(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.grpo import GRPO, STD_FLOOR
-from rlhfless.loop.failures import LOGGED_PER_STEP, added_up, without_failures
+from rlhfless.loop.failures import LOGGED_PER_STEP, LOGPROBS, added_up, readable, without_failures
 from rlhfless.loop.summary import reward_metrics
-from rlhfless.records import Experience, Score
+from rlhfless.records import Experience, Group, Score
 from rlhfless.rewards import RewardError
 from rlhfless.spec import GRPOSpec, ScoringSpec
 
@@ -118,3 +119,37 @@ def test_failures_are_logged_with_their_samples_up_to_a_bound(caplog: pytest.Log
 def test_metrics_are_over_the_samples_that_have_a_part() -> None:
     scores = [Score(1.0, {"a": 1.0, "b": 3.0}), Score(3.0, {"a": 3.0}, {"b": "gone"})]
     assert reward_metrics(scores) == {"reward_mean": 2.0, "reward_std": 1.0, "reward/a": 2.0, "reward/b": 3.0}
+
+
+def with_a_broken_logprob(given: Experience, value: float) -> list[Group]:
+    """The experience's groups, with the second token of the first sample of p0 drawn at this logprob."""
+    first, *others = given.groups[0].samples
+    prompt, rollout = first.segments
+    logprobs = rollout.logprobs.copy()
+    logprobs[1] = value
+    broken = replace(first, segments=(prompt, replace(rollout, logprobs=logprobs)))
+    return [replace(given.groups[0], samples=(broken, *others)), *given.groups[1:]]
+
+
+@pytest.mark.parametrize("policy", ["drop", "zero"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_sample_whose_logprobs_are_not_finite_fails_and_is_dropped(policy: str, value: float) -> None:
+    given = experience([OK, OK, OK], [OK, OK])
+    groups = with_a_broken_logprob(given, value)
+    scoring = ScoringSpec(on_failure=policy, max_failed=0.2)
+    (first, *_), _ = scores = added_up(groups, [scores_of(given)], scoring)
+    assert first.failures == {LOGPROBS: f"the engine gave {value} as the logprob of response token 1"}
+    marked = [group.adding(score=of_group) for group, of_group in zip(groups, scores, strict=True)]
+    kept = without_failures(Experience(tuple(marked)), scoring, 1)
+    assert [sample.key for sample in kept.samples] == [("p0", 1), ("p0", 2), ("p1", 0), ("p1", 1)]
+    assert np.isfinite(pack(kept.groups).rollout_logprobs).all()
+    with pytest.raises(RewardError, match="sample 0 of prompt 'p0': the engine gave"):
+        added_up(groups, [scores_of(given)], ScoringSpec(on_failure="fail"))
+
+
+def test_the_reference_reads_samples_that_will_be_dropped() -> None:
+    groups = with_a_broken_logprob(experience([OK, OK]), float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        pack(groups)
+    batch, sound = pack(readable(groups)), pack(experience([OK, OK]).groups)
+    assert batch.tokens.tolist() == sound.tokens.tolist()

@@ -31,6 +31,14 @@ class Change:
     plan: MemoryPlan
 
 
+def more_ranks(devices: int, ranks: int = 0) -> Iterator[int]:
+    """Numbers of learner ranks above `ranks` that so many devices can have: powers of two, and all of them."""
+    powers = [2**power for power in range(devices.bit_length()) if ranks < 2**power < devices]
+    yield from powers
+    if devices > ranks:
+        yield devices
+
+
 Edit = tuple[str, Mapping[str, Any], str | None, int | None]
 """What it is called, what it sets, another kind of device, another number of them."""
 
@@ -86,13 +94,22 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
         if fraction < spec.generation.engine.gpu_memory_fraction:
             yield f"{key}: {fraction}", {key: fraction}, None, None
     if colocated and asked.count > 1:
-        ranks = max(1, min(spec.learner.ranks, asked.count // 2))
+        ranks = max(1, min(spec.learner.world_size, asked.count // 2))
         split = {"placement.mode": "disaggregated", "placement.learner_devices": ranks}
         yield f"placement: {{mode: disaggregated, learner_devices: {ranks}}}", split, None, None
+    for ranks in more_ranks(asked.count if colocated else asked.count - 1, spec.learner.world_size):
+        shared: dict[str, Any] = {"learner.ranks": ranks}
+        text = f"learner.ranks: {ranks}"
+        if not colocated:
+            shared |= {"placement.learner_devices": ranks}
+            text += f" and placement.learner_devices: {ranks}"
+        yield text, shared, None, None
     for size in TENSOR_PARALLEL:
         if size > spec.generation.engine.tensor_parallel_size:
             key = "generation.engine.tensor_parallel_size"
             yield f"{key}: {size}", {key: size}, None, None
+    if not spec.learner.offload:
+        yield "learner.offload: true", {"learner.offload": True}, None, None
 
 
 def _of_devices(asked: Question) -> Iterator[Edit]:

@@ -6,6 +6,7 @@ token passes (with experts: all that it is sent to), V the vocabulary, T tokens,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
@@ -67,18 +68,17 @@ def mlp_width(shape: ModelShape) -> int:
 def layer_token_bytes(shape: ModelShape, dtype: DType) -> int:
     """What one layer keeps of a token for the backward pass.
 
-        float32           24 h + 16 q + 16 k + 16 I
-        16 bit (autocast) 26 h + 10 q + 10 k +  8 I
+        float32   24 h + 16 q + 16 k + 16 I
+        16 bit    16 h + 10 q + 10 k +  8 I
 
     Counted by torch's saved-tensor hooks over transformers 5's Llama, Qwen2 and Qwen3 with SDPA, which these lines fit
-    to 1 % (tests/prepare): the residual stream and its norms stay float32 under autocast. Models without a norm of
-    queries and keys keep 8 (q + k) less in float32. Attention keeps no matrix (Korthikanti et al., arXiv 2205.05198,
-    section 4, counts 34 h + 5 a s for GPT with one).
+    to 2 % (tests/prepare). Models without a norm of queries and keys keep 8 (q + k) less in float32. Attention keeps no
+    matrix (Korthikanti et al., arXiv 2205.05198, section 4, counts 34 h + 5 a s for GPT with one).
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if dtype == "float32":
         return 24 * shape.hidden + 16 * (queries + keys) + 16 * mlp_width(shape)
-    return 26 * shape.hidden + 10 * (queries + keys) + 8 * mlp_width(shape)
+    return 16 * shape.hidden + 10 * (queries + keys) + 8 * mlp_width(shape)
 
 
 def sharing_token_bytes(shape: ModelShape, dtype: DType, *, backward: bool) -> int:
@@ -94,20 +94,15 @@ def sharing_token_bytes(shape: ModelShape, dtype: DType, *, backward: bool) -> i
     return queries * (12 + 14 * b if backward else 4 + 8 * b)
 
 
-def activation_bytes(shape: ModelShape, tokens: int, dtype: DType, *, checkpointing: bool, sharing: bool) -> int:
-    """Kept by the decoder for the backward pass of T tokens.
+def activation_bytes(shape: ModelShape, tokens: int, dtype: DType, *, checkpointing: bool) -> int:
+    """Kept by the decoder for the backward pass of T tokens, in a format of b bytes.
 
-        all layers       L T layer_token_bytes
-        checkpointing    L T 4 h + T layer_token_bytes     (inputs of the layers in float32, and one layer anew)
-
-    and with either, as much again as one layer keeps, for the gradients that pass through it; or, if that is more, what
-    `sharing` of prefixes holds.
+    all layers       L T layer_token_bytes
+    checkpointing    L T b h               (inputs of the layers; each layer is computed anew when it is its turn)
     """
-    layer = tokens * layer_token_bytes(shape, dtype)
-    passing = max(layer, tokens * sharing_token_bytes(shape, dtype, backward=True) if sharing else 0)
     if checkpointing:
-        return shape.layers * tokens * 4 * shape.hidden + layer + passing
-    return shape.layers * layer + passing
+        return shape.layers * tokens * DTYPE_BYTES[dtype] * shape.hidden
+    return shape.layers * tokens * layer_token_bytes(shape, dtype)
 
 
 def logits_bytes(shape: ModelShape, tokens: int, chunk_elements: int, copies: int) -> int:
@@ -116,31 +111,88 @@ def logits_bytes(shape: ModelShape, tokens: int, chunk_elements: int, copies: in
     return copies * 4 * min(tokens * shape.vocabulary, chunk_elements) + 8 * tokens * shape.hidden
 
 
-def learner_states_bytes(shape: ModelShape) -> tuple[Part, ...]:
-    """Of one rank: master weights, gradients, and AdamW's two moments in float32, 16 P (Rajbhandari et al., ZeRO, arXiv
-    1910.02054, section 3.1, counts the same 16). Every rank holds all of them."""
-    p = shape.parameters
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """How a learner is split."""
+
+    ranks: int = 1
+    dtype: DType = "float32"
+    """Of the layers' matrix products."""
+    checkpointing: bool = False
+    offload: bool = False
+    """Master weights, gradients and optimiser are in the host's memory."""
+    exact_head: bool = False
+    """What belongs to no layer is gathered in float32."""
+    sharing: bool = False
+    """Prefixes may be computed once (rlhfless.functions.prefix_attention)."""
+
+    @property
+    def alone(self) -> bool:
+        """One rank keeps what it has gathered, and the gradients of a step, whole (rlhfless.functions.sharding)."""
+        return self.ranks == 1 and not self.offload
+
+
+def learner_states_bytes(shape: ModelShape, ranks: int = 1) -> tuple[Part, ...]:
+    """Of one of N ranks: master weights, gradients, and AdamW's two moments in float32, 16 P / N (Rajbhandari et al.,
+    ZeRO, arXiv 1910.02054, section 3.1, counts the same 16, and splits them the same way in its stage 3)."""
+    p = math.ceil(shape.parameters / ranks)
     return Part("master weights", 4 * p), Part("gradients", 4 * p), Part("AdamW", 8 * p)
 
 
-def learn_phases(
-    shape: ModelShape, tokens: int, dtype: DType, chunk_elements: int, *, checkpointing: bool, sharing: bool
-) -> tuple[Phase, ...]:
-    """The phases of a learner rank whose micro-batches have T tokens.
+def layer_parameters(shape: ModelShape) -> int:
+    """G: of one decoder layer, which is gathered as a whole."""
+    return (shape.attention + shape.dense_mlp + shape.experts * shape.expert_mlp) // shape.layers
 
-    learn     the states; 2 P for the weights that autocast casts to 16 bit; activations; logits
-    publish   the states, and 4 P: the probe computes with a rounded copy of all weights, beside the exact ones
-    restore   master weights and gradients (8 P), and a checkpoint's master weights and moments (12 P)
+
+def root_parameters(shape: ModelShape) -> int:
+    """R: of what belongs to no layer, embeddings and head."""
+    return shape.head * (1 if shape.tied else 2)
+
+
+def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: int) -> tuple[Phase, ...]:
+    """The phases of one of N learner ranks, whose micro-batches have T tokens. b and r are the bytes of a number in a
+    gathered layer and in what belongs to none; A are the activations.
+
+    The states are the device's unless they are offloaded. Beside them `learn` holds the most of three moments:
+
+        head       r R + b G + A + 2 r h V + logits                 the head's gradient, and the same of one chunk
+        layer      r R + 2 b G + r h V + 8 G + A + T layer_token_bytes    its weights and the next one's, gathered; the
+                                                                    head's gradient; its own, in and after the
+                                                                    reduction; and T sharing_token_bytes
+        root       (r + 4) R                                        after all layers, the last gradient to be reduced
+
+    One rank alone has b P gathered in all of them, and its last moment costs r h V + 4 R: a copy of R's gradients.
+    publish holds no gradients, and the probe's exact weights: 4 (R + G + h V). restore holds no gradients.
+    Checked against the learner's own code (rlhfless.functions.learner.rehearsal) in tests/prepare and
+    benchmarks/memory_plan.py.
     """
-    states, p = learner_states_bytes(shape), shape.parameters
-    casts = Part("weights in 16 bit", 0 if dtype == "float32" else 2 * p)
-    activations = activation_bytes(shape, tokens, dtype, checkpointing=checkpointing, sharing=sharing)
+    states = learner_states_bytes(shape, how.ranks) if not how.offload else ()
+    resting = tuple(part for part in states if part.name != "gradients")
+    b, r = DTYPE_BYTES[how.dtype], 4 if how.exact_head else DTYPE_BYTES[how.dtype]
+    layer, root, head = layer_parameters(shape), root_parameters(shape), shape.head
+    kept = activation_bytes(shape, tokens, how.dtype, checkpointing=how.checkpointing)
+    anew = tokens * layer_token_bytes(shape, how.dtype) if how.checkpointing else 0
+    sharing = tokens * sharing_token_bytes(shape, how.dtype, backward=True) if how.sharing else 0
     logits = logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES)
-    working = (casts, Part("activations", activations), Part("logits", logits))
+    all_of_it = b * (shape.parameters - root) + r * root
+    gathered = {"head": r * root + b * layer, "layer": r * root + 2 * b * layer, "root": 0}
+    moments = {
+        "head": (Part("activations", kept), Part("head's gradient", 2 * r * head), Part("logits", logits)),
+        "layer": (
+            Part("activations", kept + anew),
+            Part("attention to shared prefixes", sharing),
+            Part("gradients of a layer", r * head + 8 * layer),
+        ),
+        "root": (Part("gradients of embeddings and head", r * head + 4 * root if how.alone else (r + 4) * root),),
+    }
+    learning = [
+        Phase("learn", (*states, Part("gathered weights", all_of_it if how.alone else gathered[name]), *parts))
+        for name, parts in moments.items()
+    ]
     return (
-        Phase("learn", (*states, *working)),
-        Phase("publish", (*states, Part("rounded weights", 4 * p))),
-        Phase("restore", (*states[:2], Part("checkpoint", 12 * p))),
+        max(learning, key=lambda phase: phase.size_bytes),
+        Phase("publish", (*resting, Part("exact weights of a layer, embeddings and head", 4 * (root + layer + head)))),
+        Phase("restore", resting),
     )
 
 

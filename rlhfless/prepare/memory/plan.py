@@ -17,6 +17,7 @@ from rlhfless.prepare.memory.formulas import (
     STORED_VERSIONS,
     Part,
     Phase,
+    Sharded,
     engine_parts,
     kv_token_bytes,
     learn_phases,
@@ -85,8 +86,8 @@ class MemoryPlan:
     micro_batch_tokens: int
     """The largest micro-batch that fits beside what else is on the learner's devices; 0 if none does."""
     host_bytes: int
-    """Of host memory, over all nodes: each rank loads the model in float32 before it moves it, and the publisher copies
-    the weights; on CPU cores all that the functions hold."""
+    """Of host memory, over all nodes: ranks load their shards in float32 before they move them, or keep them there with
+    gradients and optimiser; on CPU cores all that the functions hold."""
     shared_bytes: int
     """Of shared memory on the learner's node: the store of weights."""
     cache_bytes: int
@@ -131,14 +132,14 @@ def memory_plan(
         parts = [FunctionPlan(each, phases_of(spec, shape, sheet, each, sequence_tokens)) for each in functions]
         plans.append(DevicePlan(times, sheet.kind, memory, tuple(parts)))
     store = version_bytes(shape, spec.model.dtype)
-    publishing = 4 * spec.learner.ranks * shape.parameters + store
+    loading = (16 if spec.learner.offload else 4) * shape.parameters
     on_cpu = sum(plan.count * plan.size_bytes for plan in plans) if sheet.kind == CPU_KIND else 0
     return MemoryPlan(
         devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
         kv_tokens=_kv_tokens(spec, shape, sheet),
         sequence_tokens=sequence_tokens,
         micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
-        host_bytes=on_cpu or publishing,
+        host_bytes=on_cpu or loading,
         shared_bytes=STORED_VERSIONS * store,
         cache_bytes=CACHED_VERSIONS * store,
     )
@@ -161,7 +162,7 @@ def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, l
         for allocation in allocations:
             devices = allocation.devices
             if function is FunctionName.LEARNER:
-                devices = tuple(devices[rank % len(devices)] for rank in range(spec.learner.ranks))
+                devices = tuple(devices[rank % len(devices)] for rank in range(spec.learner.world_size))
             for device in devices:
                 found[device.name].append(function)
     return found
@@ -225,14 +226,15 @@ def _kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
 
 def _learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[Phase, ...]:
     learner = spec.learner
-    return learn_phases(
-        shape,
-        tokens,
+    how = Sharded(
+        learner.world_size,
         learner.dtype,
-        LOGITS_CHUNK_ELEMENTS,
-        checkpointing=learner.gradient_checkpointing,
-        sharing=learner.share_prefixes,
+        learner.gradient_checkpointing,
+        learner.offload,
+        learner.head_dtype == "float32",
+        learner.share_prefixes,
     )
+    return learn_phases(shape, tokens, how, LOGITS_CHUNK_ELEMENTS)
 
 
 def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan], memory: int) -> int:

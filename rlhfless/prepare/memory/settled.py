@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited
+from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited, more_ranks
 from rlhfless.prepare.memory.formulas import version_bytes
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
@@ -30,7 +30,8 @@ SLOWEST_SHARE = 0.05
 def settled(spec: RunSpec, kind: str) -> RunSpec:
     """The spec with the formats that devices of a kind want: on GPUs bfloat16, and activation checkpointing on."""
     if kind == CPU_KIND:
-        return edited(spec, {"placement.mode": "colocated"}) if spec.placement.mode == "auto" else spec
+        open_keys = {"placement.mode": "colocated"} if spec.placement.mode == "auto" else {}
+        return edited(spec, open_keys | ({"learner.ranks": 1} if spec.learner.ranks == "auto" else {}))
     wanted = {
         "model.dtype": "bfloat16",
         "learner.dtype": "bfloat16",
@@ -65,11 +66,11 @@ def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
 
 
 def placed(asked: Question) -> RunSpec:
-    """The spec with `placement.mode: auto` decided: co-located if the memory plan fits, with a smaller fraction for the
-    engines if none was set; else disaggregated if there are devices for both sides."""
-    spec = asked.spec
-    if spec.placement.mode != "auto":
-        return spec
+    """The spec with `placement.mode: auto` and `learner.ranks: auto` decided: co-located if the memory plan fits, with
+    a smaller fraction for the engines if none was set; else disaggregated if there are devices for both sides, with
+    the fewest ranks that fit."""
+    if asked.spec.placement.mode != "auto" and asked.spec.learner.ranks != "auto":
+        return asked.spec
     for candidate in _placements(asked):
         try:
             if replace(asked, spec=candidate).plan().fits:
@@ -77,17 +78,50 @@ def placed(asked: Question) -> RunSpec:
         except PlacementError:
             continue
     # Nothing fits; what is said of it, and the nearest change, are of the placement that large models want.
+    return _last_resort(asked)
+
+
+def _last_resort(asked: Question) -> RunSpec:
+    spec = asked.spec
     apart = asked.count > spec.placement.learner_devices
-    return edited(spec, {"placement.mode": "disaggregated" if apart else "colocated"})
+    if spec.placement.mode == "auto":
+        spec = edited(spec, {"placement.mode": "disaggregated" if apart else "colocated"})
+    if spec.learner.ranks != "auto":
+        return spec
+    together = spec.placement.mode == "colocated"
+    return list(_with_ranks(spec, asked.count if together else _apart(asked)))[-1]
+
+
+def _apart(asked: Question) -> int:
+    """The most devices that the learner can have beside the actors that there must be."""
+    spec = asked.spec
+    return asked.count - spec.scaling.generation.min_actors * spec.generation.engine.tensor_parallel_size
 
 
 def _placements(asked: Question) -> Iterator[RunSpec]:
     spec, key = asked.spec, "generation.engine.gpu_memory_fraction"
-    together = edited(spec, {"placement.mode": "colocated"})
-    yield together
-    if asked.sheet.kind != CPU_KIND and not is_set(spec, key):
-        yield from (edited(together, {key: fraction}) for fraction in FRACTIONS)
-    yield edited(spec, {"placement.mode": "disaggregated"})
+    if spec.placement.mode in ("auto", "colocated"):
+        together = edited(spec, {"placement.mode": "colocated"})
+        if spec.learner.ranks == "auto":  # the learner has all devices there
+            together = edited(together, {"learner.ranks": asked.count})
+        yield together
+        if asked.sheet.kind != CPU_KIND and not is_set(spec, key):
+            yield from (edited(together, {key: fraction}) for fraction in FRACTIONS)
+    if spec.placement.mode in ("auto", "disaggregated"):
+        yield from _with_ranks(edited(spec, {"placement.mode": "disaggregated"}), _apart(asked))
+
+
+def _with_ranks(spec: RunSpec, most: int) -> Iterator[RunSpec]:
+    """The spec with each number of ranks that it leaves open, one on each device of the learner's side."""
+    if spec.learner.ranks != "auto":
+        yield spec
+    elif spec.placement.mode == "colocated":
+        yield edited(spec, {"learner.ranks": most})
+    elif is_set(spec, "placement.learner_devices"):
+        yield edited(spec, {"learner.ranks": spec.placement.learner_devices})
+    else:
+        for ranks in more_ranks(max(most, 1)):
+            yield edited(spec, {"learner.ranks": ranks, "placement.learner_devices": ranks})
 
 
 def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> RunSpec:
@@ -103,7 +137,7 @@ def timed(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> RunSpec:
     """
     size_s = version_bytes(shape, spec.model.dtype) / SLOWEST_BYTES_PER_S
     samples = spec.prompts_per_step * spec.samples_per_prompt
-    flops_per_s = SLOWEST_SHARE * sheet.flops_per_s.value * spec.learner.ranks
+    flops_per_s = SLOWEST_SHARE * sheet.flops_per_s.value * spec.learner.world_size
     learning_s = 8 * shape.active * samples * spec.generation.max_tokens / flops_per_s
     engine = spec.generation.engine
     waves = math.ceil(samples / (engine.max_sequences * spec.scaling.generation.min_actors))

@@ -1,0 +1,97 @@
+"""The probe: a forward pass with the published weights, in exact arithmetic, beside the model that is trained.
+
+A second model of the same class holds no data. Before a decoder layer runs, its weights are gathered from the shards as
+they are published; after it they are dropped. So the shards are not touched, and no device holds more than one layer
+and what belongs to none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhfless.functions.learner.publishing import named_tensors
+from rlhfless.functions.loading import build_blank
+from rlhfless.functions.policy import Policy, output_head
+from rlhfless.functions.sharding import layers_of
+
+Fetch = Callable[[str, torch.Tensor], torch.Tensor]
+"""(name, the model's tensor) -> the tensor to compute with, whole. Collective."""
+
+
+class Probing:
+    """A blank twin of a policy's model. Its buffers, which are small, are the policy's own."""
+
+    def __init__(self, policy: Policy, *, trust_remote_code: bool) -> None:
+        self._source = policy.model
+        twin = build_blank(AutoModelForCausalLM, policy.model.config, trust_remote_code=trust_remote_code).eval()
+        twin.tie_weights()
+        buffers = dict(policy.model.named_buffers())
+        for prefix, module in twin.named_modules():
+            for name, _ in module.named_buffers(recurse=False):
+                setattr(module, name, buffers[f"{prefix}.{name}" if prefix else name])
+        self._layers = {f"{name}.": module for name, module in twin.named_modules() if module in set(layers_of(twin))}
+        self._owners = _owners(twin)
+        self._policy = dataclasses.replace(
+            policy, model=twin, decoder=twin.get_decoder(), head=output_head(twin), mesh=None
+        )
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: tuple[int, ...], fetch: Fetch) -> tuple[float, ...]:
+        """Logprobs at temperature 1 of each token after the first, `[probe - 1]`. *Collective*."""
+        tokens = torch.tensor([token_ids], device=self._policy.device)
+        tensors = {name: tensor for name, tensor in named_tensors(self._source).items() if name in self._owners}
+        outside = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(self._layers))}
+        with self._filled(outside, fetch), self._filled_in_turn(tensors, fetch):
+            hidden = self._policy.hidden_states(tokens[:, :-1])[0]
+            logprobs = self._policy.head.logits(hidden).log_softmax(-1)
+        return tuple(logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).tolist())
+
+    @contextmanager
+    def _filled_in_turn(self, tensors: Mapping[str, torch.Tensor], fetch: Fetch) -> Iterator[None]:
+        """Within the block each layer has data while it runs."""
+        with ExitStack() as hooks, ExitStack() as running:
+            for prefix, layer in self._layers.items():
+                mine = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+                def begin(*_: Any, mine: Mapping[str, torch.Tensor] = mine) -> None:
+                    running.enter_context(self._filled(mine, fetch))
+
+                def end(*_: Any) -> None:
+                    running.close()
+
+                hooks.callback(layer.register_forward_pre_hook(begin).remove)
+                hooks.callback(layer.register_forward_hook(end).remove)
+            yield
+
+    @contextmanager
+    def _filled(self, tensors: Mapping[str, torch.Tensor], fetch: Fetch) -> Iterator[None]:
+        """Within the block these parameters of the twin have data."""
+        blanks = {name: module._parameters[leaf] for name in tensors for module, leaf in self._owners[name][:1]}
+        try:
+            for name, tensor in tensors.items():
+                self._put(name, torch.nn.Parameter(fetch(name, tensor), requires_grad=False))
+            yield
+        finally:
+            for name, blank in blanks.items():
+                self._put(name, blank)
+
+    def _put(self, name: str, parameter: torch.nn.Parameter | None) -> None:
+        for module, leaf in self._owners[name]:
+            module._parameters[leaf] = parameter
+
+
+def _owners(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
+    """By parameter: the modules that hold it, each with its own name for it. A tied one has several."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    owners: dict[str, list[tuple[torch.nn.Module, str]]] = {name: [] for name in names.values()}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[names[parameter]].append((module, leaf))
+    return owners

@@ -1,0 +1,109 @@
+"""A step of the real learner that computes nothing: how much memory a rank holds at most, found without its devices.
+
+Tensors have shapes and no data (torch's FakeTensorMode), the other ranks are pretended (its fake process group), and
+torch's FSDPMemTracker adds up what is alive. Everything else is the learner's own code. The optimiser's state is
+counted from its tensors: the tracker does not see what is there before it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+from rlhfless.algorithms.base import algorithm_of
+from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.functions.learner.optimizer import MOMENTS, ShardedAdamW
+from rlhfless.functions.learner.rank import LearnerRank
+from rlhfless.functions.loading import build_blank
+from rlhfless.functions.policy import TORCH_DTYPES, Policy, checkpoint_activations, policy_of
+from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, reduces, shard
+from rlhfless.records import FinishReason, Group, Prompt, Rollout
+from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec
+
+MICRO_BATCHES = 2
+"""The second meets the gradients of the first."""
+
+CPU = torch.device("cpu")
+
+
+def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: int) -> Mapping[str, int]:
+    """What rank 0 of `ranks` holds at most during micro-batches of `rows` sequences of `width` tokens: in `total`, and
+    of it by the tracker's categories.
+
+    `config` is a transformers config. Must run in a process without a process group.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        mesh = mesh_of(CPU, ranks)  # reads tensors
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            rank = _rank(config, learner, mesh)
+            batch = _batch(rows, width)
+            rank._loss(batch)[0].backward()  # FSDP makes its groups in the first pass
+            rank._policy.settle()
+            rank._optimizer.forget_gradients()
+            return _tracked(rank, batch)
+    finally:
+        dist.destroy_process_group()
+
+
+def _tracked(rank: LearnerRank, batch: PackedBatch) -> Mapping[str, int]:
+    tracker = FSDPMemTracker(rank._model)
+    with tracker:
+        for number in range(MICRO_BATCHES):
+            tracker.reset_mod_stats()  # it takes one pass of each module at a time; its peak goes on
+            reduces(rank._model, alone=rank._alone, last=number == MICRO_BATCHES - 1)
+            rank._loss(batch)[0].backward()
+    peak = {
+        str(getattr(kind, "value", kind)): int(size) for kind, size in tracker.get_tracker_snapshot("peak")[CPU].items()
+    }
+    states = rank._optimizer.state()
+    moments = sum(local(tensor).nbytes for moment in MOMENTS for tensor in states[moment].values())
+    total = peak.pop("Total")
+    return peak | {"AdamW": moments, "total": total + moments}
+
+
+def _rank(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
+    """As LearnerRank's constructor makes it, but for the weights."""
+    rank = LearnerRank.__new__(LearnerRank)
+    rank._learner, rank._mesh, rank._alone = learner, mesh, is_alone(mesh, offload=False)
+    rank._algorithm, rank._temperature = algorithm_of(GRPOSpec()), 1.0
+    rank._policy = _policy(config, learner, mesh)
+    rank._model = rank._policy.model
+    rank._optimizer = ShardedAdamW(rank._model, AdamWSpec())
+    return rank
+
+
+def _policy(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> Policy:
+    config._attn_implementation, config.dtype = "sdpa", torch.float32
+    model = build_blank(AutoModelForCausalLM, config, trust_remote_code=False)
+    compute = TORCH_DTYPES[learner.dtype]
+    shard(model, mesh, compute_dtype=compute, exact_head=learner.head_dtype == "float32")
+    # The tracker sees forward passes by the hooks of modules alone: the model's own method is the pass.
+    model.forward = getattr(model, INSIDE).__wrapped__
+    setattr(model, INSIDE, model.__call__)
+    model.to_empty(device=CPU)
+    if learner.gradient_checkpointing:
+        checkpoint_activations(model)
+    return policy_of(model, CPU, compute, mesh)
+
+
+def _batch(rows: int, width: int) -> PackedBatch:
+    """Sequences of one prompt token and a response that fills the width."""
+    tokens = np.zeros(width, dtype=np.int64)
+    rollouts = tuple(
+        Rollout(
+            "p", index, 0, tokens, np.zeros(width, dtype=np.float32), "", FinishReason.STOP, (), "rehearsal", 0.0, 0.0
+        )
+        for index in range(rows)
+    )
+    packed = pack([Group.of(Prompt("p", (0,), ""), rollouts)])
+    return packed.with_columns(advantages=packed.spread(np.ones(packed.sequences)))
