@@ -2,10 +2,11 @@
 
     python benchmarks/prefixes.py [--model DIR] [--prefixes 0 100 1000] [--rounds 5] [--prompts 8192] [--smoke]
 
-Per length of a common prefix, a step of 16 prompts x 8 samples: tokens that are computed, and the wall time of the
+Per length of a common prefix, a step of 16 prompts x 8 samples: tokens that are computed, and the time of the
 reference's logprobs and of the learner's forward and backward passes, each prefix once against each prefix for each
 sample. The two take turns in one process (A B A B ...), so that both meet the same state of the machine; medians are
-compared. The search is timed on prompts of 1,000 tokens. Without --model a random model of 0.8 M parameters is made.
+compared, of wall time and of processor time, which other work on the machine disturbs less. The search is timed on
+prompts of 1,000 tokens. Without --model a random model of 0.8 M parameters is made.
 """
 
 from __future__ import annotations
@@ -70,16 +71,16 @@ def learner(policy: Policy, batch: PackedBatch) -> None:
         torch.autograd.backward(response_logprobs(policy, select(batch, part.indices), 1.0, part.packed).logprobs.sum())
 
 
-def medians_s(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Each work's median, when they take turns; the first round is not counted."""
-    times: list[list[float]] = [[] for _ in works]
+def medians_s(works: Sequence[Callable[[], object]], rounds: int) -> list[tuple[float, float]]:
+    """Each work's medians of wall time and of processor time, when they take turns; the first round is not counted."""
+    times: list[list[tuple[float, float]]] = [[] for _ in works]
     for number in range(rounds + 1):
         for work, of_work in zip(works, times, strict=True):
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             work()
-            if number or rounds == 0:
-                of_work.append(time.perf_counter() - start_s)
-    return [statistics.median(of_work) for of_work in times]
+            if number:
+                of_work.append((time.perf_counter() - start_s, time.process_time() - start_cpu_s))
+    return [(statistics.median(w for w, _ in each), statistics.median(c for _, c in each)) for each in times]
 
 
 def search_ms(prompts: int, rounds: int) -> float:
@@ -88,7 +89,7 @@ def search_ms(prompts: int, rounds: int) -> float:
     prefix = generator.integers(0, 50_000, TRIE_PREFIX_TOKENS)
     own = generator.integers(0, 50_000, (prompts, TRIE_PROMPT_TOKENS - TRIE_PREFIX_TOKENS))
     rows = [np.concatenate([prefix, row]) for row in own]
-    (taken_s,) = medians_s([partial(shared_prefixes, rows, SAMPLES, block_tokens=BLOCK_TOKENS)], rounds)
+    ((taken_s, _),) = medians_s([partial(shared_prefixes, rows, SAMPLES, block_tokens=BLOCK_TOKENS)], rounds)
     return 1e3 * taken_s
 
 
@@ -112,15 +113,17 @@ def main() -> None:
             for share in (False, True)
         ]
     vocabulary = policies[0].head.linear.weight.shape[0]
-    print(f"{'prefix':>7} {'computed':>9} {'of':>8} {'shared':>7} {'reference':>22} {'learner':>22}")
+    print(f"{'prefix':>7} {'computed':>9} {'of':>8} {'shared':>7} {'reference: wall, processor':>30} {'learner':>30}")
     for prefix in arguments.prefixes:
         batch = batch_behind(prefix, vocabulary)
         parts = cut(batch, BUDGET_TOKENS, may_share=True)
         fed, saved = int((batch.lengths - 1).sum()), prompt_tokens(batch) - parts.prompt_tokens
         line = f"{prefix:>7} {fed - saved:>9} {fed:>8} {parts.shared!s:>7}"
         for work in (reference, learner):
-            each, once = medians_s([partial(work, policy, batch) for policy in policies], arguments.rounds)
-            line += f" {each:>7.2f} {once:>6.2f} s {each / once:>4.2f}x"
+            (each, each_cpu), (once, once_cpu) = medians_s(
+                [partial(work, policy, batch) for policy in policies], arguments.rounds
+            )
+            line += f" {each:>7.2f} {once:>6.2f} s {each / once:>5.2f}x {each_cpu / once_cpu:>5.2f}x"
         print(line)
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlhfless.scaling.leases import LeaseTerms
 from rlhfless.sim.setup import SlotSetup
+
+ROUNDING_S = 1e-6
+"""A device that is taken again this soon was never given back."""
 
 
 class Devices:
     """The devices of all slots."""
 
-    def __init__(self, slot_setups: Sequence[SlotSetup]) -> None:
+    def __init__(self, slot_setups: Sequence[SlotSetup], terms: LeaseTerms) -> None:
+        self._terms = terms
+        self._since_s: dict[str, float] = {}
+        """When the lease of a device began."""
         self._devices = [
             () if slot_setup.beside else tuple(device.name for device in slot_setup.allocation.devices)
             for slot_setup in slot_setups
@@ -30,9 +37,21 @@ class Devices:
         """The time from which the devices of a slot are free; it may be in the future."""
         return max((self._free_s.get(device, 0.0) for device in self._devices[slot]), default=0.0)
 
-    def take(self, slot: int) -> None:
+    def gone(self, slot: int, at_s: float) -> tuple[bool, bool]:
+        """Whether any device, and whether every device of a slot was given back and is no longer paid for."""
+        gone = [device in self._free_s and at_s > self._paid_until_s(device) for device in self._devices[slot]]
+        return any(gone), bool(gone) and all(gone)
+
+    def take(self, slot: int, at_s: float) -> None:
+        """Holds the devices of a slot from `at_s` on: their leases go on if they are still paid for."""
         for device in self._devices[slot]:
             self._holder[device] = slot
+            if device not in self._since_s or at_s > self._paid_until_s(device):
+                self._since_s[device] = at_s
+
+    def _paid_until_s(self, device: str) -> float:
+        free_s = self._free_s[device]
+        return max(self._terms.paid_until_s(self._since_s[device], free_s), free_s) + ROUNDING_S
 
     def give(self, slot: int, at_s: float) -> None:
         """Frees the devices of a slot from `at_s` on."""

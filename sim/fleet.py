@@ -4,6 +4,7 @@
     wake    once its devices are free: STARTING for the wake time of its tier
     load    a generation actor, while a step is drawn: STALE for `Transport.load_s`. Others start with weights
     spot    each life of an actor has an exponential length, from a generator of its own
+    lease   a device that was given back, and is no longer paid for, is there again after `LeaseTerms.reacquire_s`
 
 A `Fleet` carries out what it is asked, and the agenda says when that has happened; it decides nothing.
 """
@@ -44,7 +45,7 @@ class Fleet:
         """Slots whose `_states` and `_tiers` may be out of date."""
         self._functions = setup.functions
         self._ledger = ledger
-        self._devices = Devices(self.slot_setups)
+        self._devices = Devices(self.slot_setups, setup.terms)
         self._waiting: dict[int, float] = {}
         self._nodes: dict[str, float] = {}
         self._gone_s = [0.0] * len(self.slot_setups)
@@ -191,10 +192,10 @@ class Fleet:
     def _begin(self, slot: int, at_s: float) -> None:
         replica, slot_setup = self.replicas.get(slot), self.slot_setups[slot]
         self._touched.add(slot)
-        self._devices.take(slot)
+        at_s, late_s = self._acquired(slot, at_s)
         if replica is not None and replica.asleep is not None:
             replica.note(replica.life.wake(at_s))
-            self.agenda.add(at_s + slot_setup.wake_s[replica.asleep], Up(slot, self._turns[slot]))
+            self.agenda.add(at_s + late_s + slot_setup.wake_s[replica.asleep], Up(slot, self._turns[slot]))
             replica.asleep, replica.busy_s = None, at_s
             return
         begin_s = max(at_s, self._nodes.setdefault(slot_setup.node, at_s + self.setup.node_s))
@@ -203,10 +204,19 @@ class Fleet:
         self.replicas[slot] = Replica(
             self._ledger, self._functions[slot], self._label(slot), slot_setup.allocation, begin_s, life
         )
-        self.agenda.add(begin_s + slot_setup.start_s, Up(slot, self._turns[slot]))
+        self.agenda.add(begin_s + late_s + slot_setup.start_s, Up(slot, self._turns[slot]))
         mean_s = self.setup.actors[slot].spot_mean_s if slot < len(self.setup.actors) else math.inf
         if math.isfinite(mean_s):
             self.agenda.add(begin_s + float(self._random[slot].exponential(mean_s)), Interrupted(slot, life))
+
+    def _acquired(self, slot: int, at_s: float) -> tuple[float, float]:
+        """Takes the devices of a slot: from when its replica holds them, and how much longer it waits for some. A
+        replica that has one of its devices pays for it while it waits for the others."""
+        some, every = self._devices.gone(slot, at_s)
+        lag_s = self.setup.terms.reacquire_s if some else 0.0
+        begin_s = at_s + lag_s if every else at_s
+        self._devices.take(slot, begin_s)
+        return begin_s, 0.0 if every else lag_s
 
     def _sleep(self, slot: int, at_s: float, tier: str) -> None:
         replica = self.replicas.get(slot)

@@ -51,6 +51,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
         links.beat_s,
         setup.max_tokens,
         kept_usd_per_s(setup.slot_setups, prices),
+        setup.terms,
     )
 
 

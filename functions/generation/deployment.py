@@ -13,12 +13,13 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from uuid import uuid4
 
 from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply, Usage
-from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, SampleKey
+from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, PrecomputeRequest, SampleKey
 from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import EngineDead, EngineSettings, EngineTimeout
+from rlhfless.functions.generation.vllm.messages import EngineDead, EngineSettings, EngineTimeout, SampleRequest
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned, engine_fault
 from rlhfless.records import PublishedWeights
@@ -128,9 +129,7 @@ class GenerationFunction(Function):
         Raises WrongVersion, or TimeoutError after `request.timeout_s`.
         """
         self.admit(call)
-        serving = None if self._loaded is None else self._loaded.version.label
-        if serving != request.version:
-            raise WrongVersion(f"{request.actor} was asked for {request.version} and serves {serving}")
+        self._require_version(request)
         run = RequestRun(self._engine, request, self.incarnation)
         self._runs.append(run)
         try:
@@ -140,6 +139,32 @@ class GenerationFunction(Function):
         finally:
             self._runs.remove(run)
             await run.cancel()
+
+    async def precompute(self, call: Call, request: PrecomputeRequest) -> Reply[None]:
+        """Put the KV of prefixes into the engine's cache, one after the other. Raises WrongVersion."""
+        self.admit(call)
+        self._require_version(request)
+        start_s = time.time()
+        with self._engine_faults("a precomputation"):
+            cached = [await self._prefill(prefix, request.version) for prefix in request.prefixes]
+        usage = Usage(
+            input_tokens=sum(map(len, request.prefixes)),
+            cached_tokens=sum(cached),
+            sequences=len(request.prefixes),
+            version=request.version,
+        )
+        return self.reply(None, start_s, usage)
+
+    async def _prefill(self, prefix: tuple[int, ...], version: str) -> int:
+        """Tokens that were in the cache already. An engine prefills to draw a token, which is dropped."""
+        name = f"{self.incarnation}-prefix-{uuid4().hex}"
+        prefill = SampleRequest(name, prefix, seed=None, max_tokens=1, temperature=0.0, cache_salt=version)
+        return (await self._engine.sample(prefill)).cached_tokens
+
+    def _require_version(self, request: GenerateRequest | PrecomputeRequest) -> None:
+        serving = None if self._loaded is None else self._loaded.version.label
+        if serving != request.version:
+            raise WrongVersion(f"{request.actor} was asked for {request.version} and serves {serving}")
 
     async def abort(self, call: Call, keys: Sequence[SampleKey] | None = None) -> Reply[int]:
         """Stop the samples of `keys`, or all if it is None; their streams yield the tokens so far. Idempotent."""

@@ -56,6 +56,17 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PrecomputeRequest:
+    """Prefixes whose KV an actor is to have before it gets the samples that begin with them."""
+
+    prefixes: tuple[tuple[int, ...], ...]
+    """Token ids, each prefix after those that it begins with."""
+    version: str
+    """Label of the weight version that must be loaded: KV of another one is never hit."""
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
 class GroupFinished:
     """Samples of one prompt: all samples that this actor was given, or, when some of them were aborted, the aborted
     samples and their siblings that had ended by then. An aborted sample continues on another actor, so it cannot wait

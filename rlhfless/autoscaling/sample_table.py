@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey
+from rlhfless.prefixes.neighbours import prefix_ranks
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
@@ -22,7 +23,8 @@ class SampleTable:
     """The samples of one step. A sample is a number, in the order of the draw: siblings one after the other."""
 
     def __init__(self, step: int, items: Sequence[SampleItem], slots: int) -> None:
-        prompts = {item.prompt_id: len(item.prompt_token_ids) for item in items}
+        token_ids = {item.prompt_id: item.prompt_token_ids for item in items}
+        prompts = {prompt_id: len(tokens) for prompt_id, tokens in token_ids.items()}
         rank = {prompt_id: number for number, prompt_id in enumerate(prompts)}
         self.step = step
         self.items = list(items)
@@ -34,6 +36,7 @@ class SampleTable:
         self._numbers = {item.key: number for number, item in enumerate(items)}
         self._prompt_ids = tuple(prompts)
         self._prompt_tokens = np.array(list(prompts.values()), np.int64)
+        self._prefix = prefix_ranks(list(token_ids.values()))
         self._group = np.array([rank[item.prompt_id] for item in items], np.int64)
         self._tokens = np.zeros(len(items), np.int64)
         self._finished = np.zeros(len(items), bool)
@@ -70,6 +73,7 @@ class SampleTable:
             read_only(self._finished),
             read_only(self._truncated),
             read_only(self.home),
+            read_only(self._prefix),
         )
 
     def counts(self, slot: int) -> tuple[int, int]:

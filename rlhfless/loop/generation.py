@@ -28,6 +28,7 @@ from rlhfless.functions.generation.messages import (
     SampleItem,
     SampleKey,
 )
+from rlhfless.loop.precompute import Precomputation
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import FinishReason, Group, ReplicaState, Rollout
 from rlhfless.records.journal import Journal
@@ -71,6 +72,7 @@ class GenerationStage:
         self._streams: dict[asyncio.Task[None], Replica] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._called_back: set[int] = set()
+        self._precomputation = Precomputation(request, spec.timeouts.sync_s)
         self._lost: set[str] = set()
         self._lost_in_a_row = 0
         """Actors that were lost, or did not come up, since the last sample ended."""
@@ -222,6 +224,7 @@ class GenerationStage:
 
     async def _stream(self, actor: Replica, number: int, request: GenerateRequest) -> None:
         try:
+            await self._precomputation.before(actor, request.items)
             events = actor.stream(
                 self._request.work, "generate", self._request.call, request, timeout_s=self._spec.recovery.beat_s
             )

@@ -9,6 +9,7 @@ from rlhfless.records import Experience, FunctionName, Invocation, Work
 
 COUNTED: Mapping[Work, FunctionName] = {
     Work.GENERATE: FunctionName.GENERATION,
+    Work.PRECOMPUTE: FunctionName.GENERATION,
     Work.LOGPROBS: FunctionName.REFERENCE,
     Work.LEARN: FunctionName.LEARNER,
 }

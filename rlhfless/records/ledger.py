@@ -69,6 +69,8 @@ class Work(StrEnum):
     GENERATE = "generate"
     HELD_OUT = "held_out"
     """Generation for an evaluation on held-out prompts."""
+    PRECOMPUTE = "precompute"
+    """Prefill of shared prefixes, before the samples that begin with them."""
     LOAD_WEIGHTS = "load_weights"
     SCORE = "score"
     LOGPROBS = "logprobs"

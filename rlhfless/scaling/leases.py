@@ -21,6 +21,38 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """How devices are rented, as a policy and the simulator need to know it."""
+
+    granularity_s: float = 0.0
+    """A lease is billed in multiples of this; 0 bills the time used."""
+    minimum_s: float = 0.0
+    """Shortest lease that is billed."""
+    reacquire_s: float = 0.0
+    """From asking for a device that was given back until it is there, each time; not billed."""
+
+    @classmethod
+    def of(cls, billings: Iterable[Billing | None], reacquire_s: float) -> LeaseTerms:
+        """The hardest of the terms of several kinds of devices."""
+        known = [billing for billing in billings if billing is not None]
+        granularity_s = max((billing.granularity_s for billing in known), default=0.0)
+        return cls(granularity_s, max((billing.minimum_s for billing in known), default=0.0), reacquire_s)
+
+    @property
+    def free(self) -> bool:
+        """Whether a device can be given back and taken again at no cost."""
+        return self == LeaseTerms()
+
+    def paid_until_s(self, start_s: float, end_s: float) -> float:
+        """Until when a lease is paid for that is held from `start_s` to `end_s`."""
+        return start_s + _rounded_s(end_s - start_s, self.granularity_s, self.minimum_s)
+
+    def another_s(self, lease_s: float) -> float:
+        """Expected seconds that are paid for in vain by one more lease of about `lease_s`."""
+        return self.granularity_s / 2 + max(self.minimum_s - lease_s, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The time of a device from taking it until giving it back, and until it is no longer paid for."""
 
@@ -40,12 +72,18 @@ class Lease:
 
 def billed_s(held_s: float, billing: Billing | None) -> float:
     """The seconds that the seller bills for a machine that was kept for `held_s`."""
-    if billing is None or held_s <= 0:
+    if billing is None:
         return max(held_s, 0.0)
-    at_least_s = max(held_s, billing.minimum_s)
-    if billing.granularity_s == 0:
+    return _rounded_s(held_s, billing.granularity_s, billing.minimum_s)
+
+
+def _rounded_s(held_s: float, granularity_s: float, minimum_s: float) -> float:
+    if held_s <= 0:
+        return 0.0
+    at_least_s = max(held_s, minimum_s)
+    if granularity_s == 0:
         return at_least_s
-    return max(math.ceil(at_least_s / billing.granularity_s - _ROUNDING) * billing.granularity_s, held_s)
+    return max(math.ceil(at_least_s / granularity_s - _ROUNDING) * granularity_s, held_s)
 
 
 def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[Lease]:

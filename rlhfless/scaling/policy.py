@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from rlhfless.records import Decision, FunctionName, ReplicaState
 from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.leases import LeaseTerms
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -93,6 +94,8 @@ class FleetView:
     """Tokens of the longest possible response."""
     kept_usd_per_s: float = 0.0
     """Cost of a second of the run if no device is held: of owned devices, what their release does not earn."""
+    terms: LeaseTerms = LeaseTerms()  # noqa: RUF009 (frozen)
+    """The cost of giving a device back and taking it again."""
 
     def generation(self) -> tuple[int, ...]:
         """Slots for generation actors."""
@@ -137,6 +140,9 @@ class StepView:
     finished: Flags  # [samples]
     truncated: Flags  # [samples]: ended by max_tokens, not by itself
     home: Ints  # [samples]: slot, or UNASSIGNED
+    prefix: Ints | None = None
+    """`[groups]`: equal for prompts with the same long prefix, near for prefixes that begin alike; None if prompts are
+    known by their lengths alone."""
 
     def samples_at(self, slot: int) -> Ints:
         """Unfinished samples that belong to a slot, ascending."""

@@ -36,6 +36,7 @@ class Phase(StrEnum):
 PHASES: Mapping[Work, Phase] = MappingProxyType(
     {
         Work.GENERATE: Phase.GENERATION,
+        Work.PRECOMPUTE: Phase.GENERATION,
         Work.HELD_OUT: Phase.HELD_OUT,
         Work.SCORE: Phase.SCORING,
         Work.LOGPROBS: Phase.REFERENCE,

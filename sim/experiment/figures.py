@@ -22,7 +22,7 @@ from rlhfless.records import Holding
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.accounting import usage
 from rlhfless.scaling.intervals import Interval, length, union
-from rlhfless.scaling.leases import leased_usd
+from rlhfless.scaling.leases import billed_s, leased_usd
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 
 
@@ -71,7 +71,7 @@ def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list
         by_incarnation[call.incarnation].append(call)
         calls[call.incarnation].append((call.start_s, call.end_s))
     # Rounding by the seller belongs to the machines and not to a step: it is divided evenly.
-    rounding_usd = (leased_usd(trace.holdings, prices) - prices.cost_usd(trace.holdings)) / max(len(ends), 1)
+    rounding_usd = _rounding_usd(trace.holdings, bounds, prices, devices) / max(len(ends), 1)
     for index, record in enumerate(trace.steps):
         within = held[index]
         window_s = bounds[index + 1] - bounds[index]
@@ -92,6 +92,23 @@ def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list
             )
         )
     return figures
+
+
+def _rounding_usd(
+    holdings: Sequence[Holding], bounds: Sequence[float], prices: PriceBook, devices: DeviceSupply
+) -> float:
+    """The cost of time that is billed beyond the holdings; of devices that are kept for the whole run, beyond the
+    run."""
+    if not devices.reserved:
+        return leased_usd(holdings, prices) - prices.cost_usd(holdings)
+    run_s = bounds[-1] - bounds[0] if bounds else 0.0
+    return (
+        math.fsum(
+            count * (billed_s(run_s, prices.device(kind).billing) - run_s) * prices.price_usd_per_hour(kind)
+            for kind, count in devices.count.items()
+        )
+        / SECONDS_PER_HOUR
+    )
 
 
 def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, devices: DeviceSupply) -> float:

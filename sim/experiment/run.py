@@ -161,7 +161,7 @@ def run(task: Task) -> RunResult:
         policy = bound(entry.name, settings, terms, scenario, drawn, task.seed)
     else:
         policy = kind.make(settings, terms)
-    simulation = Simulation(setup(scenario, layout, task.seed), policy, prices)
+    simulation = Simulation(setup(scenario, layout, task.seed, reserved=kind.reserved), policy, prices)
     for batch in drawn:
         simulation.step(batch)
     trace = simulation.close()

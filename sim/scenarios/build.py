@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.startup import start_s
+from rlhfless.scaling.leases import LeaseTerms
 from rlhfless.scaling.placement import Allocation, Device
-from rlhfless.scaling.prices import SECONDS_PER_HOUR, DevicePrice, Owned, PriceBook, Residency, load_price_book
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, Billing, DevicePrice, Owned, PriceBook, Residency, load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec
@@ -189,9 +190,13 @@ class Layout:
         return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
 
 
-def setup(scenario: Scenario, layout: Layout, seed: int) -> Setup:
-    """The setup of the simulator, without a policy. Raises InputError for a schedule that the placement forbids."""
+def setup(scenario: Scenario, layout: Layout, seed: int, *, reserved: bool = False) -> Setup:
+    """The setup of the simulator, without a policy. `reserved`: all devices are kept for the whole run.
+
+    Raises InputError for a schedule that the placement forbids.
+    """
     transport, engine = scenario.transport, scenario.engine
+    terms = LeaseTerms() if reserved else lease_terms(scenario, layout)
     size = scenario.model.shape.total_bytes
     per_actor = transport.device_bytes_per_s * engine.tensor_parallel
     kv_token_s = scenario.model.shape.kv_bytes / scenario.cluster.kv_bytes_per_s
@@ -206,14 +211,25 @@ def setup(scenario: Scenario, layout: Layout, seed: int) -> Setup:
             scenario.cluster.provisioning_s,
             scenario.max_tokens,
             seed,
+            terms,
         )
     except ValueError as error:
         problem = Problem("schedule", str(error), "set placement.mode to `disaggregated`, or the schedule to `sync`")
         raise InputError(scenario.name, [problem]) from error
 
 
+def lease_terms(scenario: Scenario, layout: Layout) -> LeaseTerms:
+    """The terms of the layout's devices."""
+    book = price_book(scenario)
+    billings = [book.device(machines.kind).billing for machines in layout.machines]
+    return LeaseTerms.of(billings, scenario.cluster.reacquire_s)
+
+
 def _priced(device: DevicePrice, machines: MachinesSpec, asleep_usd: float, scenario: Scenario) -> DevicePrice:
     changes: dict[str, object] = {}
+    terms = scenario.cluster.billing
+    if terms is not None:
+        changes["billing"] = Billing(**terms.model_dump(), source="cluster.billing", as_of=device.as_of)
     if device.residency is None:
         source = "weights per device x cluster.host_memory_usd_per_gb_hour"
         changes["residency"] = Residency(usd_per_hour=asleep_usd, source=source, as_of=device.as_of)

@@ -60,6 +60,16 @@ class MachinesSpec(SpecModel):
         return self.nodes * self.devices_per_node
 
 
+class BillingTermsSpec(SpecModel):
+    """The seller's terms."""
+
+    granularity_s: NotNegative = 0.0
+    """Time is rounded up to a multiple of this; 0 bills the time used."""
+
+    minimum_s: NotNegative = 0.0
+    """Shortest time that is billed."""
+
+
 class ClusterSpec(SpecModel):
     """All machines that a policy may use, and how they are billed."""
 
@@ -71,6 +81,13 @@ class ClusterSpec(SpecModel):
 
     provisioning_s: NotNegative = 0.0
     """Seconds to provision a machine that has not been used yet. 0: all machines run from the start."""
+
+    billing: BillingTermsSpec | None = None
+    """How the time of rented devices is billed; by the price book when left out."""
+
+    reacquire_s: NotNegative = 0.0
+    """Seconds to get a device back that was given back, each time it is no longer paid for. 0: at once, as if nobody
+    else were waiting. Policies whose users keep the whole cluster never give one back."""
 
     host_memory_usd_per_gb_hour: NotNegative = 0.0031
     """Price of a sleeping replica's weights in host memory, if the price book has no residency. The default is the

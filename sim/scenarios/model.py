@@ -120,6 +120,12 @@ class EngineSpec(SpecModel):
     block_tokens: Annotated[int, Field(ge=1)] = 16
     """Tokens of one KV block."""
 
+    runtime_s: Annotated[float, Field(ge=0)] = 0.005
+    """Seconds of every iteration that no kernel accounts for: scheduling, sampling, detokenising, and the runtime's own
+    calls. Added to `roofline` and `kernels`; a fit has it already. The default is the median of 10.0, 16.9 and 20.5 ms
+    a token, measured in RL runs of 7B (TP 1), 14B and 32B (TP 2) on H800, less the 5.9, 7.9 and 15.5 ms of the data
+    sheet."""
+
     latency: LatencySpec = RooflineLatency()
     """The latency model."""
 

@@ -35,19 +35,21 @@ class Packed:
     """
 
     model: EngineModel
+    runtime_s: float
+    """Of each decode iteration, beside the model's kernels."""
     line: LinearEngine
     """Through the model: its prices of a token in a large prefill, and of a pair of tokens in attention."""
 
     @classmethod
-    def of(cls, model: EngineModel) -> Packed:
-        return cls(model, LinearEngine.of(model))
+    def of(cls, model: EngineModel, runtime_s: float = 0.0) -> Packed:
+        return cls(model, runtime_s, LinearEngine.of(model))
 
     @property
     def context_s(self) -> float:
         return self.model.context_s
 
     def iteration_s(self, sequences: int) -> float:
-        return self.model.iteration_s(sequences)
+        return self.model.iteration_s(sequences) + self.runtime_s
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
         return self.line.prefill_s(tokens, context_tokens)
@@ -55,7 +57,8 @@ class Packed:
 
 def engine_model(scenario: Scenario, kind: str) -> EngineModel:
     """The latency model of one actor on devices of this kind. Raises InputError if there is none."""
-    return Packed.of(_engine_model(scenario, kind))
+    fitted = isinstance(scenario.engine.latency, FittedLatency)
+    return Packed.of(_engine_model(scenario, kind), 0.0 if fitted else scenario.engine.runtime_s)
 
 
 def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
@@ -136,5 +139,6 @@ def publish_s(scenario: Scenario, kind: str, devices: int) -> float:
 
 def _token_s(scenario: Scenario, kind: str, devices: int) -> float:
     """Seconds per token for each operation per parameter."""
-    rate = device_of(kind).flops_per_s.value * devices * scenario.learner.mfu
+    mfu = scenario.learner.expert_mfu if scenario.model.shape.experts else scenario.learner.mfu
+    rate = device_of(kind).flops_per_s.value * devices * mfu
     return scenario.model.shape.active / rate

@@ -110,14 +110,19 @@ class LearnerTimingSpec(SpecModel):
     lost time. The default lies between two public logs of verl: 0.185 (GRPO of a 7B model, MI300) and 0.288 (LoRA of a
     72B model). With recomputation a device does 8 operations, so a forward pass alone runs at 8/6 of it."""
 
+    expert_mfu: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """The same for models with experts, by their active parameters. The default is a fit to two published GRPO steps of
+    30B-A3B and 235B-A22B on H100: small products and all-to-all leave a fifth of what dense models reach."""
+
     mini_batches: Count = 2
     """Updates per step. The samples of all but the first are passed forward before it, for their old logprobs."""
 
     state_bytes_per_parameter: Positive = 16.0
     """Weights, gradients and Adam's state on the devices in mixed precision (ZeRO, arXiv 1910.02054)."""
 
-    fixed_s: Annotated[float, Field(ge=0)] = 1.0
-    """Seconds of each step whatever its size: collating, the optimiser, barriers. An assumption."""
+    fixed_s: Annotated[float, Field(ge=0)] = 2.0
+    """Seconds of each step whatever its size: collating, the optimiser, barriers, metrics. An assumption; published
+    GRPO steps of 75 to 506 s are compatible with 0 to 5 (`benchmarks/rl_steps.py`)."""
 
 
 class ScoringTimingSpec(SpecModel):

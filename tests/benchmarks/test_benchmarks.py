@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent
 BENCHMARKS = HERE.parents[1] / "benchmarks"
 LIMIT_S = 800
-MODEL, RUNS, RECORDED = "model", "measured_runs", "recorded"
+MODEL, RUNS, RECORDED, STEPS = "model", "measured_runs", "recorded", "published_steps"
 """Fixtures with what a command line must name."""
 
 
@@ -51,8 +51,11 @@ PURE = (
         (r"a: faster.*b: cheaper", rf"median \(mean\) of 1 scenarios: a, {NUMBER}x", r"\| static_colocated \|"),
     ),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
+    Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
     Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL),
-    Smoke("prefixes", (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x .* s +{NUMBER}x")),
+    Smoke(
+        "prefixes", (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x +{NUMBER}x .* s +{NUMBER}x")
+    ),
     Smoke(
         "simulator", (r"[\d,]+ responses/s: \d+ in", r"static +\d+ s of processor", r"cost_aware +\d+ s of processor")
     ),
@@ -120,6 +123,22 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for actors, kind in ((1, "one-actor"), (2, "two-actors")):
         record(folder / f"{kind}-1" / "run" / "trace", actors)
     return ["no model", "--kinds", "two actors", "--keep", str(folder)]
+
+
+@pytest.fixture(scope="module")
+def published_steps(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Three steps, made up."""
+    path = tmp_path_factory.mktemp("steps") / "steps.csv"
+    columns = "id,model,devices,kind,generation_tp,prompts,samples,mean_response_tokens,max_response_tokens"
+    rows = (
+        "8,h100,1,16,4,200,1024,sync,20",
+        "8,mi300x,,16,4,200,1024,sync,25",
+        "8,h100,1,16,4,200,1024,one_step_off,18",
+    )
+    named = zip(("first", "second", "third"), rows, strict=True)
+    lines = (f"{name},Llama-3.1-8B,{row}" for name, row in named)
+    path.write_text("\n".join([f"{columns},schedule,step_s", *lines]))
+    return [str(path)]
 
 
 def output(command: Sequence[str | Path]) -> str:

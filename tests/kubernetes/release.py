@@ -10,6 +10,7 @@ import subprocess
 import tarfile
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ class Release:
             self.kubectl("get", "secret", f"{self.name}-api-key", "-o", "jsonpath={.data.api-key}")
         ).decode()
 
+    @cached_property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"}
+
     def call(self, method: str, path: str, body: Any = None, within_s: float = 120) -> Any:
         """One call; tried again while the control plane is away. A refusal fails the test."""
         end_s = time.monotonic() + within_s
@@ -87,7 +92,7 @@ class Release:
             try:
                 answer = httpx.request(
                     method, f"http://127.0.0.1:{self._forwarded()}{path}", json=body, timeout=20,
-                    headers={"Authorization": f"Bearer {self.key}"},
+                    headers=self._headers,
                 )  # fmt: skip
             except httpx.HTTPError:
                 self.close()
@@ -132,7 +137,7 @@ class Release:
         """The run's trace, downloaded."""
         answer = httpx.get(
             f"http://127.0.0.1:{self._forwarded()}/v1/runs/{run}/trace", timeout=60,
-            headers={"Authorization": f"Bearer {self.key}"},
+            headers=self._headers,
         )  # fmt: skip
         assert answer.status_code == 200, answer.text
         with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:

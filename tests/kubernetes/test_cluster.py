@@ -146,6 +146,13 @@ def test_a_run_goes_on_over_upgrade_and_rollback(release: Release, tmp_path: Pat
     whole(release, run, steps, tmp_path)
 
 
+def keep(name: str, text: str) -> None:
+    """Print, and keep a file."""
+    print(text)
+    if folder := os.environ.get("RLHFLESS_ARTEFACTS"):
+        (Path(folder) / name).write_text(text)
+
+
 class TimeLine:
     """How many worker pods and held devices there are, second by second."""
 
@@ -167,8 +174,7 @@ class TimeLine:
         self._over.set()
         self._thread.join()
         text = "seconds,worker_pods_with_gpus\n" + "".join(f"{at_s:.0f},{pods}\n" for at_s, pods in self.rows)
-        if folder := os.environ.get("RLHFLESS_ARTEFACTS"):
-            (Path(folder) / "gpu-pods.csv").write_text(text)
+        keep("gpu-pods.csv", text)
 
 
 def test_worker_pods_follow_a_run_and_go(release: Release, tmp_path: Path) -> None:
@@ -196,6 +202,43 @@ def test_worker_pods_follow_a_run_and_go(release: Release, tmp_path: Path) -> No
     assert max(pods for _, pods in line.rows) == 3
 
 
+def test_a_run_says_why_its_nodes_do_not_come(release: Release) -> None:
+    wants = spec(1, placement={"kind": "a100-80gb", "devices": 8})
+    run = release.call("POST", "/v1/runs", wants)["id"]
+    said = release.until(run, lambda found: "nodes are available" in found["status_reason"], 180)["status_reason"]
+    assert f"pod {release.name}-ray-absent-worker-" in said
+    assert "didn't match Pod's node affinity/selector" in said
+    release.call("POST", f"/v1/runs/{run}/cancel")
+    end_s = time.monotonic() + 120
+    while release.call("GET", f"/v1/runs/{run}")["status"] != "cancelled":
+        assert time.monotonic() < end_s, "the run that waits is not cancelled"
+        time.sleep(1)
+
+
+def test_sixty_four_nodes_of_eight_gpus(release: Release) -> None:
+    if len(json.loads(kubectl("get", "nodes", "-l", "type=kwok", "-o", "json"))["items"]) < 64:
+        pytest.skip("the cluster has no 64 nodes of KWOK (label type=kwok): its size is not tested")
+    groups = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())["ray"]["gpuGroups"]
+    many = next(number for number, group in enumerate(groups) if group["name"] == "many")
+    release.upgrade("--set", f"ray.gpuGroups[{many}].minNodes=64")
+    end_s = time.monotonic() + 300
+    while len(there := release.objects("pods", "ray.io/group=many")) < 64 or any(
+        pod["status"]["phase"] != "Running" for pod in there
+    ):
+        assert time.monotonic() < end_s, f"{len(there)} pods of 64"
+        time.sleep(2)
+    (cluster,) = release.objects("rayclusters")
+    taken_s = []
+    for _ in range(300):
+        began_s = time.monotonic()
+        release.call("GET", "/v1/functions")
+        taken_s.append(time.monotonic() - began_s)
+    p99_s = sorted(taken_s)[-3]
+    keep("many-nodes.txt", f"RayCluster object: {len(json.dumps(cluster)):,} bytes; 300 GET /v1/functions through a "
+                           f"forwarded port: p99 {p99_s * 1e3:.0f} ms\n")  # fmt: skip
+    release.upgrade()
+
+
 def test_uninstalled_nothing_is_left_but_what_keep_names(release: Release) -> None:
     assert release.helm("uninstall", release.name, "--wait", "--timeout", "4m", timeout_s=250).returncode == 0
     kinds = "deployments,services,secrets,configmaps,roles,rolebindings,serviceaccounts,networkpolicies,rayclusters"
@@ -208,3 +251,20 @@ def test_uninstalled_nothing_is_left_but_what_keep_names(release: Release) -> No
 def _is_ours(found: dict[str, Any]) -> bool:
     labels = found["metadata"].get("labels", {})
     return labels.get("app.kubernetes.io/instance") == "rlhfless" or "ray.io/cluster" in labels
+
+
+@pytest.mark.skipif(not os.environ.get("RLHFLESS_TEST_DEFINITIONS"), reason="would replace the cluster's definitions")
+def test_a_definition_that_is_too_old_is_refused(release: Release) -> None:
+    name = "rayclusters.ray.io"
+    there = json.loads(kubectl("get", "crd", name, "-o", "json"))
+    there["metadata"] = {"name": name, "annotations": there["metadata"].get("annotations", {})}
+    older = json.loads(json.dumps(there))
+    for version in older["spec"]["versions"]:
+        version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"].pop("authOptions", None)
+    kubectl("replace", "-f", "-", given=json.dumps(older))
+    try:
+        done = release.helm("install", "other", str(CHART), "--dry-run=server")
+    finally:
+        kubectl("replace", "-f", "-", given=json.dumps(there))
+    assert done.returncode != 0
+    assert "RayCluster definition is older than KubeRay 1.5.1" in done.stderr

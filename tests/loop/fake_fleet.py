@@ -13,11 +13,12 @@ from rlhfless.autoscaling.even_split import EvenSplit
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.blueprint import Bounds
-from rlhfless.fleet.replica import ReplicaLost
+from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.generation.messages import (
     Ended,
     GenerateRequest,
     GroupFinished,
+    PrecomputeRequest,
     Progress,
     SampleItem,
     SampleKey,
@@ -69,6 +70,10 @@ class FakeActor:
     running: dict[SampleKey, SampleItem] = field(default_factory=dict)
     queues: list[asyncio.Queue[Any]] = field(default_factory=list)
     queue_of: dict[SampleKey, asyncio.Queue[Any]] = field(default_factory=dict)
+    precomputed: list[tuple[PrecomputeRequest, int]] = field(default_factory=list)
+    """Each with the number of generate requests before it."""
+    slow: bool = False
+    """Precomputations time out."""
 
     open_device_s: ClassVar[dict[str, float]] = {}
 
@@ -89,7 +94,12 @@ class FakeActor:
             left -= len(getattr(event, "rollouts", ()))
             yield event
 
-    async def call(self, method: str, call: Any, keys: Sequence[SampleKey], **_: Any) -> int:
+    async def call(self, method: str, call: Any, keys: Any, **_: Any) -> int:
+        if method == "precompute":
+            self.precomputed.append((keys, len(self.requests)))
+            if self.slow:
+                raise CallTimeout("waited 1 s for shared prefixes")
+            return 0
         assert method == "abort"
         running = [key for key in keys if key in self.running]  # the others have just ended, or are not there yet
         for prompt_id in dict.fromkeys(key[0] for key in running):

@@ -17,7 +17,7 @@ from rlhfless.sim.scenarios.scenario import (
 )
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "scenarios"
-DEADLINES = (0.5, 0.85, 0.95, 1.0, 1.1, 1.3)
+DEADLINES = (0.5, 0.9, 1.0, 1.2)
 """Times static's time."""
 
 SLOWER, DEARER = 1.01, 1.005
@@ -45,7 +45,7 @@ def test_no_deadline_is_better_than_a_contract(name: str) -> None:
         contract = CheapestContract(deadline=by_static(times), per="run")
         entries.append(PolicyEntry(name="cost_aware", label=f"deadline {times:g}", contract=contract))
     entries += [PolicyEntry(name="cost_aware", label=label, contract=each) for label, each in CONTRACTS.items()]
-    scenario = load_scenario(EXAMPLES / f"{name}.yaml").model_copy(update={"seeds": 2, "policies": tuple(entries)})
+    scenario = load_scenario(EXAMPLES / f"{name}.yaml").model_copy(update={"seeds": 1, "policies": tuple(entries)})
     rows = {row.label: row for row in compare(scenario).rows("all")}
     for label in CONTRACTS:
         mine = rows[label]
@@ -67,7 +67,7 @@ def test_a_budget_that_is_large_enough_buys_the_least_time(name: str) -> None:
         PolicyEntry(name="cost_aware", label="budget", contract=fastest),
         PolicyEntry(name="cost_aware", label="hurry", contract=hurry),
     )
-    scenario = load_scenario(EXAMPLES / f"{name}.yaml").model_copy(update={"seeds": 2, "policies": entries})
+    scenario = load_scenario(EXAMPLES / f"{name}.yaml").model_copy(update={"seeds": 1, "policies": entries})
     rows = {row.label: row for row in compare(scenario).rows("all")}
     assert rows["budget"].cost_ratio.mean < 1
     assert rows["budget"].speed_up.mean * SLOWER >= rows["hurry"].speed_up.mean

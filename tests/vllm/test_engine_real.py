@@ -11,6 +11,7 @@ import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -24,12 +25,15 @@ from tiny_models import (
 )
 
 from rlhfless.functions.generation.vllm.adapter import Engine
+from rlhfless.functions.generation.vllm.arguments import CPU_BLOCK_TOKENS
 from rlhfless.functions.generation.vllm.messages import (
     EngineBusy,
     EngineDead,
     EngineError,
     SampleRequest,
 )
+from rlhfless.prefixes.precompute import to_precompute
+from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.prepare.memory.formulas import kv_token_bytes
 from rlhfless.records import FinishReason, VersionSpan
 from rlhfless.scaling.latency.shape import ModelShape
@@ -199,6 +203,28 @@ async def test_a_prompt_that_is_too_long_is_refused(case: Case) -> None:
     with pytest.raises(EngineError, match=str(CONTEXT_TOKENS)):
         await case.engine.sample(_request("long", token_ids=(5,) * (CONTEXT_TOKENS + 1)))
     assert case.engine.usable
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["precomputed", "by the first sample"])
+async def test_a_shared_prefix_is_computed_once(case: Case, ahead: bool) -> None:
+    """Four prompts of four samples each, with 512 tokens in common: 1.05 x what blocks of 32 allow, at most."""
+    random, salt = np.random.default_rng(int(ahead)), f"prefix {ahead}"
+    prefix = tuple(random.integers(3, len(VOCABULARY), 512).tolist())
+    prompts = [(*prefix, *random.integers(3, len(VOCABULARY), 20).tolist()) for _ in range(4)]
+    (first,) = to_precompute(prompts)
+    assert first == prefix
+    computed = 0
+    if ahead:
+        warm = await case.engine.sample(replace(_request(salt, token_ids=first), max_tokens=1, cache_salt=salt))
+        computed += len(first) - warm.cached_tokens
+    asked = [
+        replace(_request(f"{salt} {i} {j}", token_ids=prompt), max_tokens=8, cache_salt=salt)
+        for i, prompt in enumerate(prompts)
+        for j in range(4)
+    ]
+    drawn = await asyncio.gather(*map(case.engine.sample, asked))
+    computed += sum(len(one.token_ids) - sample.cached_tokens for one, sample in zip(asked, drawn, strict=True))
+    assert computed <= 1.05 * shared_prefixes(prompts, 4, block_tokens=CPU_BLOCK_TOKENS).unique_tokens
 
 
 async def test_other_weights_are_really_served(case: Case) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.plan.curve import IterationCurve, fit_curve
@@ -56,7 +57,14 @@ class DeviceOption:
 
     def with_standby(self, standby: tuple[Standby, ...]) -> DeviceOption:
         """The same kind with other actors on it. It keeps the curve, which takes milliseconds to fit."""
-        other = replace(self, standby=standby)
+        return self._with(standby=standby)
+
+    def free(self) -> DeviceOption:
+        """The same kind, whose actors cost nothing."""
+        return self._with(usd_per_s=0.0)
+
+    def _with(self, **changes: Any) -> DeviceOption:
+        other = replace(self, **changes)
         vars(other)["curve"] = self.curve
         return other
 

@@ -53,6 +53,11 @@ class Recent:
         total = self._weight * self._before**2 + len(self._seen) * scatter**2
         self.scatter = math.sqrt(total / (self._weight + len(self._seen)))
 
+    @property
+    def least(self) -> float:
+        """The least of the last observations; 0 while there is only one, which may be an outlier."""
+        return min(self._seen) if self.count > 1 else 0.0
+
     def at(self, confidence: float) -> float:
         """An upper bound of the next observation with this probability: value + t scatter, with the quantile t of
         Student's distribution, because the scatter is known from few observations. With z the normal quantile and f

@@ -15,6 +15,7 @@ import numpy as np
 
 from rlhfless.records import FunctionName
 from rlhfless.scaling.policies.cost_aware.estimators import Recent, StartTimes
+from rlhfless.scaling.policies.cost_aware.held import HeldDevices, may_stay
 from rlhfless.scaling.policies.fleet_actions import Inputs, leave, note
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
 from rlhfless.scaling.policy import Action, Start
@@ -46,7 +47,9 @@ class IdleState:
     """The saving of each second against staying, without the costs of its begin and end."""
 
 
-def cheapest_idle_state(now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, taken_s: float) -> IdleState:
+def cheapest_idle_state(
+    now: PolicyContext, slot: int, starts: StartTimes, gap_s: float, taken_s: float, again_usd: float = 0.0
+) -> IdleState:
     """The cheapest idle state of a replica over a gap of g seconds; among equal costs the state that is up sooner. A
     replica whose devices cost d a second, and which is up again after u seconds (by tier), pays
 
@@ -58,7 +61,8 @@ def cheapest_idle_state(now: PolicyContext, slot: int, starts: StartTimes, gap_s
     ahead of time, only the part that does not fit into the gap. This is the ski-rental problem (Karlin et al.,
     Algorithmica 3, 1988) with tiers as further options between renting and buying. If sleep has no price of its own, a
     replica that sleeps on a shared device pays only while no other replica is awake there: not for `taken_s` of the
-    gap. A replica on devices that another function will need cannot stay, nor start ahead of time.
+    gap. A replica on devices that another function will need cannot stay, nor start ahead of time. `again_usd` is the
+    cost of giving the devices back and taking them again (`held`): of all states but the first.
     """
     replica_slot, shared, waiting = now.layout.replica_slots[slot], now.layout.shared(slot), waiting_usd_per_s(now)
     price = replica_slot.usd_per_s
@@ -69,7 +73,7 @@ def cheapest_idle_state(now: PolicyContext, slot: int, starts: StartTimes, gap_s
         unpaid_s = taken_s if rate >= price else 0.0
         late_s = up_s if shared else max(up_s - gap_s, 0.0)
         asleep_s = max(gap_s - unpaid_s - (up_s - late_s), 0.0)
-        usd = rate * asleep_s + price * up_s + waiting * late_s
+        usd = rate * asleep_s + price * up_s + waiting * late_s + again_usd
         states.append(IdleState(False, tier, usd, price - rate))
     return min(states, key=lambda state: state.usd)
 
@@ -105,13 +109,18 @@ def _serves_alone(now: PolicyContext, slot: int) -> bool:
 class IdleScheduler:
     """State of one run: the durations of gaps so far."""
 
-    def __init__(self, starts: StartTimes) -> None:
+    def __init__(self, starts: StartTimes, held: HeldDevices) -> None:
         self._starts = starts
+        self._held = held
+        self._step_s = Recent()
+        self._serving: set[int] = set()
+        """Services that have not done the step."""
         self._after = Recent()
         """From the end of generation until the next step begins, per token of the step."""
         self._generation_s = Recent()
         self._wanted_s: dict[int, Recent] = {}
-        """By slot of a service: from the step's begin until its first complete group."""
+        """By slot of a service: from the step's begin until its first complete group. A service that comes up late
+        delays the whole step, so it is started for the earliest."""
         self._began_s: dict[int, float] = {}
         self._generated: dict[int, tuple[float, float]] = {}
         """By step: when its generation ended, and its tokens."""
@@ -129,10 +138,12 @@ class IdleScheduler:
         """Starts services ahead of their first group."""
         self._began_s[now.view.step] = now.at_s
         self._first_group = False
+        learner = FunctionName.LEARNER
+        self._serving = {slot for slot in now.layout.others if now.layout.replica_slots[slot].function is not learner}
         actions: list[Action] = []
         for slot in now.layout.others:
             if slot in self._wanted_s and not now.layout.shared(slot) and now.absent(slot):
-                actions.append(self._ahead(now, slot, now.view.slots[slot].tier, self._wanted_s[slot].value))
+                actions.append(self._ahead(now, slot, now.view.slots[slot].tier, self._wanted_s[slot].least))
         return actions
 
     def look(self, now: PolicyContext, generated_s: float) -> list[Action]:
@@ -176,19 +187,43 @@ class IdleScheduler:
         return Start(slot, now.at_s + gap_s - self._starts.wake_s(now.layout.replica_slots[slot], tier))
 
     def idle(self, now: PolicyContext, slot: int, forecast: StepForecast) -> list[Action]:
-        """A function other than generation has finished its work of the step."""
+        """A function other than generation has finished its work of the step. After the last service, actors that kept
+        their devices make way for the learner."""
+        self._serving.discard(slot)
+        actions = [] if self._serving else self._make_way(now)
         if not now.awake(slot):
-            return []
+            return actions
         wanted_s = self._generation_s.value
         if now.layout.replica_slots[slot].function is not FunctionName.LEARNER and not now.layout.shared(slot):
-            wanted_s = self._wanted_s[slot].value if slot in self._wanted_s else 0.0
+            wanted_s = self._wanted_s[slot].least if slot in self._wanted_s else 0.0
         ended_s, _ = self._generated.get(now.view.step, (now.at_s, 0.0))
         gap_s = max(ended_s + self.after_s(forecast.tokens) - now.at_s, 0.0) + wanted_s
-        return release(now, slot, cheapest_idle_state(now, slot, self._starts, gap_s, taken_s=gap_s))
+        again_usd = 0.0 if now.layout.shared(slot) else self._again_usd(now, slot, gap_s)
+        state = cheapest_idle_state(now, slot, self._starts, gap_s, gap_s, again_usd)
+        return [*actions, *release(now, slot, state)]
+
+    def kept(self, now: PolicyContext) -> bool:
+        """Whether devices that generation shares are not worth giving back within this step."""
+        generation_s = self._generation_s.value if self._generation_s.count else math.inf
+        return self._held.kept(now, generation_s, self._step_s.value)
+
+    def _again_usd(self, now: PolicyContext, slot: int, gap_s: float) -> float:
+        return 0.0 if now.view.fleet.terms.free else self._held.again_usd(now, slot, gap_s, self._step_s.value)
+
+    def _make_way(self, now: PolicyContext) -> list[Action]:
+        if now.view.fleet.terms.free or now.left:
+            return []
+        actions: list[Action] = []
+        for slot in now.layout.generation:
+            if now.layout.shared(slot) and now.awake(slot):
+                actions += release(now, slot, cheapest_idle_state(now, slot, self._starts, 0.0, 0.0))
+        return actions
 
     def step_ended(self, step: int, end_s: float) -> None:
         """Learns how long the step took from the end of generation."""
-        self._began_s.pop(step, None)
+        began_s = self._began_s.pop(step, None)
+        if began_s is not None:
+            self._step_s.add(end_s - began_s)
         if step in self._generated:
             generated_s, tokens = self._generated.pop(step)
             self._after.add((end_s - generated_s) / tokens)
@@ -199,4 +234,12 @@ class IdleScheduler:
         gap_s = max(forecast.generated_s - now.at_s, 0.0) + after_s
         if not self._after.count:
             gap_s = now.layout.replica_slots[slot].start_s  # unknown: the break-even of the ski-rental problem
-        return cheapest_idle_state(now, slot, self._starts, gap_s, taken_s=after_s)
+        if now.view.fleet.terms.free:
+            return cheapest_idle_state(now, slot, self._starts, gap_s, after_s)
+        if not now.layout.shared(slot):
+            return cheapest_idle_state(now, slot, self._starts, gap_s, after_s, self._again_usd(now, slot, gap_s))
+        until_s = max(forecast.generated_s - now.at_s, 0.0)
+        keep_usd = now.layout.replica_slots[slot].usd_per_s * until_s
+        if may_stay(now, slot) and keep_usd <= self._again_usd(now, slot, until_s):
+            return IdleState(True, None, keep_usd, 0.0)
+        return cheapest_idle_state(now, slot, self._starts, gap_s, after_s)

@@ -30,6 +30,10 @@ from rlhfless.scaling.policy import Ints, StepView
 CAUTION_STEP = 0.2
 """Precision of the bisection for the most cautious feasible plan: three more plans."""
 
+SIMILAR_MEAN = 1.25
+"""Prompts whose forecasts differ by less than this factor may change places in the sorted list, for the sake of common
+prefixes: forecasts of single prompts are off by more."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
@@ -45,6 +49,8 @@ class PlanRequest:
     """Steps of the run before this one."""
     steps_left: int
     """Steps of the run that remain, including this one."""
+    kept: bool = False
+    """Whether devices that generation shares are paid for in the whole step, used or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +109,17 @@ def plan_step(
 ) -> StepPlan:
     """Options -> the most cautious plan that can be made -> samples to slots -> slots to prewarm."""
     standby = {slot: starts.standby(now, slot) for slot in now.layout.generation}
-    options, behind = fleet_options.options(now, standby)
+    options, behind = fleet_options.options(now, standby, kept=request.kept)
     found = _safest(now.view, lengths, request, options)
     assignment = assign(found.plan, behind, found.step)
     cold = [slot for slot, (tier, _) in standby.items() if tier == COLD and slot not in assignment.slots]
     prewarm: tuple[int, ...] = ()
     if cold and request.steps_left > 1 and is_due(request.steps_done, found.plan):
         prewarm = _prewarm(now, found, request, fleet_options, starts, standby, cold)
+    if request.kept:  # a device without an actor would be given back
+        spare = [slot for slot, (tier, _) in standby.items() if tier != COLD and slot not in assignment.slots]
+        spare = [slot for slot in spare if now.layout.shared(slot)]
+        assignment = assignment.wait_for(spare, max((standby[slot][1] for slot in spare), default=0.0))
     late = [slot for slot in prewarm if now.layout.shared(slot) and standby[slot][1] > found.plan.step_s]
     if late:
         up_s = max(standby[slot][1] for slot in late)
@@ -155,7 +165,8 @@ def _prewarm(
     cold: Sequence[int],
 ) -> tuple[int, ...]:
     """The `cold` slots that a plan would use if they slept, provided the gain is worth their starts (`prewarm`)."""
-    richer, behind = fleet_options.options(now, asleep_instead(now.layout, standby, starts))
+    asleep = asleep_instead(now.layout, standby, starts)
+    richer, behind = fleet_options.options(now, asleep, kept=request.kept)
     other = plan(found.step, richer, found.contract, waiting_usd_per_s=request.waiting_usd_per_s)
     chosen = tuple(slot for slot in assign(other, behind, found.step).slots if slot in cold)
     price = sum(now.layout.replica_slots[slot].usd_per_s * standby[slot][1] for slot in chosen)
@@ -167,7 +178,7 @@ def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Res
     groups end by the lengths that they are given."""
     if lengths.known:  # then it is also known which sibling is long
         return responses(lengths.means, view.group, view.prompt_tokens)
-    by_mean = np.argsort(np.bincount(view.group, lengths.means) / np.bincount(view.group), kind="stable")
+    by_mean = _by_mean(view, np.bincount(view.group, lengths.means) / np.bincount(view.group))
     rank = np.empty(by_mean.size, np.int64)
     rank[by_mean] = np.arange(by_mean.size)
     order = np.argsort(rank[view.group], kind="stable")
@@ -175,6 +186,16 @@ def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Res
     ranks[order] = even_ranks(order.size)
     step = responses(lengths.one_each(ranks), view.group, view.prompt_tokens)
     return replace(step, order=order, longest=ends_by(lengths, order, confidence))
+
+
+def _by_mean(view: StepView, means: Floats) -> Ints:
+    """The prompts, ascending by `means` [prompts]; among similar ones, prompts with a common prefix side by side. An
+    actor's group is a stretch of this list, so that it computes few prefixes."""
+    if view.prefix is None or not view.prefix.any():
+        return np.argsort(means, kind="stable")
+    level = np.floor(np.log(np.maximum(means, 1.0)) / math.log(SIMILAR_MEAN))
+    order: Ints = np.lexsort((means, view.prefix, level))
+    return order
 
 
 def even_ranks(count: int) -> Floats:

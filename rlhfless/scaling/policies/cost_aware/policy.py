@@ -17,6 +17,7 @@ from rlhfless.scaling.policies.cost_aware.completion import longest_response, un
 from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin, StepAim
 from rlhfless.scaling.policies.cost_aware.estimators import Spending, StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Forecaster, RemainingLengths
+from rlhfless.scaling.policies.cost_aware.held import HeldDevices, kept_usd_per_s
 from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast, release, waiting_usd_per_s
 from rlhfless.scaling.policies.cost_aware.migration import MigrationState
 from rlhfless.scaling.policies.cost_aware.planner import PlanRequest, StepPlan, plan_step
@@ -57,7 +58,8 @@ class CostAware:
         self._contexts = Contexts()
         self._fleet_options = FleetOptionsCache()
         self._starts = StartTimes()
-        self._idle = IdleScheduler(self._starts)
+        self._held = HeldDevices()
+        self._idle = IdleScheduler(self._starts, self._held)
         self._deadline = DeadlineMargin(settings.confidence)
         self._replanner = Replanner(self._fleet_options, self._idle, self._starts)
         contracts = (run.contract, *run.step_contracts)
@@ -75,6 +77,7 @@ class CostAware:
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:
         now = self._contexts.of(at_s, view)
         self._spending.see(now)
+        self._held.see(now)
         actions = self._decide(now, event)
         self._starts.see(now, actions)
         return actions
@@ -142,7 +145,9 @@ class CostAware:
             share = 1.0 if self._spending.others_usd.count else UNSEEN_SHARE
             contract = FastestUnderBudget(contract.budget_usd * share / self._spending.of_plan.value)
         run_left = max(self._run.steps - self._steps, 1)
-        return PlanRequest(contract, margin, waiting_usd_per_s(now), after_s, self._steps, run_left)
+        kept = self._idle.kept(now)
+        waiting = waiting_usd_per_s(now) + (kept_usd_per_s(now) if kept else 0.0)
+        return PlanRequest(contract, margin, waiting, after_s, self._steps, run_left, kept)
 
     def _aim_of(
         self, now: PolicyContext, lengths: RemainingLengths, request: PlanRequest, made: StepPlan, state: MigrationState

@@ -1,0 +1,193 @@
+"""Published RL steps against the simulator's clock: fitted to all of them but one, how far off is that one?
+
+    python benchmarks/rl_steps.py STEPS.csv [--smoke]
+
+STEPS.csv has a row per published step: id, model, devices, kind, generation_tp, prompts, samples,
+mean_response_tokens, max_response_tokens, schedule (sync or one_step_off) and step_s. Lengths were not published: they
+are drawn lognormal, cut off at the limit, with the published mean and an assumed spread. Generation is simulated, with
+the runtime floor of `engine.runtime_s`. The rest is
+
+    6 operations per parameter and token for learning, 1.5 for old and 1.5 for reference logprobs, by peak x MFU
+    + the scenarios' seconds of each step whatever its size
+
+where the MFU of models with and without experts is fitted. Steps that overlap take the longer of generation and the
+rest, at the best split of the devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from smoke import parsed
+from where import machine
+
+from rlhfless.scaling.latency.devices import device_of
+from rlhfless.sim.experiment.compare import compare
+from rlhfless.sim.scenarios import Scenario
+from rlhfless.sim.scenarios.model import BUILT_IN
+from rlhfless.sim.scenarios.work import LearnerTimingSpec
+
+SPREAD = 0.6
+"""Standard deviation of the log of the lengths: an assumption."""
+
+PROMPT_TOKENS = 200
+"""Median prompt: an assumption."""
+
+OPERATIONS = 9.0
+"""Per parameter and token, outside generation; a forward pass alone runs at 8/6 of the rate (`learner.mfu`)."""
+
+SPLITS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
+"""Shares of the devices that draw, where generation and the learner have devices of their own."""
+
+DEVICES_PER_NODE = 8
+
+GRID = tuple(np.geomspace(0.1, 0.5, 33).tolist())
+EXPERT_GRID = tuple(np.geomspace(0.02, 0.2, 33).tolist())
+"""Values of MFU that are tried, without and with experts: each 5 and 7 % above the one before."""
+
+
+def _config(sizes: Sequence[int], **more: int) -> Mapping[str, object]:
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    return dict(zip((*names, "intermediate_size", "vocab_size"), sizes, strict=True)) | more
+
+
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
+CONFIGS: dict[str, Mapping[str, object]] = {  # of the models' own config.json
+    "Llama-3.1-8B": BUILT_IN["llama-3.1-8b"],
+    "Qwen3-32B": _config((64, 5120, 64, 8, 25600, 151936), head_dim=128),
+    "Qwen3-30B-A3B": _config((48, 2048, 32, 4, 6144, 151936), **EXPERTS, moe_intermediate_size=768),
+    "Qwen3-235B-A22B": _config((94, 4096, 64, 4, 12288, 151936), **EXPERTS, moe_intermediate_size=1536),
+    "deepseek-llm-7b": _config((30, 4096, 32, 32, 11008, 102400)),
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A published step, and what is simulated of it."""
+
+    name: str
+    step_s: float
+    experts: bool
+    overlaps: bool
+    parts: tuple[tuple[float, float], ...]
+    """For each split of the devices: seconds of generation, and of the rest at an MFU of 1."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Fitted figures."""
+
+    mfu: float
+    expert_mfu: float
+    fixed_s: float
+
+    def step_s(self, known: Known) -> float:
+        mfu = self.expert_mfu if known.experts else self.mfu
+        join = max if known.overlaps else sum
+        return min(join((drawn_s, rest_s / mfu)) for drawn_s, rest_s in known.parts) + self.fixed_s
+
+
+def known_of(row: Mapping[str, str]) -> Known:
+    """Simulates the generation of a row."""
+    parallel, devices = int(row["generation_tp"] or 1), int(row["devices"])
+    overlaps = row["schedule"] != "sync"
+    shares = SPLITS if overlaps else (1.0,)
+    counts = sorted({max(int(devices * share) // parallel, 1) * parallel for share in shares})
+    found = []
+    for count in counts:
+        one = scenario_of(row, count, parallel)
+        shape = one.model.shape
+        drawn_s = compare(one).results["static"][0].steps[-1].generation_s
+        learning = devices - count if overlaps else devices
+        tokens = int(row["prompts"]) * int(row["samples"]) * (float(row["mean_response_tokens"]) + PROMPT_TOKENS)
+        rate = learning * device_of(row["kind"]).flops_per_s.value
+        found.append((drawn_s, OPERATIONS * shape.active * tokens / rate))
+    return Known(row["id"], float(row["step_s"]), bool(shape.experts), overlaps, tuple(found))
+
+
+def scenario_of(row: Mapping[str, str], devices: int, parallel: int) -> Scenario:
+    """Two steps of the row's generation on so many devices; the learner takes no memory, and its time is not used."""
+    prompts = int(row["prompts"])
+    each = min(devices, DEVICES_PER_NODE)
+    return Scenario.model_validate(
+        {
+            "name": row["id"],
+            "cluster": {
+                "machines": [{"kind": row["kind"], "nodes": -(-devices // each), "devices_per_node": each}],
+            },
+            "model": {"config": CONFIGS[row["model"]]},
+            "engine": {"tensor_parallel": parallel},
+            "workload": {
+                "type": "lognormal",
+                "lengths": {"median_tokens": median_tokens(row), "spread": SPREAD, "persistence": 0.0},
+                "prompts": prompts,
+                "median_prompt_tokens": PROMPT_TOKENS,
+                "source": "mean and limit as published, the spread assumed",
+            },
+            "prompts_per_step": prompts,
+            "samples_per_prompt": int(row["samples"]),
+            "max_tokens": int(row["max_response_tokens"]),
+            "learner": {"state_bytes_per_parameter": 0.001},
+            "steps": 2,
+            "seeds": 1,
+            "policies": [{"name": "static"}],
+        }
+    )
+
+
+def median_tokens(row: Mapping[str, str]) -> float:
+    """The median of lognormal lengths that have the published mean once they are cut off."""
+    limit, mean = float(row["max_response_tokens"]), float(row["mean_response_tokens"])
+    deviates = np.random.default_rng(0).standard_normal(20_000)
+    low, high = 1.0, 50 * limit
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        cut = float(np.minimum(middle * np.exp(SPREAD * deviates), limit).mean())
+        low, high = (middle, high) if cut < mean else (low, middle)
+    return low
+
+
+def fitted(rows: Sequence[Known]) -> Fit:
+    """The least sum of |log(predicted / published)|; a utilisation that no row tells is the scenarios' default."""
+    prior = LearnerTimingSpec()
+    tried = GRID if any(not row.experts for row in rows) else (prior.mfu,)
+    with_experts = EXPERT_GRID if any(row.experts for row in rows) else (prior.expert_mfu,)
+
+    def off(fit: Fit) -> float:
+        return math.fsum(abs(math.log(fit.step_s(row) / row.step_s)) for row in rows)
+
+    return min((Fit(*mfus, prior.fixed_s) for mfus in itertools.product(tried, with_experts)), key=off)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rows", type=int, help="only the first so many")
+    arguments = parsed(parser, rows=3)
+    with arguments.file.open(encoding="utf-8", newline="") as file:
+        rows = [known_of(row) for row in list(csv.DictReader(file))[: arguments.rows]]
+    default = LearnerTimingSpec()
+    prior, every = Fit(default.mfu, default.expert_mfu, default.fixed_s), fitted(rows)
+    print(machine())
+    print(f"fitted to all: MFU {every.mfu:.3f}, with experts {every.expert_mfu:.3f}")
+    print(f"{'step':20} {'published':>10} {'defaults':>9} {'fit':>7} {'left out':>9}")
+    errors = []
+    for index, row in enumerate(rows):
+        left_out = fitted([*rows[:index], *rows[index + 1 :]])
+        off = [fit.step_s(row) / row.step_s - 1 for fit in (prior, every, left_out)]
+        errors.append(off)
+        print(f"{row.name:20} {row.step_s:8.1f} s {off[0]:+9.1%} {off[1]:+7.1%} {off[2]:+9.1%}")
+    for name, column in zip(("defaults", "fit", "left out"), zip(*errors, strict=True), strict=True):
+        print(f"{name}: median error {median(map(abs, column)):.1%}, median of signed errors {median(column):+.1%}")
+
+
+if __name__ == "__main__":
+    main()

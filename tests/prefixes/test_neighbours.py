@@ -1,0 +1,31 @@
+"""Prompts with a long common prefix are neighbours."""
+
+import numpy as np
+
+from rlhfless.prefixes.neighbours import prefix_ranks
+from rlhfless.prefixes.precompute import LEAST_TOKENS
+
+SYSTEM = tuple(range(LEAST_TOKENS))
+FIRST, SECOND = tuple(range(5000, 5064)), tuple(range(6000, 6064))
+
+
+def test_by_hand() -> None:
+    prompts = [
+        (*SYSTEM, *SECOND, 1, 1),
+        (9, 9),
+        (*SYSTEM, *FIRST, 2, 2),
+        (*SYSTEM, *SECOND, 3, 3),
+        (*SYSTEM, *FIRST, 4, 4),
+        (*SYSTEM, 5, 5),
+    ]
+    ranks = prefix_ranks(prompts)
+    assert ranks[1] == 0
+    assert ranks[0] == ranks[3] != ranks[2] == ranks[4]
+    assert 0 < ranks[5] < min(ranks[0], ranks[2])
+    assert sorted(set(ranks.tolist())) == [0, 1, 2, 3]
+
+
+def test_short_prefixes_make_no_difference() -> None:
+    assert not prefix_ranks([(*SYSTEM[:-1], 7, 7), (*SYSTEM[:-1], 8, 8)]).any()
+    assert prefix_ranks([]).shape == (0,)
+    assert np.array_equal(prefix_ranks([(1,), (2,)]), [0, 0])
