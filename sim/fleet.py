@@ -148,6 +148,11 @@ class Fleet:
             return False
         return self._up(event.slot, at_s) if isinstance(event, Up) else self._loaded(replica, at_s, event)
 
+    def reacquire_s(self, slot: int, at_s: float) -> float:
+        """Seconds until a slot's node is there, if it is asked for at `at_s` or was asked for before."""
+        there_s = self._nodes.get(self.slot_setups[slot].node, at_s + self.setup.node_s)
+        return max(there_s - at_s, 0.0)
+
     def stuck(self) -> str:
         """Which replica waits for a device, and which one holds it; empty if none waits."""
         for slot in self._waiting:

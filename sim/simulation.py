@@ -40,7 +40,7 @@ from rlhfless.sim.generation import Generation
 from rlhfless.sim.ledger import Ledger
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
-from rlhfless.sim.view import Window, fleet_view
+from rlhfless.sim.view import Window, fleet_view, with_waits
 from rlhfless.sim.work import StepUnderWay, learn, take
 
 PATIENCE, DESPAIR = 1_000, 100_000
@@ -100,7 +100,7 @@ class Simulation:
 
     def _begin(self, batch: RolloutBatch) -> StepUnderWay:
         generation = Generation(self.fleet, batch)
-        window = Window(self._fleet_view, self.fleet, generation)
+        window = Window(with_waits(self._fleet_view, self.fleet, self.now_s), self.fleet, generation)
         taken = {slot: np.zeros(batch.groups, dtype=np.bool_) for slot in self._services}
         under_way = StepUnderWay(self._begun, generation, window, self.now_s, taken)
         self._steps.append(under_way)

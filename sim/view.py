@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from rlhfless.scaling.placement import Allocation
@@ -52,6 +53,15 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
         kept_usd_per_s(setup.slot_setups, prices),
         setup.terms,
     )
+
+
+def with_waits(view: FleetView, fleet: Fleet, at_s: float) -> FleetView:
+    """The view with the waits for nodes that are not there yet, as a live fleet shows them when a step begins."""
+    waits_s = [fleet.reacquire_s(slot, at_s) for slot in range(len(view.replica_slots))]
+    if not any(waits_s):
+        return view
+    slots = tuple(replace(slot, reacquire_s=wait_s) for slot, wait_s in zip(view.replica_slots, waits_s, strict=True))
+    return replace(view, replica_slots=slots)
 
 
 def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook) -> float:

@@ -139,8 +139,7 @@ class LiveFleet:
         return Call(self._call.run_id, self._call.attempt, step)
 
     def _replica_slots(self, pool: Pool) -> list[ReplicaSlot]:
-        """The slots of a pool. A start takes as long as the pool's starts have taken on average, after the devices are
-        there."""
+        """The slots of a pool. A start takes as long as the pool's starts have taken on average."""
         function = pool.function
         start_s = self._ledger.mean_start_s(function)
         kinds = (
@@ -156,22 +155,23 @@ class LiveFleet:
                 devices=tuple(device.name for device in allocation.devices),
                 node=NODE,
                 usd_per_s=self._usd_per_s(function, allocation),
-                start_s=(START_S if start_s is None else start_s) + self._lag_s(pool, number),
+                start_s=START_S if start_s is None else start_s,
                 wake_s={},
                 resident_usd_per_s={},
                 engine=engines.get(allocation.devices[0].kind),
                 beside=True,
                 usable=function is not FunctionName.GENERATION or number not in self._unusable,
+                reacquire_s=self._reacquire_s(pool, number),
             )
             for number, allocation in enumerate(pool.allocations)
         ]
 
-    def _lag_s(self, pool: Pool, number: int) -> float:
-        """Until the devices of a slot are there: none where the run holds them, or a node has them free."""
+    def _reacquire_s(self, pool: Pool, number: int) -> float:
+        """See ReplicaSlot."""
         return self._ledger.reacquire_s(pool.allocations[number].devices[0].kind) if pool.must_come(number) else 0.0
 
     def _terms(self) -> LeaseTerms:
-        """By the price book, of the kinds of the actors' devices."""
+        """Of the kinds of the actors' devices: by the price book, and the waits that were measured."""
         kinds = {device.kind for allocation in self._actors.allocations for device in allocation.devices}
         prices = [self._ledger.prices.device(kind) for kind in sorted(kinds)]
         lag_s = max(self._ledger.reacquire_s(kind) for kind in kinds)

@@ -60,7 +60,8 @@ class ReplicaSlot:
     usd_per_s: float
     """Price of all its devices while a replica holds them."""
     start_s: float
-    """Seconds of a cold start until the replica is up, without the load of the weights."""
+    """Seconds of a cold start, from when its devices are there until the replica is up, without the load of the
+    weights."""
     wake_s: Mapping[str, float]
     """By sleep tier: seconds until the replica is up again, without the load of the weights."""
     resident_usd_per_s: Mapping[str, float]
@@ -72,6 +73,8 @@ class ReplicaSlot:
     both."""
     usable: bool = True
     """The run may hold its devices now. A slot that is not usable has no replica: another run has its devices."""
+    reacquire_s: float = 0.0
+    """Seconds that a cold start waits for its devices: their node has to come. 0 where they are held or free."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,11 +206,11 @@ async def test_what_cannot_be_done_is_a_fault_of_the_policy(tmp_path: Path, aske
         asked(Fleet(tmp_path).fleet)
 
 
-async def test_a_start_on_devices_that_have_to_come_takes_as_long_as_such_have_taken(tmp_path: Path) -> None:
+async def test_a_start_waits_for_devices_that_have_to_come_as_long_as_such_have_taken(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.actors._devices.to_come = {"cpu-1"}
-    assert [slot.start_s for slot in fleet.fleet.view().replica_slots][:2] == [START_S, START_S]
+    assert [slot.reacquire_s for slot in fleet.fleet.view().replica_slots][:2] == [0.0, 0.0]
     fleet.ledger.add_acquired(Acquired(CPU_KIND, 1, 100.0, 340.0, node_came=True))
     # The first actor's core is held; the second one's node took 240 s the last time.
-    assert [slot.start_s for slot in fleet.fleet.view().replica_slots][:2] == [START_S, START_S + 240.0]
+    assert [slot.reacquire_s for slot in fleet.fleet.view().replica_slots][:2] == [0.0, 240.0]
     assert [row.choice for row in fleet.decisions()] == ["1 x cpu-core"]

@@ -150,3 +150,17 @@ def test_samples_without_a_slot_or_an_actor_are_faults() -> None:
         one_step(setup_of(actor(0)), Idler(Assign(0, np.array([0, 1]))), batch)
     with pytest.raises(ValueError, match=r"a response of 201 tokens, above max_tokens \(200\)"):
         one_step(setup_of(actor(0)), Evenly(), batch_of([(5, [201])]))
+
+
+def test_a_policy_sees_how_long_it_waits_for_nodes_that_have_to_come() -> None:
+    """A node comes 5 s after it is asked for the first time, and stays."""
+    seen: list[list[float]] = []
+
+    def answer(at_s: float, event: Event, view: StepView) -> Sequence[Action]:
+        if isinstance(event, StepBegan):
+            seen.append([slot.reacquire_s for slot in view.fleet.replica_slots[:2]])
+        return ()
+
+    simulation, _ = one_step(setup_of(actor(1), actor(2)), Scripted(answer), batch_of([(5, [20]), (5, [20])]))
+    simulation.step(dataclasses.replace(batch_of([(5, [20]), (5, [20])]), step=2))
+    assert seen == [[5.0, 5.0], [0.0, 0.0]]

@@ -231,4 +231,4 @@ def _tier(layout: Layout, slot: int) -> str | None:
 def _up_s(layout: Layout, slot: int) -> float:
     """Seconds from the tier in which a replica sleeps until it is up, without its weights."""
     replica_slot, tier = layout.replica_slots[slot], _tier(layout, slot)
-    return replica_slot.start_s if tier is None else replica_slot.wake_s[tier]
+    return replica_slot.reacquire_s + replica_slot.start_s if tier is None else replica_slot.wake_s[tier]

@@ -73,7 +73,8 @@ class StartTimes:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, str | None], Recent] = {}
-        self._asked: dict[int, tuple[float, str | None]] = {}
+        self._asked: dict[int, tuple[float, str | None, float]] = {}
+        """By slot: when its start takes effect, from which tier, and how long it waits for its devices."""
 
     def see(self, now: PolicyContext, actions: Sequence[Action]) -> None:
         """Notes actions of the policy: starts and wakes are timed from when they take effect."""
@@ -84,15 +85,16 @@ class StartTimes:
                 self._asked.pop(action.slot, None)
             elif isinstance(action, Start):
                 tier = tiers.get(action.slot, now.view.slots[action.slot].tier)
-                self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), tier
+                waits_s = _reacquire_s(now.layout.replica_slots[action.slot], tier)
+                self._asked[action.slot] = max(action.at_s or now.at_s, now.at_s), tier, waits_s
 
     def up(self, now: PolicyContext, slot: int) -> None:
         """A replica has loaded its weights and serves: measures its start."""
         if slot in self._asked:
-            since_s, tier = self._asked.pop(slot)
+            since_s, tier, waits_s = self._asked.pop(slot)
             replica_slot = now.layout.replica_slots[slot]
             seen = self._seen.setdefault((str(replica_slot.function), replica_slot.kind, tier), Recent())
-            seen.add(max(now.at_s - since_s - now.view.fleet.load_s, 0.0))
+            seen.add(max(now.at_s - since_s - waits_s - now.view.fleet.load_s, 0.0))
 
     def forget(self, slot: int) -> None:
         """The replica at a slot was lost."""
@@ -102,8 +104,8 @@ class StartTimes:
         """The tier of a slot, and the seconds until a replica there is up, without its load of weights."""
         replica_slot, there = now.layout.replica_slots[slot], now.view.slots[slot]
         if there.state is ReplicaState.STARTING:
-            since_s, tier = self._asked.get(slot, (now.at_s, None))
-            return STARTING, max(since_s + self.wake_s(replica_slot, tier) - now.at_s, 0.0)
+            since_s, tier, waits_s = self._asked.get(slot, (now.at_s, None, 0.0))
+            return STARTING, max(since_s + waits_s + self._up_s(replica_slot, tier) - now.at_s, 0.0)
         if now.awake(slot):
             return WARM, 0.0
         return there.tier or COLD, self.wake_s(replica_slot, there.tier)
@@ -115,11 +117,20 @@ class StartTimes:
         return self.standby(now, slot)[1] + now.view.fleet.load_s
 
     def wake_s(self, replica_slot: ReplicaSlot, tier: str | None) -> float:
-        """Seconds from a tier (None: a cold start) until a replica is up, without its load of weights."""
+        """Seconds from a tier (None: a cold start, with the wait for devices) until a replica is up, without its load
+        of weights."""
+        return _reacquire_s(replica_slot, tier) + self._up_s(replica_slot, tier)
+
+    def _up_s(self, replica_slot: ReplicaSlot, tier: str | None) -> float:
+        """The same, once its devices are there."""
         seen = self._seen.get((str(replica_slot.function), replica_slot.kind, tier))
         if seen is not None:
             return seen.value
         return replica_slot.start_s if tier is None else replica_slot.wake_s[tier]
+
+
+def _reacquire_s(replica_slot: ReplicaSlot, tier: str | None) -> float:
+    return replica_slot.reacquire_s if tier is None else 0.0
 
 
 class Spending:

@@ -1,0 +1,33 @@
+"""Starts as cost_aware times them: the wait for devices is apart from what a replica itself takes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.scaling.policies.cost_aware.estimators import COLD, STARTING, StartTimes
+from rlhfless.scaling.policy import ReplicaSlot, Start
+
+LOAD_S = 3.0
+
+
+def now(at_s: float, reacquire_s: float, state: ReplicaState | None = None) -> Any:
+    """One slot, whose replica takes 40 s to start by the fleet's figure."""
+    slot = ReplicaSlot(FunctionName.GENERATION, "h100", ("h100-0",), "n", 1.0, 40.0, {}, {}, reacquire_s=reacquire_s)
+    fleet = SimpleNamespace(load_s=LOAD_S)
+    view = SimpleNamespace(fleet=fleet, slots=[SimpleNamespace(tier=None, state=state)])
+    return SimpleNamespace(
+        at_s=at_s, view=view, layout=SimpleNamespace(replica_slots=[slot]), awake=lambda _: state is not None
+    )
+
+
+def test_the_wait_for_devices_is_added_and_not_learned() -> None:
+    starts = StartTimes()
+    assert starts.standby(now(0.0, 240.0), 0) == (COLD, 280.0)
+    assert starts.standby(now(0.0, 0.0), 0) == (COLD, 40.0), "a node that is there"
+    starts.see(now(100.0, 240.0), [Start(0, None)])
+    assert starts.standby(now(150.0, 240.0, ReplicaState.STARTING), 0) == (STARTING, 230.0)
+    starts.up(now(100.0 + 240.0 + 50.0 + LOAD_S, 240.0), 0)  # the replica itself took 50 s
+    assert starts.standby(now(400.0, 0.0), 0) == (COLD, 50.0)
+    assert starts.standby(now(400.0, 180.0), 0) == (COLD, 230.0)
