@@ -1,6 +1,6 @@
 """Shared prefixes: the search for them, and reference and learner with and without computing them once.
 
-    python benchmarks/prefixes.py [--model DIR] [--prefixes 0 100 1000] [--rounds 5] [--prompts 8192] [--smoke]
+    python benchmarks/prefixes.py [--model DIR] [--prefixes 0 1000] [--rounds 5] [--prompts 8192] [--threads 2]
 
 Per length of a common prefix, a step of 16 prompts x 8 samples: tokens that are computed, and the time of the
 reference's logprobs and of the learner's forward and backward passes, each prefix once against each prefix for each
@@ -97,15 +97,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a model in Hugging Face format")
     parser.add_argument("--prefixes", type=int, nargs="+", default=[0, 30, 100, 300, 1000], help="tokens in common")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=8192, help="prompts of the search")
     parser.add_argument("--always", action="store_true", help="share also where it does not pay, to find where it does")
     arguments = parsed(parser, prefixes=[60], rounds=1, prompts=64)
     if arguments.always:
         batching.PAYS_BELOW = float("inf")
-    print(machine())
+    print(f"{machine()}, {arguments.threads} threads")
     print(f"search over {arguments.prompts} prompts: {search_ms(arguments.prompts, arguments.rounds):.1f} ms")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
         spec = ModelSpec(path=arguments.model or random_model(folder))
         policies = [
@@ -124,7 +125,7 @@ def main() -> None:
                 [partial(work, policy, batch) for policy in policies], arguments.rounds
             )
             line += f" {each:>7.2f} {once:>6.2f} s {each / once:>5.2f}x {each_cpu / once_cpu:>5.2f}x"
-        print(line)
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
 from rlhfless.records import IntArray
 
 LEAST_SAVED_TOKENS = 32
-"""A prefix is shared if that saves so many tokens. Each shared prefix is one more attention call per layer, whose
-overhead on a CPU is about the time of ten tokens of a small model."""
+"""A prefix is shared if that saves so many tokens: each one is one more attention call per layer."""
 
 
 @dataclass(frozen=True, slots=True)
