@@ -10,8 +10,8 @@ the runtime floor of `engine.runtime_s`. The rest is
     6 operations per parameter and token for learning, 1.5 for old and 1.5 for reference logprobs, by peak x MFU
     + the scenarios' seconds of each step whatever its size
 
-where the MFU of models with and without experts is fitted. Steps that overlap take the longer of generation and the rest,
-at the best split of the devices.
+where the MFU of models with and without experts is fitted. Steps that overlap take the longer of generation and the
+rest, at the best split of the devices.
 """
 
 from __future__ import annotations
