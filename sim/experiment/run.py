@@ -120,6 +120,10 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
         what = f"{entry.shown} gives no work to devices that prefill only ({placement.prefill_devices})"
         mend = f"leave placement.prefill_devices out, or set it in the `placement` of one of {having} alone"
         raise InputError(scenario.name, [Problem("placement.prefill_devices", what, mend)])
+    if scenario.schedule == "one_step_off" and placement.mode == "colocated":
+        what = f"{entry.shown} is placed co-located, and schedule one_step_off overlaps generation and learning"
+        mend = "leave it out, or give it a `placement` of mode `disaggregated` or the scenario the schedule `sync`"
+        raise InputError(scenario.name, [Problem("policies", what, mend)])
     return FleetShape(placement)
 
 
