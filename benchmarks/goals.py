@@ -41,6 +41,9 @@ DEADLINES = {1.1: 0.70, 1.25: 0.95, 1.5: 0.99}
 LAMBDAS = (0.5, 0.8, 1.0)
 """RLHFless's weight of time against cost, which its paper does not give."""
 
+NO_GAP = 1.01
+"""Static is as good as the bound below this ratio: the share of so little would be noise."""
+
 SHARE, CHEAPER_THAN_PUBLISHED, REGRET = 0.80, 0.15, 0.05
 
 
@@ -219,6 +222,8 @@ def _least_s(below: Sequence[TradeOff], static: Sequence[Totals], ours: Sequence
 
 
 def _share(static: Sequence[float], ours: Sequence[float], bound: Sequence[float]) -> Interval:
-    """Of what lies between static and the bound: 1 where nothing does."""
+    """Of what lies between static and the bound: 1 where that is next to nothing."""
     runs = zip(static, ours, bound, strict=True)
-    return mean_interval([(other - mine) / (other - least) if other > least else 1.0 for other, mine, least in runs])
+    return mean_interval(
+        [(other - mine) / (other - least) if other > least * NO_GAP else 1.0 for other, mine, least in runs]
+    )

@@ -9,6 +9,8 @@ the engine is replayed (first come first served, prefill before decode) and the 
     roofline     the data sheet
     kernels      measured kernels of aiconfigurator-core, where that is installed
     fit, half    fitted to the first half of the run's requests, judged on the second
+    fit, replay  the same, but by replaying the engine with the KV tokens that meta.json records (`kv_cache_tokens`), or
+                 that fit beside the weights by the data sheet: also where requests wait or are preempted
     other model  fitted to the other run, carried over by the ratio of both rooflines, term by term
 """
 
@@ -33,6 +35,8 @@ from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.timeline import Array, Requests
+from rlhfless.sim.engine import EngineShape
+from rlhfless.sim.replay.engine_fit import Served, fit_by_replay, replayed_s
 
 CONFIGS: dict[str, dict[str, Any]] = {  # of the models' own config.json
     "meta-llama/Llama-3.1-8B": {
@@ -64,6 +68,23 @@ class Measured:
     asked_s: Array
     requests: Requests
     max_sequences: int
+    shape: EngineShape
+
+
+NOT_MODELLED = {"data_parallel_size": 1, "pipeline_parallel_size": 1, "enable_expert_parallel": False}
+"""Engine settings that no latency model here knows, and the only value that each may have."""
+
+MEMORY_SHARE, RESERVED_BYTES, BLOCK_TOKENS = 0.9, 3.9e9, 16
+"""vLLM's `gpu_memory_utilization`, aiconfigurator's reserve, and tokens of a KV block."""
+
+
+def shape_of(meta: dict[str, Any], roofline: Roofline) -> EngineShape:
+    """The capacity of the engine."""
+    settings, model, parallel = meta["engine_kwargs"], roofline.shape, roofline.tensor_parallel
+    left = parallel * (roofline.device.memory_bytes.value * MEMORY_SHARE - RESERVED_BYTES) - model.total_bytes
+    tokens = int(meta.get("kv_cache_tokens") or left / model.kv_bytes)
+    sequences = settings["max_num_seqs"]
+    return EngineShape(sequences, tokens // BLOCK_TOKENS, BLOCK_TOKENS, settings.get("max_num_batched_tokens", 8192))
 
 
 def load(folder: Path, count: int | None) -> Measured:
@@ -76,11 +97,15 @@ def load(folder: Path, count: int | None) -> Measured:
         return np.array([row[name] for row in rows], dtype=np.float64)
 
     settings = meta["engine_kwargs"]
+    for key, only in NOT_MODELLED.items():
+        if settings.get(key, only) != only:
+            raise SystemExit(f"{folder}: {key} is {settings[key]}, which is not modelled; leave this run out")
+    roofline = Roofline(
+        ModelShape.of_config(CONFIGS[meta["model"]]), device_of("rtx-pro-6000"), settings["tensor_parallel_size"]
+    )
     return Measured(
         folder.name,
-        Roofline(
-            ModelShape.of_config(CONFIGS[meta["model"]]), device_of("rtx-pro-6000"), settings["tensor_parallel_size"]
-        ),
+        roofline,
         column("queued_ts"),
         Requests(
             column("input_toks"),
@@ -90,7 +115,23 @@ def load(folder: Path, count: int | None) -> Measured:
             column("last_token_ts"),
         ),
         settings["max_num_seqs"],
+        shape_of(meta, roofline),
     )
+
+
+def by_replay(run: Measured, learn: np.ndarray) -> tuple[LinearEngine, float, float]:
+    """Fitted to some requests of a run; and as `error`, of the others, from when they were asked for."""
+    requests = run.requests
+    served = Served(
+        requests.prompt_tokens.astype(np.int64),
+        requests.response_tokens.astype(np.int64),
+        run.asked_s,
+        requests.finished_s,
+    )
+    found = fit_by_replay(served, run.shape, LinearEngine.of(run.roofline), learn)
+    took = replayed_s(found, run.shape, served) - run.asked_s
+    real = requests.finished_s - run.asked_s
+    return found, float(np.median(np.abs(took / real - 1)[~learn])), float(took.sum() / real.sum() - 1)
 
 
 def replay(model: EngineModel, asked_s: Array, requests: Requests, max_sequences: int) -> Array:
@@ -198,6 +239,8 @@ def main() -> None:
         for name, (model, judged) in models.items():
             off, total = error(model, run, judged)
             print(f"{run.name:16} {name:14} {off:12.1%} {total:+8.1%}")
+        _, off, total = by_replay(run, first)
+        print(f"{run.name:16} {'fit, replay':14} {off:12.1%} {total:+8.1%}")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from billings import NAMES, Paid, paid
 from goals import (
     CHEAPER_THAN_PUBLISHED,
     DEADLINES,
@@ -56,11 +57,15 @@ def main() -> None:
     begun_s = time.monotonic()
     found = [run(name, seeds, arguments.jobs, arguments.quick, arguments.smoke) for name in names]
     goals = [goals_of(each) for each in found]
-    text = "\n".join([*head(found, time.monotonic() - begun_s), *goals_text(goals), *tables(found)])
-    print(text)
+    ways = {each.scenario.name: paid(each.scenario) for each in found}
+    short = "\n".join([*head(found, time.monotonic() - begun_s), *paid_text(ways), *goals_text(goals)])
+    full = "\n".join(tables(found))
+    print(short, full, sep="\n")
     if arguments.markdown:
-        arguments.markdown.write_text(text + "\n", "utf-8")
-    if beaten := [text for each in goals for text in each.beaten]:
+        arguments.markdown.write_text(short + "\n", "utf-8")
+        arguments.markdown.with_stem(f"{arguments.markdown.stem}-full").write_text(full + "\n", "utf-8")
+    beaten = [text for each in goals for text in each.beaten]
+    if beaten := [*beaten, *(text for each in ways.values() for one in each.values() for text in one.beaten)]:
         print("below the lower bound, so the bound or the simulator is wrong:", *beaten, sep="\n", file=sys.stderr)
         sys.exit(1)
 
@@ -85,11 +90,52 @@ def head(found: Sequence[Comparison], spent_s: float) -> list[str]:
         "",
         "Written by `python benchmarks/policies.py`; nothing here was measured on devices. Means over "
         f"{first.seeds} seeds with 95 % confidence intervals, of the epochs after the first. `docs/simulate.md` says "
-        f"what the simulator models; the scenarios are in `examples/scenarios/`. All policies work under one contract: "
-        f"as cheap as can be, in each epoch no slower than static co-located. Billing is "
+        "what the simulator models, `simulations-full.md` has every policy of every scenario; the scenarios are in "
+        "`examples/scenarios/`. All policies work under one contract: as cheap as can be, in each epoch no slower than "
+        "static co-located. But for the first tables, billing is "
         f"per second, without a minimum. {spent_s / 60:.0f} minutes on {machine()}.",
         "",
     ]
+
+
+def paid_text(ways: Mapping[str, Mapping[str, Paid]]) -> list[str]:
+    """What scaling alone gives over whole runs by the way to pay: medians, and each scenario."""
+    titles = ["scenario", *(f"{name}: cheaper, no slower; faster, no dearer" for name in NAMES)]
+    lines = [
+        "## What scaling alone gives",
+        "",
+        "| devices are paid for | cheaper in static's time | faster for its cost |",
+    ]
+    lines.append(row(["---"] * 3))
+    for name in NAMES:
+        found = [each[name] for each in ways.values()]
+        saved = [100 * (1 - each.saving_ratio.mean) for each in found]
+        faster = [each.fastest.mean for each in found]
+        saved_text = f"{statistics.median(saved):.0f} % ({min(saved):.0f} to {max(saved):.0f})"
+        lines.append(
+            row([name, saved_text, f"{statistics.median(faster):.2f}x ({min(faster):.2f} to {max(faster):.2f})"])
+        )
+    worse = [f"`{scenario}` ({name})" for scenario, each in ways.items() for name in NAMES if each[name].worse]
+    told = (
+        f"Worse than static by more than 0.5 %: {', '.join(worse)}." if worse else "Never worse than static by 0.5 %."
+    )
+    lines += [
+        "",
+        f"Medians of {len(ways)} scenarios against static co-located with the same engine, learner and devices, whole "
+        "runs with the first epoch; in brackets the worst and the best. `benchmarks/billings.py` says what the ways "
+        f"are. {told}",
+        "",
+        row(titles),
+        row(["---"] * len(titles)),
+    ]
+    for scenario, each in ways.items():
+        cells = [
+            f"{1 - one.saving_ratio.mean:.1%}, time {1 / one.saving_speed_up.mean:.3f}x; {one.fastest.mean:.3f}x, cost "
+            f"{one.fastest_ratio.mean:.3f}x"
+            for one in each.values()
+        ]
+        lines.append(row([scenario, *cells]))
+    return [*lines, ""]
 
 
 def goals_text(goals: Sequence[Goals]) -> list[str]:
@@ -186,9 +232,9 @@ def published(goals: Sequence[Goals]) -> list[str]:
 
 def tables(found: Sequence[Comparison]) -> list[str]:
     """Every policy of every scenario."""
-    lines = ["## All results", ""]
+    lines = ["# All results of the simulated policies", "", "Written by `python benchmarks/policies.py`.", ""]
     for comparison in found:
-        lines += [f"### {comparison.scenario.name}", "", described(comparison.scenario), ""]
+        lines += [f"## {comparison.scenario.name}", "", described(comparison.scenario), ""]
         lines += [
             row(["policy", *(f"{each.title}, {each.unit}" for each in COLUMNS)]),
             row(["---"] * (len(COLUMNS) + 1)),

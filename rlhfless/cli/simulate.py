@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from rlhfless.sim.scenarios import Scenario
 
 
+PIPED_COLUMNS = 160
+"""Width of the tables in a pipe or a file: all columns with the longest labels of policies."""
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command()(simulate)
@@ -80,6 +84,8 @@ def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, job
         raise typer.BadParameter(f"--step is {step}; the scenario has steps 1 to {scenario.steps}")
     comparison = _run(scenario, policies.split(",") if policies else None, jobs)
     console = Console(highlight=False)
+    if not console.is_terminal:  # rich takes a pipe for 80 columns, and would cut the last ones
+        console.width = max(console.width, PIPED_COLUMNS)
     console.print(comparison_table(comparison))
     folder = out / scenario.name
     write_report(comparison, folder, step)

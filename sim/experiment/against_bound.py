@@ -62,7 +62,7 @@ class RunBounds:
     def _fleet_bound(self, fleet: FleetShape, seed: int) -> FleetBound:
         scenario = self._scenario
         layout = layout_of(scenario, fleet)
-        supply = supply_of(layout, reserved=False)
+        supply = supply_of(scenario, layout, reserved=False)
         return FleetBound(setup(scenario, layout, seed), price_book(scenario), supply)
 
     def _step_bounds(self, fleet: FleetShape, seed: int) -> tuple[StepBound, ...]:

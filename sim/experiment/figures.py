@@ -16,7 +16,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhfless.records import Holding
 from rlhfless.records.traces import Trace
@@ -56,6 +56,8 @@ class DeviceSupply:
     """Number of devices by kind."""
     reserved: bool
     """Whether devices that are not held are paid for as well."""
+    spare: Mapping[str, int] = field(default_factory=dict)
+    """Owned devices, by kind, that the policy never holds: they cost what their release does not earn."""
 
 
 def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list[StepFigures]:
@@ -122,6 +124,8 @@ def unheld_usd(holdings: Sequence[Holding], window_s: float, prices: PriceBook, 
         per_hour = price.usd_per_hour if devices.reserved else price.released_usd_per_hour
         held_s = math.fsum(length(union(spans)) for spans in held[kind].values())
         total.append(per_hour * max(count * window_s - held_s, 0.0) / SECONDS_PER_HOUR)
+    for kind, count in devices.spare.items():
+        total.append(prices.device(kind).released_usd_per_hour * count * window_s / SECONDS_PER_HOUR)
     return math.fsum(total)
 
 

@@ -214,7 +214,8 @@ class FleetBound:
         ]
         self._up_s = min(kind.up_s for kind in self._kinds)
         self.kept_usd_per_s = math.fsum(
-            count * prices.device(kind).released_usd_per_hour / SECONDS_PER_HOUR for kind, count in supply.count.items()
+            count * prices.device(kind).released_usd_per_hour / SECONDS_PER_HOUR
+            for kind, count in (*supply.count.items(), *supply.spare.items())
         )
         """Cost of a second of the run with all devices released: 0 unless some are owned."""
 

@@ -120,6 +120,10 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
         what = f"{entry.shown} gives no work to devices that prefill only ({placement.prefill_devices})"
         mend = f"leave placement.prefill_devices out, or set it in the `placement` of one of {having} alone"
         raise InputError(scenario.name, [Problem("placement.prefill_devices", what, mend)])
+    if scenario.schedule == "one_step_off" and placement.mode == "colocated":
+        what = f"{entry.shown} is placed co-located, and schedule one_step_off overlaps generation and learning"
+        mend = "leave it out, or give it a `placement` of mode `disaggregated` or the scenario the schedule `sync`"
+        raise InputError(scenario.name, [Problem("policies", what, mend)])
     return FleetShape(placement)
 
 
@@ -139,11 +143,13 @@ def layout_of(scenario: Scenario, fleet: FleetShape) -> Layout:
     return Layout(scenario, fleet.placement, fleet.devices, fleet.kinds)
 
 
-def supply_of(layout: Layout, *, reserved: bool) -> DeviceSupply:
-    """The devices that a policy may hold. `reserved`: it pays for all of them, held or not."""
+def supply_of(scenario: Scenario, layout: Layout, *, reserved: bool) -> DeviceSupply:
+    """The devices that a policy may hold, and owned ones beside them. `reserved`: it pays for all that it may hold."""
     count = {machines.kind: machines.devices for machines in layout.machines}
     count[layout.machines[0].kind] = layout.devices
-    return DeviceSupply(count, reserved)
+    owned = [machines for machines in scenario.cluster.machines if machines.tenure == "owned"]
+    spare = {machines.kind: machines.devices - count.get(machines.kind, 0) for machines in owned}
+    return DeviceSupply(count, reserved, spare)
 
 
 def run(task: Task) -> RunResult:
@@ -165,7 +171,7 @@ def run(task: Task) -> RunResult:
     for batch in drawn:
         simulation.step(batch)
     trace = simulation.close()
-    figures = step_figures(trace, prices, supply_of(layout, reserved=kind.reserved))
+    figures = step_figures(trace, prices, supply_of(scenario, layout, reserved=kind.reserved))
     kept = (trace, tuple(drawn)) if task.traced else (None, ())
     plans = [decision.inputs for decision in trace.decisions if decision.kind == "plan"]
     infeasible = tuple(str(inputs["reason"]) for inputs in plans if inputs.get("feasible") is False)

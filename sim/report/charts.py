@@ -15,6 +15,7 @@ import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
@@ -26,6 +27,12 @@ WIDTH, HEIGHT = 7.6, 4.4
 """Inches of a picture."""
 
 DPI = 200
+
+DOT = 6.0
+"""Points of a dot."""
+
+SAME = 0.01
+"""Policies nearer than this share in cost and in time have dots on top of each other."""
 
 TIP = re.compile(r"""<g id=(["'])tip: (.*?)\1>""")
 """Where matplotlib has written the `gid` of a shape with a `tip`."""
@@ -90,13 +97,21 @@ def pareto(points: Sequence[ParetoPoint], title: str) -> Figure:
     dots = []
     for index, point in enumerate(points):
         x, y = point.usd, point.seconds
-        wide, high = ([[each.mean - each.low], [each.high - each.mean]] for each in (x, y))
-        dot, *_ = axes.errorbar(x.mean, y.mean, high, wide, fmt="o", color=_colour(index))
+        # An interval may reach below 0, where neither a cost nor a time can be.
+        wide, high = ([[each.mean - max(each.low, 0.0)], [each.high - each.mean]] for each in (x, y))
+        size = DOT * (1 + 0.6 * sum(_alike(point, other) for other in points[index + 1 :]))
+        dot, *_ = axes.errorbar(x.mean, y.mean, high, wide, fmt="o", color=_colour(index), markersize=size)
         dots.append(dot)
         dot.set_gid(tip(f"{point.label}: {y.mean:.4g} s and ${x.mean:.4g} per step"))
     labels = [point.label for point in points]
     figure.legend(dots, labels, loc="lower left", ncols=3, bbox_to_anchor=(0.08, 0.0), handlelength=0.6)
     return figure
+
+
+def _alike(point: ParetoPoint, other: ParetoPoint) -> bool:
+    """Whether the dots of two policies would hide each other: the earlier one is drawn larger, as a ring around it."""
+    pairs = (point.usd.mean, other.usd.mean), (point.seconds.mean, other.seconds.mean)
+    return all(abs(mine - its) <= SAME * max(mine, its) for mine, its in pairs)
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -110,14 +125,22 @@ def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 @rc_context(STYLE)
 def gantt(
-    holdings: Sequence[Holding], invocations: Sequence[Invocation], start_s: float, end_s: float, title: str
+    holdings: Sequence[Holding],
+    invocations: Sequence[Invocation],
+    start_s: float,
+    end_s: float,
+    title: str,
+    deadline_s: float | None = None,
 ) -> Figure:
-    """Which replica held each device between two times, in which state, and when it worked."""
+    """Which replica held each device between two times, in which state, and when it worked; and the step's deadline, in
+    seconds since its begin."""
     devices = sorted({holding.device for holding in holdings if holding.function not in CPU_ONLY}, key=_natural)
-    height = 1.12 + 0.18 * len(devices)
-    figure, axes = _frame(title, "seconds since the step began", "", height, left=1.1, bottom=0.78)
+    height = 1.28 + 0.18 * len(devices)
+    figure, axes = _frame(title, "seconds since the step began", "", height, left=1.1, bottom=0.94)
     axes.grid(False)
-    axes.set(xlim=(0.0, end_s - start_s), ylim=(len(devices) - 0.5, -0.5))
+    axes.set(xlim=(0.0, max(end_s - start_s, deadline_s or 0.0)), ylim=(len(devices) - 0.5, -0.5))
+    if deadline_s is not None:
+        axes.axvline(deadline_s, color=INK, linestyle="--", linewidth=1.0).set_gid(tip(f"deadline: {deadline_s:.1f} s"))
     axes.set_yticks(range(len(devices)), devices)
     row = {device: number for number, device in enumerate(devices)}
     calls: dict[str, list[Invocation]] = {}
@@ -134,9 +157,14 @@ def gantt(
                 bar.set_gid(tip(f"{holding.replica} {what}: {begin - start_s:.1f} to {end - start_s:.1f} s"))
                 axes.add_patch(bar)
     named = {"starting": STATE_COLOURS[ReplicaState.STARTING], "held, idle": STATE_COLOURS[ReplicaState.SERVING]}
+    named |= {"without weights": STATE_COLOURS[ReplicaState.STALE], "asleep": STATE_COLOURS[ReplicaState.SLEEPING]}
     named |= {str(work).replace("_", " "): ink for work, ink in WORK_COLOURS.items()}
-    keys = [Patch(color=ink, label=name) for name, ink in named.items()]
-    figure.legend(handles=keys, loc="lower left", ncols=len(keys), fontsize=7.5, handlelength=1.0, columnspacing=1.2)
+    keys: list[Patch | Line2D] = [
+        Patch(facecolor=ink, label=name, edgecolor=GRID, linewidth=0.5) for name, ink in named.items()
+    ]
+    if deadline_s is not None:
+        keys.append(Line2D([], [], color=INK, linestyle="--", linewidth=1.0, label="deadline"))
+    figure.legend(handles=keys, loc="lower left", ncols=6, fontsize=7.5, handlelength=1.0, columnspacing=1.2)
     return figure
 
 

@@ -12,6 +12,7 @@ from rlhfless.sim.experiment.compare import Comparison, quoted_part
 from rlhfless.sim.experiment.forecasts import LengthForecasts, length_forecasts
 from rlhfless.sim.report.charts import ParetoPoint, gantt, length_distribution, pareto, scatter
 from rlhfless.sim.report.words import PARTS
+from rlhfless.spec import CheapestSpec
 
 MOST_DOTS = 2000
 """Responses in the picture of forecasts: more would only make it heavy."""
@@ -61,15 +62,26 @@ def pictures(comparison: Comparison, step: int | None = None) -> Pictures:
             f"{scenario.name}: lengths, forecast before each step and real",
         ),
         forecasts,
-        {label: _gantt(label, trace, chosen) for label, trace in traces.items() if trace is not None},
+        {
+            label: _gantt(label, trace, chosen, _deadline_s(comparison, label, chosen))
+            for label, trace in traces.items()
+            if trace is not None
+        },
         chosen,
     )
 
 
-def _gantt(label: str, trace: Trace, step: int) -> Figure:
+def _deadline_s(comparison: Comparison, label: str, step: int) -> float | None:
+    """The deadline of a step in the run of the first seed; of several steps together, the step's even share."""
+    contracts = comparison.contracts[label]
+    figures = next(each for each in comparison.results[label][0].steps if each.step == step)
+    return figures.limit if isinstance(contracts[0], CheapestSpec) else None
+
+
+def _gantt(label: str, trace: Trace, step: int, deadline_s: float | None) -> Figure:
     record = next(record for record in trace.steps if record.step == step)
     calls = [call for call in trace.invocations if call.end_s > record.start_s and call.start_s < record.end_s]
-    return gantt(trace.holdings, calls, record.start_s, record.end_s, f"{label}: step {step}")
+    return gantt(trace.holdings, calls, record.start_s, record.end_s, f"{label}: step {step}", deadline_s)
 
 
 def _median_step(comparison: Comparison) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlhfless.records import FunctionName, Work
-from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.startup import start_s
 from rlhfless.scaling.leases import LeaseTerms
 from rlhfless.scaling.placement import Allocation, Device
@@ -135,7 +134,7 @@ class Layout:
         blocks = timing.kv_tokens(self._scenario, machines.kind) // engine.block_tokens
         shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens)
         prices = PricedModel(timing.engine_model(self._scenario, machines.kind), engine.max_sequences)
-        model, device = self._scenario.model.shape, device_of(machines.kind)
+        model, device = self._scenario.model.shape, self._scenario.cluster.sheet(machines.kind)
         wakes = timing.wake_times_s(engine, model, device, self._scenario.cluster.store_bytes_per_s)
         slow_from = machines.devices - int(machines.stragglers * machines.devices)
         return [
@@ -180,7 +179,7 @@ class Layout:
 
     def _reference(self, devices: int) -> ServiceShape:
         scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind
-        model, device = scenario.model.shape, device_of(kind)
+        model, device = scenario.model.shape, scenario.cluster.sheet(kind)
         side = tuple(self.learner_side[-devices:])
         wake_s = model.total_bytes / (len(side) * device.host_bytes_per_s.value)
         slot_setup = SlotSetup(

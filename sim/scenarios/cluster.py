@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless.scaling.latency.devices import load_devices
+from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.sim.setup import TransportKind
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.explain import nearest
@@ -42,12 +42,6 @@ class MachinesSpec(SpecModel):
 
     @model_validator(mode="after")
     def _fits(self) -> MachinesSpec:
-        known = load_devices()
-        if self.kind not in known:
-            raise ValueError(
-                f"kind is {self.kind!r}, of which nothing is known; {nearest(self.kind, known)}"
-                f"The device table has {', '.join(known)}"
-            )
         if (self.tenure == "owned") != (self.released_value is not None):
             raise ValueError(
                 f"tenure is {self.tenure!r} and released_value {self.released_value}; owned machines need a "
@@ -79,6 +73,9 @@ class ClusterSpec(SpecModel):
     prices: str | None = None
     """Price book (YAML); the bundled one when left out."""
 
+    devices: str | None = None
+    """Devices of one's own (YAML, in the form of rlhfless/scaling/latency/devices.yaml), beside the bundled table."""
+
     provisioning_s: NotNegative = 0.0
     """Seconds to provision a machine that has not been used yet. 0: all machines run from the start."""
 
@@ -99,6 +96,21 @@ class ClusterSpec(SpecModel):
 
     kv_bytes_per_s: Positive = 12.5e9
     """Rate at which the KV of a sample moves to another actor: 100 Gbit/s by default."""
+
+    def sheet(self, kind: str) -> DeviceSheet:
+        """The figures of a kind of device among the machines."""
+        return load_devices(self.devices)[kind]
+
+    @model_validator(mode="after")
+    def _kinds_are_known(self) -> ClusterSpec:
+        known = load_devices(self.devices)
+        for machines in self.machines:
+            if machines.kind not in known:
+                raise ValueError(
+                    f"kind is {machines.kind!r}, of which nothing is known; {nearest(machines.kind, known)}The device "
+                    f"table has {', '.join(known)}; `devices` can name a file with others"
+                )
+        return self
 
     @model_validator(mode="after")
     def _kinds_differ(self) -> ClusterSpec:

@@ -176,6 +176,8 @@ class Scenario(SpecModel):
         bounds = (DISTRIBUTION_ORACLE, CLAIRVOYANT) if known else (CLAIRVOYANT,)
         # `static` is what the best static fleet is made of.
         names = (*(name for name in POLICIES if name != "static"), BEST_STATIC, *bounds)
+        if data.get("schedule") == "one_step_off":  # overlaps what a co-located policy does in turn
+            names = tuple(name for name in names if name not in POLICIES or POLICIES[name].placement != "colocated")
         return {**data, "policies": [{"name": name} for name in names]}
 
     @model_validator(mode="after")

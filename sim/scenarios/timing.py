@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
-from rlhfless.scaling.latency.devices import DeviceSheet, device_of
+from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
@@ -66,7 +66,7 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
     if isinstance(engine.latency, FittedLatency):
         return load_latency(engine.latency.path).engine
     if not isinstance(engine.latency, KernelsLatency):
-        return Roofline(shape, device_of(kind), engine.tensor_parallel)
+        return Roofline(shape, scenario.cluster.sheet(kind), engine.tensor_parallel)
     try:
         model = MeasuredKernels(shape, kind, engine.tensor_parallel, tables_folder())
         model.iteration_s(1)
@@ -78,7 +78,7 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
 
 def kv_tokens(scenario: Scenario, kind: str) -> int:
     """Tokens whose KV fits beside the weights on one actor's devices. Raises DoesNotFit."""
-    shape, engine, device = scenario.model.shape, scenario.engine, device_of(kind)
+    shape, engine, device = scenario.model.shape, scenario.engine, scenario.cluster.sheet(kind)
     share = 1 / min(engine.tensor_parallel, shape.kv_heads)
     usable = device.memory_bytes.value * engine.memory_fraction - engine.reserved_gb * GB
     left = usable - shape.total_bytes / engine.tensor_parallel
@@ -109,7 +109,7 @@ def sleeping_usd_per_hour(scenario: Scenario) -> float:
 def learner_devices_needed(scenario: Scenario, kind: str) -> int:
     """The fewest devices of this kind that hold the learner's state."""
     state = scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
-    return max(1, -(-int(state) // int(device_of(kind).memory_bytes.value * LEARNER_MEMORY_SHARE)))
+    return max(1, -(-int(state) // int(scenario.cluster.sheet(kind).memory_bytes.value * LEARNER_MEMORY_SHARE)))
 
 
 def learn_token_s(scenario: Scenario, kind: str, devices: int) -> float:
@@ -126,7 +126,7 @@ def forward_token_s(scenario: Scenario, kind: str, devices: int) -> float:
 def learner_wake_s(scenario: Scenario, kind: str, devices: int) -> float:
     """Seconds until the learner's state is back from host memory; each device has its own link."""
     state = scenario.learner.state_bytes_per_parameter * scenario.model.shape.parameters
-    return state / (devices * device_of(kind).host_bytes_per_s.value)
+    return state / (devices * scenario.cluster.sheet(kind).host_bytes_per_s.value)
 
 
 def publish_s(scenario: Scenario, kind: str, devices: int) -> float:
@@ -134,11 +134,13 @@ def publish_s(scenario: Scenario, kind: str, devices: int) -> float:
     actors receive them."""
     transport = scenario.transport
     parts = scenario.model.shape.total_bytes / devices
-    return transport.fixed_s + parts / min(transport.device_bytes_per_s, device_of(kind).link_bytes_per_s.value)
+    return transport.fixed_s + parts / min(
+        transport.device_bytes_per_s, scenario.cluster.sheet(kind).link_bytes_per_s.value
+    )
 
 
 def _token_s(scenario: Scenario, kind: str, devices: int) -> float:
     """Seconds per token for each operation per parameter."""
     mfu = scenario.learner.expert_mfu if scenario.model.shape.experts else scenario.learner.mfu
-    rate = device_of(kind).flops_per_s.value * devices * mfu
+    rate = scenario.cluster.sheet(kind).flops_per_s.value * devices * mfu
     return scenario.model.shape.active / rate

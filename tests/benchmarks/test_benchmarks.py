@@ -202,5 +202,5 @@ def test_the_tables_are_complete() -> None:
     found = {file.stem for file in BENCHMARKS.glob("*.py") if "import parsed" in file.read_text()}
     assert found == {smoke.name for smoke in (*PURE, *LIVE, *SHARING)}
     found.add("hostile_weights")  # by tests/vllm/test_hostile_weights.py
-    parts = {"bare", "controls_rewards", "demo_run", "goals", "setting", "smoke", "trl_step", "where"}
+    parts = {"bare", "billings", "controls_rewards", "demo_run", "goals", "setting", "smoke", "trl_step", "where"}
     assert {file.stem for file in BENCHMARKS.glob("*.py")} - found == parts

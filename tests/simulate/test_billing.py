@@ -13,10 +13,13 @@ from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.sim.devices import Devices
 from rlhfless.sim.experiment.against_bound import RunBounds
 from rlhfless.sim.experiment.compare import compare
+from rlhfless.sim.experiment.figures import unheld_usd
+from rlhfless.sim.experiment.run import FleetShape, layout_of, supply_of
 from rlhfless.sim.scenarios import Scenario, load_scenario
 from rlhfless.sim.scenarios.build import price_book
 from rlhfless.sim.scenarios.cluster import BillingTermsSpec
 from rlhfless.sim.scenarios.scenario import CheapestContract, MultipleOf, PolicyEntry
+from rlhfless.sim.scenarios.work import PlacementSpec
 from rlhfless.sim.setup import SlotSetup
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "scenarios"
@@ -93,3 +96,17 @@ def test_a_reserved_fleet_is_rounded_once() -> None:
     kind = one.cluster.machines[0]
     price = kind.devices * price_book(one).price_usd_per_hour(kind.kind)
     assert rounded.usd - plain.usd == pytest.approx(price * (1 - plain.time_s / 3600), rel=1e-6)
+
+
+def test_owned_devices_that_a_fleet_leaves_out_are_paid_for() -> None:
+    machines = [
+        {"kind": kind, "devices_per_node": 2, "tenure": "owned", "released_value": 0.25} for kind in ("h100", "l40s")
+    ]
+    one = scenario(cluster={"machines": machines}, seeds=1, policies=[{"name": STATIC}])
+    prices = price_book(one)
+    layout = layout_of(one, FleetShape(PlacementSpec(mode="colocated"), 1, ("h100",)))
+    supply = supply_of(one, layout, reserved=True)
+    assert (supply.count, supply.spare) == ({"h100": 1}, {"h100": 1, "l40s": 2})
+    # For an hour: the one that is reserved in full, the others without the quarter that others pay.
+    kept = prices.device("h100").usd_per_hour * 1.75 + prices.device("l40s").usd_per_hour * 1.5
+    assert unheld_usd([], 3600.0, prices, supply) == pytest.approx(kept)

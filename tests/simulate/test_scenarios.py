@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,22 @@ def test_prompts_share_their_iterations() -> None:
     # Alone, 32 tokens cost the weights; among others, 32 of 2,048 parts.
     assert alone.prefill_s(32) > 10 * packed.prefill_s(32)
     assert packed.prefill_s(32) == pytest.approx(packed.prefill_s(2048) / 64, rel=0.05)  # less attention
+
+
+def test_devices_of_ones_own(tmp_path: Path) -> None:
+    table = yaml.safe_load((files("rlhfless.scaling.latency") / "devices.yaml").read_text("utf-8"))
+    sheet = next(device for device in table["devices"] if device["kind"] == "l40s")
+    mine = sheet | {"kind": "mine", "memory_bytes": {"value": 96e9, "source": "its box"}}
+    (tmp_path / "devices.yaml").write_text(yaml.safe_dump({"devices": [mine]}))
+    book = yaml.safe_load((files("rlhfless.scaling") / "prices.yaml").read_text("utf-8"))
+    price = {"kind": "mine", "usd_per_hour": 1.0, "source": "a bill", "as_of": "2026-11-01"}
+    (tmp_path / "prices.yaml").write_text(yaml.safe_dump({**book, "devices": [*book["devices"], price]}))
+    own = {"machines": [{"kind": "mine", "devices_per_node": 2}], "devices": "devices.yaml", "prices": "prices.yaml"}
+    loaded = load_scenario(written(tmp_path, cluster=own))
+    plain = timing.kv_tokens(scenario(), "l40s")
+    assert timing.kv_tokens(loaded, "mine") > plain
+    assert Layout(loaded, PlacementSpec()).actors()[0].slot_setup.allocation.devices[0].kind == "mine"
+    del mine["link_bytes_per_s"]
+    (tmp_path / "broken.yaml").write_text(yaml.safe_dump({"devices": [mine]}))
+    with pytest.raises(InputError, match="link_bytes_per_s"):
+        load_scenario(written(tmp_path, cluster=own | {"devices": "broken.yaml"}))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.explain import nearest
+from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.explain import explain, nearest
 
 
 class Figure(SpecModel):
@@ -74,11 +77,30 @@ class UnknownDevice(ValueError):
 
 
 @cache
-def load_devices() -> dict[str, DeviceSheet]:
-    """The table, by kind."""
-    text = files(__package__).joinpath("devices.yaml").read_text("utf-8")
-    table = _DeviceTable.model_validate(yaml.safe_load(text))
-    return {device.kind: device for device in table.devices}
+def load_devices(path: str | None = None) -> dict[str, DeviceSheet]:
+    """The bundled table, by kind; with the devices of a file in the same form, which replace those of equal kinds.
+
+    Raises InputError for a file that cannot be read, with all problems.
+    """
+    bundled = files(__package__).joinpath("devices.yaml").read_text("utf-8")
+    found = {device.kind: device for device in _DeviceTable.model_validate(yaml.safe_load(bundled)).devices}
+    if path is not None:
+        found |= {device.kind: device for device in _own_table(path).devices}
+    return found
+
+
+def _own_table(path: str) -> _DeviceTable:
+    try:
+        parsed = document.parse(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        mend = "name a file in the form of rlhfless/scaling/latency/devices.yaml"
+        raise InputError(path, [Problem("", f"cannot be read: {error}", mend)]) from error
+    except document.DocumentError as error:
+        raise InputError(path, [error.problem]) from error
+    try:
+        return _DeviceTable.model_validate(parsed.data)
+    except ValidationError as error:
+        raise InputError(path, explain(error, _DeviceTable, parsed.origins)) from error
 
 
 def device_of(kind: str) -> DeviceSheet:
