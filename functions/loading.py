@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from rlhfless.functions.sharding import local
+from rlhfless.functions.sharding import class_of, local
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
 
@@ -167,7 +167,7 @@ def _misfit_of(model: Any, found: Mapping[str, Any], stored: Mapping[str, Shape]
     """From transformers' report of a load. `stored`: the tensors of the files, if they are known."""
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     result = Misfit(
-        type(model).__name__,
+        class_of(model).__name__,
         {name: shapes.get(name, ()) for name in found["missing_keys"]},
         tuple(found["unexpected_keys"]),
         {name: (tuple(has), tuple(wanted)) for name, has, wanted in found["mismatched_keys"]},

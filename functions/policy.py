@@ -349,8 +349,9 @@ def _check_against_model(policy: Policy, path: str) -> None:
     difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     limit = CHECK_TOLERANCE[policy.compute_dtype]
     if not difference <= limit:
+        kind = sharding.class_of(policy.model).__name__
         raise ValueError(
-            f"model {path!r} ({type(policy.model).__name__}) is not supported: its logits differ from those "
+            f"model {path!r} ({kind}) is not supported: its logits differ from those "
             f"of a causal decoder with a linear head by {difference:.2g} of the largest (limit {limit:g})"
         )
 

@@ -116,6 +116,12 @@ def settle(model: Any) -> None:
     model.reset_iter_state()
 
 
+def class_of(model: torch.nn.Module) -> type[torch.nn.Module]:
+    """The model's own class: `fully_shard` gives it one of its making, which no config and no other program knows."""
+    kinds = (kind for kind in type(model).__mro__ if issubclass(kind, torch.nn.Module))
+    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor; all of one that is not split."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -31,6 +31,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from rlhfless.functions.policy import TORCH_DTYPES
+from rlhfless.functions.sharding import class_of
 from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, files_of, is_url, remove
 from rlhfless.spec import ModelSpec
 from rlhfless.weights.files import TensorStream, write_tensors
@@ -73,12 +74,13 @@ class _Contents:
     def _write_files(self, folder: Path) -> None:
         config = copy.deepcopy(self.model.config)
         config.dtype = TORCH_DTYPES[self.spec.dtype]
-        config.architectures = [type(self.model).__name__]
+        kind = class_of(self.model)
+        config.architectures = [kind.__name__]
         config.save_pretrained(folder)
         if self.model.can_generate() and self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
         if self.model._auto_class is not None:  # its code is not in transformers
-            custom_object_save(self.model, folder, config=config)  # type: ignore[arg-type]  # it wants a config
+            custom_object_save(kind.__new__(kind), folder, config=config)  # type: ignore[arg-type]  # it wants a config
         path = self.spec.tokenizer or self.spec.path
         AutoTokenizer.from_pretrained(path, trust_remote_code=self.spec.trust_remote_code).save_pretrained(folder)
         (folder / NOTES_FILE).write_text(json.dumps(dict(self.notes), indent=2))

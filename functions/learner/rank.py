@@ -99,7 +99,8 @@ class LearnerRank:
             timeout=timedelta(seconds=timeout_s),
         )
         self._mesh = mesh_of(device, world_size)
-        self._alone = is_alone(self._mesh, offload=learner.offload)
+        self._offload = learner.offload and device.type != "cpu"
+        self._alone = is_alone(self._mesh, offload=self._offload)
         self._policy = self._load(device)
         self._model = self._policy.model
         self._optimizer = ShardedAdamW(self._model, optimizer)
@@ -117,7 +118,7 @@ class LearnerRank:
             device=device,
             gradient_checkpointing=self._learner.gradient_checkpointing,
             mesh=self._mesh,
-            offload=self._learner.offload,
+            offload=self._offload,
             exact_head=self._learner.head_dtype == "float32",
             share_prefixes=self._learner.share_prefixes,
         )

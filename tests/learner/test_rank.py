@@ -254,6 +254,7 @@ def test_checkpoint_loads_anywhere_and_resumes_bit_for_bit(learner, batch, tmp_p
         expected = rank.weights()
     assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"], "nothing half-written is left"
     assert (folder / "tokenizer.json").is_file()
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.dtype == torch.bfloat16
     assert all(torch.equal(saved[name], value) for name, value in loaded.named_parameters())

@@ -27,14 +27,21 @@ Work = Callable[..., Any]
 
 
 def _process(
-    work: Work, model: str, rendezvous: Path, rank: int, world_size: int, options: Mapping, exact: bool, queue
+    work: Work,
+    model: str,
+    rendezvous: Path,
+    rank: int,
+    world_size: int,
+    options: Mapping,
+    exact: bool,
+    changes: Mapping,
+    queue,
 ) -> None:
     """One rank: it works, and sends back what it has, or its error."""
     if exact:
         _compute_in_float64()
-    options = dict(options)
-    learner_options = {"micro_batch_tokens": 64, "timeout_s": 60} | options.pop("learner", {})
-    learner = make_rank(model, rendezvous, rank, world_size, optimizer=OPTIMIZER, **learner_options)
+    given = {"optimizer": OPTIMIZER, "micro_batch_tokens": 64, "timeout_s": 60} | dict(changes)
+    learner = make_rank(model, rendezvous, rank, world_size, **given)
     try:
         queue.put((rank, work(learner, rank, **options)))
     except Exception as error:  # the test looks at it
@@ -52,14 +59,18 @@ def _compute_in_float64() -> None:
     torch.set_default_dtype(torch.float64)
 
 
-def run(work: Work, model: str, folder: Path, world_size: int, *, exact: bool = False, **options: Any) -> list[Any]:
+def run(
+    work: Work, model: str, folder: Path, world_size: int, *, exact: bool = False, changes: Any = (), **options: Any
+) -> list[Any]:
     """The results of all ranks, by rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tiny_learner"])  # torch and transformers are imported once for all processes
     queue = context.Queue()
     rendezvous = folder / f"rendezvous{world_size}-{os.urandom(4).hex()}"
     processes = [
-        context.Process(target=_process, args=(work, model, rendezvous, rank, world_size, options, exact, queue))
+        context.Process(
+            target=_process, args=(work, model, rendezvous, rank, world_size, options, exact, dict(changes), queue)
+        )
         for rank in range(world_size)
     ]
     try:
@@ -102,8 +113,8 @@ def test_two_ranks_that_share_prefixes_are_one_that_does_not(tiny_model, shared_
     given = {"batch": shared_batch, "count": 2}
     large = {"micro_batch_tokens": 300}
     alone = large | {"share_prefixes": False}
-    ((old, metrics, weights),) = run(evaluate_and_learn, tiny_model, tmp_path, 1, learner=alone, **given)
-    both = run(evaluate_and_learn, tiny_model, tmp_path, 2, learner=large, **given)
+    ((old, metrics, weights),) = run(evaluate_and_learn, tiny_model, tmp_path, 1, changes=alone, **given)
+    both = run(evaluate_and_learn, tiny_model, tmp_path, 2, changes=large, **given)
     for their_old, their_metrics, their_weights in both:
         np.testing.assert_allclose(their_old, old, atol=1e-5, rtol=1e-5)
         assert their_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
@@ -124,11 +135,13 @@ def learn_exactly(learner: LearnerRank, _: int, batches: list[PackedBatch]) -> t
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_in_float64_two_ranks_are_one_to_1e9(batch, tmp_path, tied):
-    """Three updates: of a batch whose chunks are unequal, of one sequence (a rank has no work), and of two."""
+    """Three updates: of a batch whose chunks are unequal, of one sequence (a rank has no work), and of two. Untied, the
+    two ranks compute activations anew besides."""
+    changes = {"gradient_checkpointing": not tied}
     model = save_tiny_model(tmp_path / "model", tied=tied)
     batches = [select(batch, np.arange(count)) for count in (23, 1, 2)]
     ((metrics, weights, probe, samples),) = run(learn_exactly, model, tmp_path, 1, exact=True, batches=batches)
-    both = run(learn_exactly, model, tmp_path, 2, exact=True, batches=batches)
+    both = run(learn_exactly, model, tmp_path, 2, exact=True, changes=changes, batches=batches)
     for their_metrics, their_weights, their_probe, their_samples in both:
         for mine, theirs in zip(metrics, their_metrics, strict=True):
             assert theirs == pytest.approx(mine, abs=1e-9, rel=1e-9)
