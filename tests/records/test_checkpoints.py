@@ -63,9 +63,9 @@ def test_half_a_checkpoint_and_one_of_another_version_are_no_checkpoints(tmp_pat
     assert [found.notes.step for found in Checkpoints(tmp_path, 1).all()] == [1]
     file = tmp_path / "step-000001" / NOTES_FILE
     file.write_text(json.dumps({"version": 7}))
-    with pytest.raises(CheckpointError, match="has version 7, and this rlhfless knows 1"):
+    with pytest.raises(CheckpointError, match="has version 7, and this rlhfless knows 2"):
         Checkpoints(tmp_path, 1).newest()
-    for content in ("[]", json.dumps({"version": 1, "step": 2}), "[" * 100_000):
+    for content in ("[]", json.dumps({"version": 2, "step": 2}), "[" * 100_000):
         file.write_text(content)
         with pytest.raises(CheckpointError, match=r"step-000001 is no checkpoint of a run: run\.json"):
             Checkpoints(tmp_path, 1).newest()
