@@ -134,7 +134,7 @@ class Layout:
         blocks = timing.kv_tokens(self._scenario, machines.kind) // engine.block_tokens
         shape = EngineShape(engine.max_sequences, blocks, engine.block_tokens, engine.max_batch_tokens)
         prices = PricedModel(timing.engine_model(self._scenario, machines.kind), engine.max_sequences)
-        model, device = self._scenario.model.shape, self._scenario.cluster.sheet(machines.kind)
+        model, device = timing.engine_shape(self._scenario), self._scenario.cluster.sheet(machines.kind)
         wakes = timing.wake_times_s(engine, model, device, self._scenario.cluster.store_bytes_per_s)
         slow_from = machines.devices - int(machines.stragglers * machines.devices)
         return [
@@ -198,7 +198,7 @@ def setup(scenario: Scenario, layout: Layout, seed: int, *, reserved: bool = Fal
     terms = LeaseTerms() if reserved else lease_terms(scenario, layout)
     size = scenario.model.shape.total_bytes
     per_actor = transport.device_bytes_per_s * engine.tensor_parallel
-    kv_token_s = scenario.model.shape.kv_bytes / scenario.cluster.kv_bytes_per_s
+    kv_token_s = timing.engine_shape(scenario).kv_bytes / scenario.cluster.kv_bytes_per_s
     try:
         return Setup(
             layout.actors(),

@@ -120,6 +120,13 @@ class EngineSpec(SpecModel):
     block_tokens: Annotated[int, Field(ge=1)] = 16
     """Tokens of one KV block."""
 
+    weight_bits: Literal[8, 16] = 16
+    """Bits of a weight in the engine. 8 bits halve what is read and held; matrix products are priced at the rate of 16.
+    Weights still travel as the learner has them."""
+
+    kv_bits: Literal[8, 16] = 16
+    """Bits of a number of the KV cache."""
+
     runtime_s: Annotated[float, Field(ge=0)] = 0.005
     """Seconds of every iteration that no kernel accounts for: scheduling, sampling, detokenising, and the runtime's own
     calls. Added to `roofline` and `kernels`; a fit has it already. The default is the median of 10.0, 16.9 and 20.5 ms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
@@ -18,6 +18,9 @@ from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec.errors import InputError, Problem
 
 GB = 1e9
+
+EIGHT = 8
+"""Bits of the smaller format of weights and KV."""
 
 LEARNER_MEMORY_SHARE = 0.8
 """Share of the devices' memory for weights, gradients and the optimiser's state; the rest is for activations."""
@@ -55,6 +58,13 @@ class Packed:
         return self.line.prefill_s(tokens, context_tokens)
 
 
+def engine_shape(scenario: Scenario) -> ModelShape:
+    """The model as the engine holds it, with weights and KV in the engine's formats."""
+    shape, engine = scenario.model.shape, scenario.engine
+    weights = 1 if engine.weight_bits == EIGHT else shape.weight_bytes
+    return replace(shape, weight_bytes=weights, kv_number_bytes=1 if engine.kv_bits == EIGHT else shape.weight_bytes)
+
+
 def engine_model(scenario: Scenario, kind: str) -> EngineModel:
     """The latency model of one actor on devices of this kind. Raises InputError if there is none."""
     fitted = isinstance(scenario.engine.latency, FittedLatency)
@@ -62,11 +72,14 @@ def engine_model(scenario: Scenario, kind: str) -> EngineModel:
 
 
 def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
-    engine, shape = scenario.engine, scenario.model.shape
+    engine, shape = scenario.engine, engine_shape(scenario)
     if isinstance(engine.latency, FittedLatency):
         return load_latency(engine.latency.path).engine
     if not isinstance(engine.latency, KernelsLatency):
         return Roofline(shape, scenario.cluster.sheet(kind), engine.tensor_parallel)
+    if EIGHT in (engine.weight_bits, engine.kv_bits):
+        what = "type `kernels` has tables of 16 bits, and weight_bits or kv_bits is 8"
+        raise InputError(scenario.name, [Problem("engine.latency", what, "use type `roofline`")])
     try:
         model = MeasuredKernels(shape, kind, engine.tensor_parallel, tables_folder())
         model.iteration_s(1)
@@ -78,7 +91,7 @@ def _engine_model(scenario: Scenario, kind: str) -> EngineModel:
 
 def kv_tokens(scenario: Scenario, kind: str) -> int:
     """Tokens whose KV fits beside the weights on one actor's devices. Raises DoesNotFit."""
-    shape, engine, device = scenario.model.shape, scenario.engine, scenario.cluster.sheet(kind)
+    shape, engine, device = engine_shape(scenario), scenario.engine, scenario.cluster.sheet(kind)
     share = 1 / min(engine.tensor_parallel, shape.kv_heads)
     usable = device.memory_bytes.value * engine.memory_fraction - engine.reserved_gb * GB
     left = usable - shape.total_bytes / engine.tensor_parallel
@@ -102,7 +115,7 @@ def wake_times_s(
 
 def sleeping_usd_per_hour(scenario: Scenario) -> float:
     """Price per hour of host memory for one device's part of the weights."""
-    per_device = scenario.model.shape.total_bytes / scenario.engine.tensor_parallel / GB
+    per_device = engine_shape(scenario).total_bytes / scenario.engine.tensor_parallel / GB
     return per_device * scenario.cluster.host_memory_usd_per_gb_hour
 
 

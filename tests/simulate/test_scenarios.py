@@ -190,3 +190,21 @@ def test_devices_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text(yaml.safe_dump({"devices": [mine]}))
     with pytest.raises(InputError, match="link_bytes_per_s"):
         load_scenario(written(tmp_path, cluster=own | {"devices": "broken.yaml"}))
+
+
+def test_weights_and_kv_of_8_bits() -> None:
+    plain, small = (scenario(model={"name": "qwen2.5-7b"}, engine=engine) for engine in ({}, {"weight_bits": 8}))
+    halved = scenario(model={"name": "qwen2.5-7b"}, engine={"weight_bits": 8, "kv_bits": 8})
+    weights = plain.model.shape.total_bytes
+    # 48 GB x 0.85 less 3.9 GB and half of the weights; a token's KV takes 57,344 bytes, or half.
+    assert timing.kv_tokens(small, "l40s") == int((48e9 * 0.85 - 3.9e9 - weights / 2) / 57_344)
+    assert timing.kv_tokens(halved, "l40s") == int((48e9 * 0.85 - 3.9e9 - weights / 2) / 28_672)
+    models = [timing.engine_model(one, "l40s") for one in (plain, small, halved)]
+    reading_s = weights / 2 / (864e9 * 0.81)
+    # The embedding is not read for a batch of 1.
+    embedding_s = plain.model.shape.head * 2 / 2 / (864e9 * 0.81)
+    assert models[0].iteration_s(1) - models[1].iteration_s(1) == pytest.approx(reading_s - embedding_s)
+    assert models[2].context_s == pytest.approx(models[1].context_s / 2)
+    kernels = scenario(engine={"kv_bits": 8, "latency": {"type": "kernels"}})
+    with pytest.raises(InputError, match="has tables of 16 bits, and weight_bits or kv_bits is 8"):
+        timing.engine_model(kernels, "l40s")

@@ -23,6 +23,9 @@ KERNELS_PER_LAYER = 8
 
 ALL_REDUCES_PER_LAYER = 2
 
+ACTIVATION_BYTES = 2
+"""Fewest bytes of an activation: weights of 8 bits are multiplied with activations that are reduced in 16."""
+
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
@@ -63,7 +66,7 @@ class Roofline:
         others = self.tensor_parallel - 1
         if others == 0:
             return 0.0
-        size = tokens * self.shape.hidden * self.shape.weight_bytes
+        size = tokens * self.shape.hidden * max(self.shape.weight_bytes, ACTIVATION_BYTES)
         rate = self.device.all_reduce_bytes_per_s.among(self.tensor_parallel)
         moved_s = 2 * others / self.tensor_parallel * size / rate
         return ALL_REDUCES_PER_LAYER * self.shape.layers * (self.device.all_reduce_s.value + moved_s)

@@ -33,7 +33,9 @@ class ModelShape:
     tied: bool
     """Whether the output head is the embedding."""
     weight_bytes: int
-    """Bytes per parameter; KV has the same format."""
+    """Bytes per parameter."""
+    kv_number_bytes: int | None = None
+    """Bytes per number of KV; those of a parameter if None."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -95,7 +97,7 @@ class ModelShape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV per token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.weight_bytes
+        return 2 * self.layers * self.kv_heads * self.head_dim * (self.kv_number_bytes or self.weight_bytes)
 
     @property
     def total_bytes(self) -> int:
