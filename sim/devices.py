@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhfless.scaling.leases import LeaseTerms
+from rlhfless.scaling.leases import RentalTerms
 from rlhfless.sim.setup import SlotSetup
 
 ROUNDING_S = 1e-6
@@ -14,7 +14,7 @@ ROUNDING_S = 1e-6
 class Devices:
     """The devices of all slots."""
 
-    def __init__(self, slot_setups: Sequence[SlotSetup], terms: LeaseTerms) -> None:
+    def __init__(self, slot_setups: Sequence[SlotSetup], terms: RentalTerms) -> None:
         self._terms = terms
         self._since_s: dict[str, float] = {}
         """When the lease of a device began."""

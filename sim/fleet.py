@@ -4,7 +4,7 @@
     wake    once its devices are free: STARTING for the wake time of its tier
     load    a generation actor, while a step is drawn: STALE for `Transport.load_s`. Others start with weights
     spot    each life of an actor has an exponential length, from a generator of its own
-    lease   a device that was given back, and is no longer paid for, is there again after `LeaseTerms.reacquire_s`
+    lease   a device that was given back, and is no longer paid for, is there again after `RentalTerms.reacquire_s`
 
 A `Fleet` carries out what it is asked, and the agenda says when that has happened; it decides nothing.
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhfless.records import FunctionName, Work
-from rlhfless.scaling.leases import LeaseTerms
+from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation
 from rlhfless.sim.engine import EngineShape, PricedModel
 
@@ -134,7 +134,7 @@ class Setup:
     max_tokens: int
     """The longest response."""
     seed: int
-    terms: LeaseTerms = LeaseTerms()  # noqa: RUF009 (frozen)
+    terms: RentalTerms = RentalTerms()  # noqa: RUF009 (frozen)
     """What it costs to give a device back and take it again."""
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from rlhfless.functions.base import Call
 from rlhfless.records import Decision, FunctionName
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.startup import START_S
-from rlhfless.scaling.leases import LeaseTerms
+from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
 from rlhfless.scaling.prices import SECONDS_PER_HOUR
@@ -170,12 +170,12 @@ class LiveFleet:
         """See ReplicaSlot."""
         return self._ledger.reacquire_s(pool.allocations[number].devices[0].kind) if pool.must_come(number) else 0.0
 
-    def _terms(self) -> LeaseTerms:
+    def _terms(self) -> RentalTerms:
         """Of the kinds of the actors' devices: by the price book, and the waits that were measured."""
         kinds = {device.kind for allocation in self._actors.allocations for device in allocation.devices}
         prices = [self._ledger.prices.device(kind) for kind in sorted(kinds)]
         lag_s = max(self._ledger.reacquire_s(kind) for kind in kinds)
-        return LeaseTerms.of([price.billing for price in prices], lag_s)
+        return RentalTerms.of([price.billing for price in prices], lag_s)
 
     def _usd_per_s(self, function: FunctionName, allocation: Allocation) -> float:
         """The saving of a release; 0 if the function is never released."""

@@ -21,7 +21,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseTerms:
+class RentalTerms:
     """How devices are rented, as a policy and the simulator need to know it."""
 
     granularity_s: float = 0.0
@@ -32,7 +32,7 @@ class LeaseTerms:
     """From asking for a device that was given back until it is there, each time; not billed."""
 
     @classmethod
-    def of(cls, billings: Iterable[Billing | None], reacquire_s: float) -> LeaseTerms:
+    def of(cls, billings: Iterable[Billing | None], reacquire_s: float) -> RentalTerms:
         """The hardest of the terms of several kinds of devices."""
         known = [billing for billing in billings if billing is not None]
         granularity_s = max((billing.granularity_s for billing in known), default=0.0)
@@ -41,7 +41,7 @@ class LeaseTerms:
     @property
     def free(self) -> bool:
         """Whether a device can be given back and taken again at no cost."""
-        return self == LeaseTerms()
+        return self == RentalTerms()
 
     def paid_until_s(self, start_s: float, end_s: float) -> float:
         """Until when a lease is paid for that is held from `start_s` to `end_s`."""

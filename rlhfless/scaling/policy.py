@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rlhfless.records import Decision, FunctionName, ReplicaState
 from rlhfless.scaling.engine_model import EngineModel
-from rlhfless.scaling.leases import LeaseTerms
+from rlhfless.scaling.leases import RentalTerms
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -94,7 +94,7 @@ class FleetView:
     """Tokens of the longest possible response."""
     kept_usd_per_s: float = 0.0
     """Cost of a second of the run if no device is held: of owned devices, what their release does not earn."""
-    terms: LeaseTerms = LeaseTerms()  # noqa: RUF009 (frozen)
+    terms: RentalTerms = RentalTerms()  # noqa: RUF009 (frozen)
     """The cost of giving a device back and taking it again."""
 
     def generation(self) -> tuple[int, ...]:

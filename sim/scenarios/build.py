@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.latency.startup import start_s
-from rlhfless.scaling.leases import LeaseTerms
+from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, Billing, DevicePrice, Owned, PriceBook, Residency, load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
@@ -195,7 +195,7 @@ def setup(scenario: Scenario, layout: Layout, seed: int, *, reserved: bool = Fal
     Raises InputError for a schedule that the placement forbids.
     """
     transport, engine = scenario.transport, scenario.engine
-    terms = LeaseTerms() if reserved else lease_terms(scenario, layout)
+    terms = RentalTerms() if reserved else lease_terms(scenario, layout)
     size = scenario.model.shape.total_bytes
     per_actor = transport.device_bytes_per_s * engine.tensor_parallel
     kv_token_s = timing.engine_shape(scenario).kv_bytes / scenario.cluster.kv_bytes_per_s
@@ -217,11 +217,11 @@ def setup(scenario: Scenario, layout: Layout, seed: int, *, reserved: bool = Fal
         raise InputError(scenario.name, [problem]) from error
 
 
-def lease_terms(scenario: Scenario, layout: Layout) -> LeaseTerms:
+def lease_terms(scenario: Scenario, layout: Layout) -> RentalTerms:
     """The terms of the layout's devices."""
     book = price_book(scenario)
     billings = [book.device(machines.kind).billing for machines in layout.machines]
-    return LeaseTerms.of(billings, scenario.cluster.reacquire_s)
+    return RentalTerms.of(billings, scenario.cluster.reacquire_s)
 
 
 def _priced(device: DevicePrice, machines: MachinesSpec, asleep_usd: float, scenario: Scenario) -> DevicePrice:

@@ -241,7 +241,9 @@ def test_sixty_four_nodes_of_eight_gpus(release: Release) -> None:
 
 def test_uninstalled_nothing_is_left_but_what_keep_names(release: Release) -> None:
     assert release.helm("uninstall", release.name, "--wait", "--timeout", "4m", timeout_s=250).returncode == 0
-    kinds = "pods,deployments,services,secrets,configmaps,roles,rolebindings,serviceaccounts,networkpolicies,rayclusters"
+    kinds = (
+        "pods,deployments,services,secrets,configmaps,roles,rolebindings,serviceaccounts,networkpolicies,rayclusters"
+    )
     end_s = time.monotonic() + 120
     while left := [found for found in release.objects(kinds + ",pvc") if _is_ours(found)]:
         assert time.monotonic() < end_s, [found["metadata"]["name"] for found in left]

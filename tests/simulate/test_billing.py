@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny import scenario
 
-from rlhfless.scaling.leases import LeaseTerms
+from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.sim.devices import Devices
 from rlhfless.sim.experiment.against_bound import RunBounds
@@ -58,7 +58,7 @@ def test_ours_is_never_worse_than_static(name: str, terms: str) -> None:
 
 def test_a_device_is_there_again_after_a_while_unless_it_is_still_paid_for() -> None:
     slot_setup = SlotSetup(Allocation.of((Device("gpu-0", "h100", 0),)), "node", 1.0, {})
-    devices = Devices([slot_setup], LeaseTerms(granularity_s=60.0, reacquire_s=30.0))
+    devices = Devices([slot_setup], RentalTerms(granularity_s=60.0, reacquire_s=30.0))
     assert devices.gone(0, 0.0) == (False, False)  # it was never given back
     devices.take(0, 0.0)
     devices.give(0, 50.0)
@@ -71,12 +71,12 @@ def test_a_device_is_there_again_after_a_while_unless_it_is_still_paid_for() -> 
 
 
 def test_leases_by_hand() -> None:
-    minutes = LeaseTerms(granularity_s=60.0, minimum_s=90.0, reacquire_s=5.0)
+    minutes = RentalTerms(granularity_s=60.0, minimum_s=90.0, reacquire_s=5.0)
     assert minutes.paid_until_s(10.0, 20.0) == 130.0  # at least 90 s, in whole minutes
     assert minutes.paid_until_s(10.0, 200.0) == 250.0
     assert minutes.another_s(50.0) == 30.0 + 40.0
-    assert LeaseTerms().free
-    assert LeaseTerms().paid_until_s(10.0, 20.0) == 20.0
+    assert RentalTerms().free
+    assert RentalTerms().paid_until_s(10.0, 20.0) == 20.0
 
 
 def test_the_wait_for_a_device_delays_a_policy_that_gives_it_back() -> None:

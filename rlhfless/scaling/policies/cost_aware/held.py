@@ -1,6 +1,6 @@
 """What it costs to give a device back for a while: paid time that is lost, another lease, and the wait for it. Pure.
 
-A device that is given back stays paid for until its lease is over (`LeaseTerms`). If it is needed again before, nothing
+A device that is given back stays paid for until its lease is over (`RentalTerms`). If it is needed again before, nothing
 is saved and nothing lost. If later, the next lease is rounded up as well, and the function that needs the device waits:
 the learner, while all devices that it has already are paid for.
 """
