@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 
@@ -10,8 +11,14 @@ from rlhfless.control.compute import jobs
 from rlhfless.spec.errors import InputError, SpecError, UserError
 
 
+NICE = 10
+"""Runs come first. The job asks for it itself: Python code between fork and exec of a service that has threads, and
+libraries that must not be forked, can end the child."""
+
+
 def main(name: str) -> None:
     """Run the job."""
+    os.nice(NICE)
     question = json.load(sys.stdin)
     answer: dict[str, object]
     try:

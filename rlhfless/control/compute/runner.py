@@ -19,8 +19,6 @@ from rlhfless.spec.errors import Problem
 AT_ONCE = 2
 """Jobs at a time: they take cores from runs."""
 
-NICE = 10
-
 MOST_BYTES = 64 << 20
 """Largest answer of a job."""
 
@@ -53,7 +51,6 @@ class Runner:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: os.nice(NICE),
             limit=MOST_BYTES,
         )
         try:

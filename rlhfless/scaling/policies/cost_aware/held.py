@@ -1,8 +1,8 @@
 """What it costs to give a device back for a while: paid time that is lost, another lease, and the wait for it. Pure.
 
-A device that is given back stays paid for until its lease is over (`RentalTerms`). If it is needed again before, nothing
-is saved and nothing lost. If later, the next lease is rounded up as well, and the function that needs the device waits:
-the learner, while all devices that it has already are paid for.
+A device that is given back stays paid for until its lease is over (`RentalTerms`). If it is needed again before,
+nothing is saved and nothing lost. If later, the next lease is rounded up as well, and the function that needs the
+device waits: the learner, while all devices that it has already are paid for.
 """
 
 from __future__ import annotations
