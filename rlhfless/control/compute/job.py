@@ -10,7 +10,6 @@ from dataclasses import asdict
 from rlhfless.control.compute import jobs
 from rlhfless.spec.errors import InputError, SpecError, UserError
 
-
 NICE = 10
 """Runs come first. The job asks for it itself: Python code between fork and exec of a service that has threads, and
 libraries that must not be forked, can end the child."""
