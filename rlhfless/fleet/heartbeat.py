@@ -7,6 +7,7 @@ that does not answer for as long as a lease, though its port may be open, is giv
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -44,7 +45,10 @@ class Heartbeat:
             if not all(results):
                 return  # the driver's next call is refused, which says why it must stop
             self._beaten()
-            await asyncio.sleep(max(0.0, period_s - (time.monotonic() - began_s)))
+            left_s = max(0.0, period_s - (time.monotonic() - began_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._devices.all_up.wait(), left_s)
+            self._devices.all_up.clear()
 
     async def _renew_devices(self) -> bool:
         """Returns False if the devices belong to a newer attempt."""

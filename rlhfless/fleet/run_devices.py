@@ -77,6 +77,9 @@ class RunDevices:
         self._keeper: Any = None
         self._taken: dict[str, _Taken] = {}
         self._to_come: frozenset[str] = frozenset()
+        self.all_up = asyncio.Event()
+        """No user starts any more, so the lease should be renewed now: it is much shorter from here on, and a driver
+        that is killed before would leave its devices held for as long as a start may take."""
         self.acquired: Callable[[Acquired], None] = lambda _: None
         """Told of devices that were waited for."""
 
@@ -99,6 +102,12 @@ class RunDevices:
         """A user has started, and has a lease that is renewed from now on."""
         for taken in self._taken.values():
             taken.starting.discard(user)
+        if not self._any_starts:
+            self.all_up.set()
+
+    @property
+    def _any_starts(self) -> bool:
+        return any(taken.starting for taken in self._taken.values())
 
     async def release(self, *users: str) -> None:
         """Replicas have gone, or were never there; devices that no other uses are given back."""
@@ -277,8 +286,7 @@ class RunDevices:
     def _keeps_s(self) -> float:
         """The lease of what is held. Longer than that of the replicas on it, and their orderly stop, so that no other
         run gets a device that a replica still uses: a driver renews its replicas' leases with every call."""
-        starting = any(taken.starting for taken in self._taken.values())
-        return 2 * self._lease_s + self._timeouts.drain_s + (self._timeouts.start_s if starting else 0.0)
+        return 2 * self._lease_s + self._timeouts.drain_s + (self._timeouts.start_s if self._any_starts else 0.0)
 
     async def _ask(self, method: str, *arguments: object) -> Any:
         """Call the keeper. Raises StaleCall, or FleetError if it is lost, with all that it held, or does not answer."""
