@@ -89,12 +89,22 @@ class HostKeeper:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> HostKeeper:
         self._task = asyncio.create_task(self._keep())
+        return self
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    async def end(self, timeout_s: float) -> None:
+        """End the host, and keep none alive from here on."""
+        await self.__aexit__()
+        await asyncio.to_thread(stop_host, self._folder, timeout_s)
+        if self._process is not None and self._process.poll() is None:  # it has not said yet that it is there
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, timeout_s)
 
     async def _keep(self) -> None:
         while True:

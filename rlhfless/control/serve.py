@@ -81,12 +81,8 @@ async def _host(service: Service) -> AsyncIterator[Callable[[], Awaitable[None]]
         async with JobHost(jobs, service.url, service.host_token, lambda: service.ray() is not None) as host:
             yield host.end
     else:
-
-        async def end() -> None:
-            await asyncio.to_thread(stop_host, settings.folder, HOST_S)
-
-        async with HostKeeper(settings.folder, settings.ray_address):
-            yield end
+        async with HostKeeper(settings.folder, settings.ray_address) as keeper:
+            yield lambda: keeper.end(HOST_S)
 
 
 class _Server(uvicorn.Server):
