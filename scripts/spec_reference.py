@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from marked_page import write_part
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -79,16 +80,5 @@ def _literal(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def main() -> int:
-    text = PAGE.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    new = f"{head}{BEGIN}\n\n{reference()}\n{END}{tail}"
-    if "--check" in sys.argv[1:]:
-        return int(new != text)
-    PAGE.write_text(new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_part(PAGE, BEGIN, END, reference()))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from marked_page import write_part
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy" / "helm" / "rlhfless"
@@ -62,16 +63,5 @@ def _items(schema: dict[str, Any]) -> Iterator[str]:
         yield f"| `{name}` | {need} | {item['description']} |"
 
 
-def main() -> int:
-    text = PAGE.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    new = f"{head}{BEGIN}\n\n{reference()}\n\n{END}{tail}"
-    if "--check" in sys.argv[1:]:
-        return int(new != text)
-    PAGE.write_text(new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_part(PAGE, BEGIN, END, f"{reference()}\n"))

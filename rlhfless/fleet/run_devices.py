@@ -141,8 +141,7 @@ class RunDevices:
     def bound(self, allocation: Allocation) -> Allocation | None:
         """The allocation with its devices bound; None if the run does not hold them."""
         groups = self._placement.groups_of(allocation)
-        held = all(group.name in self._taken and self._taken[group.name].held for group in groups)
-        return self._bound(allocation) if held else None
+        return self._bound(allocation) if all(map(self._holds, groups)) else None
 
     def _bound(self, allocation: Allocation) -> Allocation:
         devices: dict[str, Device] = {}
