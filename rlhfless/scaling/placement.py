@@ -175,7 +175,7 @@ def place(
     has not so many and cannot grow, because it is private.
     """
     kind = device_kind(spec, nodes)
-    rooms = _rooms(spec, nodes, kind)
+    rooms = _rooms(spec, nodes, kind, devices_per_actor)
     generation, learning = _sides(spec, rooms, devices_per_actor)
     windows = _windows(spec, generation, devices_per_actor, generation_actors, kind)
     learner = [device for room in learning for device in room.devices]
@@ -230,9 +230,10 @@ class _Room:
     devices: tuple[Device, ...]
 
 
-def _rooms(spec: PlacementSpec, nodes: Sequence[Node], kind: str) -> list[_Room]:
+def _rooms(spec: PlacementSpec, nodes: Sequence[Node], kind: str, per_actor: int) -> list[_Room]:
     """The run's devices, node by node: free ones first, then what others hold now, then what nodes that may come
-    have."""
+    have: as many as the largest that is there, and at least one actor's. Where nodes may come and none that is there
+    holds an actor, co-located functions, which share their devices, wait for such nodes."""
     there = sum(node.count(kind) for node in nodes)
     wanted = spec.devices or there
     if wanted > there and not spec.ray_address:
@@ -242,6 +243,9 @@ def _rooms(spec: PlacementSpec, nodes: Sequence[Node], kind: str) -> list[_Room]
             f"the cluster has no devices of kind {kind}; if an autoscaler is to bring them, say how many with "
             "placement.devices"
         )
+    largest = max((node.count(kind) for node in nodes), default=0)
+    if largest < per_actor and spec.ray_address and spec.devices and spec.mode != "disaggregated":
+        nodes = ()
     left, taken = wanted, dict.fromkeys((node.name for node in nodes), 0)
     freest = sorted(nodes, key=lambda node: -node.free(kind))
     for most in (Node.free, Node.count):
@@ -250,7 +254,7 @@ def _rooms(spec: PlacementSpec, nodes: Sequence[Node], kind: str) -> list[_Room]
             taken[node.name] += more
             left -= more
     sizes = [(node.name, taken[node.name]) for node in freest if taken[node.name]]
-    to_come = max((node.count(kind) for node in nodes), default=0) or NODE_DEVICES
+    to_come = max(largest or NODE_DEVICES, per_actor)
     while left:
         sizes.append(("", min(left, to_come)))
         left -= sizes[-1][1]

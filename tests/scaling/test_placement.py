@@ -153,6 +153,15 @@ def test_a_cluster_that_is_joined_may_grow() -> None:
     assert [(group.node, group.kind, len(group.devices)) for group in placement.groups[:2]] == [("", "h200", 8)] * 2
 
 
+def test_an_actor_wider_than_any_node_waits_for_one_that_holds_it() -> None:
+    spec = PlacementSpec(devices=8, ray_address="head:6379")
+    placement = placed(spec, gpus("a", 2), gpus("b", 2), actors=2, per_actor=4, ranks=8)
+    assert [(group.node, len(group.devices)) for group in placement.groups[:2]] == [("", 4), ("", 4)]
+    assert [len(allocation.devices) for allocation in placement.allocations[FunctionName.GENERATION]] == [4, 4]
+    with pytest.raises(PlacementError, match="tensor_parallel_size is 4, but generation has 4"):
+        placed(PlacementSpec(), gpus("a", 2), gpus("b", 2), per_actor=4)  # a private cluster does not grow
+
+
 def test_the_kind_is_named_where_the_cluster_has_several() -> None:
     nodes = gpus("a", 1), gpus("b", 1, kind="l40s"), cpus(4)
     with pytest.raises(PlacementError, match=r"devices of kinds h100, l40s; name one with placement.kind"):
