@@ -95,6 +95,8 @@ async def started(start: Callable[[], T], address: str | None) -> T:
         raise
     if isinstance(found[0], ConnectionError):
         raise NoCluster(f"no Ray cluster at placement.ray_address {address!r}: {found[0]}") from found[0]
+    if type(found[0]) is Exception:  # Ray's own, where one of its processes is not up in time
+        raise NoCluster(f"Ray did not start: {found[0]} See the logs in /tmp/ray, and start again.") from found[0]
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]

@@ -46,6 +46,13 @@ async def test_a_listener_that_is_no_ray_is_given_up(monkeypatch: pytest.MonkeyP
     never.set()
 
 
+async def test_a_ray_that_is_not_up_in_time_is_no_fault_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises a bare Exception, and has no setting for how long it waits."""
+    monkeypatch.setattr(Cluster, "_start", starts(fails_with=Exception("The current node timed out during startup.")))
+    with pytest.raises(NoCluster, match=r"Ray did not start: The current node timed out .* start again"):
+        await Cluster.start(PlacementSpec())
+
+
 async def test_what_else_goes_wrong_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cluster, "_start", starts(fails_with=PermissionError("/tmp/ray")))
     with pytest.raises(PermissionError, match="/tmp/ray"):
