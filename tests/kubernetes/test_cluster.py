@@ -179,16 +179,20 @@ class TimeLine:
         keep("gpu-pods.csv", text)
 
 
-def test_worker_pods_follow_a_run_and_go(release: Release, tmp_path: Path) -> None:
-    steps = 12
-    wants = spec(
+def on_gpus(steps: int) -> dict[str, Any]:
+    """Three pods of two GPUs: four actors and a learner of two."""
+    return spec(
         steps,
         placement={"kind": "h100", "devices": 6, "mode": "disaggregated", "learner_devices": 2},
         scaling={"generation": {"min_actors": 4, "max_actors": 4}},
     )
+
+
+def test_worker_pods_follow_a_run_and_go(release: Release, tmp_path: Path) -> None:
+    steps = 12
     assert release.pods(GPU_GROUP) == []
     with TimeLine(release) as line:
-        run = release.call("POST", "/v1/runs", wants)["id"]
+        run = release.call("POST", "/v1/runs", on_gpus(steps))["id"]
         waiting = release.until(run, lambda found: "pending" in found["status_reason"], 120)
         assert "rlhfless-ray-h100-worker-" in waiting["status_reason"]
         release.until(run, lambda found: found["step"] >= 2, 420)
@@ -202,6 +206,23 @@ def test_worker_pods_follow_a_run_and_go(release: Release, tmp_path: Path) -> No
             time.sleep(2)
     whole(release, run, steps, tmp_path)
     assert max(pods for _, pods in line.rows) == 3
+
+
+def test_a_cordoned_node_is_left_and_the_run_goes_on(release: Release, tmp_path: Path) -> None:
+    """There is one node that executes anything: the run waits until it may be used again."""
+    steps = 12
+    release.upgrade("--set", "controlPlane.watchNodes=true")
+    run = release.call("POST", "/v1/runs", on_gpus(steps))["id"]
+    release.until(run, lambda found: found["step"] >= 2, 420)
+    nodes = {pod["spec"]["nodeName"] for pod in release.objects("pods", GPU_GROUP)}
+    kubectl("cordon", *nodes)
+    try:
+        release.until(run, lambda found: "unschedulable" in found["status_reason"], 240)
+    finally:
+        kubectl("uncordon", *nodes)
+    release.until(run, lambda found: found["status"] == "succeeded", 420)
+    whole(release, run, steps, tmp_path)
+    release.upgrade()
 
 
 def test_a_run_says_why_its_nodes_do_not_come(release: Release) -> None:
