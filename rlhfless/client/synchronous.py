@@ -95,7 +95,7 @@ class Client:
         return self.send(calls.act(run_id, "pause"))
 
     def resume_run(self, run_id: str, limits: Mapping[str, Any] | None = None) -> RunObject:
-        """Queue a paused run again; `limits` replace its spec's."""
+        """Queue a paused run again; `limits` are put over its spec's; None takes one away."""
         return self.send(calls.act(run_id, "resume", {"limits": dict(limits)} if limits else None))
 
     def delete_run(self, run_id: str) -> None:

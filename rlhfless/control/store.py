@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Select, delete, func, select
+from sqlalchemy import ColumnElement, Select, delete, func, select
 from sqlalchemy.orm import Session, load_only
 
 from rlhfless.control.database.access import CHANGED
@@ -43,7 +43,7 @@ def runs(
     if statuses:
         query = query.where(RunRow.status.in_(statuses))
     for name, value in metadata.items():
-        query = query.where(RunRow.run_metadata[name].as_string() == value)
+        query = query.where(_label(session, name) == value)
     if after is not None:
         last = run_of(session, after)
         earlier = (RunRow.created_at < last.created_at) | (
@@ -51,6 +51,14 @@ def runs(
         )
         query = query.where(earlier)
     return _page(session, query, limit)
+
+
+def _label(session: Session, name: str) -> ColumnElement[Any]:
+    """The value of a run's label. SQLite's own paths into JSON end at a quote in a name, and read no escapes."""
+    if session.get_bind().dialect.name != "sqlite":
+        return RunRow.run_metadata[name].as_string()
+    labels = func.json_each(RunRow.run_metadata).table_valued("key", "value")
+    return select(labels.c.value).where(labels.c.key == name).scalar_subquery()
 
 
 def _page(session: Session, query: Select[Any], limit: int) -> tuple[list[Any], bool]:

@@ -1,6 +1,13 @@
 """The objects of the API, as clients see them. Times are unix seconds."""
 
-from rlhfless.control.objects.common import ApiObject, ErrorBody, ErrorObject, ListObject, ProblemObject
+from rlhfless.control.objects.common import (
+    MOST_INTEGER,
+    ApiObject,
+    ErrorBody,
+    ErrorObject,
+    ListObject,
+    ProblemObject,
+)
 from rlhfless.control.objects.costs import (
     FunctionUsage,
     PlannedCost,
@@ -24,6 +31,7 @@ from rlhfless.control.objects.fleet import (
 from rlhfless.control.objects.runs import CheckpointObject, EventObject, MetricsObject, RolloutObject, RunObject, Series
 
 __all__ = [
+    "MOST_INTEGER",
     "ApiObject",
     "Bar",
     "CheckpointObject",
