@@ -14,12 +14,14 @@ from rlhfless.control.database.tables import (
     EventRow,
     IdempotencyRow,
     LeaseRow,
+    MetricsRow,
     RolloutRow,
     RunRow,
     UsageRow,
 )
 from rlhfless.control.errors import not_found
 from rlhfless.control.lifecycle import AT_REST, DRIVEN, ENDED, Status, Wish
+from rlhfless.control.objects import MeasuredCost
 
 
 def run_of(session: Session, run_id: str) -> RunRow:
@@ -124,6 +126,21 @@ def events(session: Session, run_id: str, after: int, limit: int) -> tuple[list[
 def usage(session: Session, run_id: str) -> list[UsageRow]:
     """By function."""
     return list(session.scalars(select(UsageRow).where(UsageRow.run_id == run_id).order_by(UsageRow.function)))
+
+
+def measured_cost(session: Session, run_id: str) -> MeasuredCost | None:
+    """Of the steps of a run after the first one that it has."""
+    of_run = (MetricsRow.run_id == run_id, MetricsRow.kind == "step")
+    cost_usd, step_s = (MetricsRow.values[name].as_float() for name in ("cost_usd", "step_s"))
+    ends = select(MetricsRow.step, cost_usd).where(*of_run)
+    first = session.execute(ends.order_by(MetricsRow.step).limit(1)).first()
+    last = session.execute(ends.order_by(MetricsRow.step.desc()).limit(1)).first()
+    if first is None or last is None or first[0] == last[0] or None in (first[1], last[1]):
+        return None
+    steps, mean_s = session.execute(
+        select(func.count(), func.avg(step_s)).where(*of_run, MetricsRow.step > first[0])
+    ).one()
+    return MeasuredCost(steps=steps, step_s=mean_s, step_usd=(last[1] - first[1]) / steps)
 
 
 def rollouts(session: Session, run_id: str, step: int | None, limit: int) -> list[RolloutRow]:

@@ -182,7 +182,9 @@ async def resume_run(
     def change(session: Session) -> None:
         row = store.run_of(session, run_id)
         changed = row.spec | changes_of(row.spec, changes or {})
-        limits = posted_spec(changed, service.settings).limits
+        if changes:
+            posted_spec(changed, service.settings)
+        limits = LimitsSpec.model_validate(changed.get("limits") or {})
         if row.status == Status.PAUSED:
             require_room(row, limits, changed != row.spec)
         if changed == row.spec:

@@ -124,6 +124,7 @@ async def get_usage(request: Request, _: Reads, run_id: str) -> UsageObject:
             cost_usd=run.cost_usd,
             best_static=StaticFleet.model_validate(run.best_static) if run.best_static else None,
             planned=PlannedCost.model_validate(run.plan) if run.plan else None,
+            measured=store.measured_cost(session, run_id),
         )
 
     return await service_of(request.app).database.read(read)

@@ -10,6 +10,7 @@ from rlhfless.control.objects.common import (
 )
 from rlhfless.control.objects.costs import (
     FunctionUsage,
+    MeasuredCost,
     PlannedCost,
     PlannedDevices,
     PlanObject,
@@ -43,6 +44,7 @@ __all__ = [
     "FunctionUsage",
     "HolderObject",
     "ListObject",
+    "MeasuredCost",
     "MetricsObject",
     "PlanObject",
     "PlannedCost",

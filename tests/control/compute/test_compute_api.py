@@ -75,6 +75,16 @@ def test_devices_that_do_not_exist_are_named(client: httpx.Client, spec: dict[st
     assert "h1000" in answer.json()["error"]["message"]
 
 
+def test_devices_that_were_asked_for_and_cannot_be_have_a_row_that_says_why(
+    client: httpx.Client, spec: dict[str, Any]
+) -> None:
+    two = spec | {"scaling": {"generation": {"min_actors": 2, "max_actors": 2}}}
+    asked = {"spec": two, "devices": ["1xh100"]}
+    (row,) = client.post("/v1/runs:plan", json=asked, timeout=120).json()["alternatives"]
+    assert (row["kind"], row["count"], row["fits"]) == ("h100", 1, False)
+    assert "scaling.generation.max_actors is 2" in row["problems"][0]
+
+
 def test_rewards_are_tried(client: httpx.Client) -> None:
     question = {
         "rewards": [{"type": "exact_match", "weight": 2.0}, {"type": "regex", "name": "digit", "pattern": r"\d"}],
