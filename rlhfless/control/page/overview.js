@@ -112,7 +112,9 @@ function billOf(usage) {
       cell("Starts", { class: "num" }, number(row.cold_starts).replace(/\.0+$/, "")), cell("Device time", { class: "num" }, duration(all)), cell("Cost", { class: "num" }, usd(row.cost_usd)));
   });
   const columns = [{ title: "Function" }, { title: "Devices" }, { title: "Time held", class: "wide" }, ...["Busy", "Idle", "Starting", "Starts", "Device time", "Cost"].map((title) => ({ title, class: "num" }))];
-  return [panel("Cost by function", { class: "flush" }, table("Cost by function", columns, rows, { class: "cards" })), comparison(usage), plannedAndMeasured(usage)];
+  const bill = panel("Cost by function", { class: "flush" }, table("Cost by function", columns, rows, { class: "cards" }));
+  const plan = plannedAndMeasured(usage);
+  return plan ? [h("div", { class: "stack" }, bill, comparison(usage)), plan] : [bill, comparison(usage)];
 }
 
 /** Busy, idle and starting as parts of one bar, as long as the function's share of the largest. */
@@ -146,17 +148,18 @@ function plannedAndMeasured({ planned, measured }) {
   if (!planned) return null;
   const all = planned.steps, of = (value, steps = 1) => (measured ? value * steps : null);
   const rows = [
-    ["Time of a step", duration, planned.wall_s / all, planned.wall_low_s / all, planned.wall_high_s / all, of(measured?.step_s)],
-    ["Cost of a step", usd, planned.cost_usd / all, planned.cost_low_usd / all, planned.cost_high_usd / all, of(measured?.step_usd)],
-    [`Time of all ${all} steps`, duration, planned.wall_s, planned.wall_low_s, planned.wall_high_s, of(measured?.step_s, all)],
-    [`Cost of all ${all} steps`, usd, planned.cost_usd, planned.cost_low_usd, planned.cost_high_usd, of(measured?.step_usd, all)],
+    ["Step time", duration, planned.wall_s / all, planned.wall_low_s / all, planned.wall_high_s / all, of(measured?.step_s)],
+    ["Step cost", usd, planned.cost_usd / all, planned.cost_low_usd / all, planned.cost_high_usd / all, of(measured?.step_usd)],
+    ["Run time", duration, planned.wall_s, planned.wall_low_s, planned.wall_high_s, of(measured?.step_s, all)],
+    ["Run cost", usd, planned.cost_usd, planned.cost_low_usd, planned.cost_high_usd, of(measured?.step_usd, all)],
   ];
-  const names = ["Predicted", "Band", measured ? `Measured, ${measured.steps} steps` : "Measured", "Off by"];
+  const names = ["Predicted", "Band", "Measured", "Off by"];
   const columns = [{ title: "" }, ...names.map((title) => ({ title, class: "num" }))];
   const body = rows.map(([name, unit, mean, low, high, found]) => {
     const off = found === null ? null : found / mean - 1;
     return h("tr", { role: "row" }, cell("", { class: "name" }, name), cell(names[0], { class: "num" }, unit(mean)), cell(names[1], { class: "num muted" }, `${unit(low)} to ${unit(high)}`),
       cell(names[2], { class: "num" }, found === null ? "–" : unit(found)), cell(names[3], { class: "num", title: found >= low && found <= high ? "within the band" : null }, off === null ? "–" : `${off >= 0 ? "+" : "−"}${percent(Math.abs(off))}`));
   });
-  return panel("Predicted and measured", { class: "flush" }, table("Predicted and measured", columns, body, { class: "cards" }));
+  const basis = h("span", { class: "muted small" }, `${all} steps planned, ${measured?.steps ?? 0} measured`);
+  return panel("Predicted and measured", { class: "flush", actions: basis }, table("Predicted and measured", columns, body, { class: "cards" }));
 }
