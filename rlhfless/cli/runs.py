@@ -29,7 +29,7 @@ LAST = "last"
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     runs = typer.Typer(help="Start, watch and steer the runs of a service.", no_args_is_help=True)
-    for command in (create, show, watch, cancel, pause, resume, delete, logs, usage, events, checkpoints):
+    for command in (create, plan, show, watch, cancel, pause, resume, delete, logs, usage, events, checkpoints):
         runs.command()(command)
     runs.command("list")(list_runs)
     app.add_typer(runs, name="runs")
@@ -57,6 +57,39 @@ def create(
             typer.echo(f"{run.id} is {run.status}; its page is {client.url}/#/runs/{run.id}")
         if watch:
             _watch(client, run, as_json)
+
+
+def plan(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    devices: Annotated[
+        list[str] | None,
+        typer.Option("--devices", metavar="NxKIND", help="Other devices, such as 8xh100; by default the price book's."),
+    ] = None,
+    lengths_of: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Take response lengths and latencies of this earlier run.")
+    ] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Of the whole run: devices that keep it come first.")
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """What a run would need, take and cost, here and on other devices. Starts nothing."""
+    from rlhfless.cli.runs_tables import plan_lines
+    from rlhfless.control.objects import PlanObject
+    from rlhfless.spec.load import load_values
+
+    values = load_values(spec, overrides or ())
+    with _client(url) as client:
+        earlier = None if lengths_of is None else _id(client, lengths_of)
+        found = client.plan(values, devices=devices or [], lengths_of=earlier, deadline_s=deadline_s)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(plan_lines(PlanObject.model_validate(found)))
 
 
 def list_runs(
@@ -131,16 +164,25 @@ def resume(
         _print_run(client.resume_run(_id(client, run), raised or None), as_json)
 
 
-def delete(run: RunId, url: Url = None) -> None:
+def delete(run: RunId, url: Url = None, as_json: Json = False) -> None:
     """Remove an ended run, with its folder."""
     with _client(url) as client:
-        client.delete_run(_id(client, run))
+        gone = _id(client, run)
+        client.delete_run(gone)
+    typer.echo(json.dumps({"id": gone, "deleted": True}) if as_json else f"{gone} is deleted")
 
 
-def logs(run: RunId, lines: Annotated[int, typer.Option(min=1)] = 100, url: Url = None) -> None:
+def logs(
+    run: RunId, lines: Annotated[int, typer.Option(min=1, max=5000)] = 100, url: Url = None, as_json: Json = False
+) -> None:
     """The end of a run's log."""
     with _client(url) as client:
-        typer.echo(legible(client.logs(_id(client, run), lines)), nl=False)
+        found = _id(client, run)
+        text = client.logs(found, lines)
+    if as_json:
+        typer.echo(json.dumps({"run_id": found, "lines": text.splitlines()}, indent=2))
+    else:
+        typer.echo(legible(text), nl=False)
 
 
 def usage(run: RunId, url: Url = None, as_json: Json = False) -> None:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfless.control.objects import RunObject, UsageObject
+from rlhfless.control.objects import PlanObject, RunObject, UsageObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.report import FunctionRow, functions_table
 from rlhfless.text import legible
@@ -29,7 +29,7 @@ def runs_table(runs: Sequence[RunObject]) -> Table:
             decimal(run.latest.get("reward_mean")),
             money(run.cost_usd),
             clock(run.left_s) if run.left_s is not None else "",
-            Text(legible(run.status_reason), style="dim", overflow="ellipsis"),
+            Text(legible(" ".join(run.status_reason.split())), style="dim", overflow="ellipsis"),
         )
     return table
 
@@ -49,6 +49,24 @@ def run_lines(run: RunObject) -> RenderableType:
     return Group(*parts)
 
 
+def plan_lines(plan: PlanObject) -> RenderableType:
+    """The run's own devices first, then others, and what would make a better answer."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("devices", "placement", "step", "run", "band", "cost", "band", ""):
+        table.add_column(name, justify="left" if name in ("devices", "placement", "") else "right")
+    for row in (plan.chosen, *plan.alternatives):
+        cells, found = [f"{row.count} x {row.kind}", row.placement], row.predicted
+        if found is None:
+            why = row.reason or row.nearest_change or next(iter(row.problems), "")
+            table.add_row(*cells, "-", "", "", "", "", Text(legible(why if row.fits else f"does not fit; {why}")))
+            continue
+        cells += [f"{decimal(found.step_s, 2)} s", clock(found.wall_s)]
+        cells += [f"{clock(found.wall_low_s)} to {clock(found.wall_high_s)}", money(found.cost_usd)]
+        table.add_row(*cells, f"{money(found.cost_low_usd)} to {money(found.cost_high_usd)}")
+    parts: list[RenderableType] = [table, Text(f"\nresponse lengths: {plan.lengths}")]
+    return Group(*parts, *(Text(f"missing: {legible(text)}") for text in plan.missing))
+
+
 def usage_table(usage: UsageObject) -> RenderableType:
     """By function, and beside the best static fleet."""
     parts: list[RenderableType] = [functions_table(*usage_rows(usage))]
@@ -61,7 +79,19 @@ def usage_table(usage: UsageObject) -> RenderableType:
                 f"{money(best.same_cost_usd)}"
             )
         )
+    planned, measured = usage.planned, usage.measured
+    if planned is not None:
+        found = "not measured yet"
+        if measured is not None:
+            steps = count(measured.steps)
+            found = f"measured {_step(measured.step_s, measured.step_usd)} over {steps} steps"
+        of_one = _step(planned.wall_s / planned.steps, planned.cost_usd / planned.steps)
+        parts.append(Text(f"\na step was predicted to take {of_one}; {found}"))
     return Group(*parts)
+
+
+def _step(step_s: float, step_usd: float) -> str:
+    return f"{decimal(step_s, 2)} s and ${step_usd:.3g}"
 
 
 def usage_rows(usage: UsageObject) -> tuple[list[FunctionRow], FunctionRow]:

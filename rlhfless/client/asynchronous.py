@@ -20,6 +20,7 @@ from rlhfless.control.objects import (
     ReplicaObject,
     RolloutObject,
     RunObject,
+    SimulationObject,
     UsageObject,
 )
 
@@ -55,15 +56,13 @@ class AsyncClient:
     async def send(self, call: Call[T]) -> T:
         """Send a request of rlhfless.client.calls."""
         for attempt in range(TRIES):
-            response, last = None, attempt == TRIES - 1 or not call.repeatable
+            response = None
             try:
-                response = await self._http.request(
-                    call.method, call.path, params=list(call.params), json=call.body, headers=dict(call.headers)
-                )
-                if last or response.status_code not in AGAIN:
+                response = await self._http.send(call.sent_by(self._http))
+                if call.is_last(attempt) or response.status_code not in AGAIN:
                     return call.parsed(response)
             except httpx.TransportError as error:
-                if last:
+                if call.is_last(attempt, error):
                     raise calls.away(self.url, error) from error
             await asyncio.sleep(calls.wait_s(attempt, response))
         raise AssertionError("the last try returns or raises")
@@ -95,7 +94,7 @@ class AsyncClient:
         return await self.send(calls.act(run_id, "pause"))
 
     async def resume_run(self, run_id: str, limits: Mapping[str, Any] | None = None) -> RunObject:
-        """Queue a paused run again; `limits` replace its spec's."""
+        """Queue a paused run again; `limits` are put over its spec's; None takes one away."""
         return await self.send(calls.act(run_id, "resume", {"limits": dict(limits)} if limits else None))
 
     async def delete_run(self, run_id: str) -> None:
@@ -134,13 +133,24 @@ class AsyncClient:
 
     async def plan(self, spec: Mapping[str, Any], **question: Any) -> dict[str, Any]:
         """What a run would need, take and cost. `question`: devices, lengths_of, deadline_s."""
-        return await self.send(calls.post("/v1/runs:plan", {"spec": dict(spec)} | question))
+        return await self.send(calls.compute("/v1/runs:plan", {"spec": dict(spec)} | question))
 
     async def test_rewards(
         self, rewards: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
         """Scores of given responses, by part."""
-        return await self.send(calls.post("/v1/rewards:test", {"rewards": list(rewards), "samples": list(samples)}))
+        return await self.send(calls.compute("/v1/rewards:test", {"rewards": list(rewards), "samples": list(samples)}))
+
+    async def simulate(
+        self, scenario: Mapping[str, Any] | None = None, run_id: str | None = None, policies: Sequence[str] = ()
+    ) -> SimulationObject:
+        """Queue a simulation: of a scenario (`policies`: only these labels), or of a run's own steps under other
+        policies. Ask for it with `get_simulation` until it has ended."""
+        return await self.send(calls.simulate(scenario, run_id, policies))
+
+    async def get_simulation(self, simulation_id: str) -> SimulationObject:
+        """One simulation."""
+        return await self.send(calls.get_simulation(simulation_id))
 
     async def watch(self, run_id: str, after: int = 0) -> AsyncIterator[EventObject]:
         """Every event of a run after one of them, each once and in order, until the run has ended. A connection that

@@ -21,6 +21,7 @@ from rlhfless.control.objects import (
     ReplicaObject,
     RolloutObject,
     RunObject,
+    SimulationObject,
     UsageObject,
 )
 from rlhfless.control.settings import DATA_FOLDER, announced
@@ -34,6 +35,9 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 
 TIMEOUT_S = 30.0
 """Longest wait for an answer."""
+
+COMPUTE_S = 130.0
+"""Longest wait for what the service computes; it takes 120 s at most."""
 
 STREAM_S = 60.0
 """Longest silence of a stream of events: the service sends something every 15 s."""
@@ -60,7 +64,26 @@ class Call(Generic[T]):
     body: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
     repeatable: bool = True
-    """Sent again, it changes nothing more."""
+    """Sent again, it changes nothing more, and is answered sooner."""
+    timeout_s: float | None = None
+    """Longest wait for an answer; by default the client's."""
+
+    def sent_by(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        """The request of a client."""
+        timeout = httpx.USE_CLIENT_DEFAULT if self.timeout_s is None else self.timeout_s
+        return client.build_request(
+            self.method,
+            self.path,
+            params=list(self.params),
+            json=self.body,
+            headers=dict(self.headers),
+            timeout=timeout,
+        )
+
+    def is_last(self, attempt: int, error: httpx.TransportError | None = None) -> bool:
+        """Whether try number `attempt`, from 0, was the last one. What takes long to compute is not begun again."""
+        slow = self.timeout_s is not None and isinstance(error, httpx.ReadTimeout)
+        return attempt == TRIES - 1 or not self.repeatable or slow
 
     def parsed(self, response: httpx.Response) -> T:
         """The answer. Raises ApiFault."""
@@ -95,6 +118,8 @@ def headers(key: str | None) -> dict[str, str]:
 
 def away(url: str, error: Exception) -> ServiceAway:
     """No answer came."""
+    if isinstance(error, httpx.ReadTimeout):
+        return ServiceAway(f"the service at {url} has not answered in time, but it is there; ask again later")
     return ServiceAway(
         f"no rlhfless service answers at {url} ({error or type(error).__name__}); start one with `rlhfless up`, or "
         f"name another with {URL} or --url"
@@ -163,9 +188,18 @@ def functions() -> Call[ListObject[ReplicaObject]]:
     return Call("GET", "/v1/functions", ListObject[ReplicaObject])
 
 
-def post(path: str, body: Mapping[str, Any]) -> Call[dict[str, Any]]:
+def compute(path: str, body: Mapping[str, Any]) -> Call[dict[str, Any]]:
     """A question that changes nothing."""
-    return Call("POST", path, dict[str, Any], body=dict(body))
+    return Call("POST", path, dict[str, Any], body=dict(body), timeout_s=COMPUTE_S)
+
+
+def simulate(scenario: Mapping[str, Any] | None, run_id: str | None, policies: Sequence[str]) -> Call[SimulationObject]:
+    body = {"scenario": scenario and dict(scenario), "run": run_id, "policies": list(policies)}
+    return Call("POST", "/v1/simulations", SimulationObject, body=body, repeatable=False, timeout_s=COMPUTE_S)
+
+
+def get_simulation(simulation_id: str) -> Call[SimulationObject]:
+    return Call("GET", f"/v1/simulations/{simulation_id}", SimulationObject)
 
 
 # -- streams

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from rlhfless.control.errors import refused
+from rlhfless.control.objects import MOST_INTEGER
 from rlhfless.control.security.named import code_problems, file_problems
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
-from rlhfless.spec.explain import explain
+from rlhfless.spec.explain import explain, shown
+from rlhfless.text import storable
 
 OWN = {
     ("output",): "the service keeps each run in its own folder",
@@ -25,6 +28,8 @@ OWN = {
 
 def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
     """The spec. Raises ApiError (422) with every wrong field."""
+    if problems := list(unstorable(values)):
+        raise refused("the spec", problems)
     if problems := code_problems(values, settings):  # before anything that it names is imported
         raise refused("the spec", problems)
     try:
@@ -40,6 +45,21 @@ def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
     if problems:
         raise refused("the spec", problems)
     return spec
+
+
+def unstorable(values: Any, place: str = "") -> Iterator[Problem]:
+    """Texts and integers that no database keeps as they are."""
+    if isinstance(values, Mapping):
+        for key, inner in values.items():
+            yield from unstorable(key, place)
+            yield from unstorable(inner, f"{place}.{key}" if place else str(key))
+    elif isinstance(values, list):
+        for index, inner in enumerate(values):
+            yield from unstorable(inner, f"{place}.{index}")
+    elif isinstance(values, str) and storable(values) != values:
+        yield Problem(place, f"{shown(values)}: has a NUL or half a surrogate pair", "leave it out")
+    elif isinstance(values, int) and abs(values) > MOST_INTEGER:
+        yield Problem(place, f"{shown(values)}: should be at most {MOST_INTEGER}")
 
 
 def _has(values: Any, path: tuple[str, ...]) -> bool:

@@ -20,6 +20,7 @@ import uvicorn
 from rlhfless.control import store
 from rlhfless.control.api.app import app_of
 from rlhfless.control.drivers import Drivers, LocalDrivers
+from rlhfless.control.promptness import come_first, workers
 from rlhfless.control.ray_host import HostKeeper, stop_host
 from rlhfless.control.ray_jobs import JobDrivers, JobHost, RayJobs
 from rlhfless.control.security.start import require_safe
@@ -45,6 +46,8 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
 
     Raises DataInUse, SecondService, NewerDatabase, NotSafe, or InputError if the port is taken.
     """
+    come_first()
+    asyncio.get_running_loop().set_default_executor(workers())
     with lock_data(settings.folder):
         database = await asyncio.to_thread(open_database, settings)
         try:

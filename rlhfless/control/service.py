@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlhfless.control.bus import Bus
-from rlhfless.control.compute.forecasts import Forecasts
+from rlhfless.control.compute.forecasts import Forecasts, Simulations
 from rlhfless.control.compute.runner import Runner
 from rlhfless.control.database.access import Database, database_of
 from rlhfless.control.database.migrate import migrate
@@ -50,6 +50,7 @@ class Service:
         self.supervisor = Supervisor(self, drivers)
         self.runner = Runner()
         self.forecasts = Forecasts(database, self.runner, self.devices_there)
+        self.simulations = Simulations(database, self.runner)
         self.replicas: dict[str, list[ReplicaNow]] = {}
         """By run: its replicas now, as its driver said last."""
         self.host_token = secrets.token_urlsafe(32)
@@ -96,7 +97,8 @@ class Service:
         """Within the block runs are looked after."""
         await self.keys.read()
         self.announce()
-        work = [self.supervisor.run(), self.forecasts.run(), sweep_for_ever(self.database, self.settings)]
+        work = [self.supervisor.run(), self.forecasts.run(), self.simulations.run()]
+        work.append(sweep_for_ever(self.database, self.settings))
         if self.pods is not None:
             work.append(self.pods.run())
         tasks = [asyncio.create_task(one) for one in work]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Select, delete, func, select
+from sqlalchemy import ColumnElement, Select, delete, func, select
 from sqlalchemy.orm import Session, load_only
 
 from rlhfless.control.database.access import CHANGED
@@ -14,12 +14,14 @@ from rlhfless.control.database.tables import (
     EventRow,
     IdempotencyRow,
     LeaseRow,
+    MetricsRow,
     RolloutRow,
     RunRow,
     UsageRow,
 )
 from rlhfless.control.errors import not_found
 from rlhfless.control.lifecycle import AT_REST, DRIVEN, ENDED, Status, Wish
+from rlhfless.control.objects import MeasuredCost
 
 
 def run_of(session: Session, run_id: str) -> RunRow:
@@ -43,7 +45,7 @@ def runs(
     if statuses:
         query = query.where(RunRow.status.in_(statuses))
     for name, value in metadata.items():
-        query = query.where(RunRow.run_metadata[name].as_string() == value)
+        query = query.where(_label(session, name) == value)
     if after is not None:
         last = run_of(session, after)
         earlier = (RunRow.created_at < last.created_at) | (
@@ -51,6 +53,14 @@ def runs(
         )
         query = query.where(earlier)
     return _page(session, query, limit)
+
+
+def _label(session: Session, name: str) -> ColumnElement[Any]:
+    """The value of a run's label. SQLite's own paths into JSON end at a quote in a name, and read no escapes."""
+    if session.get_bind().dialect.name != "sqlite":
+        return RunRow.run_metadata[name].as_string()
+    labels = func.json_each(RunRow.run_metadata).table_valued("key", "value")
+    return select(labels.c.value).where(labels.c.key == name).scalar_subquery()
 
 
 def _page(session: Session, query: Select[Any], limit: int) -> tuple[list[Any], bool]:
@@ -116,6 +126,21 @@ def events(session: Session, run_id: str, after: int, limit: int) -> tuple[list[
 def usage(session: Session, run_id: str) -> list[UsageRow]:
     """By function."""
     return list(session.scalars(select(UsageRow).where(UsageRow.run_id == run_id).order_by(UsageRow.function)))
+
+
+def measured_cost(session: Session, run_id: str) -> MeasuredCost | None:
+    """Of the steps of a run after the first one that it has."""
+    of_run = (MetricsRow.run_id == run_id, MetricsRow.kind == "step")
+    cost_usd, step_s = (MetricsRow.values[name].as_float() for name in ("cost_usd", "step_s"))
+    ends = select(MetricsRow.step, cost_usd).where(*of_run)
+    first = session.execute(ends.order_by(MetricsRow.step).limit(1)).first()
+    last = session.execute(ends.order_by(MetricsRow.step.desc()).limit(1)).first()
+    if first is None or last is None or first[0] == last[0] or None in (first[1], last[1]):
+        return None
+    steps, mean_s = session.execute(
+        select(func.count(), func.avg(step_s)).where(*of_run, MetricsRow.step > first[0])
+    ).one()
+    return MeasuredCost(steps=steps, step_s=mean_s, step_usd=(last[1] - first[1]) / steps)
 
 
 def rollouts(session: Session, run_id: str, step: int | None, limit: int) -> list[RolloutRow]:

@@ -153,7 +153,8 @@ class Supervisor(Looker):
             room = max(self._service.settings.max_drivers - working, 0)
             queue = store.queue(session)
             for place, row in enumerate(queue[room:]):
-                reason = f"waiting for its turn: {place} run(s) before it, {working} at work"
+                ahead = f"{place} run(s) before it" if place else "it is the next one"
+                reason = f"waiting for its turn: {ahead}, {working} at work"
                 if row.status_reason != reason and row.attempt == 0:
                     row.status_reason = reason
                     store.touch(session, row)

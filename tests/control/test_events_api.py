@@ -55,6 +55,17 @@ def test_a_stream_has_what_was_and_what_comes_until_the_end(client: httpx.Client
     assert [e["data"]["message"] for e in found if e["event"] == "message"] == [f"m{n}" for n in range(1, 30)]
 
 
+def test_a_stream_of_a_run_that_has_ended_ends_with_its_last_event(client: httpx.Client, drivers: NoDrivers) -> None:
+    run = client.post("/v1/runs", json=RUN).json()["id"]
+    until(lambda: drivers.orders)
+    Pushes(client, drivers.orders[0])(("ended", {"status": "failed", "reason": "x", "error": None, "retry": False}))
+    last = client.get(f"/v1/runs/{run}").json()["last_event"]
+    for seen, left in ((0, last), (last, 0)):
+        headers = SSE | {"Last-Event-ID": str(seen)}
+        answer = client.get(f"/v1/runs/{run}/events", headers=headers, timeout=5)  # less than a keep-alive
+        assert len(list(events_of(iter(answer.text.splitlines())))) == left
+
+
 def test_a_stream_goes_on_after_the_last_event_that_was_seen(client: httpx.Client, drivers: NoDrivers) -> None:
     run = client.post("/v1/runs", json=RUN).json()["id"]
     until(lambda: drivers.orders)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhfless.control.delivery import Now, Push
 from rlhfless.control.driver.outbox import KEPT_ITEMS, Outbox, StaleOutbox, undelivered
 
 
@@ -31,6 +32,14 @@ def test_numbers_go_on_over_attempts_and_an_older_one_is_shut_out(tmp_path: Path
         Outbox(tmp_path, 1)
     first.close()
     second.close()
+
+
+def test_texts_that_no_database_keeps_are_escaped(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path, 1)
+    outbox.add("message", {"message": "a\0b", "why": ["\ud800"]})
+    assert outbox.after(0)[0].data == {"message": "a\\x00b", "why": ["\\ud800"]}
+    assert Push(attempt=1, items=outbox.after(0), now=Now(reason="")).model_dump_json()
+    outbox.close()
 
 
 def test_what_was_delivered_long_ago_is_forgotten_and_numbers_are_not_used_again(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_run_without_a_step_has_empty_answers(api: httpx.Client) -> None:
     assert api.get(f"{QUEUED}/checkpoints").json()["data"] == []
     assert api.get(f"{QUEUED}/rollouts").json()["data"] == []
     usage = api.get(f"{QUEUED}/usage").json()
-    assert (usage["functions"], usage["best_static"], usage["planned"]) == ([], None, None)
+    assert (usage["functions"], usage["best_static"], usage["planned"], usage["measured"]) == ([], None, None, None)
     assert api.get(f"{QUEUED}/logs").text == ""
 
 
@@ -81,6 +81,10 @@ def test_usage_adds_up_and_has_its_comparisons(api: httpx.Client) -> None:
     assert sum(held) == pytest.approx(found["device_s"])
     assert found["best_static"]["actors"] == 6
     assert found["planned"]["steps"] == 400
+    series = api.get(f"{RUN}/metrics", params={"name": ["step_s", "cost_usd"], "points": 1000}).json()["series"]
+    step_s, cost_usd = (one["values"] for name in ("step_s", "cost_usd") for one in series if one["name"] == name)
+    measured = {"steps": 230, "step_s": sum(step_s[1:]) / 230, "step_usd": (cost_usd[-1] - cost_usd[0]) / 230}
+    assert found["measured"] == pytest.approx(measured)
 
 
 def test_logs_are_the_ends_of_both_files(api: httpx.Client) -> None:

@@ -85,6 +85,7 @@ def up(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole: Whole) -> None:
+    """Five kills: a driver at work, its successor while it starts and the service with it, both again later."""
     with up.client as client:
         run = client.create_run(posted(fault_values(assets, actors=1)))
         up.until(run.id, lambda now: now.step >= 2)
@@ -96,9 +97,13 @@ def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole:
     up.until(run.id, lambda now: now.step > paused.step)
     up.kill_driver(run.id)
     killed_at = up.until(run.id, lambda now: now.attempt == 3).step
+    up.kill_driver(run.id)
     up.kill()
     up.start()
     up.until(run.id, lambda now: now.step > killed_at)
+    up.kill_driver(run.id)
+    up.kill()
+    up.start()
     ended = up.until(run.id, lambda now: now.status in (Status.SUCCEEDED, Status.CANCELLED))
     assert (ended.status, ended.step) == (Status.SUCCEEDED, FAULT_STEPS)
 

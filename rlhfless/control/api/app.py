@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,6 +20,10 @@ from rlhfless.control.errors import ApiError
 from rlhfless.control.security.gate import Gate
 from rlhfless.control.service import Service
 from rlhfless.spec.errors import Problem
+from rlhfless.spec.explain import shown
+
+PLACES = ("body", "query", "path", "header")
+"""Where a field of a request may be."""
 
 RETRY_AFTER_S = 2.0
 """After which a client asks again when the database is away."""
@@ -61,14 +66,27 @@ async def _api(_: Request, error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers)
 
 
-async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-    problems = [
-        Problem(".".join(str(part) for part in one["loc"] if part not in ("body", "query", "path")), one["msg"])
-        for one in error.errors()
-    ]
+async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    typed = request.headers.get("content-type", "")
+    problems = [problem_of(one, typed) for one in error.errors()]
     first = problems[0]
-    answer = ApiError(422, "invalid_request", f"{first.where}: {first.what}", first.where or None, problems)
-    return JSONResponse(answer.body(), 422)
+    mend = f"; {first.mend}" if first.mend else ""
+    message = f"{first.where or 'the body'}: {first.what}{mend}"
+    return JSONResponse(ApiError(422, "invalid_request", message, first.where or None, problems).body(), 422)
+
+
+def problem_of(error: Mapping[str, Any], content_type: str) -> Problem:
+    """One of the errors of a RequestValidationError, with the value that is wrong."""
+    source, *rest = error["loc"]
+    if error["type"] == "json_invalid":
+        return Problem("", f"is no JSON: {error['ctx']['error']} at character {rest[0]}")
+    where = ".".join(str(part) for part in ([source, *rest] if source not in PLACES else rest))
+    if error["type"] == "missing":
+        return Problem(where, "is missing")
+    what = error["msg"].removeprefix("Input ")
+    if not where and "json" not in content_type:
+        return Problem("", "is not read as JSON", "send it with `Content-Type: application/json`")
+    return Problem(where, f"{shown(error['input'])}: {what}")
 
 
 async def _away(_: Request, error: Unavailable) -> JSONResponse:
@@ -82,5 +100,8 @@ async def _fault(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _http(_: Request, error: HTTPException) -> JSONResponse:
+    if error.status_code == 400:  # FastAPI's only one: what it cannot parse for another reason than JSON's syntax
+        message = "the body: is no JSON that can be read: it is not UTF-8, or nested too deeply"
+        return JSONResponse(ApiError(422, "invalid_request", message).body(), 422)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "error")
     return JSONResponse(ApiError(error.status_code, code, str(error.detail)).body(), error.status_code, error.headers)

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from rlhfless.control import store
 from rlhfless.control.api.runs import EXAMPLE, Reads, Runs
 from rlhfless.control.database.tables import SimulationRow
-from rlhfless.control.errors import ApiError, not_found
+from rlhfless.control.errors import ApiError, not_found, refused
 from rlhfless.control.objects import (
     ErrorObject,
     ListObject,
@@ -23,13 +23,14 @@ from rlhfless.control.objects import (
     SimulationObject,
     TimelineObject,
 )
-from rlhfless.control.posted import posted_spec
+from rlhfless.control.posted import posted_spec, unstorable
 from rlhfless.control.run_files import trace_of
+from rlhfless.control.security.named import simulation_problems
 from rlhfless.control.service import Service, service_of
 
 router = APIRouter(tags=["compute"])
 
-PLAN_S, REWARDS_S, TIMELINE_S = 120.0, 120.0, 60.0
+PLAN_S, REWARDS_S, TIMELINE_S, CHECK_S = 120.0, 120.0, 60.0, 60.0
 """Longest waits. A plan of all kinds of the price book takes some ten seconds."""
 
 
@@ -122,17 +123,20 @@ async def create_simulation(request: Request, caller: Runs, question: Simulation
     service = service_of(request.app)
     if (question.scenario is None) == (question.run is None):
         raise ApiError(422, "invalid_request", "give `scenario` or `run`, one of the two", "scenario")
+    asked = question.model_dump()
+    named = question.scenario if question.run is None else {"policies": question.policies}
+    if problems := [*unstorable(asked), *simulation_problems(named or {}, service.settings)]:
+        raise refused("the simulation", problems)
     if question.run is not None:
         await trace_folder(service, question.run)
-    elif bad := _names_files(question.scenario):
-        raise ApiError(422, "invalid_request", f"{bad} names a file; a scenario that is POSTed has none", "scenario")
+    await service.runner.run("check_simulation", asked, CHECK_S)
     row = SimulationRow(
         id=f"sim-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}",
         owner=caller.owner,
         created_at=time.time(),
         finished_at=None,
         status="queued",
-        request=question.model_dump(),
+        request=asked,
         result=None,
         error=None,
     )
@@ -142,23 +146,8 @@ async def create_simulation(request: Request, caller: Runs, question: Simulation
         return simulation_object(row)
 
     found = await service.database.write(add)
-    service.forecasts.soon()
+    service.simulations.soon()
     return found
-
-
-def _names_files(value: Any, place: str = "scenario") -> str:
-    """A key that names a file; empty if there is none."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if key in ("path", "prices") and isinstance(inner, str):
-                return f"{place}.{key}"
-            if found := _names_files(inner, f"{place}.{key}"):
-                return found
-    if isinstance(value, list):
-        for index, inner in enumerate(value):
-            if found := _names_files(inner, f"{place}.{index}"):
-                return found
-    return ""
 
 
 @router.get("/simulations", summary="List simulations")

@@ -15,7 +15,7 @@ from rlhfless.control import store
 from rlhfless.control.api.compute import trace_folder
 from rlhfless.control.api.documented import answers
 from rlhfless.control.api.runs import Reads
-from rlhfless.control.errors import not_found
+from rlhfless.control.errors import ApiError, not_found
 from rlhfless.control.service import service_of
 from rlhfless.records.checkpoints import files_of
 
@@ -47,7 +47,15 @@ async def download_checkpoint(request: Request, _: Reads, run_id: str, checkpoin
     found = next((entry for entry in run.checkpoints if entry["id"] == checkpoint_id), None)
     if found is None:
         raise not_found("checkpoint", checkpoint_id)
+    if not await asyncio.to_thread(_is_there, found["location"]):
+        message = f"checkpoint {checkpoint_id} of run {run_id} is not in {found['location']} any more"
+        raise ApiError(404, "not_found", message)
     return _answer(found["location"], f"{run_id}-{checkpoint_id}")
+
+
+def _is_there(location: str) -> bool:
+    files, root = files_of(location)
+    return bool(files.find(root))
 
 
 def _answer(location: str, name: str) -> StreamingResponse:

@@ -16,7 +16,7 @@ from rlhfless.control.api.runs import Reads
 from rlhfless.control.api.views import event_object, run_object
 from rlhfless.control.database.tables import EventRow, RunRow
 from rlhfless.control.lifecycle import ENDED
-from rlhfless.control.objects import EventObject, ListObject
+from rlhfless.control.objects import MOST_INTEGER, EventObject, ListObject
 from rlhfless.control.service import Service, service_of
 
 router = APIRouter(tags=["events"])
@@ -40,9 +40,11 @@ async def list_events(
     request: Request,
     _: Reads,
     run_id: str,
-    after: Annotated[int, Query(ge=0, description="Id of the last event that is known.")] = 0,
+    after: Annotated[int, Query(ge=0, le=MOST_INTEGER, description="Id of the last event that is known.")] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    last_event_id: Annotated[int | None, Header(ge=0, description="As `after`, from a stream that broke.")] = None,
+    last_event_id: Annotated[
+        int | None, Header(ge=0, le=MOST_INTEGER, description="As `after`, from a stream that broke.")
+    ] = None,
 ) -> ListObject[EventObject] | StreamingResponse:
     """Oldest first. With `Accept: text/event-stream` a stream: what is there, then what comes, until the run has
     ended. `Last-Event-ID` goes on after an event without loss or repeat."""
@@ -57,7 +59,7 @@ async def list_events(
 
 async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[bytes]:
     read = service.database.read
-    while True:
+    while run.status not in ENDED or after < run.last_event:
         recent = service.bus.recent(run.id, after)
         events: Sequence[EventRow] = recent or ()
         if recent is None:
@@ -65,13 +67,11 @@ async def _stream(service: Service, run: RunRow, after: int) -> AsyncIterator[by
         for event in events:
             yield _encoded(event)
             after = event.seq
-        if events:
-            continue
-        if await service.bus.more(run.id, after, KEEP_ALIVE_S):
+            if event.type == "status" and event.data.get("status") in ENDED:
+                return  # nothing follows it
+        if events or await service.bus.more(run.id, after, KEEP_ALIVE_S):
             continue
         run = await read(functools.partial(store.run_of, run_id=run.id))
-        if run.status in ENDED and run.last_event <= after:
-            return
         yield b": still here\n\n"
 
 

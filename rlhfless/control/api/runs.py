@@ -24,7 +24,9 @@ from rlhfless.control.posted import posted_spec
 from rlhfless.control.retention import remove_folder
 from rlhfless.control.security.access import Caller, requires
 from rlhfless.control.service import Service, service_of
-from rlhfless.spec import RunSpec
+from rlhfless.loop.limits import Spent, reached
+from rlhfless.spec import LimitsSpec, RunSpec
+from rlhfless.spec.explain import shown
 
 router = APIRouter(tags=["runs"])
 
@@ -42,7 +44,10 @@ EXAMPLE = {
 }
 
 
-@router.post("/runs", status_code=201, summary="Start a run")
+AGAIN: dict[int | str, dict[str, Any]] = {200: {"model": RunObject, "description": "The run of an earlier request."}}
+
+
+@router.post("/runs", status_code=201, responses=AGAIN, summary="Start a run")
 async def create_run(
     request: Request,
     response: Response,
@@ -170,23 +175,49 @@ async def resume_run(
     run_id: str,
     changes: Annotated[dict[str, Any] | None, Body(description="`limits`, to raise the one that was reached.")] = None,
 ) -> RunObject:
-    """Queue it again; it goes on after its newest checkpoint. Idempotent."""
+    """Queue it again; it goes on after its newest checkpoint. `limits` are put over those that it has; null takes one
+    away. Idempotent."""
     service = service_of(request.app)
 
     def change(session: Session) -> None:
         row = store.run_of(session, run_id)
-        row.spec = row.spec | changes_of(changes or {})
-        posted_spec(row.spec, service.settings)
+        changed = row.spec | changes_of(row.spec, changes or {})
+        if changes:
+            posted_spec(changed, service.settings)
+        limits = LimitsSpec.model_validate(changed.get("limits") or {})
+        if row.status == Status.PAUSED:
+            require_room(row, limits, changed != row.spec)
+        if changed == row.spec:
+            return
+        if row.status not in (Status.PAUSED, Status.QUEUED):
+            message = f"run {run_id} is {row.status}: its limits change when it is paused; pause it, then resume it"
+            raise ApiError(409, "not_possible", message, "limits")
+        row.spec = changed
+        row.resolved = row.resolved and row.resolved | {"limits": limits.model_dump(mode="json")}
 
-    return await _ask(service, caller, run_id, Wish.RUN, change if changes else None)
+    return await _ask(service, caller, run_id, Wish.RUN, change)
 
 
-def changes_of(changes: dict[str, Any]) -> dict[str, Any]:
-    """What may change when a run is resumed. Raises ApiError (422)."""
+def require_room(run: RunRow, limits: LimitsSpec, changed: bool) -> None:
+    """A run that has reached a limit would start all its functions only to stop again. Raises ApiError (409)."""
+    # Of the time in which it held devices only its driver knows.
+    what = reached(limits, Spent(run.cost_usd, run.device_s, 0.0))
+    if not what and not changed and run.error is not None and run.error["code"] == "limit_reached":
+        what = run.error["message"]
+    if what:
+        mend = 'raise it: resume with `{"limits": {...}}`'
+        raise ApiError(409, "limit_reached", f"run {run.id} would stop again: {what}; {mend}", "limits")
+
+
+def changes_of(spec: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """What of a spec changes when its run is resumed. Raises ApiError (422)."""
     for name in changes:
         if name != "limits":
             raise ApiError(422, "invalid_request", f"{name!r} cannot change when a run is resumed; `limits` can", name)
-    return changes
+    limits = changes.get("limits", {})
+    if not isinstance(limits, dict):
+        raise ApiError(422, "invalid_request", f"limits: {shown(limits)}: should be a dictionary", "limits")
+    return {"limits": (spec.get("limits") or {}) | limits} if limits else {}
 
 
 def require_own(caller: Caller, run: RunRow) -> None:

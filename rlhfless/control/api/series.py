@@ -21,6 +21,7 @@ from rlhfless.control.database.tables import LeaseRow, MetricsRow, RunRow
 from rlhfless.control.drivers import LOG_FILE as DRIVER_LOG
 from rlhfless.control.lifecycle import DRIVEN
 from rlhfless.control.objects import (
+    MOST_INTEGER,
     CheckpointObject,
     DeviceKindObject,
     HolderObject,
@@ -54,7 +55,7 @@ async def get_metrics(
     name: Annotated[
         list[str] | None, Query(description="Metrics, or families such as `reward`; by default all.")
     ] = None,
-    after_step: Annotated[int, Query(ge=-1, description="Only later steps.")] = -1,
+    after_step: Annotated[int, Query(ge=-1, le=MOST_INTEGER, description="Only later steps.")] = -1,
     points: Annotated[
         int,
         Query(ge=FEWEST, le=MOST_POINTS, description="Most points per metric; first, last and extremes are kept."),
@@ -96,7 +97,7 @@ async def list_rollouts(
     request: Request,
     _: Reads,
     run_id: str,
-    step: Annotated[int | None, Query(ge=0, description="By default the newest steps.")] = None,
+    step: Annotated[int | None, Query(ge=0, le=MOST_INTEGER, description="By default the newest steps.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> ListObject[RolloutObject]:
     """A few samples of each step, the newest step first, of the newest steps: of four prompts each the samples with
@@ -123,6 +124,7 @@ async def get_usage(request: Request, _: Reads, run_id: str) -> UsageObject:
             cost_usd=run.cost_usd,
             best_static=StaticFleet.model_validate(run.best_static) if run.best_static else None,
             planned=PlannedCost.model_validate(run.plan) if run.plan else None,
+            measured=store.measured_cost(session, run_id),
         )
 
     return await service_of(request.app).database.read(read)

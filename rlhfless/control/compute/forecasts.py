@@ -50,8 +50,6 @@ class Forecasts(Looker):
             await self._plan(row)
         for row in await self._database.read(_worth_simulating):
             await self._static(row)
-        for simulation in await self._database.read(_waiting):
-            await self._simulate(simulation)
 
     async def _plan(self, run: RunRow) -> None:
         trace = await self._database.read(lambda session: _alike(session, run))
@@ -86,6 +84,28 @@ class Forecasts(Looker):
 
         await self._database.write(note)
 
+    async def _answer(self, job: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Nothing if the job refuses or fails: a run does not depend on it."""
+        try:
+            return await self._runner.run(job, question, timeout_s)
+        except ApiError as error:
+            log.info("%s: %s", job, error)
+            return NOTHING
+
+
+class Simulations(Looker):
+    """Those that were asked for, one after the other; beside the forecasts, because one may take half an hour."""
+
+    def __init__(self, database: Database, runner: Runner) -> None:
+        super().__init__(LOOK_S)
+        self._database = database
+        self._runner = runner
+
+    async def look(self) -> None:
+        """Do all that wait."""
+        for simulation in await self._database.read(_waiting):
+            await self._simulate(simulation)
+
     async def _simulate(self, simulation: SimulationRow) -> None:
         await self._database.write(lambda session: _set(session, simulation.id, status="running"))
         question = dict(simulation.request)
@@ -103,14 +123,6 @@ class Forecasts(Looker):
                 session, simulation.id, status=status, result=result, error=error, finished_at=time.time()
             )
         )
-
-    async def _answer(self, job: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Nothing if the job refuses or fails: a run does not depend on it."""
-        try:
-            return await self._runner.run(job, question, timeout_s)
-        except ApiError as error:
-            log.info("%s: %s", job, error)
-            return NOTHING
 
 
 def _without_plan(session: Session) -> list[RunRow]:

@@ -32,6 +32,14 @@ def rewards(question: Json) -> Json:
     return scored(question)
 
 
+def check_simulation(question: Json) -> Json:
+    """Nothing, if the simulation can begin."""
+    from rlhfless.control.compute.simulating import check
+
+    check(question)
+    return {}
+
+
 def simulation(question: Json) -> Json:
     """Policies on a scenario."""
     from rlhfless.control.compute.simulating import simulated
@@ -50,6 +58,7 @@ JOBS: dict[str, Callable[[Json], Json]] = {
     "plan": plan,
     "static": static,
     "rewards": rewards,
+    "check_simulation": check_simulation,
     "simulation": simulation,
     "timeline": timeline,
 }

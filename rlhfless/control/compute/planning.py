@@ -33,12 +33,14 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     kind, count = _chosen(spec, question["there"])
     main = question_of(spec, kind, count)
     rows = [_row(main, config, lengths, trace)]
-    others = [] if question.get("alone") else _others(spec, kind, count, question.get("devices") or ())
+    asked = question.get("devices") or ()
+    others = [] if question.get("alone") else _others(spec, kind, count, asked)
     for name, number in others:
         try:
             rows.append(_row(question_of(spec, name, number), config, lengths, trace))
-        except (InputError, PlacementError):
-            continue
+        except (InputError, PlacementError) as error:
+            if asked:  # a user is told why; of the price book's kinds only what is possible is of interest
+                rows.append(_no_row(name, number, spec.placement.mode, str(error)))
     return {
         "spec": main.spec.model_dump(mode="json"),
         "steps": spec.steps,
@@ -72,6 +74,12 @@ def _others(spec: RunSpec, kind: str, count: int, asked: Sequence[str]) -> list[
     known = load_price_book(spec.scaling.prices).kinds
     kinds = [name for name in load_devices() if name in known and name != CPU_KIND]
     return [(name, number) for name in kinds for number in COUNTS if (name, number) != (kind, count)]
+
+
+def _no_row(kind: str, count: int, placement: str, why: str) -> dict[str, Any]:
+    """Devices that the run's functions cannot be placed on."""
+    empty = {"nearest_change": None, "predicted": None, "reason": None}
+    return {"kind": kind, "count": count, "placement": placement, "fits": False, "problems": [why]} | empty
 
 
 def _row(asked: Question, config: dict[str, Any] | None, lengths: Lengths, trace: Trace | None) -> dict[str, Any]:

@@ -11,25 +11,55 @@ from pydantic import ValidationError
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import make_policy
-from rlhfless.scaling.policies.registry import configured
+from rlhfless.scaling.policies.registry import PolicyError, configured, policy_kind
 from rlhfless.sim.experiment.compare import compare, quoted_part
 from rlhfless.sim.replay.replay import AS_RECORDED, replay
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.workloads.runtime import read_runtime
 from rlhfless.spec import WeightedSpec
-from rlhfless.spec.errors import InputError
+from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain
+
+MOST_RESPONSES = 200_000_000
+"""Of a scenario, with its seeds and policies: the simulator does some hundred thousand a second, and has half an
+hour."""
+
+
+def check(question: Mapping[str, Any]) -> None:
+    """Raises InputError if the question's scenario, or one of its policies, is none."""
+    if question["run"] is None:
+        scenario_of(question)
+        return
+    for index, name in enumerate(question["policies"]):
+        try:
+            policy_kind(name)
+        except PolicyError as error:
+            raise InputError("the simulation", [Problem(f"policies.{index}", error.what, error.mend)]) from error
+
+
+def scenario_of(question: Mapping[str, Any]) -> Scenario:
+    """Raises InputError."""
+    values = question["scenario"]
+    try:
+        scenario = Scenario.model_validate(values)
+    except ValidationError as error:
+        raise InputError("the scenario", explain(error, Scenario, {}, values)) from error
+    there = [entry.shown for entry in scenario.policies]
+    if unknown := [label for label in question["policies"] if label not in there]:
+        raise InputError("policies", [Problem("policies", f"{unknown[0]!r} is none of the labels {', '.join(there)}")])
+    responses = scenario.steps * scenario.prompts_per_step * scenario.samples_per_prompt
+    responses *= scenario.seeds * len(question["policies"] or there)
+    if responses > MOST_RESPONSES:
+        what = f"{responses:,} responses in all, more than {MOST_RESPONSES:,}"
+        raise InputError("the scenario", [Problem("steps", what, "ask for fewer steps, seeds or policies")])
+    return scenario
 
 
 def simulated(question: Mapping[str, Any]) -> dict[str, Any]:
     """Rows by policy. Raises InputError, TraceError, PolicyError."""
     if question.get("trace"):
         return _replayed(question["trace"], question["policies"])
-    values = question["scenario"]
-    try:
-        scenario = Scenario.model_validate(values)
-    except ValidationError as error:
-        raise InputError("the scenario", explain(error, Scenario, {}, values)) from error
+    scenario = scenario_of(question)
     comparison = compare(scenario, question["policies"] or None)
     part = quoted_part(scenario)
     return {"part": part, "rows": [_plain(asdict(row)) for row in comparison.rows(part)]}

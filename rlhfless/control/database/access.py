@@ -21,6 +21,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
+from rlhfless.control.promptness import come_first
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.spec.errors import InputError, Problem, UserError
 
@@ -90,8 +91,8 @@ class Database:
     def __init__(self, url: str) -> None:
         """Raises InputError if the URL is none."""
         self.engine = _engine(url)
-        self._writer = ThreadPoolExecutor(1, "database-writer")
-        self._readers = ThreadPoolExecutor(READERS, "database-reader")
+        self._writer = ThreadPoolExecutor(1, "database-writer", initializer=come_first)
+        self._readers = ThreadPoolExecutor(READERS, "database-reader", initializer=come_first)
         self._queue: deque[_Change] = deque()
         self._lock: Any = None
         self.on_commit: Callable[[Any], None] | None = None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.control.delivery import ITEMS_PER_PUSH, Item
+from rlhfless.text import storable_values
 
 OUTBOX_FILE = "outbox.sqlite"
 
@@ -60,7 +61,7 @@ class Outbox:
 
     def add(self, kind: str, data: Mapping[str, Any]) -> None:
         """Put an item in; it is on disk when this returns. Raises StaleOutbox."""
-        text = json.dumps(data, allow_nan=False)
+        text = json.dumps(storable_values(data), allow_nan=False)  # PostgreSQL keeps no NUL
         with self._transaction():
             self._require_newest()
             self._database.execute(

@@ -29,6 +29,7 @@ from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import NO_SAMPLES, finite
+from rlhfless.text import storable
 
 RECENT_STEPS = 8
 """The time that is left is foreseen at the pace of so many steps."""
@@ -77,7 +78,7 @@ class Reporter:
     def now(self) -> Now:
         """What the run does now."""
         return Now(
-            reason=self._reason(),
+            reason=storable(self._reason()),
             left_s=self._left_s(),
             lease=self._lease(),
             replicas=[] if self._run is None else replicas_of(self._run),

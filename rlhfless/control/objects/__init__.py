@@ -1,8 +1,16 @@
 """The objects of the API, as clients see them. Times are unix seconds."""
 
-from rlhfless.control.objects.common import ApiObject, ErrorBody, ErrorObject, ListObject, ProblemObject
+from rlhfless.control.objects.common import (
+    MOST_INTEGER,
+    ApiObject,
+    ErrorBody,
+    ErrorObject,
+    ListObject,
+    ProblemObject,
+)
 from rlhfless.control.objects.costs import (
     FunctionUsage,
+    MeasuredCost,
     PlannedCost,
     PlannedDevices,
     PlanObject,
@@ -24,6 +32,7 @@ from rlhfless.control.objects.fleet import (
 from rlhfless.control.objects.runs import CheckpointObject, EventObject, MetricsObject, RolloutObject, RunObject, Series
 
 __all__ = [
+    "MOST_INTEGER",
     "ApiObject",
     "Bar",
     "CheckpointObject",
@@ -35,6 +44,7 @@ __all__ = [
     "FunctionUsage",
     "HolderObject",
     "ListObject",
+    "MeasuredCost",
     "MetricsObject",
     "PlanObject",
     "PlannedCost",

@@ -9,6 +9,10 @@ from pydantic import BaseModel, ConfigDict
 T = TypeVar("T")
 
 
+MOST_INTEGER = 2**63 - 1
+"""Largest integer that a database keeps."""
+
+
 class ApiObject(BaseModel):
     """Of all objects."""
 

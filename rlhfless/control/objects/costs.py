@@ -47,6 +47,14 @@ class PlannedCost(ApiObject):
     cost_high_usd: float
 
 
+class MeasuredCost(ApiObject):
+    """What was measured of what is planned: means of the steps after the first one, which has the starts."""
+
+    steps: int
+    step_s: float
+    step_usd: float
+
+
 class PlannedDevices(ApiObject):
     """A run on so many devices of a kind."""
 
@@ -96,6 +104,8 @@ class UsageObject(ApiObject):
     """None until enough steps are done to simulate them."""
     planned: PlannedCost | None
     """None if the run was not planned."""
+    measured: MeasuredCost | None
+    """None before the second step."""
 
 
 class SampleScore(ApiObject):

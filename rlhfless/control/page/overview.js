@@ -112,7 +112,9 @@ function billOf(usage) {
       cell("Starts", { class: "num" }, number(row.cold_starts).replace(/\.0+$/, "")), cell("Device time", { class: "num" }, duration(all)), cell("Cost", { class: "num" }, usd(row.cost_usd)));
   });
   const columns = [{ title: "Function" }, { title: "Devices" }, { title: "Time held", class: "wide" }, ...["Busy", "Idle", "Starting", "Starts", "Device time", "Cost"].map((title) => ({ title, class: "num" }))];
-  return [panel("Cost by function", { class: "flush" }, table("Cost by function", columns, rows, { class: "cards" })), comparison(usage)];
+  const bill = panel("Cost by function", { class: "flush" }, table("Cost by function", columns, rows, { class: "cards" }));
+  const plan = plannedAndMeasured(usage);
+  return plan ? [h("div", { class: "stack" }, bill, comparison(usage)), plan] : [bill, comparison(usage)];
 }
 
 /** Busy, idle and starting as parts of one bar, as long as the function's share of the largest. */
@@ -127,17 +129,37 @@ function shareBar(row, share) {
   }));
 }
 
-/** This run beside what it was planned to cost, and beside the best fleet that never changes. */
+/** This run beside the best fleet that never changes. */
 function comparison(usage) {
-  const { best_static: fixed, planned } = usage;
+  const { best_static: fixed } = usage;
   const rows = [["This run, so far", usage.cost_usd, null, ""]];
   if (fixed && fixed.same_cost_usd > 0) {
     const ratio = fixed.cost_usd / fixed.same_cost_usd;
     rows.push([`Best static fleet, ${fixed.actors} actors`, usage.cost_usd * ratio, ratio - 1, `the same ${fixed.steps} steps, simulated`]);
   }
-  if (planned) rows.push([`Plan, all ${planned.steps} steps`, planned.cost_usd, null, `${usd(planned.cost_low_usd)} to ${usd(planned.cost_high_usd)}; ${duration(planned.wall_s)}`]);
   const columns = [{ title: "Compared" }, { title: "Cost", class: "num" }, { title: "Against this run", class: "num" }, { title: "Basis" }];
   const body = rows.map(([name, value, more, basis]) => h("tr", { role: "row" }, cell("Compared", { class: "name" }, name), cell("Cost", { class: "num" }, usd(value)),
     cell("Against this run", { class: `num ${more > 0 ? "good" : ""}` }, more === null ? "–" : `${more >= 0 ? "+" : "−"}${percent(Math.abs(more))}`), cell("Basis", { class: "muted" }, basis)));
   return panel("Compared", { class: "flush" }, table("Cost compared", columns, body, { class: "cards" }));
+}
+
+/** What was predicted before the run began, beside what it does: of a step, and of all steps at the pace so far. */
+function plannedAndMeasured({ planned, measured }) {
+  if (!planned) return null;
+  const all = planned.steps, of = (value, steps = 1) => (measured ? value * steps : null);
+  const rows = [
+    ["Step time", duration, planned.wall_s / all, planned.wall_low_s / all, planned.wall_high_s / all, of(measured?.step_s)],
+    ["Step cost", usd, planned.cost_usd / all, planned.cost_low_usd / all, planned.cost_high_usd / all, of(measured?.step_usd)],
+    ["Run time", duration, planned.wall_s, planned.wall_low_s, planned.wall_high_s, of(measured?.step_s, all)],
+    ["Run cost", usd, planned.cost_usd, planned.cost_low_usd, planned.cost_high_usd, of(measured?.step_usd, all)],
+  ];
+  const names = ["Predicted", "Band", "Measured", "Off by"];
+  const columns = [{ title: "" }, ...names.map((title) => ({ title, class: "num" }))];
+  const body = rows.map(([name, unit, mean, low, high, found]) => {
+    const off = found === null ? null : found / mean - 1;
+    return h("tr", { role: "row" }, cell("", { class: "name" }, name), cell(names[0], { class: "num" }, unit(mean)), cell(names[1], { class: "num muted" }, `${unit(low)} to ${unit(high)}`),
+      cell(names[2], { class: "num" }, found === null ? "–" : unit(found)), cell(names[3], { class: "num", title: found >= low && found <= high ? "within the band" : null }, off === null ? "–" : `${off >= 0 ? "+" : "−"}${percent(Math.abs(off))}`));
+  });
+  const basis = h("span", { class: "muted small" }, `${all} steps planned, ${measured?.steps ?? 0} measured`);
+  return panel("Predicted and measured", { class: "flush", actions: basis }, table("Predicted and measured", columns, body, { class: "cards" }));
 }

@@ -69,6 +69,8 @@ class Gate:
         """Raises ApiError."""
         if self._open_to_all() and not scope["path"].startswith(FREE):
             self._check_origin(headers)
+        if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+            raise ApiError(422, "invalid_request", "a NUL character is in the URL; no name has one")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._settings.requests.body_bytes:
             raise self._too_large()

@@ -41,19 +41,47 @@ CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.pol
 """Fields that may name the user's own code."""
 
 
+SCENARIO_FILES = frozenset({"path", "prices", "devices"})
+"""Keys of a scenario that name a file where their value is a text."""
+
+
 def code_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
     """Classes and functions that a spec names and the service does not allow. `values` are not validated yet."""
-    problems = []
-    for field in CODE:
-        for place, value in _at(values, field.split(".")):
-            if not isinstance(value, str) or not IMPORT_PATH.fullmatch(value):
-                continue
-            module = value.partition(":")[0]
-            if not any(module == package or module.startswith(f"{package}.") for package in settings.code):
-                allowed = f"it allows {', '.join(settings.code)}" if settings.code else "it allows none"
-                mend = f"its operator allows a package with `rlhfless up --code {module.partition('.')[0]}`"
-                problems.append(Problem(place, f"{value!r} is code that this service does not run; {allowed}", mend))
+    places = [found for field in CODE for found in _at(values, field.split("."))]
+    return [problem for place, value in places for problem in _code(place, value, settings)]
+
+
+def _code(place: str, value: Any, settings: ServiceSettings) -> Iterator[Problem]:
+    if not isinstance(value, str) or not IMPORT_PATH.fullmatch(value):
+        return
+    module = value.partition(":")[0]
+    if not any(module == package or module.startswith(f"{package}.") for package in settings.code):
+        allowed = f"it allows {', '.join(settings.code)}" if settings.code else "it allows none"
+        mend = f"its operator allows a package with `rlhfless up --code {module.partition('.')[0]}`"
+        yield Problem(place, f"{value!r} is code that this service does not run; {allowed}", mend)
+
+
+def simulation_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
+    """Code and files that a scenario names. `values` are not validated yet; any text that looks like an import path
+    counts as one, wherever a policy is named."""
+    places = [*_at(values, ["policies", "*", "name"]), *_at(values, ["policies", "*"])]
+    problems = [problem for place, value in places for problem in _code(place, value, settings)]
+    for place, key, value in _texts(values):
+        if key in SCENARIO_FILES:
+            problems.append(Problem(place, f"{shown(value)}: names a file", "give its values; what is POSTed has none"))
     return problems
+
+
+def _texts(values: Any, place: str = "", key: str = "") -> Iterator[tuple[str, str, str]]:
+    """Each text with its dotted place and its key."""
+    if isinstance(values, Mapping):
+        for name, inner in values.items():
+            yield from _texts(inner, f"{place}.{name}" if place else str(name), str(name))
+    elif isinstance(values, list | tuple):
+        for index, inner in enumerate(values):
+            yield from _texts(inner, f"{place}.{index}", key)
+    elif isinstance(values, str):
+        yield place, key, values
 
 
 def file_problems(spec: RunSpec, settings: ServiceSettings) -> list[Problem]:

@@ -144,3 +144,20 @@ def test_where_the_service_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     monkeypatch.setenv(calls.URL, "http://there:1/")
     assert calls.service_url(None) == "http://there:1"
     assert calls.service_url("http://given") == "http://given"
+
+
+def test_what_takes_long_to_compute_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "COMPUTE_S", 0.2)
+    asked = []
+
+    def accept(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                asked.append(listening.accept()[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, args=(listening,), daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with rlhfless.Client(url) as ours, pytest.raises(ServiceAway, match="it is there"):
+            ours.plan(RUN)
+    assert len(asked) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,16 @@ def test_devices_that_do_not_exist_are_named(client: httpx.Client, spec: dict[st
     assert "h1000" in answer.json()["error"]["message"]
 
 
+def test_devices_that_were_asked_for_and_cannot_be_have_a_row_that_says_why(
+    client: httpx.Client, spec: dict[str, Any]
+) -> None:
+    two = spec | {"scaling": {"generation": {"min_actors": 2, "max_actors": 2}}}
+    asked = {"spec": two, "devices": ["1xh100"]}
+    (row,) = client.post("/v1/runs:plan", json=asked, timeout=120).json()["alternatives"]
+    assert (row["kind"], row["count"], row["fits"]) == ("h100", 1, False)
+    assert "scaling.generation.max_actors is 2" in row["problems"][0]
+
+
 def test_rewards_are_tried(client: httpx.Client) -> None:
     question = {
         "rewards": [{"type": "exact_match", "weight": 2.0}, {"type": "regex", "name": "digit", "pattern": r"\d"}],
@@ -121,13 +132,32 @@ def test_a_simulation_is_queued_and_answered(client: httpx.Client) -> None:
     ended = until(lambda: _ended(client, simulation), 120)
     assert ended["status"] == "succeeded", ended
     assert [row["label"] for row in ended["result"]["rows"]] == ["static", "cost_aware"]
-    wrong = client.post("/v1/simulations", json={"scenario": SCENARIO | {"steps": 0}}).json()["id"]
-    failed = until(lambda: _ended(client, wrong), 60)
-    assert (failed["status"], failed["error"]["param"]) == ("failed", "steps")
-    assert len(client.get("/v1/simulations").json()["data"]) == 2
-    named = SCENARIO | {"workload": {"type": "azure", "path": "/etc/passwd"}}
-    assert client.post("/v1/simulations", json={"scenario": named}).status_code == 422
     assert client.get("/v1/simulations/none").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("question", "param"),
+    [
+        ({}, "scenario"),
+        ({"scenario": SCENARIO, "run": "some"}, "scenario"),
+        ({"scenario": SCENARIO | {"steps": 0}}, "steps"),
+        ({"scenario": SCENARIO | {"steps": 10**9}}, "steps"),
+        ({"scenario": SCENARIO, "policies": ["statik"]}, "policies"),
+        ({"scenario": SCENARIO | {"workload": {"type": "azure", "path": "/etc/passwd"}}}, "workload.path"),
+        ({"scenario": SCENARIO | {"cluster": SCENARIO["cluster"] | {"devices": "/etc/passwd"}}}, "cluster.devices"),
+        ({"scenario": SCENARIO | {"cluster": SCENARIO["cluster"] | {"prices": "/etc/passwd"}}}, "cluster.prices"),
+        ({"scenario": SCENARIO | {"policies": [{"name": "antigravity:x"}]}}, "policies.0.name"),
+        ({"run": "some", "policies": ["antigravity:x"]}, "policies.0"),
+    ],
+)
+def test_a_simulation_that_cannot_be_is_refused_at_once(
+    client: httpx.Client, question: dict[str, Any], param: str
+) -> None:
+    """Among them files of the machine, and code, which is not imported."""
+    answer = client.post("/v1/simulations", json=question, timeout=60)
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert client.get("/v1/simulations").json()["data"] == []
 
 
 def _ended(client: httpx.Client, simulation: str) -> dict[str, Any] | None:
@@ -158,3 +188,6 @@ def test_checkpoints_and_traces_are_downloaded_whole(
         assert content is not None
         assert content.read() == bytes(range(256)) * 9000
     assert client.get(f"/v1/runs/{run}/checkpoints/step-000009/download").status_code == 404
+    shutil.rmtree(folder)
+    gone = client.get(f"/v1/runs/{run}/checkpoints/step-000005/download")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")

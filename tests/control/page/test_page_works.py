@@ -99,6 +99,15 @@ def test_a_chart_tells_its_values_at_the_pointer_by_key_and_as_a_table(opened) -
     expect(cost.locator("table tbody tr")).to_have_count(100)
 
 
+def test_what_was_predicted_is_beside_what_was_measured(opened) -> None:  # type: ignore[no-untyped-def]
+    page = live(opened(RUN))
+    expect(page.get_by_text(re.compile(r"400 steps planned, 23\d measured"))).to_be_visible()
+    table = page.get_by_role("table", name="Predicted and measured")
+    for text in ("Step time", "Step cost", "Run time", "Run cost", " to $"):
+        expect(table).to_contain_text(text)
+    expect(table.locator("tbody tr").first.locator("td").last).to_contain_text("%")
+
+
 def test_the_range_of_steps_can_be_narrowed(opened) -> None:  # type: ignore[no-untyped-def]
     page = live(opened(RUN))
     kl = page.locator(".chart", has=page.get_by_role("heading", name="KL divergence"))

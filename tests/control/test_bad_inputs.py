@@ -1,0 +1,132 @@
+"""What is typed wrong: each is refused with the field, the value and the mend; none is a fault of the service."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from standing import RUN, NoDrivers, Pushes, until
+
+JSON = {"Content-Type": "application/json"}
+TOO_LARGE = 2**63
+
+
+def refused(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 422, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "message"),
+    [
+        (b"", JSON, "the body: is missing"),
+        (b"{", JSON, "the body: is no JSON: "),
+        (b"[]", JSON, "the body: []: should be a valid dictionary"),
+        (json.dumps(RUN).encode(), {"Content-Type": "text/plain"}, "send it with `Content-Type: application/json`"),
+        (b'{"name": "\xff"}', JSON, "not UTF-8, or nested too deeply"),
+        (b"[" * 100_000, JSON, "not UTF-8, or nested too deeply"),
+        (json.dumps(RUN).encode(), JSON | {"Idempotency-Key": ""}, "idempotency-key: '': String should have"),
+    ],
+)
+def test_a_body_that_is_none(client: httpx.Client, content: bytes, headers: dict[str, str], message: str) -> None:
+    assert message in refused(client.post("/v1/runs", content=content, headers=headers))["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"model": {"path": "/a\0b"}}, "model.path"),
+        ({"metadata": {"a": "x\0y"}}, "metadata.a"),
+        ({"metadata": {"x\0y": "a"}}, "metadata"),
+        ({"steps": TOO_LARGE}, "steps"),
+        ({"seed": -TOO_LARGE - 1}, "seed"),
+    ],
+)
+def test_what_no_database_keeps_is_named(client: httpx.Client, changes: dict[str, Any], param: str) -> None:
+    assert refused(client.post("/v1/runs", json=RUN | changes))["param"] == param
+
+
+def test_half_a_surrogate_pair_is_named(client: httpx.Client) -> None:
+    body = json.dumps(RUN | {"metadata": {"a": "\ud800"}})
+    assert refused(client.post("/v1/runs", content=body, headers=JSON))["param"] == "metadata.a"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"events?after={TOO_LARGE}",
+        f"rollouts?step={TOO_LARGE}",
+        f"metrics?after_step={TOO_LARGE}",
+        "events?after=-1",
+        "events?limit=many",
+        "logs?lines=0",
+    ],
+)
+def test_numbers_out_of_range_are_refused_with_their_value(client: httpx.Client, path: str) -> None:
+    run = client.post("/v1/runs", json=RUN).json()["id"]
+    name, _, value = path.partition("?")[2].partition("=")
+    error = refused(client.get(f"/v1/runs/{run}/{path}"))
+    assert error["param"] == name
+    assert value in error["message"]
+    assert refused(client.get(f"/v1/runs/{run}/events", headers={"Last-Event-ID": str(TOO_LARGE)}))["param"]
+
+
+@pytest.mark.parametrize("path", ["/v1/runs/%00", "/v1/runs?after=%00", "/v1/runs?metadata[%00]=b"])
+def test_a_nul_in_a_url_is_refused(client: httpx.Client, path: str) -> None:
+    assert "NUL" in refused(client.get(path))["message"]
+
+
+def test_runs_are_found_by_labels_of_any_characters(client: httpx.Client) -> None:
+    labels = {'a"b': "1", "a.b": "2", "ü": "ß", "a'b": "%", "$": ""}
+    run = client.post("/v1/runs", json=RUN | {"metadata": labels}).json()["id"]
+    client.post("/v1/runs", json=RUN)
+    for name, value in labels.items():
+        found = client.get("/v1/runs", params={f"metadata[{name}]": value})
+        assert found.status_code == 200, (name, found.text)
+        assert [one["id"] for one in found.json()["data"]] == [run], name
+        assert client.get("/v1/runs", params={f"metadata[{name}]": "other"}).json()["data"] == []
+
+
+def test_limits_are_put_over_those_of_a_paused_run_and_never_into_the_air(
+    client: httpx.Client, drivers: NoDrivers
+) -> None:
+    limits = {"max_cost_usd": 1.0, "max_wall_clock_s": 60.0, "then": "stop"}
+    run = client.post("/v1/runs", json=RUN | {"limits": limits}).json()["id"]
+    resume = f"/v1/runs/{run}/resume"
+    until(lambda: drivers.orders)
+    push = Pushes(client, drivers.orders[0])
+    push(("resolved", {"spec": RUN | {"limits": limits}}), ("status", {"status": "running", "reason": ""}))
+    early = client.post(resume, json={"limits": {"max_cost_usd": 5.0}})
+    assert (early.status_code, early.json()["error"]["param"]) == (409, "limits")
+    assert client.post(resume, json={"limits": {"max_cost_usd": 1.0}}).status_code == 200, "it has them already"
+    client.post(f"/v1/runs/{run}/pause")
+    push(("ended", {"status": "paused", "reason": "paused", "error": None, "retry": False}))
+    for wrong in ({"limits": 3}, {"limits": {"max_cost": 3}}, {"limits": {"max_cost_usd": -1}}, {"steps": 3}):
+        assert refused(client.post(resume, json=wrong))["message"]
+    assert client.get(f"/v1/runs/{run}").json()["status"] == "paused"
+    raised = client.post(resume, json={"limits": {"max_cost_usd": 5.0, "max_wall_clock_s": None}}).json()
+    wanted = {"max_cost_usd": 5.0, "max_device_hours": None, "max_wall_clock_s": None, "then": "stop"}
+    assert raised["spec"]["limits"] == wanted
+    until(lambda: len(drivers.orders) == 2)
+    assert drivers.orders[1].spec["limits"] == {"max_cost_usd": 5.0, "max_wall_clock_s": None, "then": "stop"}
+
+
+def test_a_run_that_has_reached_a_limit_is_resumed_with_a_higher_one(client: httpx.Client, drivers: NoDrivers) -> None:
+    run = client.post("/v1/runs", json=RUN | {"limits": {"max_cost_usd": 1.0}}).json()["id"]
+    resume = f"/v1/runs/{run}/resume"
+    until(lambda: drivers.orders)
+    push = Pushes(client, drivers.orders[0])
+    names = ("busy_device_s", "idle_device_s", "cold_device_s", "cold_starts", "invocations")
+    used = dict.fromkeys(names, 0) | {"function": "learner", "kind": "h100", "cost_usd": 1.5}
+    failure = {"code": "limit_reached", "message": "limits.max_wall_clock_s is 9", "param": "limits", "problems": []}
+    paused = {"status": "paused", "reason": "paused", "error": failure, "retry": False}
+    push(("usage", {"functions": [used]}), ("ended", paused))
+    for body in (None, {"limits": {"max_cost_usd": 1.25}}):
+        answer = client.post(resume, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "limit_reached")
+        assert "the run has used 1.5" in answer.json()["error"]["message"]
+    assert client.get(f"/v1/runs/{run}").json()["status"] == "paused"
+    assert client.post(resume, json={"limits": {"max_cost_usd": 2.0}}).status_code == 200

@@ -1,0 +1,117 @@
+"""`rlhfless runs`: every command, for people and as JSON, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from click.testing import Result
+from standing import RUN, NoDrivers, Pushes, until
+from typer.testing import CliRunner
+
+from rlhfless.cli.main import app
+from rlhfless.client import calls
+
+Cli = Callable[..., Result]
+
+ERROR = {"code": "invalid", "message": "prompts.path: no such file", "param": "prompts.path", "problems": []}
+
+
+@pytest.fixture
+def cli(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    monkeypatch.setenv(calls.URL, str(client.base_url))
+    monkeypatch.setattr(calls, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def call(*words: str, code: int = 0) -> Result:
+        result = CliRunner().invoke(app, ["runs", *words])
+        assert result.exit_code == code, (words, result.output, result.exception)
+        return result
+
+    return call
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> str:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(RUN | {"metadata": {"team": "a"}}))
+    return str(file)
+
+
+def parsed(result: Result) -> Any:
+    return json.loads(result.stdout)
+
+
+def end(client: httpx.Client, drivers: NoDrivers, status: str, error: Any = None) -> str:
+    until(lambda: drivers.orders)
+    push = Pushes(client, drivers.orders[-1])
+    push(("metrics", {"step": 1, "kind": "step", "values": {"step_s": 1.0, "reward_mean": 0.5}}))
+    push(("ended", {"status": status, "reason": "over\nand out", "error": error, "retry": False}))
+    return drivers.orders[-1].run_id
+
+
+def test_a_run_is_made_shown_steered_and_deleted(cli: Cli, spec: str, client: httpx.Client, drivers: NoDrivers) -> None:
+    run = parsed(cli("create", spec, "--set", "steps=3", "--idempotency-key", "one", "--json"))
+    assert (run["object"], run["steps"]) == ("run", 3)
+    assert run["id"] in cli("create", spec, "--set", "steps=3", "--idempotency-key", "one").stdout
+    until(lambda: drivers.orders)
+    for words, status in ((["pause"], "pausing"), (["resume"], "validating"), (["cancel"], None)):
+        for _ in range(2):
+            found = parsed(cli(*words, run["id"], "--json"))
+            assert status in (None, found["status"]) or status == "validating"
+    assert "told to cancel" in cli("events", run["id"]).stdout
+    end(client, drivers, "cancelled")
+    assert parsed(cli("show", "last", "--json"))["status"] == "cancelled"
+    assert [one["id"] for one in parsed(cli("list", "--json", "--label", "team=a"))["data"]] == [run["id"]]
+    assert parsed(cli("list", "--json", "--status", "running"))["data"] == []
+    table = cli("list").stdout
+    assert len(table.splitlines()) == 2, "a reason of several lines is one line here"
+    for command in ("usage", "events", "checkpoints"):
+        assert parsed(cli(command, run["id"], "--json"))["object"] in ("usage", "list")
+        cli(command, run["id"])
+    assert parsed(cli("logs", run["id"], "--json")) == {"run_id": run["id"], "lines": []}
+    assert parsed(cli("delete", run["id"], "--json")) == {"id": run["id"], "deleted": True}
+    assert "no run" in cli("show", run["id"], code=2).stderr
+
+
+@pytest.mark.parametrize(("status", "code"), [("succeeded", 0), ("failed", 3), ("cancelled", 5), ("paused", 5)])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_watching_ends_with_what_became_of_the_run(
+    cli: Cli, spec: str, client: httpx.Client, drivers: NoDrivers, status: str, code: int, as_json: bool
+) -> None:
+    cli("create", spec)
+    run = end(client, drivers, status, ERROR if status == "failed" else None)
+    shown = cli("watch", run, *(["--json"] if as_json else []), code=code).stdout
+    if as_json:
+        assert [json.loads(line)["object"] for line in shown.splitlines()].count("event") >= 3
+    else:
+        assert "step 1/5" in shown
+
+
+def test_what_cannot_be_is_said_in_one_message(cli: Cli, spec: str) -> None:
+    for words, text in (
+        (["create", "none.yaml"], "none.yaml"),
+        (["create", spec, "--set", "stepz=3"], "stepz"),
+        (["create", spec, "--set", "model.path=/etc"], "below none of the service's roots"),
+        (["show", "none"], "there is no run 'none'"),
+        (["logs", "none"], "there is no run 'none'"),
+        (["list", "--status", "walking"], "walking"),
+        (["list", "--label", "team"], "NAME=VALUE"),
+        (["list", "--limit", "0"], "--limit"),
+        (["show", "last"], "the service has no run"),
+        (["plan", spec, "--lengths-of", "none"], "there is no run 'none'"),
+        (["plan", spec, "--set", "steps=0"], "steps"),
+    ):
+        result = cli(*words, code=2)
+        assert text in result.stderr, (words, result.stderr)
+        assert "Traceback" not in result.stderr
+
+
+def test_a_service_that_is_away_is_exit_code_4(cli: Cli, spec: str) -> None:
+    for words in (["list"], ["create", spec], ["show", "last"], ["plan", spec]):
+        assert "rlhfless up" in cli(*words, "--url", "http://127.0.0.1:9", code=4).stderr
