@@ -35,11 +35,9 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.functions.sharding import class_of
-from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, files_of, is_url, remove
+from rlhfless.records.checkpoints import NOTES_FILE, STATE_FOLDER, CheckpointError, files_of, is_url, remove
 from rlhfless.spec import ModelSpec
 from rlhfless.weights.files import TensorStream, write_tensors
-
-STATE_FOLDER = "learner_state"
 
 WEIGHTS_FILE = "model.safetensors"
 
