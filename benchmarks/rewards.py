@@ -148,7 +148,6 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
         nodes,
         generation_actors=1,
         devices_per_actor=1,
-        learner_ranks=1,
         functions=[FunctionName.SCORING],
     )
     devices = RunDevices(cluster, placement, CALL, TimeoutsSpec(), 600, lambda _: nullcontext())

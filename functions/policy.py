@@ -284,7 +284,7 @@ def token_logprobs(policy: Policy, batch: PackedBatch, temperature: float, micro
 @torch.no_grad()
 def logprobs_of(policy: Policy, batch: PackedBatch, temperature: float, parts: MicroBatches) -> FloatArray:
     """As `token_logprobs`, in these micro-batches."""
-    values = np.zeros(len(batch.tokens), dtype=np.float32)
+    values = torch.zeros(len(batch.tokens), dtype=torch.promote_types(policy.compute_dtype, torch.float32)).numpy()
     for micro_batch in policy.in_step(parts.parts):
         part = select(batch, micro_batch.indices)
         logprobs = response_logprobs(policy, part, temperature, micro_batch.packed).logprobs.cpu().numpy()

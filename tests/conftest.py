@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,3 +19,31 @@ def pytest_runtest_makereport() -> Iterator[None]:
     report = yield
     report.sections = [(name, storable(text)) for name, text in report.sections]
     return report
+
+
+class _InProcess:
+    """A rank actor without Ray: `rank.method.remote(...)` runs the method here."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        return type("Method", (), {"remote": staticmethod(lambda *given: _answer(getattr(self._actor, name), *given))})
+
+
+async def _answer(method: Callable[..., Any], *given: Any) -> Any:
+    return method(*given)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, Any], Awaitable[Any]]:
+    """`await in_process(Function, settings)`: a function with ranks, whose one rank is in this process."""
+
+    async def start(kind: Any, settings: Any) -> Any:
+        monkeypatch.setattr("ray.put", lambda value: value)
+        monkeypatch.setattr(kind, "_rank_actor", lambda front, given, rank: _InProcess(front._actor()(given, rank)))
+        function = kind.__new__(kind)
+        await function.__init__(settings)  # Serve awaits the constructor, too
+        return function
+
+    return start

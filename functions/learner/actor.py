@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +10,7 @@ import ray
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.settings import LearnerSettings
-from rlhfless.functions.loopback import LOOPBACK, bind_rendezvous_to_loopback, loopback_environment, prefer
-from rlhfless.functions.out_of_memory import memory_told
+from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.records import FloatArray, Probe, WeightVersion
 
 PERTURBED_STEP = -1
@@ -26,41 +23,19 @@ KEPT_STEPS = 2
 """Versions kept in the store: the newest and the previous one, which a slow reader may still be opening."""
 
 
-class RankActor:
+class LearnerActor(RankActor[LearnerSettings]):
     """Rank `rank` of the learner; rank 0 publishes."""
 
+    named = "learner"
+
     def __init__(self, settings: LearnerSettings, rank: int) -> None:
-        settings.rank_bindings[rank].bind()
-        self._settings = settings
-        self._number = rank
+        super().__init__(settings, rank)
         self._published: list[WeightVersion] = []
 
-    def pid(self) -> int:
-        return os.getpid()
-
-    @ray.method(concurrency_group="signs_of_life")
-    def alive(self) -> None:
-        """A sign of life; answered also while the rank computes."""
-
-    def node(self) -> str:
-        """The address of this rank's node, as Ray knows it."""
-        return ray.util.get_node_ip_address()
-
-    def rendezvous(self, on_one_node: bool) -> str:
-        """An address on this node at which the ranks can meet: on loopback if no other node has a rank."""
-        host = LOOPBACK if on_one_node else self.node()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
-
-    def start(self, address: str, on_one_node: bool) -> None:
-        """Join the other ranks and load the model. *Collective.*"""
-        if on_one_node:
-            prefer(loopback_environment())
+    def _load(self, address: str) -> None:
         from rlhfless.functions.learner.rank import LearnerRank
 
         settings = self._settings
-        bind_rendezvous_to_loopback()
         self._store = settings.store.open(self.node())
         with self._memory_told("learn"):
             self._rank = LearnerRank(
@@ -70,13 +45,10 @@ class RankActor:
                 settings.algorithm,
                 settings.temperature,
                 rank=self._number,
-                world_size=settings.learner.world_size,
+                world_size=len(settings.rank_bindings),
                 init_method=address,
                 timeout_s=settings.call_timeout_s,
             )
-
-    def _memory_told(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        return memory_told(f"learner rank {self._number}", phase, self._settings.planned)
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """See LearnerRank.evaluate. *Collective.*"""
@@ -127,9 +99,14 @@ class RankActor:
         while len(self._published) > KEPT_STEPS:
             self._store.delete(self._published.pop(0))
 
-    def save(self, location: str, notes: Mapping[str, Any]) -> None:
+    def save(self, location: str, notes: Mapping[str, Any], background: bool) -> bool:
         """See LearnerRank.save. *Collective.*"""
-        self._rank.save(location, notes)
+        return self._rank.save(location, notes, background=background)
+
+    @ray.method(concurrency_group="waits")
+    def written(self) -> None:
+        """See LearnerRank.written."""
+        self._rank.written()
 
     def restore(self, location: str) -> None:
         """See LearnerRank.restore. *Collective.*"""

@@ -8,6 +8,8 @@
 Any number of ranks can read the state. A folder is written under a temporary name, synced and renamed: a checkpoint
 that has its name is whole. To an object store each rank copies what it wrote, and run.json, without which it is none,
 comes last. A failure on one rank is an error of all.
+
+All of it is collective, on a process group of its own (`Savers`): it may run in a thread beside the learner's work.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,15 +35,51 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from rlhfless.functions.policy import TORCH_DTYPES
 from rlhfless.functions.sharding import class_of
-from rlhfless.records.checkpoints import NOTES_FILE, CheckpointError, files_of, is_url, remove
+from rlhfless.records.checkpoints import NOTES_FILE, STATE_FOLDER, CheckpointError, files_of, is_url, remove
 from rlhfless.spec import ModelSpec
 from rlhfless.weights.files import TensorStream, write_tensors
 
-STATE_FOLDER = "learner_state"
-
 WEIGHTS_FILE = "model.safetensors"
 
+PARTIAL = ".partial"
+"""End of the name of a checkpoint that is being written."""
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Savers:
+    """The ranks, as they write checkpoints."""
+
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, timeout_s: float) -> Savers:
+        """A process group of all ranks. *Collective*."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert group is not None
+        return cls(group)
+
+    @property
+    def first(self) -> bool:
+        return dist.get_rank(self.group) == 0
+
+    def all(self, value: T) -> list[T]:
+        """A value of each rank, by rank. *Collective*."""
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, action: Callable[[], T]) -> T:
+        """`action` on every rank; if it fails on one it is an error on all. *Collective*."""
+        value, failure, cause = None, None, None
+        try:
+            value = action()
+        except (Exception, CheckpointException) as error:  # file systems and object stores have errors of their own
+            failure, cause = f"{type(error).__name__}: {_first_failure(error)}", error
+        if first := next((text for text in self.all(failure) if text), None):
+            raise _RankFailed(first) from cause
+        return value  # type: ignore[return-value]  # it is set, or something was raised
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +91,18 @@ class _Contents:
     stream: TensorStream
     state: dict[str, Any]
     notes: Mapping[str, Any]
+    savers: Savers
 
     def write(self, folder: Path) -> None:
         """*Collective*."""
         writer = dcp.FileSystemWriter(folder / STATE_FOLDER)
-        _together(lambda: dcp.save(self.state, storage_writer=writer))
-        _together(lambda: self._write_weights(folder / WEIGHTS_FILE))
-        _together(lambda: self._write_files(folder) if _first() else None)
+        together = self.savers.together
+        together(lambda: dcp.save(self.state, storage_writer=writer, process_group=self.savers.group))
+        together(lambda: self._write_weights(folder / WEIGHTS_FILE))
+        together(lambda: self._write_files(folder) if self.savers.first else None)
 
     def _write_weights(self, path: Path) -> None:
-        if not _first():
+        if not self.savers.first:
             drain(self.stream)
             return
         try:
@@ -93,15 +134,16 @@ def save_checkpoint(
     stream: TensorStream,
     state: dict[str, Any],
     notes: Mapping[str, Any],
+    savers: Savers,
 ) -> None:
     """Write `stream` in Hugging Face format with the tokenizer, `state`, and `notes` as JSON to a folder or a URL, in
     the place of what is there. *Collective.*
 
     Raises CheckpointError if it cannot be written; a folder is then as it was.
     """
-    contents = _Contents(model, spec, stream, state, notes)
+    contents = _Contents(model, spec, stream, state, notes, savers)
     try:
-        (_to_store if is_url(location) else _to_folder)(location, contents.write)
+        (_to_store if is_url(location) else _to_folder)(location, contents.write, savers)
     except _RankFailed as error:
         where = location if is_url(location) else f"{_free_mib(Path(location).parent)} MiB are free there"
         raise CheckpointError(
@@ -134,24 +176,6 @@ class _RankFailed(RuntimeError):
     """Something failed on at least one rank; raised on all."""
 
 
-def _first() -> bool:
-    return dist.get_rank() == 0
-
-
-def _together(action: Callable[[], T]) -> T:
-    """`action` on every rank; if it fails on one it is an error on all. *Collective*."""
-    value, failure, cause = None, None, None
-    try:
-        value = action()
-    except (Exception, CheckpointException) as error:  # file systems and object stores have errors of their own
-        failure, cause = f"{type(error).__name__}: {_first_failure(error)}", error
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    if first := next((text for text in failures if text), None):
-        raise _RankFailed(first) from cause
-    return value  # type: ignore[return-value]  # it is set, or something was raised
-
-
 def _first_failure(error: BaseException) -> str:
     """torch's error lists the failures of all ranks with their traces."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -164,21 +188,27 @@ def _free_mib(folder: Path) -> int:
     return shutil.disk_usage(folder).free // 2**20 if folder.exists() else 0
 
 
-def _to_folder(location: str, write: Callable[[Path], None]) -> None:
+def _to_folder(location: str, write: Callable[[Path], None], savers: Savers) -> None:
     """Beside, and renamed. All ranks see the folder."""
     folder = Path(location)
-    name: list[str] = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name)
-    fresh = folder.with_name(f".{folder.name}.{name[0]}.partial")
-    previous = folder.with_name(f".{folder.name}.{name[0]}.previous")
+    name = savers.all(uuid.uuid4().hex)[0]
+    fresh = folder.with_name(f".{folder.name}.{name}{PARTIAL}")
+    previous = folder.with_name(f".{folder.name}.{name}.previous")
     try:
-        _together(lambda: fresh.mkdir(parents=True) if _first() else None)
+        savers.together(lambda: _begin(fresh) if savers.first else None)
         write(fresh)
-        _together(lambda: _replace(folder, fresh, previous) if _first() else None)
+        savers.together(lambda: _replace(folder, fresh, previous) if savers.first else None)
     finally:
-        if _first():
+        if savers.first:
             shutil.rmtree(fresh, ignore_errors=True)
             shutil.rmtree(previous, ignore_errors=True)
+
+
+def _begin(fresh: Path) -> None:
+    """Make a folder, and remove what learners that died while they wrote have left beside it."""
+    for left in fresh.parent.glob(f".*{PARTIAL}"):
+        shutil.rmtree(left, ignore_errors=True)
+    fresh.mkdir(parents=True)
 
 
 def _replace(folder: Path, fresh: Path, previous: Path) -> None:
@@ -190,16 +220,16 @@ def _replace(folder: Path, fresh: Path, previous: Path) -> None:
     _sync(folder.parent)
 
 
-def _to_store(location: str, write: Callable[[Path], None]) -> None:
+def _to_store(location: str, write: Callable[[Path], None], savers: Savers) -> None:
     """By way of a folder of each rank's own node; run.json comes last."""
     with tempfile.TemporaryDirectory(prefix="rlhfless-checkpoint-") as scratch:
         folder = Path(scratch) / location.rsplit("/", 1)[-1]
-        _together(folder.mkdir)
+        savers.together(folder.mkdir)
         write(folder)
         # An earlier attempt may have left a part of it.
-        _together(lambda: remove(location) if _first() else None)
-        _together(lambda: _upload(folder, location, lambda name: name != NOTES_FILE))
-        _together(lambda: _upload(folder, location, lambda name: name == NOTES_FILE))
+        savers.together(lambda: remove(location) if savers.first else None)
+        savers.together(lambda: _upload(folder, location, lambda name: name != NOTES_FILE))
+        savers.together(lambda: _upload(folder, location, lambda name: name == NOTES_FILE))
 
 
 def _upload(folder: Path, location: str, chosen: Callable[[str], bool]) -> None:

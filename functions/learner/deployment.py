@@ -1,10 +1,8 @@
-"""The learner function: a front that owns 1..N rank actors.
+"""The learner function: a front whose ranks share the model and the batch (rlhfless.functions.ranks).
 
-The front is the Serve replica; ranks are plain Ray actors that form a torch.distributed group and share the model's
-parameters. One rank takes the same path as many. Each call goes to all ranks, `learn` with the whole batch; a rank
-works on its share of the sequences. Rank 0 writes what is published. `learn` is idempotent by step: a repeated call
-gets the first call's answer, so a retry can never take a second optimiser step. A lost rank breaks the whole group: the
-fleet starts a new learner, which continues from a checkpoint.
+`learn` goes to all ranks with the whole batch. Rank 0 writes what is published. `learn` is idempotent by step: a
+repeated call gets the first call's answer, so a retry can never take a second optimiser step. After a lost rank a new
+learner continues from a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,58 +16,34 @@ from typing import Any
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, Function, ReplicaInfo, Reply, Usage
-from rlhfless.functions.learner.group import RankGroup
+from rlhfless.functions.base import Call, Reply, Usage
 from rlhfless.functions.learner.settings import LearnerSettings
+from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.records import FloatArray, PublishedWeights
 
 
-class LearnerFunction(Function):
+class LearnerFunction(RankedFunction):
     """The learner's front."""
 
+    named = "learner"
+
     async def __init__(self, settings: LearnerSettings) -> None:  # type: ignore[misc]
-        super().__init__(settings)
         self._settings = settings
         self._learning: tuple[Call, asyncio.Task[Reply[Mapping[str, float]]]] | None = None
         self._step = 0
         """The last training step of the weights."""
         self._asked = asyncio.Event()
         """Set, and replaced, when a step is to be learned."""
-        ranks = [self._rank_actor(rank) for rank in range(settings.learner.world_size)]
-        self._group = RankGroup(ranks, settings.call_timeout_s)
-        with self.starting():
-            # Rank 0 opens the rendezvous on its own node; the others need its address.
-            on_one_node = len(set(await self._group.all("node"))) == 1
-            address = await self._group.first("rendezvous", on_one_node)
-            await self._group.all("start", address, on_one_node)
+        await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
-    def _rank_actor(self, rank: int) -> Any:
-        from rlhfless.functions.learner.actor import RankActor
+    def _actor(self) -> type:
+        from rlhfless.functions.learner.actor import LearnerActor
 
-        options = {
-            "num_cpus": 0,
-            "num_gpus": 0,
-            "label_selector": {"ray.io/node-id": self._settings.rank_bindings[rank].node},
-            "max_restarts": 0,
-            # A thread of its own, so that a rank that computes still answers `alive`.
-            "concurrency_groups": {"signs_of_life": 1},
-        }
-        make: Any = ray.remote(**options)  # type: ignore[call-overload]  # Ray's types do not know every option
-        return make(RankActor).remote(self._settings, rank)
+        return LearnerActor
 
-    async def describe(self, call: Call) -> Reply[ReplicaInfo]:
-        """The description of this replica; `pids` are the ranks'. Raises FunctionBroken if a rank is lost."""
-        self.admit(call)
-        start_s = time.time()
-        pids = await self._group.all("pid")
-        return self.reply(self.info(tuple(pids), self._step), start_s)
-
-    async def renew(self, call: Call) -> Reply[None]:
-        """See Function.renew; silent while a rank is."""
-        self.admit(call)
-        start_s = time.time()
-        await self._group.all("alive")
-        return self.reply(None, start_s)
+    @property
+    def _step_of_weights(self) -> int:
+        return self._step
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""
@@ -145,18 +119,19 @@ class LearnerFunction(Function):
             except TimeoutError:
                 raise TimeoutError(f"publish: no call asked to learn step {step} within {limit_s:.0f} s") from None
 
-    async def checkpoint(self, call: Call, location: str, notes: Mapping[str, Any]) -> Reply[str]:
-        """Save model, optimiser and the run's `notes`, beside and renamed. Returns the location."""
+    async def checkpoint(self, call: Call, location: str, notes: Mapping[str, Any], background: bool) -> Reply[bool]:
+        """Save model, optimiser and the run's `notes`, beside and renamed. Returns whether it is still being written:
+        with `background`, and where there is memory for a copy of the state."""
         self.admit(call)
         start_s = time.time()
-        await self._group.all("save", location, notes)
-        return self.reply(location, start_s)
+        later: list[bool] = await self._group.all("save", location, notes, background)
+        return self.reply(all(later), start_s)
 
-    async def stop(self, call: Call) -> Reply[None]:
-        """End the ranks; the front cannot work after that."""
+    async def written(self, call: Call) -> Reply[None]:
+        """Returns when the checkpoint that was begun is whole. Raises CheckpointError."""
         self.admit(call)
         start_s = time.time()
-        self._group.end()
+        await self._group.all("written")
         return self.reply(None, start_s)
 
     def clean_up(self) -> None:

@@ -9,7 +9,8 @@ Invariant: at most one decoder layer, or one other tensor, is whole at a time. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel
@@ -21,24 +22,31 @@ from rlhfless.spec import DType
 from rlhfless.weights.files import TensorStream
 from rlhfless.weights.samples import sampled_values
 
+LIVE: Mapping[str, torch.Tensor] = MappingProxyType({})
+"""The model's own tensors."""
+
 Substitute = Callable[[str, torch.Tensor], torch.Tensor]
 """(name of the parameter, its exact value, whole) -> the value that is published."""
 
 
 def published_stream(
-    model: PreTrainedModel, dtype: DType, device: torch.device, substitute: Substitute | None = None
+    model: PreTrainedModel,
+    dtype: DType,
+    device: torch.device,
+    substitute: Substitute | None = None,
+    tensors: Mapping[str, torch.Tensor] = LIVE,
 ) -> TensorStream:
-    """All parameters and persistent buffers on the CPU, floating point ones in `dtype`. *Collective*: every rank must
-    take all of them."""
+    """All parameters and persistent buffers on the CPU, floating point ones in `dtype`; those of `tensors` in the place
+    of the model's own. *Collective*: every rank must take all of them."""
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for unit in _units(model):
+    def streamed() -> Iterator[tuple[str, torch.Tensor]]:
+        for unit in _units(model, tensors):
             gathered = {
                 name: gathered_as(name, value, dtype, device, substitute).to("cpu") for name, value in unit.items()
             }
             yield from _as_published(model, gathered).items()
 
-    return TensorStream(_layout(model, dtype), tensors())
+    return TensorStream(_layout(model, dtype), streamed())
 
 
 def gathered_as(
@@ -77,14 +85,14 @@ def _transient(model: torch.nn.Module) -> set[str]:
     }
 
 
-def _units(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
+def _units(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors of each decoder layer together, because a file's tensor may be made of several of them; each other
     tensor alone."""
     names = {module: name for name, module in model.named_modules()}
     layers = tuple(f"{names[layer]}." for layer in layers_of(model))
     unit: dict[str, torch.Tensor] = {}
     current = ""
-    for name, tensor in named_tensors(model).items():
+    for name, tensor in (named_tensors(model) | dict(tensors)).items():
         layer = next((prefix for prefix in layers if name.startswith(prefix)), name)
         if unit and layer != current:
             yield unit

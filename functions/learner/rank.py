@@ -20,7 +20,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,23 +31,19 @@ import torch.distributed as dist
 
 from rlhfless.algorithms.base import LossInputs, algorithm_of, combine_metrics, common_metrics
 from rlhfless.algorithms.batch import PackedBatch, declared, mini_batches, select
-from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, deal, prompt_tokens
-from rlhfless.functions.learner.checkpoint import restore_checkpoint, save_checkpoint
+from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
+from rlhfless.functions.learner.checkpoint import Savers, restore_checkpoint, save_checkpoint
 from rlhfless.functions.learner.metrics import over_ranks, over_updates
 from rlhfless.functions.learner.optimizer import ShardedAdamW
 from rlhfless.functions.learner.probing import Probing
 from rlhfless.functions.learner.publishing import Substitute, gathered_as, published_samples, published_stream
-from rlhfless.functions.policy import (
-    Policy,
-    at_least_float32,
-    default_device,
-    load_policy,
-    logprobs_of,
-    response_logprobs,
-)
-from rlhfless.functions.sharding import is_alone, mesh_of, reduces
+from rlhfless.functions.learner.saving import Background
+from rlhfless.functions.policy import Policy, at_least_float32, load_policy, response_logprobs
+from rlhfless.functions.ranks.process_group import join
+from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs, share_of
+from rlhfless.functions.sharding import is_alone, reduces
 from rlhfless.prefixes.packing import PackedSegments
-from rlhfless.records import FloatArray, IntArray
+from rlhfless.records import FloatArray
 from rlhfless.spec import AdamWSpec, AlgorithmSpec, LearnerSpec, ModelSpec
 from rlhfless.weights.files import TensorStream
 from rlhfless.weights.perturb import perturbed_by
@@ -87,24 +83,16 @@ class LearnerRank:
         self._learner = learner
         self._algorithm = algorithm_of(algorithm)
         self._temperature = temperature
-        self._rank = rank
-        self._world_size = world_size
-        device = default_device()
-        dist.init_process_group(
-            # What is kept in the host's memory is reduced there.
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        self._mesh = mesh_of(device, world_size)
+        device, self._mesh = join(init_method, rank, world_size, timeout_s)
         self._offload = learner.offload and device.type != "cpu"
         self._alone = is_alone(self._mesh, offload=self._offload)
         self._policy = self._load(device)
         self._model = self._policy.model
         self._optimizer = ShardedAdamW(self._model, optimizer)
         self._probing = Probing(self._policy, trust_remote_code=model.trust_remote_code)
+        self._timeout_s = timeout_s
+        self._savers = Savers.of(timeout_s)
+        self._background = Background(self._savers, timeout_s)
         self._substitute: Substitute | None = None
         self.shared_prompt_tokens = 0
         """Prompt tokens that no rank has computed in an update so far, because a sequence of the same micro-batch had
@@ -129,20 +117,11 @@ class LearnerRank:
 
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """Old logprobs `[tokens]` of the whole batch, 0 on prompt tokens, on every rank. *Collective.*"""
-        everything = torch.from_numpy(self._evaluate_share(batch)).to(self._policy.device)
-        dist.all_reduce(everything)
-        return everything.cpu().numpy()
+        return of_all_ranks(self._policy, self._evaluate_share(batch))
 
     def _evaluate_share(self, batch: PackedBatch) -> FloatArray:
         """`evaluate` for this rank's sequences; 0 on the tokens of other ranks."""
-        share = self._share(batch)
-        mine = select(batch, share)
-        parts = self._cut(mine)
-        everything = np.zeros(len(batch.tokens), dtype=np.float32)
-        everything[np.repeat(batch.starts[share], mine.lengths) + mine.positions] = logprobs_of(
-            self._policy, mine, self._temperature, parts
-        )
-        return everything
+        return share_logprobs(self._policy, batch, self._temperature, self._learner.micro_batch_tokens)[0]
 
     def learn(self, batch: PackedBatch, count: int) -> dict[str, float]:
         """One training step: an optimiser step on each of `count` mini-batches. *Collective.*
@@ -205,12 +184,25 @@ class LearnerRank:
         finally:
             self._substitute = None
 
-    def save(self, location: str | Path, notes: Mapping[str, Any] = NO_NOTES) -> None:
+    def save(self, location: str | Path, notes: Mapping[str, Any] = NO_NOTES, *, background: bool = False) -> bool:
         """Write a checkpoint to a folder or a URL: model and tokenizer in Hugging Face format, the state for `restore`,
-        and `notes`. *Collective.*"""
+        and `notes`. With `background`, and where there is memory for a copy of the state, this returns True at once,
+        and `written` when it is done. *Collective.*"""
         state = self._optimizer.state() | {"random_state": torch.get_rng_state()}
-        stream = published_stream(self._model, self._spec.dtype, self._policy.device)
-        save_checkpoint(str(location), self._model, self._spec, stream, state, notes)
+        later = background and self._background.fits(state)
+        device = self._policy.device
+        if later:
+            state, device = self._background.copied(state), torch.device("cpu")
+        stream = published_stream(self._model, self._spec.dtype, device, tensors=state["master_weights"])
+        write = partial(save_checkpoint, str(location), self._model, self._spec, stream, state, notes, self._savers)
+        self._background.begin(write)
+        if not later:
+            self.written()
+        return later
+
+    def written(self) -> None:
+        """Returns when the checkpoint that `save` began is whole. Raises CheckpointError, or TimeoutError."""
+        self._background.written(self._timeout_s)
 
     def restore(self, location: str | Path) -> None:
         """Continue from a checkpoint of `save`, written by any number of ranks; bit for bit if by as many.
@@ -220,17 +212,12 @@ class LearnerRank:
         self._optimizer.restored(state)
         torch.set_rng_state(state["random_state"])
 
-    def _share(self, batch: PackedBatch) -> IntArray:
-        """This rank's sequences `[share]`: dealt out so that all ranks have equal work."""
-        budget = self._learner.micro_batch_tokens
-        return deal(batch, budget, self._world_size, may_share=self._policy.shares)[self._rank]
-
     def _cut(self, batch: PackedBatch) -> MicroBatches:
         return cut(batch, self._learner.micro_batch_tokens, may_share=self._policy.shares)
 
     def _update(self, batch: PackedBatch) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
-        mine = select(batch, self._share(batch))
+        mine = select(batch, share_of(self._policy, batch, self._learner.micro_batch_tokens))
         parts = self._cut(mine)
         # Beside the metrics of the loss, which are shares too: so it is summed over micro-batches and ranks.
         shared = prompt_tokens(mine) - parts.prompt_tokens

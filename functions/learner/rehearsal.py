@@ -24,10 +24,10 @@ from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.learner.optimizer import MOMENTS, ShardedAdamW
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
-from rlhfless.functions.policy import TORCH_DTYPES, Policy, checkpoint_activations, policy_of
+from rlhfless.functions.policy import TORCH_DTYPES, Policy, checkpoint_activations, policy_of, response_logprobs
 from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, reduces, shard
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
-from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec
+from rlhfless.spec import AdamWSpec, DType, GRPOSpec, LearnerSpec
 
 MICRO_BATCHES = 2
 """The second meets the gradients of the first."""
@@ -55,6 +55,24 @@ def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: 
         dist.destroy_process_group()
 
 
+def frozen_peak_bytes(config: Any, dtype: DType, ranks: int, rows: int, width: int) -> Mapping[str, int]:
+    """As `peak_bytes`, of the reference: passes without a gradient, with weights in `dtype`."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        mesh = mesh_of(CPU, ranks) if ranks > 1 else None
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            policy = _policy(config, LearnerSpec(dtype="float32"), mesh, TORCH_DTYPES[dtype])
+            batch = _batch(rows, width)
+            response_logprobs(policy, batch, 1.0)
+            policy.settle()
+            tracker = FSDPMemTracker(policy.model)
+            with tracker:
+                response_logprobs(policy, batch, 1.0)
+            return _peak(tracker)
+    finally:
+        dist.destroy_process_group()
+
+
 def _tracked(rank: LearnerRank, batch: PackedBatch) -> Mapping[str, int]:
     tracker = FSDPMemTracker(rank._model)
     with tracker:
@@ -62,13 +80,14 @@ def _tracked(rank: LearnerRank, batch: PackedBatch) -> Mapping[str, int]:
             tracker.reset_mod_stats()  # it takes one pass of each module at a time; its peak goes on
             reduces(rank._model, alone=rank._alone, last=number == MICRO_BATCHES - 1)
             rank._loss(batch)[0].backward()
-    peak = {
-        str(getattr(kind, "value", kind)): int(size) for kind, size in tracker.get_tracker_snapshot("peak")[CPU].items()
-    }
-    states = rank._optimizer.state()
+    states, peak = rank._optimizer.state(), _peak(tracker)
     moments = sum(local(tensor).nbytes for moment in MOMENTS for tensor in states[moment].values())
-    total = peak.pop("Total")
-    return peak | {"AdamW": moments, "total": total + moments}
+    return peak | {"AdamW": moments, "total": peak["total"] + moments}
+
+
+def _peak(tracker: FSDPMemTracker) -> dict[str, int]:
+    found = tracker.get_tracker_snapshot("peak")[CPU]
+    return {str(getattr(kind, "value", kind)).lower(): int(size) for kind, size in found.items()}
 
 
 def _rank(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
@@ -82,14 +101,15 @@ def _rank(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
     return rank
 
 
-def _policy(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> Policy:
-    config._attn_implementation, config.dtype = "sdpa", torch.float32
+def _policy(config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: torch.dtype = torch.float32) -> Policy:
+    config._attn_implementation, config.dtype = "sdpa", exact
     model = build_blank(AutoModelForCausalLM, config, trust_remote_code=False)
-    compute = TORCH_DTYPES[learner.dtype]
-    shard(model, mesh, compute_dtype=compute, exact_head=learner.head_dtype == "float32")
-    # The tracker sees forward passes by the hooks of modules alone: the model's own method is the pass.
-    model.forward = getattr(model, INSIDE).__wrapped__
-    setattr(model, INSIDE, model.__call__)
+    compute = TORCH_DTYPES[learner.dtype] if exact == torch.float32 else exact
+    if mesh is not None:
+        shard(model, mesh, compute_dtype=compute, exact_head=learner.head_dtype == "float32")
+        # The tracker sees forward passes by the hooks of modules alone: the model's own method is the pass.
+        model.forward = getattr(model, INSIDE).__wrapped__
+        setattr(model, INSIDE, model.__call__)
     model.to_empty(device=CPU)
     if learner.gradient_checkpointing:
         checkpoint_activations(model)

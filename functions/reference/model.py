@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.batching import cut, prompt_tokens
-from rlhfless.functions.policy import load_policy, logprobs_of
+from rlhfless.functions.policy import load_policy
+from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
 
 
 class ReferencePolicy:
-    """The model of the spec, as it was before training."""
+    """The model of the spec, as it was before training; with a mesh, one rank of it."""
 
     def __init__(
         self,
@@ -23,15 +24,18 @@ class ReferencePolicy:
         share_prefixes: bool,
         temperature: float,
         threads: int,
+        mesh: DeviceMesh | None = None,
     ) -> None:
+        """*Collective* with a mesh."""
         torch.set_num_threads(threads)
-        self._policy = load_policy(model, parameter_dtype=dtype, compute_dtype=dtype, share_prefixes=share_prefixes)
+        self._policy = load_policy(
+            model, parameter_dtype=dtype, compute_dtype=dtype, mesh=mesh, share_prefixes=share_prefixes
+        )
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
 
     def logprobs(self, batch: PackedBatch) -> tuple[FloatArray, int]:
-        """Logprobs `[tokens]`, 0 on prompt tokens; and the prompt tokens that were not computed, because a sequence
-        with the same prefix had computed them."""
-        parts = cut(batch, self._micro_batch_tokens, may_share=self._policy.shares)
-        values = logprobs_of(self._policy, batch, self._temperature, parts)
-        return values, prompt_tokens(batch) - parts.prompt_tokens
+        """Logprobs `[tokens]` of the whole batch, 0 on prompt tokens; and the prompt tokens that this rank did not
+        compute, because a sequence with the same prefix had computed them. *Collective*."""
+        values, shared_tokens = share_logprobs(self._policy, batch, self._temperature, self._micro_batch_tokens)
+        return of_all_ranks(self._policy, values), shared_tokens

@@ -1,52 +1,51 @@
-"""The reward model function: the part of scoring that runs a network, on a device of its own."""
+"""The reward model function: the part of scoring that runs a network, on devices of its own."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from rlhfless.functions.base import Call, DeviceBinding, Function, Reply, Usage
-from rlhfless.functions.lease import LeaseTerms
+import ray
+
+from rlhfless.functions.base import Call, Reply, Usage
+from rlhfless.functions.ranks.front import RankedFunction
+from rlhfless.functions.reward_model.settings import RewardModelSettings
 from rlhfless.functions.scoring.scorer import by_group, samples_of
 from rlhfless.records import Group, Score
-from rlhfless.rewards import combined
-from rlhfless.spec import OnFailure, RewardModelSpec
+from rlhfless.rewards import Outcome, combined
 
 
-@dataclass(frozen=True, slots=True)
-class RewardModelSettings:
-    """The settings of a reward model replica."""
+class RewardModelFunction(RankedFunction):
+    """One replica with all reward models of the run, each split over its ranks. Its calls raise RewardError if one
+    cannot be used."""
 
-    run_id: str
-    lease: LeaseTerms
-    rewards: tuple[RewardModelSpec, ...]
-    on_failure: OnFailure
-    binding: DeviceBinding
+    named = "reward model"
 
+    async def __init__(self, settings: RewardModelSettings) -> None:  # type: ignore[misc]
+        self._settings = settings
+        await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
-class RewardModelFunction(Function):
-    """One replica with all reward models of the run. Its calls raise RewardError if one cannot be used."""
+    def _actor(self) -> type:
+        from rlhfless.functions.reward_model.actor import RewardModelActor
 
-    def __init__(self, settings: RewardModelSettings) -> None:
-        super().__init__(settings)
-        settings.binding.bind()
-        from rlhfless.functions.reward_model.model import RewardModel
-
-        threads = len(settings.binding.ids)
-        self._weights = {spec.label: spec.weight for spec in settings.rewards}
-        with self.starting():
-            self._models = [RewardModel(spec, threads=threads) for spec in settings.rewards]
-        self._on_failure = settings.on_failure
+        return RewardModelActor
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
         """The reward models' part of every sample's score, in their order."""
         self.admit(call)
         start_s = time.time()
         samples = samples_of(groups)
-        columns = [await asyncio.to_thread(model.score, samples) for model in self._models]
-        scores = combined(self._weights, columns, len(samples), self._on_failure)
+        rewards = self._settings.rewards
+        # By rank and reward model, the outcomes of the rank's share by the index of their sample.
+        shares: list[list[Mapping[int, Outcome]]] = await self._group.all("score", ray.put(samples))
+        columns = [_in_order(of_ranks) for of_ranks in zip(*shares, strict=True)]
+        weights = {spec.label: spec.weight for spec in rewards}
+        scores = combined(weights, columns, len(samples), self._settings.on_failure)
         tokens = sum(sample.tokens for group in groups for sample in group.samples)
-        usage = Usage(sequences=len(samples), input_tokens=tokens * len(self._models))
+        usage = Usage(sequences=len(samples), input_tokens=tokens * len(rewards))
         return self.reply(by_group(scores, groups), start_s, usage)
+
+
+def _in_order(of_ranks: Sequence[Mapping[int, Outcome]]) -> list[Outcome]:
+    together = {index: outcome for outcomes in of_ranks for index, outcome in outcomes.items()}
+    return [together[index] for index in sorted(together)]

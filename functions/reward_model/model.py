@@ -1,42 +1,53 @@
 """A sequence-classification model with one label as a reward.
 
 A response's score depends on its own sequence alone: sequences are padded on the right under a mask, so neighbours
-change it by rounding at most.
+change it by rounding at most. The model may be split over ranks (rlhfless.functions.sharding), each of which scores its
+share of the sequences; all of them run as many forward passes.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from rlhfless.functions import sharding
 from rlhfless.functions.loading import load_whole
-from rlhfless.functions.policy import TORCH_DTYPES, default_device
+from rlhfless.functions.policy import TORCH_DTYPES, at_least_float32, default_device
 from rlhfless.rewards import Failed, Outcome, RewardError, Sample
 from rlhfless.spec import RewardModelSpec
 from rlhfless.spec.errors import InputError
 
+_POSITIONS = re.compile(r"position|wpe")
+"""In the names of learned tables of positions: `wpe` (GPT-2), `embed_positions` (OPT), `position_embeddings` (BERT)."""
+
 
 class RewardModel:
-    """Loads `spec.path`. Raises RewardError if weights are missing, odd or not finite, its head has not one label,
-    or it has no padding token."""
+    """Loads `spec.path`; with a mesh, this rank's part of it. Raises RewardError if weights are missing, odd or not
+    finite, its head has not one label, or it has no padding token. *Collective* with a mesh."""
 
-    def __init__(self, spec: RewardModelSpec, *, threads: int) -> None:
+    def __init__(self, spec: RewardModelSpec, *, threads: int, mesh: DeviceMesh | None = None) -> None:
         torch.set_num_threads(threads)
         disable_progress_bar()  # type: ignore[no-untyped-call]  # a function's output is a log
         self._spec = spec
+        self._mesh = mesh
         self._device = default_device()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+        dtype = TORCH_DTYPES[spec.dtype]
         try:
             model = load_whole(
                 AutoModelForSequenceClassification,
                 spec.path,
                 "path",
-                dtype=TORCH_DTYPES[spec.dtype],
+                prepare=None if mesh is None else partial(sharding.shard, mesh=mesh, compute_dtype=dtype),
+                dtype=dtype,
                 trust_remote_code=spec.trust_remote_code,
             )
         except InputError as error:
@@ -53,9 +64,19 @@ class RewardModel:
         # Decoders find the last token of a sequence by it.
         model.config.get_text_config().pad_token_id = self._pad
         self._model: Any = model.eval().to(self._device)
+        tables = (table for name, table in model.named_modules() if isinstance(table, torch.nn.Embedding)
+                  and _POSITIONS.search(name))  # fmt: skip
+        self._positions = min((table.num_embeddings for table in tables), default=math.inf)
+        """Tokens that it can take, where it has learned a table of them."""
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """One outcome per sample, in their order."""
+        """One outcome per sample, in their order; of a model that is not split."""
+        outcomes = self.share(samples)
+        return [outcomes[index] for index in range(len(samples))]
+
+    def share(self, samples: Sequence[Sample]) -> dict[int, Outcome]:
+        """Outcomes by the index of their sample: of this rank's share, which is all of them without a mesh; and on
+        every rank of those that cannot be written for the model. *Collective*."""
         outcomes: dict[int, Outcome] = {}
         sequences: dict[int, list[int]] = {}
         for index, sample in enumerate(samples):
@@ -63,10 +84,21 @@ class RewardModel:
                 sequences[index] = self._tokens(sample)
             except Exception as error:  # templates are programs of the model's author, and raise what they like
                 outcomes[index] = Failed(f"cannot be written for {self._spec.path!r}: {type(error).__name__}: {error}")
-        for batch in _batches({i: len(ids) for i, ids in sequences.items()}, self._spec.micro_batch_tokens):
-            values = self._forward([sequences[index] for index in batch])
-            outcomes |= zip(batch, values, strict=True)
-        return [outcomes[index] for index in range(len(samples))]
+        for batch in self._passes({i: len(ids) for i, ids in sequences.items()}):
+            values = self._forward([sequences[index] for index in batch] or [[0]])
+            outcomes |= zip(batch, values, strict=False)
+        if self._mesh is not None:
+            sharding.settle(self._model)
+        return outcomes
+
+    def _passes(self, lengths: Mapping[int, int]) -> list[list[int]]:
+        """The batches of this rank, longest first, and as many empty ones as it takes for all ranks to have the same
+        number. Every rank knows all lengths, so that they agree without asking."""
+        ranks, rank = (1, 0) if self._mesh is None else (self._mesh.size(), self._mesh.get_local_rank())
+        order = sorted(lengths, key=lambda index: -lengths[index])
+        shares = [{index: lengths[index] for index in order[number::ranks]} for number in range(ranks)]
+        passes = [list(_batches(share, self._spec.micro_batch_tokens)) for share in shares]
+        return passes[rank] + [[]] * (max(map(len, passes)) - len(passes[rank]))
 
     def _tokens(self, sample: Sample) -> list[int]:
         """The sequence to score; its end if it is too long."""
@@ -86,9 +118,12 @@ class RewardModel:
         ]
         if not ids:
             raise ValueError("the tokenizer makes no token of it")
-        return ids[-self._spec.max_tokens :]
+        ids = ids[-self._spec.max_tokens :]
+        if len(ids) > self._positions:
+            raise ValueError(f"{len(ids)} tokens, and it knows {self._positions} positions")
+        return ids
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _forward(self, sequences: Sequence[list[int]]) -> list[Outcome]:
         width = max(map(len, sequences))
         tokens = torch.full((len(sequences), width), self._pad)
@@ -98,11 +133,13 @@ class RewardModel:
             mask[row, : len(ids)] = 1
         try:
             logits = self._model(input_ids=tokens.to(self._device), attention_mask=mask.to(self._device)).logits
-        except (RuntimeError, IndexError, ValueError) as error:  # such as a sequence longer than its positions
+        except (RuntimeError, IndexError, ValueError) as error:
+            if self._mesh is not None:  # the other ranks wait inside of the pass, which cannot be done in parts
+                raise
             if len(sequences) > 1:
                 return [outcome for ids in sequences for outcome in self._forward([ids])]
             return [Failed(f"{self._spec.path!r} fails on {width} tokens: {str(error).splitlines()[0]}")]
-        values: list[float] = logits[:, 0].float().tolist()
+        values: list[float] = at_least_float32(logits[:, 0]).tolist()
         return [value if math.isfinite(value) else Failed(f"{self._spec.path!r} gave {value}") for value in values]
 
     def _error(self, what: str) -> RewardError:

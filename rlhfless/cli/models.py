@@ -1,4 +1,4 @@
-"""`rlhfless models`: models and tasks that come with rlhfless, built on this machine."""
+"""`rlhfless models`: models and tasks that come with rlhfless, built on this machine, and models of runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    models = typer.Typer(help="Models and tasks that come with rlhfless.", no_args_is_help=True)
+    models = typer.Typer(help="Models that come with rlhfless, and models that runs have made.", no_args_is_help=True)
     models.command()(tiny)
+    models.command()(export)
     app.add_typer(models, name="models")
 
 
@@ -43,3 +44,16 @@ def tiny(
         recipe = bundled.Recipe(warm_start=bundled.WarmStartRecipe(steps=0)) if untaught else bundled.Recipe()
         paths = bundled.build(out, seed=seed, recipe=recipe, on_progress=show)
     typer.echo(f"{paths.folder} holds model/, {paths.train.name} and {paths.held_out.name}")
+
+
+def export(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Its folder or URL, or a run's folder: its newest one.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to; must not exist.")],
+) -> None:
+    """Copy the model and tokenizer of a checkpoint, in Hugging Face format, without what a learner goes on from."""
+    from rlhfless.records.checkpoints import export_model
+
+    notes = export_model(checkpoint, out)
+    typer.echo(f"{out} holds the model of {notes.run_id} after step {notes.step}")

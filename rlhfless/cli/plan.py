@@ -95,7 +95,8 @@ def _show(asked: Question, found: MemoryPlan, change: Change | None) -> None:
     )
     console.print(
         f"host memory {found.host_bytes / GIB:.1f} GiB in all; shared memory {found.shared_bytes / GIB:.1f} GiB on the "
-        f"learner's node, {found.cache_bytes / GIB:.1f} on each other one"
+        f"learner's node, {found.cache_bytes / GIB:.1f} on each other one; {found.checkpoint_bytes / GIB:.1f} GiB more "
+        "host memory while a checkpoint is written in the background"
     )
     for problem in found.problems:
         console.print(f"does not fit: {problem}", style="red", highlight=False)

@@ -6,6 +6,8 @@ are replaced (rlhfless.loop.recovery). A run that is stopped leaves a journal an
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from rlhfless.loop.schedules import schedule_of
 from rlhfless.loop.session import Session, open_session
 from rlhfless.loop.step import rollout, train
 from rlhfless.records import Experience
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +65,17 @@ class Driver:
         Raises as `execute` does.
         """
         recovery, steps, last = Recovery(run), RunSteps(run, self.session, first), self.session.spec.steps
-        while steps.following <= last:
-            try:
-                if steps.following == 0:
-                    await steps.close(0)
-                await schedule_of(self.session.spec.schedule).drive(steps, steps.following, last)
-            except RECOVERABLE as fault:
-                with self.session.console.waiting(f"recovering: {fault}"):
-                    steps.again(await recovery.after(steps.following, fault))
+        try:
+            while steps.following <= last:
+                try:
+                    if steps.following == 0:
+                        await steps.close(0)
+                    await schedule_of(self.session.spec.schedule).drive(steps, steps.following, last)
+                except RECOVERABLE as fault:
+                    with self.session.console.waiting(f"recovering: {fault}"):
+                        steps.again(await recovery.after(steps.following, fault))
+        finally:
+            steps.end()
         return recovery.recovered
 
 
@@ -80,6 +87,8 @@ class RunSteps:
         self._session = session
         self.following = first
         """The first step that is not done. Step 0 is only evaluated."""
+        self._saving: asyncio.Task[None] | None = None
+        """The checkpoint that is being written while the run goes on."""
 
     def again(self, step: int) -> None:
         """After a fault: abandon the steps in progress; `step` is the next."""
@@ -103,12 +112,14 @@ class RunSteps:
     async def close(self, step: int) -> None:
         """The evaluation and checkpoint that the spec wants after a step."""
         spec = self._session.spec
+        if self._saving is not None and self._saving.done():
+            await self._written()
         if step in (0, spec.steps) or _due(step, spec.evaluation.every_steps):
             await self._evaluate(step)
         moves = 0 < step < spec.steps and self._run.learner.must_move
         saves = moves or step == spec.steps or (step and _due(step, spec.checkpoint.every_steps))
         if saves:
-            await self._save(step)
+            await self._save(step, whole=moves or step == spec.steps)
         if moves:
             await self._run.move_learner()
         self.following = step + 1
@@ -124,14 +135,43 @@ class RunSteps:
         cause = Cause.LIMIT if limit else verdict.stop
         if cause is not None:
             if not saved:
-                await self._save(step)
+                await self._save(step, whole=True)
+            elif self._saving is not None:
+                await self._saving
             raise RunPaused(cause, limit or f"stopped after step {step}")
         if verdict.actors is not None:
             run.scaler.limit_actors(verdict.actors)
 
-    async def _save(self, step: int) -> None:
-        await self._run.checkpoint(step)
+    async def _save(self, step: int, *, whole: bool) -> None:
+        """Begin a checkpoint, after the one before it; if `whole` is wanted, returns when it is."""
+        await self._written()
+        begun = asyncio.Event()
+        self._saving = asyncio.create_task(self._checkpoint(step, begun))
+        beginning = asyncio.create_task(begun.wait())
+        await asyncio.wait([beginning, self._saving], return_when=asyncio.FIRST_COMPLETED)
+        beginning.cancel()
+        if whole or self._saving.done():
+            await self._saving
+            self._saving = None
+
+    async def _checkpoint(self, step: int, begun: asyncio.Event) -> None:
+        await self._run.checkpoint(step, begun)
         self._session.host.saved(self._run.checkpoints)
+
+    async def _written(self) -> None:
+        """Wait for the checkpoint that was begun. If the learner was lost meanwhile there is none, and the run goes on
+        from an earlier one. Raises CheckpointError."""
+        saving, self._saving = self._saving, None
+        try:
+            if saving is not None:
+                await saving
+        except RECOVERABLE as fault:
+            log.warning("a checkpoint was not written to its end, and does not count: %s", fault)
+
+    def end(self) -> None:
+        """Whatever is still being written does not count."""
+        if self._saving is not None:
+            self._saving.cancel()
 
     async def _evaluate(self, step: int) -> None:
         run = self._run

@@ -25,14 +25,16 @@ from rlhfless.functions.learner.deployment import LearnerFunction
 from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned
-from rlhfless.functions.reference.deployment import ReferenceFunction, ReferenceSettings
-from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
+from rlhfless.functions.reference.deployment import ReferenceFunction
+from rlhfless.functions.reference.settings import ReferenceSettings
+from rlhfless.functions.reward_model.deployment import RewardModelFunction
+from rlhfless.functions.reward_model.settings import RewardModelSettings
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.loop.host import DevicesWanted
 from rlhfless.prepare.memory.assumed import planned
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, Prompt
-from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, Placement, place_run
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, Placement, place_run, ranks_of
 from rlhfless.spec import Hold, RunSpec
 from rlhfless.spec.imports import import_paths
 from rlhfless.weights.address import StoreAddress
@@ -158,7 +160,9 @@ class Launcher:
                 lease=self._lease,
                 rewards=spec.reward_models,
                 on_failure=spec.scoring.on_failure,
-                binding=binding(allocation.devices, exclusive=False),
+                rank_bindings=self._rank_bindings(FunctionName.REWARD_MODEL, allocation),
+                call_timeout_s=spec.timeouts.call_s,
+                planned=self._planned(FunctionName.REWARD_MODEL, allocation),
             )
 
         allocations = placement.allocations[FunctionName.REWARD_MODEL]
@@ -178,7 +182,8 @@ class Launcher:
                 micro_batch_tokens=spec.learner.micro_batch_tokens,
                 share_prefixes=spec.learner.share_prefixes,
                 temperature=spec.generation.temperature,
-                binding=binding(allocation.devices, exclusive=False),
+                rank_bindings=self._rank_bindings(FunctionName.REFERENCE, allocation),
+                call_timeout_s=spec.timeouts.call_s,
                 planned=self._planned(FunctionName.REFERENCE, allocation),
             )
 
@@ -190,10 +195,6 @@ class Launcher:
         probe = probe_text(self.prepared.train, self.prepared.max_model_len - 1)
 
         def settings(allocation: Allocation) -> LearnerSettings:
-            ranks = [
-                rank_devices(allocation.devices, rank, spec.learner.world_size)
-                for rank in range(spec.learner.world_size)
-            ]
             return LearnerSettings(
                 run_id=self.call.run_id,
                 lease=self._lease,
@@ -205,7 +206,7 @@ class Launcher:
                 probe_token_ids=probe,
                 read_back=spec.weights.read_back,
                 store=StoreHome(str(self.store_folder), self.store_token),
-                rank_bindings=tuple(binding(devices, exclusive=False) for devices in ranks),
+                rank_bindings=self._rank_bindings(FunctionName.LEARNER, allocation),
                 call_timeout_s=spec.timeouts.call_s,
                 planned=self._planned(FunctionName.LEARNER, allocation),
             )
@@ -217,6 +218,11 @@ class Launcher:
             placement.allocations[FunctionName.LEARNER],
             Bounds(1, reason="the learner keeps the run's state"),
         )
+
+    def _rank_bindings(self, function: FunctionName, allocation: Allocation) -> tuple[DeviceBinding, ...]:
+        ranks = ranks_of(self.spec)[function]
+        devices = (rank_devices(allocation.devices, rank, ranks) for rank in range(ranks))
+        return tuple(binding(mine, exclusive=False) for mine in devices)
 
     def _planned(self, function: FunctionName, allocation: Allocation) -> Planned:
         kind, tokens = allocation.devices[0].kind, self.prepared.max_model_len
@@ -291,7 +297,7 @@ def binding(devices: Sequence[Device], *, exclusive: bool) -> DeviceBinding:
 
 
 def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Device, ...]:
-    """A rank's part of the learner's devices: neighbours, on the node of the first of them. More ranks than devices
+    """A rank's part of a function's devices: neighbours, on the node of the first of them. More ranks than devices
     share them."""
     each, more = divmod(len(devices), ranks)
     if not each:

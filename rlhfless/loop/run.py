@@ -226,8 +226,9 @@ class Run:
         """
         return await self._work(self._the_learner, Work.PUBLISH, "publish", call, perturbed=perturbed, sent=sent)
 
-    async def checkpoint(self, step: int) -> str:
-        """Save the weights after `step`, with everything that a resumed run needs. Raises CheckpointError."""
+    async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
+        """Save the weights after `step`, with everything that a resumed run needs. `begun` is set when the learner may
+        go on. Raises CheckpointError."""
         notes = CheckpointNotes(
             run_id=self.run_id,
             attempt=self.attempt,
@@ -238,11 +239,15 @@ class Run:
         )
         self.clock.interrupted()
         self.ledger.write(self.pools)  # a resumed run does not do these steps again
-        location, notes_json = self.checkpoints.location(step), notes.as_json()
-        await self._work(self._the_learner, Work.CHECKPOINT, "checkpoint", self.call(step), location, notes_json)
+        call, learner, location = self.call(step), self._the_learner, self.checkpoints.location(step)
+        arguments = (location, notes.as_json(), self.spec.checkpoint.background)
+        later = await self._work(learner, Work.CHECKPOINT, "checkpoint", call, *arguments)
+        begun.set()
+        if later:
+            limit_s = self.spec.timeouts.call_s
+            await learner.call("written", call, timeout_s=limit_s, waiting_for=f"the checkpoint of step {step}")
         self.checkpoints.prune()
         self.journal.forget(step)
-        return location
 
     async def restore(self) -> int:
         """Load the newest checkpoint into the learner, or the initial model if there is none; returns its step."""

@@ -10,6 +10,7 @@ run.json is written last. It names the run, step and weights of the checkpoint.
 from __future__ import annotations
 
 import math
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from rlhfless.spec.errors import UserError
 from rlhfless.text import parsed_json
 
 NOTES_FILE = "run.json"
+
+STATE_FOLDER = "learner_state"
+"""What a learner goes on from, beside the model."""
 
 CHECKPOINT_VERSION = 2
 
@@ -153,6 +157,37 @@ def remove(location: str) -> None:
         path = str(folder.rename(folder.with_name(f".{folder.name}.deleted")))
     if files.exists(path):
         files.rm(path, recursive=True)
+
+
+def export_model(location: str, folder: Path) -> CheckpointNotes:
+    """Copy the model and tokenizer of a checkpoint to a new folder, in Hugging Face format, without what a learner goes
+    on from. `location`: the checkpoint's folder or URL, or a run's folder, whose newest checkpoint is taken.
+
+    Returns its notes. Raises CheckpointError if there is no checkpoint, if it cannot be copied, or if the folder is
+    there.
+    """
+    if not is_url(location) and (of_run := Path(location) / CHECKPOINTS_FOLDER).is_dir():
+        newest = Checkpoints(of_run, keep_last=1).newest()
+        if newest is None:
+            raise CheckpointError(f"{of_run} holds no checkpoint that is whole")
+        location = newest.location
+    notes = read_notes(location)
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already; name a new folder")
+    files, path = files_of(location)
+    fresh = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
+    try:
+        for name in files.find(path):
+            relative = name[len(path) :].lstrip("/")
+            if relative != NOTES_FILE and not relative.startswith(f"{STATE_FOLDER}/"):
+                (fresh / relative).parent.mkdir(parents=True, exist_ok=True)
+                files.get_file(name, str(fresh / relative))
+        fresh.rename(folder)
+    except Exception as error:  # every kind of store has errors of its own
+        raise CheckpointError(f"the model of {location} could not be copied to {folder}: {error}") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return notes
 
 
 def checkpoints_of(run_folder: Path, spec: CheckpointSpec) -> Checkpoints:

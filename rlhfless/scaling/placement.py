@@ -15,9 +15,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 
 from rlhfless.records import FunctionName
 from rlhfless.spec import PlacementSpec, RunSpec
+from rlhfless.spec.base import count_of
 from rlhfless.spec.errors import UserError
 
 CPU_KIND = "cpu-core"
@@ -128,6 +130,27 @@ class Placement:
         return tuple(group for group in self.groups if any(device.name in names for device in group.devices))
 
 
+def ranks_of(spec: RunSpec) -> dict[FunctionName, int]:
+    """Of the functions whose replica is split over ranks, each a process of its own: how many, 1 where `auto` is still
+    to be decided."""
+    return {
+        FunctionName.LEARNER: spec.learner.world_size,
+        FunctionName.REWARD_MODEL: count_of(spec.scoring.reward_model_ranks),
+        FunctionName.REFERENCE: count_of(spec.reference.ranks),
+    }
+
+
+ONE_RANK: Mapping[FunctionName, int] = MappingProxyType({})
+"""Every function is one process."""
+
+RANKS_KEYS = {
+    FunctionName.LEARNER: "learner.ranks",
+    FunctionName.REWARD_MODEL: "scoring.reward_model_ranks",
+    FunctionName.REFERENCE: "reference.ranks",
+}
+"""The keys of the spec that `ranks_of` reads."""
+
+
 def helpers(spec: RunSpec) -> list[FunctionName]:
     """The functions of a run other than generation and the learner; each has one replica."""
     wanted = {
@@ -145,7 +168,7 @@ def place_run(spec: RunSpec, nodes: Sequence[Node]) -> Placement:
         nodes,
         generation_actors=spec.scaling.generation.max_actors,
         devices_per_actor=spec.generation.engine.tensor_parallel_size,
-        learner_ranks=spec.learner.world_size,
+        ranks=ranks_of(spec),
         functions=helpers(spec),
         scoring_cores=spec.scoring.workers,
     )
@@ -157,17 +180,17 @@ def place(
     *,
     generation_actors: int,
     devices_per_actor: int,
-    learner_ranks: int,
     functions: Sequence[FunctionName],
+    ranks: Mapping[FunctionName, int] = ONE_RANK,
     scoring_cores: int = 1,
 ) -> Placement:
     """Give every replica its allocation.
 
     Co-located: the run's devices of each node are one group, because the learner has them all; actor i has k
     neighbours of them, `i*k .. i*k+k-1` on the first node. Disaggregated: the last `learner_devices` devices are the
-    learner side, on one node if it fits, and each actor has a group of its own. The single replicas of the other
-    functions sit on the last device of the learner side, then the one before. Scoring needs no GPU: where the devices
-    are GPUs it has `scoring_cores` CPU cores in a group of its own.
+    learner side, on one node if it fits, and each actor has a group of its own. The other functions have one replica
+    each, with a device for each of its `ranks`: from the last device of the learner side to the first. Scoring needs no
+    GPU: where the devices are GPUs it has `scoring_cores` CPU cores in a group of its own.
 
     On CPU cores there may be more actors than devices, and they share them. Two engines on one GPU are refused.
 
@@ -194,10 +217,17 @@ def place(
         cores = tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(_scoring_cores(scoring_cores, nodes)))
         chosen[FunctionName.SCORING] = [cores]
         groups.append(DeviceGroup("scoring-0", cores))
-    for offset, function in enumerate(others):
-        chosen[function] = [(learner[-1 - offset % len(learner)],)]
-    if learner_ranks > len(learner) and kind != CPU_KIND:
-        raise PlacementError(f"learner.ranks is {learner_ranks}, but the learner has {len(learner)} device(s)")
+    taken = 0
+    for function in others:
+        count = min(ranks.get(function, 1), len(learner))
+        places = sorted(-(taken + rank) % len(learner) for rank in range(1, count + 1))
+        chosen[function] = [tuple(learner[place] for place in places)]
+        taken += count
+    for function in chosen.keys() & ranks.keys():
+        if ranks[function] > len(learner) and kind != CPU_KIND:
+            raise PlacementError(
+                f"{RANKS_KEYS[function]} is {ranks[function]}, but the learner has {len(learner)} device(s)"
+            )
     return Placement(_with_shares(chosen), tuple(groups))
 
 

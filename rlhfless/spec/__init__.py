@@ -18,7 +18,7 @@ from rlhfless.spec.fleet import (
     WeightsSpec,
 )
 from rlhfless.spec.generation import EngineSpec, GenerationSpec
-from rlhfless.spec.learner import AdamWSpec, LearnerSpec
+from rlhfless.spec.learner import AdamWSpec, LearnerSpec, ReferenceSpec
 from rlhfless.spec.policies import CostAwareSpec, PolicySpec
 from rlhfless.spec.reward_services import HttpSpec, RewardModelSpec
 from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
@@ -71,6 +71,7 @@ __all__ = [
     "PromptsSpec",
     "PythonRewardSpec",
     "RecoverySpec",
+    "ReferenceSpec",
     "RegexSpec",
     "RewardModelSpec",
     "RewardSpec",

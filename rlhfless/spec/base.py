@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Ranks = Annotated[int, Field(ge=1)] | Literal["auto"]
+"""Processes that share a model; `auto` is decided by the memory plan."""
+
+
+def count_of(ranks: Ranks) -> int:
+    """`ranks` as a number: 1 where `auto` is still to be decided."""
+    return 1 if ranks == "auto" else ranks
 
 
 class SpecModel(BaseModel):

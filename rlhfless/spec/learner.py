@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhfless.spec.base import SpecModel
+from rlhfless.spec.base import Ranks, SpecModel, count_of
 
 
 class AdamWSpec(SpecModel):
@@ -26,7 +26,7 @@ class AdamWSpec(SpecModel):
 class LearnerSpec(SpecModel):
     """The learner function."""
 
-    ranks: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    ranks: Ranks = 1
     """Ranks that share the model's states and the batch, each a process of its own. `auto`: on GPUs as many as the
     memory plan asks for, on CPU cores 1."""
 
@@ -58,4 +58,13 @@ class LearnerSpec(SpecModel):
     @property
     def world_size(self) -> int:
         """`ranks` as a number: 1 where `auto` is still to be decided."""
-        return 1 if self.ranks == "auto" else self.ranks
+        return count_of(self.ranks)
+
+
+class ReferenceSpec(SpecModel):
+    """The reference function, which an algorithm with KL needs; it computes as the learner does (`learner.dtype`,
+    `learner.micro_batch_tokens`, `learner.share_prefixes`)."""
+
+    ranks: Ranks = 1
+    """Ranks that share the frozen policy and the batch, on devices of the learner's side, each a process of its own.
+    `auto`: on GPUs as many as the memory plan asks for, on CPU cores 1."""

@@ -11,7 +11,7 @@ from rlhfless.spec.base import SpecModel
 from rlhfless.spec.data import ModelSpec, PromptsSpec
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
 from rlhfless.spec.generation import GenerationSpec
-from rlhfless.spec.learner import AdamWSpec, LearnerSpec
+from rlhfless.spec.learner import AdamWSpec, LearnerSpec, ReferenceSpec
 from rlhfless.spec.reward_services import RewardModelSpec
 from rlhfless.spec.rewards import RewardSpec
 from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
@@ -43,6 +43,10 @@ class CheckpointSpec(SpecModel):
     every_steps: Annotated[int, Field(ge=1)] | None = 20
     """Save each time this many steps are done, and always at the end. A resumed run learns at most this many steps
     again, from its journal; without a number, all of them."""
+
+    background: bool = True
+    """Write checkpoints while the run goes on, where the learner's nodes have memory for a copy of its state (12 bytes
+    per parameter over all nodes, in at most half of what is free on each); otherwise the run waits for each."""
 
     keep_last: Annotated[int, Field(ge=1)] = 2
     """The number of newest checkpoints that are kept, in addition to the best."""
@@ -116,6 +120,7 @@ class RunSpec(SpecModel):
 
     optimizer: AdamWSpec = AdamWSpec()
     learner: LearnerSpec = LearnerSpec()
+    reference: ReferenceSpec = ReferenceSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     placement: PlacementSpec = PlacementSpec()

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhfless.spec.base import SpecModel
+from rlhfless.spec.base import Ranks, SpecModel
 
 
 class RewardPart(SpecModel):
@@ -32,6 +32,10 @@ class ScoringSpec(SpecModel):
     workers: Annotated[int, Field(ge=1)] = 2
     """Worker processes for rewards of type python, math, code and json_schema; none are started without such a
     reward. Two, so that one slow sample does not hold up all others; more for slow rewards, up to a core each."""
+
+    reward_model_ranks: Ranks = 1
+    """Ranks that share each reward model and the samples, on devices of the learner's side, each a process of its own.
+    `auto`: on GPUs as many as the memory plan asks for, on CPU cores 1."""
 
     on_failure: OnFailure = "drop"
     """When a reward fails on a sample. `drop`: the sample is left out of its group's statistics and of the loss.

@@ -43,6 +43,7 @@ NUMBER = r"-?\d+\.\d+"
 PURE = (
     Smoke("latency", (rf"first +roofline +{NUMBER}%", rf"second +other model +{NUMBER}%"), RUNS),
     Smoke("learner", ('"ours": ', '"plain": ', rf'"speed_ratio": {{\s+"wall": {NUMBER}', rf'"memory_ratio": {NUMBER}')),
+    Smoke("learner_before", ('"before": ', rf'"wall": {{[^}}]*"ratio": {NUMBER}')),
     Smoke("lower_bound", (rf"time +{NUMBER} +{NUMBER} +{NUMBER}", rf"cost, at any time +{NUMBER}")),
     Smoke("memory_plan", ('"7B": ', rf'"planned_gib": {NUMBER}', rf'"plan_ratio": {NUMBER}')),
     Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s")),
@@ -52,6 +53,7 @@ PURE = (
         (r"a: faster.*b: cheaper", rf"median \(mean\) of 1 scenarios: a, {NUMBER}x", r"\| static_colocated \|"),
     ),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
+    Smoke("ranks", (r'"2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+')),
     Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
     Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL),
     Smoke(

@@ -88,7 +88,6 @@ async def stand_in_run(
         await cluster.nodes(None),
         generation_actors=actors,
         devices_per_actor=per_actor,
-        learner_ranks=1,
         functions=[FunctionName.SCORING],
     )
     told: list[tuple[float, str]] = []

@@ -9,13 +9,14 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, FunctionBroken
-from rlhfless.functions.learner import deployment, group
+from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken
+from rlhfless.functions.learner import deployment
 from rlhfless.functions.learner.deployment import LearnerFunction
-from rlhfless.functions.learner.group import RankGroup
 from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import OutOfMemory
+from rlhfless.functions.ranks import group
+from rlhfless.functions.ranks.group import RankGroup
 from rlhfless.records import Probe, WeightVersion
 from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
 
@@ -57,7 +58,7 @@ class Method:
 
 
 class Front(LearnerFunction):
-    def _rank_actor(self, rank: int) -> Any:
+    def _rank_actor(self, settings: Any, rank: int) -> Any:
         return Rank()
 
 
@@ -74,7 +75,7 @@ async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout
         PROBE.token_ids,
         True,
         StoreHome("nowhere"),
-        (),
+        (DeviceBinding("cpu", ("0",), exclusive=False),) * ranks,
         call_timeout_s,
     )
     front = Front.__new__(Front)
@@ -176,7 +177,7 @@ async def test_a_failing_rank_ends_all_and_is_named(
     monkeypatch.setattr(group, "GRACE_S", 0.05)
     ranks = [outcome(given) for given in outcomes]
     with pytest.raises(error, match=said):
-        await RankGroup(ranks, limit_s=0.1).all("learn")
+        await RankGroup(ranks, 0.1, "learner").all("learn")
     assert killed == ranks
 
 
@@ -184,4 +185,4 @@ async def test_what_all_ranks_refuse_ends_none(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(group.ray, "kill", lambda _: pytest.fail("no rank may be ended"))
     ranks = [outcome(raised(ValueError("no advantages"))) for _ in range(2)]
     with pytest.raises(ValueError, match="no advantages"):
-        await RankGroup(ranks, limit_s=1).all("learn")
+        await RankGroup(ranks, 1, "learner").all("learn")

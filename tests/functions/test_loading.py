@@ -15,7 +15,8 @@ from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.loading import is_finite
 from rlhfless.functions.policy import load_policy
-from rlhfless.functions.reference.deployment import ReferenceFunction, ReferenceSettings
+from rlhfless.functions.reference.deployment import ReferenceFunction
+from rlhfless.functions.reference.settings import ReferenceSettings
 from rlhfless.spec import ModelSpec
 from rlhfless.spec.errors import InputError
 
@@ -111,13 +112,12 @@ def test_finite_is_what_torch_calls_finite(dtype: torch.dtype) -> None:
     assert is_finite(torch.arange(3))
 
 
-async def test_a_replica_that_cannot_load_its_model_says_so_itself(llama: Path) -> None:
+async def test_a_replica_that_cannot_load_its_model_says_so_itself(llama: Path, in_process: Any) -> None:
     """Of a constructor that raises, Serve reports a text; the run needs the error."""
     edit(llama, **{UP: None})
     binding = DeviceBinding("cpu", ("0",), exclusive=False)
     model = ModelSpec(path=str(llama))
-    function = ReferenceFunction(
-        ReferenceSettings("run", LeaseTerms(600, 600), model, "float32", 100, True, 1.0, binding)
-    )
+    settings = ReferenceSettings("run", LeaseTerms(600, 600), model, "float32", 100, True, 1.0, (binding,), 60)
+    function = await in_process(ReferenceFunction, settings)
     with pytest.raises(InputError, match=f"lacks tensor '{UP}'"):
         await function.describe(Call("run", 1, 0))

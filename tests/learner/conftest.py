@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,10 @@ from tiny_learner import make_batch, make_rank, make_shared_batch, save_tiny_mod
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.rank import LearnerRank
+
+# The server that processes are forked from imports `tiny_learner` once for all of them, where it finds it: it does not
+# get this process's sys.path (Python 3.11), and ignores that the import fails.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(scope="session")

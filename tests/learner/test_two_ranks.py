@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiny_learner import VOCABULARY, make_rank, save_tiny_model
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions import policy, sharding
+from rlhfless.functions.learner import checkpoint
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.records.checkpoints import CheckpointError
 from rlhfless.spec import AdamWSpec
@@ -160,10 +162,23 @@ def test_in_float64_two_ranks_are_one_to_1e9(batch, tmp_path, tied):
 
 
 def save_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location: Path) -> tuple:
+    """In the background: the step goes on before the first byte is written."""
     learner.learn(batch, 2)
-    learner.save(location, {"step": 1})
+    save, learned = checkpoint.dcp.save, threading.Event()
+
+    def held_up(*arguments: Any, **options: Any) -> Any:
+        assert learned.wait(PATIENCE_S)
+        return save(*arguments, **options)
+
+    checkpoint.dcp.save = held_up
+    assert learner.save(location, {"step": 1}, background=True)
     saved = arrays(learner.weights())
     learner.learn(batch, 2)
+    there = location.exists()
+    learned.set()
+    learner.written()
+    assert location.exists()
+    assert not there
     return saved, arrays(learner.weights())
 
 
@@ -195,7 +210,8 @@ def save_to_a_full_disk(learner: LearnerRank, rank: int, location: Path) -> None
             raise OSError("no space left on device")
 
         torch.save = full
-    learner.save(location)
+    assert learner.save(location, background=True)
+    learner.written()
 
 
 def test_a_rank_that_cannot_write_is_an_error_of_all(tiny_model, tmp_path):

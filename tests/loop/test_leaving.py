@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,8 @@ class FakeRun:
         )
         self.checkpoints = None
 
-    async def checkpoint(self, step: int) -> None:
+    async def checkpoint(self, step: int, begun: asyncio.Event) -> None:
+        begun.set()
         self.done.append(f"save {step}")
 
     async def move_learner(self) -> None:

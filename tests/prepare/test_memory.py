@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhfless.prepare.memory import plan as plan_module
 from rlhfless.prepare.memory.changes import Question, edited, nearest_change
 from rlhfless.prepare.memory.formulas import (
     GIB,
+    Scored,
     Sharded,
     activation_bytes,
     engine_parts,
@@ -29,6 +31,8 @@ from rlhfless.prepare.memory.formulas import (
     learn_phases,
     logits_bytes,
     mlp_width,
+    reference_phase,
+    score_phase,
     sharing_token_bytes,
 )
 from rlhfless.prepare.memory.settled import format_problems, placed, settled, timed
@@ -162,6 +166,54 @@ def test_the_learners_own_code_holds_what_the_plan_says(ranks: int, learner: Lea
     how = Sharded(ranks, learner.dtype, learner.gradient_checkpointing, exact_head=learner.head_dtype is not None)
     learn = learn_phases(shape(sizes), 4 * 1024, how, 2**25)[0]
     assert learn.size_bytes == pytest.approx(held["total"], rel=0.1), (learn, held)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(4, "bfloat16"), (8, "float32")])
+def test_the_references_own_code_holds_what_the_plan_says(ranks: int, dtype: Any) -> None:
+    from rlhfless.functions.learner.rehearsal import frozen_peak_bytes
+
+    sizes = QWEN_7B | {"num_hidden_layers": 4}
+    held = frozen_peak_bytes(Qwen2Config(**sizes), dtype, ranks, rows=4, width=1024)
+    phase = reference_phase(shape(sizes), 4 * 1024, dtype, 2**25, sharing=False, ranks=ranks)
+    assert phase.size_bytes == pytest.approx(held["total"], rel=0.1), (phase, held)
+
+
+def test_reward_models_by_hand() -> None:
+    """Two of 7B without an output head on four ranks; what is gathered and passes is one's."""
+    p, r = shape(QWEN_7B).parameters, 1_089_994_752
+    g = (p - r) // 28
+    scored = Scored(shape(QWEN_7B), 1000, "bfloat16")
+    (weights, gathered, passing) = (part.size_bytes for part in score_phase([scored, scored], 4).parts)
+    assert weights == 2 * 2 * math.ceil((p - r // 2) / 4)
+    assert gathered == 2 * (r // 2 + 2 * g)
+    assert passing == 2 * 1000 * layer_token_bytes(shape(QWEN_7B), "bfloat16")
+    assert [part.size_bytes for part in score_phase([scored], 1).parts][1] == 0
+
+
+def test_ranks_of_reference_and_reward_model_follow_from_the_plan() -> None:
+    """On GPUs of 80 GB beside a learner of 39 GiB a rank, each fits as a whole; on those of 48 GB they need ranks."""
+    run = spec(
+        rewards=[{"type": "reward_model", "path": "r"}],
+        algorithm={"kl": {"coefficient": 0.01}},
+        reference={"ranks": "auto"},
+        scoring={"reward_model_ranks": "auto"},
+        placement={"mode": "disaggregated", "learner_devices": 4},
+        learner={"ranks": 4},
+    )
+    question = dataclasses.replace(asked(QWEN_7B, "h100", 5, run), rewards=((run.reward_models[0], shape(QWEN_7B)),))
+    decided = placed(question)
+    assert decided.scoring.reward_model_ranks == 1
+    assert decided.reference.ranks == 1
+    wide = edited(run, {"placement.learner_devices": 8, "learner.ranks": 8})
+    tight = dataclasses.replace(question, sheet=device_of("l40s"), spec=wide, count=9)
+    found = placed(tight)
+    assert dataclasses.replace(tight, spec=found).plan().fits
+    counts = (found.reference.ranks, found.scoring.reward_model_ranks)
+    assert max(counts) > 1
+    for key, ranks in zip(("reference.ranks", "scoring.reward_model_ranks"), counts, strict=True):
+        fewer = edited(found, {key: ranks // 2 or 1})
+        assert ranks == 1 or not dataclasses.replace(tight, spec=fewer).plan().fits
+    assert settled(run, "cpu-core").reference.ranks == 1
 
 
 def test_an_engines_parts_by_hand() -> None:

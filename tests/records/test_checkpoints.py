@@ -11,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records.checkpoints import (
+    CHECKPOINTS_FOLDER,
     NOTES_FILE,
+    STATE_FOLDER,
     CheckpointError,
     CheckpointNotes,
     Checkpoints,
     checkpoints_of,
+    export_model,
     kept,
 )
 from rlhfless.spec import CheckpointSpec
@@ -102,3 +105,29 @@ def test_a_url_that_nothing_installed_can_read(tmp_path: Path) -> None:
     assert checkpoints_of(tmp_path / "run-1", CheckpointSpec()).location(2) == str(
         tmp_path / "run-1" / "checkpoints" / "step-000002"
     )
+
+
+def test_a_model_is_exported_without_the_learners_state(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (10, 20):
+        write(run / CHECKPOINTS_FOLDER, step)
+        state = run / CHECKPOINTS_FOLDER / f"step-0000{step}" / STATE_FOLDER
+        state.mkdir()
+        (state / "__0_0.distcp").write_bytes(b"moments")
+    assert export_model(str(run), tmp_path / "newest").step == 20
+    assert export_model(f"{run}/{CHECKPOINTS_FOLDER}/step-000010", tmp_path / "first").step == 10
+    for name in ("newest", "first"):
+        assert [path.name for path in (tmp_path / name).rglob("*")] == ["model.safetensors"]
+    with pytest.raises(CheckpointError, match="newest is there already"):
+        export_model(str(run), tmp_path / "newest")
+    with pytest.raises(CheckpointError, match="is no checkpoint of a run"):
+        export_model(str(tmp_path), tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "newest", "run"]
+
+
+def test_a_model_is_exported_from_an_object_store(tmp_path: Path) -> None:
+    store = MemoryFileSystem()
+    for name, content in ((NOTES_FILE, json.dumps(notes(3).as_json()).encode()), ("config.json", b"{}")):
+        store.pipe_file(f"/exported/step-000003/{name}", content)
+    assert export_model("memory://exported/step-000003", tmp_path / "model").step == 3
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]

@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.lease import LeaseTerms
-from rlhfless.functions.reward_model.deployment import RewardModelFunction, RewardModelSettings
+from rlhfless.functions.reward_model.deployment import RewardModelFunction
 from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.functions.reward_model.settings import RewardModelSettings
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.rewards import Failed, RewardError, Sample
 from rlhfless.spec import RewardModelSpec
@@ -125,10 +126,10 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
         RewardModel(spec(build(tmp_path / "none", head=False)), threads=1)
 
 
-async def test_the_function_scores_groups(path: str) -> None:
+async def test_the_function_scores_groups(path: str, in_process: Any) -> None:
     binding = DeviceBinding("cpu", ("0",), exclusive=False)
-    settings = RewardModelSettings("run", LeaseTerms(600, 600), (spec(path, weight=2),), "drop", binding)
-    function = RewardModelFunction(settings)
+    settings = RewardModelSettings("run", LeaseTerms(600, 600), (spec(path, weight=2),), "drop", (binding,), 60)
+    function = await in_process(RewardModelFunction, settings)
     prompt = Prompt("p", (6,), "w1 ")
     rollouts = tuple(
         Rollout("p", i, 0, np.array([7]), np.zeros(1, np.float32), text, FinishReason.STOP, (), "a", 0.0, 1.0)

@@ -32,7 +32,7 @@ def placed(
         nodes,
         generation_actors=actors,
         devices_per_actor=per_actor,
-        learner_ranks=ranks,
+        ranks={FunctionName.LEARNER: ranks},
         functions=HELPERS,
         scoring_cores=scoring_cores,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,11 @@ from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devi
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError, device_kind
 from rlhfless.scaling.prices import load_price_book
-from rlhfless.spec import RunSpec
+from rlhfless.spec import RewardModelSpec, RunSpec
 from rlhfless.spec.errors import InputError, Problem, UserError
 from rlhfless.text import parsed_json
+
+log = logging.getLogger(__name__)
 
 _DEVICES = re.compile(r"(?:([1-9]\d*) ?x ?)?([a-z][\w-]*)", re.IGNORECASE)
 
@@ -50,7 +53,7 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
     wanted = sequence_tokens or PROMPT_TOKENS + spec.generation.max_tokens
     tokens = min(wanted, spec.model.max_context_tokens or limit or wanted)
     sheet = device_of(kind)
-    asked = Question(settled(spec, kind), shape, sheet, count, tokens, host_memory_bytes())
+    asked = Question(settled(spec, kind), shape, sheet, count, tokens, host_memory_bytes(), reward_shapes(spec))
     return replace(asked, spec=timed(placed(asked), shape, sheet))
 
 
@@ -119,10 +122,14 @@ def planned(
     """By function and phase: the bytes of one replica or rank on one device; empty where sizes are not known."""
     if shape is None or kind not in load_devices():
         return {}
-    functions = (FunctionName.GENERATION, FunctionName.LEARNER, FunctionName.REFERENCE)
-    sheet = device_of(kind)
+    functions = [FunctionName.GENERATION, FunctionName.LEARNER, FunctionName.REFERENCE]
+    rewards, sheet = reward_shapes(spec), device_of(kind)
+    if rewards and len(rewards) == len(spec.reward_models):
+        functions.append(FunctionName.REWARD_MODEL)
     return {
-        function: {phase.name: phase.size_bytes for phase in phases_of(spec, shape, sheet, function, sequence_tokens)}
+        function: {
+            phase.name: phase.size_bytes for phase in phases_of(spec, shape, sheet, function, sequence_tokens, rewards)
+        }
         for function in functions
     }
 
@@ -132,11 +139,26 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def reward_shapes(spec: RunSpec) -> tuple[tuple[RewardModelSpec, ModelShape], ...]:
+    """The reward models whose sizes can be read; of others, such as encoders, the plan counts nothing."""
+    found = []
+    for part in spec.reward_models:
+        try:
+            found.append((part, ModelShape.of_config(_config(part.path))))
+        except (UnknownShape, ValueError, OSError) as error:
+            log.info("the memory plan leaves out the reward model %r: %s", part.path, error)
+    return tuple(found)
+
+
+def _config(model: str) -> Mapping[str, Any]:
+    """Of its text model. Raises ValueError and OSError."""
+    config = _mapping(parsed_json(config_file(model).read_bytes()))
+    return _mapping(config.get("text_config", config))
+
+
 def _shape(spec: RunSpec) -> tuple[ModelShape, int | None]:
     try:
-        file = config_file(spec.model.path)
-        config = _mapping(parsed_json(file.read_bytes()))
-        config = _mapping(config.get("text_config", config))
+        config = _config(spec.model.path)
         return ModelShape.of_config(config), config.get("max_position_embeddings")
     except (UnknownShape, ValueError, OSError) as error:
         what = f"the sizes of {spec.model.path!r} cannot be read: {error}"

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless.prepare.memory.plan import MemoryPlan, memory_plan
+from rlhfless.prepare.memory.plan import MemoryPlan, Rewards, memory_plan
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.placement import CPU_KIND, PlacementError
+from rlhfless.scaling.placement import CPU_KIND, RANKS_KEYS, PlacementError, helpers, ranks_of
 from rlhfless.spec import RunSpec
 
 TENSOR_PARALLEL = (2, 4, 8)
@@ -53,10 +53,14 @@ class Question:
     count: int
     sequence_tokens: int
     host_bytes: int
+    rewards: Rewards = ()
+    """The reward models whose sizes are known."""
 
     def plan(self) -> MemoryPlan:
         """Raises PlacementError if there are too few devices."""
-        return memory_plan(self.spec, self.shape, self.sheet, self.count, self.sequence_tokens, self.host_bytes)
+        return memory_plan(
+            self.spec, self.shape, self.sheet, self.count, self.sequence_tokens, self.host_bytes, self.rewards
+        )
 
 
 def nearest_change(asked: Question) -> Change | None:
@@ -104,12 +108,22 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
             shared |= {"placement.learner_devices": ranks}
             text += f" and placement.learner_devices: {ranks}"
         yield text, shared, None, None
+    yield from _of_frozen(spec, asked.count if colocated else spec.placement.learner_devices)
     for size in TENSOR_PARALLEL:
         if size > spec.generation.engine.tensor_parallel_size:
             key = "generation.engine.tensor_parallel_size"
             yield f"{key}: {size}", {key: size}, None, None
     if not spec.learner.offload:
         yield "learner.offload: true", {"learner.offload": True}, None, None
+
+
+def _of_frozen(spec: RunSpec, devices: int) -> Iterator[Edit]:
+    """More ranks for the reference and for reward models, on so many devices of the learner's side."""
+    used = helpers(spec)
+    for function, ranks in ranks_of(spec).items():
+        for more in more_ranks(devices, ranks) if function in used else ():
+            key = RANKS_KEYS[function]
+            yield f"{key}: {more}", {key: more}, None, None
 
 
 def _of_devices(asked: Question) -> Iterator[Edit]:

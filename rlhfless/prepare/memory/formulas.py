@@ -7,6 +7,7 @@ token passes (with experts: all that it is sent to), V the vocabulary, T tokens,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
@@ -196,17 +197,58 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     )
 
 
-def reference_phase(shape: ModelShape, tokens: int, dtype: DType, chunk_elements: int, *, sharing: bool) -> Phase:
-    """The reference: b P of weights, one layer at a time for T tokens, and the logits of a forward pass. The layer's
-    second half is for what it computes from, or for what `sharing` of prefixes holds, if that is more."""
-    b, layer = DTYPE_BYTES[dtype], layer_token_bytes(shape, dtype)
+def reference_phase(
+    shape: ModelShape, tokens: int, dtype: DType, chunk_elements: int, *, sharing: bool, ranks: int = 1
+) -> Phase:
+    """One of N ranks of the reference: b P / N of weights, what is gathered (`gathered_bytes`), one layer at a time for
+    T tokens, and the logits of a forward pass. The layer's second half is for what it computes from, or for what
+    `sharing` of prefixes holds, if that is more."""
+    layer = layer_token_bytes(shape, dtype)
     passing = max(layer, sharing_token_bytes(shape, dtype, backward=False) if sharing else 0)
     return Phase(
         "logprobs",
         (
-            Part("weights", b * shape.parameters),
+            Part("weights", DTYPE_BYTES[dtype] * math.ceil(shape.parameters / ranks)),
+            Part("gathered weights", gathered_bytes(shape, root_parameters(shape), dtype, ranks)),
             Part("activations", tokens * (layer + passing)),
             Part("logits", logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES - 2)),
+        ),
+    )
+
+
+def gathered_bytes(shape: ModelShape, root: int, dtype: DType, ranks: int) -> int:
+    """Of a model that is split and not trained, b (R + 2 G): what belongs to no layer, one layer, and the next one,
+    which is gathered meanwhile. One rank gathers nothing."""
+    return DTYPE_BYTES[dtype] * (root + 2 * layer_parameters(shape)) if ranks > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A reward model and how it is used."""
+
+    shape: ModelShape
+    tokens: int
+    """Of a micro-batch."""
+    dtype: DType
+
+
+def score_phase(models: Sequence[Scored], ranks: int) -> Phase:
+    """One of N ranks of the reward models: the weights of all of them without an output head, b (P - R + h V) / N; they
+    score one after the other, so what the largest holds meanwhile counts: gathered weights (R is h V), and two times
+    one layer for T tokens."""
+
+    def body(shape: ModelShape) -> int:
+        return shape.parameters - root_parameters(shape) + shape.head
+
+    weights = sum(DTYPE_BYTES[each.dtype] * math.ceil(body(each.shape) / ranks) for each in models)
+    gathered = (gathered_bytes(each.shape, each.shape.head, each.dtype, ranks) for each in models)
+    passing = (2 * each.tokens * layer_token_bytes(each.shape, each.dtype) for each in models)
+    return Phase(
+        "score",
+        (
+            Part("weights", weights),
+            Part("gathered weights", max(gathered, default=0)),
+            Part("activations", max(passing, default=0)),
         ),
     )
 

@@ -17,18 +17,23 @@ from rlhfless.prepare.memory.formulas import (
     STORED_VERSIONS,
     Part,
     Phase,
+    Scored,
     Sharded,
     engine_parts,
     kv_token_bytes,
     learn_phases,
     reference_phase,
+    score_phase,
     version_bytes,
 )
 from rlhfless.records import FunctionName
 from rlhfless.scaling.latency.devices import DeviceSheet
-from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, place_run
-from rlhfless.spec import RunSpec
+from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
+from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, place_run, ranks_of
+from rlhfless.spec import RewardModelSpec, RunSpec
+
+Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
+"""The reward models of a run whose sizes are known."""
 
 LOGITS_CHUNK_ELEMENTS = 2**25
 """As in rlhfless.functions.policy, which imports torch; a test compares the two."""
@@ -92,6 +97,9 @@ class MemoryPlan:
     """Of shared memory on the learner's node: the store of weights."""
     cache_bytes: int
     """Of shared memory on each other node: its cache of the store."""
+    checkpoint_bytes: int
+    """Of host memory, over the learner's nodes, while a checkpoint is written in the background: a copy of master
+    weights and moments. Where it is not free the run waits for the checkpoint."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -118,21 +126,30 @@ class MemoryPlan:
 
 
 def memory_plan(
-    spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, count: int, sequence_tokens: int, host_bytes: int
+    spec: RunSpec,
+    shape: ModelShape,
+    sheet: DeviceSheet,
+    count: int,
+    sequence_tokens: int,
+    host_bytes: int,
+    rewards: Rewards = (),
 ) -> MemoryPlan:
     """The plan of a run on `count` devices of a kind, whose sequences have at most `sequence_tokens`.
 
-    `host_bytes`: memory of one machine, which is the devices' own on CPU cores. Raises PlacementError if there are too
-    few devices.
+    `host_bytes`: memory of one machine, which is the devices' own on CPU cores. `rewards`: sizes of the reward models
+    that are known. Raises PlacementError if there are too few devices.
     """
     memory = host_bytes if sheet.kind == CPU_KIND else int(sheet.memory_bytes.value)
     alike = Counter(tuple(sorted(here)) for here in _functions_by_device(spec, sheet.kind, count).values())
     plans = []
     for functions, times in sorted(alike.items()):
-        parts = [FunctionPlan(each, phases_of(spec, shape, sheet, each, sequence_tokens)) for each in functions]
+        parts = [
+            FunctionPlan(each, phases_of(spec, shape, sheet, each, sequence_tokens, rewards)) for each in functions
+        ]
         plans.append(DevicePlan(times, sheet.kind, memory, tuple(parts)))
     store = version_bytes(shape, spec.model.dtype)
     loading = (16 if spec.learner.offload else 4) * shape.parameters
+    loading += _frozen_bytes(spec, shape, rewards)
     on_cpu = sum(plan.count * plan.size_bytes for plan in plans) if sheet.kind == CPU_KIND else 0
     return MemoryPlan(
         devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
@@ -142,6 +159,7 @@ def memory_plan(
         host_bytes=on_cpu or loading,
         shared_bytes=STORED_VERSIONS * store,
         cache_bytes=CACHED_VERSIONS * store,
+        checkpoint_bytes=12 * shape.parameters if spec.checkpoint.background else 0,
     )
 
 
@@ -155,14 +173,15 @@ def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, l
     """By device: the functions of the replicas and ranks that are on it."""
     asked = spec.placement.model_copy(update={"kind": kind, "devices": count})
     placement = place_run(spec.model_copy(update={"placement": asked}), _nodes(kind, count))
+    ranks = ranks_of(spec)
     found: defaultdict[str, list[FunctionName]] = defaultdict(list)
     for function, allocations in placement.allocations.items():
         if function is FunctionName.SCORING:
             continue  # CPU work
         for allocation in allocations:
             devices = allocation.devices
-            if function is FunctionName.LEARNER:
-                devices = tuple(devices[rank % len(devices)] for rank in range(spec.learner.world_size))
+            if function in ranks:
+                devices = tuple(devices[rank % len(devices)] for rank in range(ranks[function]))
             for device in devices:
                 found[device.name].append(function)
     return found
@@ -177,7 +196,12 @@ def _nodes(kind: str, count: int) -> list[Node]:
 
 
 def phases_of(
-    spec: RunSpec, shape: ModelShape, sheet: DeviceSheet, function: FunctionName, sequence_tokens: int
+    spec: RunSpec,
+    shape: ModelShape,
+    sheet: DeviceSheet,
+    function: FunctionName,
+    sequence_tokens: int,
+    rewards: Rewards = (),
 ) -> tuple[Phase, ...]:
     """The phases of one replica or rank of a function on one device."""
     on_gpu = sheet.kind != CPU_KIND
@@ -188,11 +212,22 @@ def phases_of(
     if function is FunctionName.LEARNER:
         phases = _learner_phases(spec, shape, tokens)
     elif function is FunctionName.REFERENCE:
-        sharing = spec.learner.share_prefixes
-        phases = (reference_phase(shape, tokens, spec.learner.dtype, LOGITS_CHUNK_ELEMENTS, sharing=sharing),)
+        sharing, ranks = spec.learner.share_prefixes, ranks_of(spec)[function]
+        dtype = spec.learner.dtype
+        phases = (reference_phase(shape, tokens, dtype, LOGITS_CHUNK_ELEMENTS, sharing=sharing, ranks=ranks),)
     else:
-        phases = (Phase("score", ()),)  # a reward model of sizes of its own, which are not known here
+        phases = (score_phase([_scored(part, of) for part, of in rewards], ranks_of(spec)[function]),)
     return tuple(Phase(phase.name, (*phase.parts, process)) for phase in phases)
+
+
+def _scored(part: RewardModelSpec, shape: ModelShape) -> Scored:
+    return Scored(shape, max(part.micro_batch_tokens, part.max_tokens), part.dtype)
+
+
+def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
+    """Of the host, while reference and reward models are loaded: each in its own format."""
+    reference = DTYPE_BYTES[spec.learner.dtype] * shape.parameters if spec.algorithm.needs.reference else 0
+    return reference + sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in rewards)
 
 
 def _generation(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> Phase:

@@ -31,13 +31,23 @@ def settled(spec: RunSpec, kind: str) -> RunSpec:
     """The spec with the formats that devices of a kind want: on GPUs bfloat16, and activation checkpointing on."""
     if kind == CPU_KIND:
         open_keys = {"placement.mode": "colocated"} if spec.placement.mode == "auto" else {}
-        return edited(spec, open_keys | ({"learner.ranks": 1} if spec.learner.ranks == "auto" else {}))
+        return edited(spec, open_keys | dict.fromkeys(_open_ranks(spec), 1))
     wanted = {
         "model.dtype": "bfloat16",
         "learner.dtype": "bfloat16",
         "learner.gradient_checkpointing": True,
     }
     return edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
+
+
+def _open_ranks(spec: RunSpec) -> tuple[str, ...]:
+    """The keys of numbers of ranks that are `auto`."""
+    values = {
+        "learner.ranks": spec.learner.ranks,
+        "reference.ranks": spec.reference.ranks,
+        "scoring.reward_model_ranks": spec.scoring.reward_model_ranks,
+    }
+    return tuple(key for key, ranks in values.items() if ranks == "auto")
 
 
 def is_set(spec: RunSpec, key: str) -> bool:
@@ -66,19 +76,43 @@ def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
 
 
 def placed(asked: Question) -> RunSpec:
-    """The spec with `placement.mode: auto` and `learner.ranks: auto` decided: co-located if the memory plan fits, with
-    a smaller fraction for the engines if none was set; else disaggregated if there are devices for both sides, with
-    the fewest ranks that fit."""
-    if asked.spec.placement.mode != "auto" and asked.spec.learner.ranks != "auto":
+    """The spec with `placement.mode: auto` and numbers of ranks that are `auto` decided: co-located if the memory plan
+    fits, with a smaller fraction for the engines if none was set; else disaggregated if there are devices for both
+    sides, with the fewest ranks that fit: first of the learner, then of reference and reward models on its side."""
+    if asked.spec.placement.mode != "auto" and not _open_ranks(asked.spec):
         return asked.spec
     for candidate in _placements(asked):
-        try:
-            if replace(asked, spec=candidate).plan().fits:
-                return candidate
-        except PlacementError:
-            continue
+        found = _with_frozen(asked, candidate)
+        if found is not None:
+            return found
     # Nothing fits; what is said of it, and the nearest change, are of the placement that large models want.
-    return _last_resort(asked)
+    last = _last_resort(asked)
+    return edited(last, dict.fromkeys(_open_ranks(last), _side(asked, last)))
+
+
+def _fits(asked: Question, spec: RunSpec) -> bool:
+    try:
+        return replace(asked, spec=spec).plan().fits
+    except PlacementError:
+        return False
+
+
+def _side(asked: Question, spec: RunSpec) -> int:
+    """Devices of the learner's side."""
+    return asked.count if spec.placement.mode == "colocated" else spec.placement.learner_devices
+
+
+def _with_frozen(asked: Question, spec: RunSpec) -> RunSpec | None:
+    """The spec with the fewest ranks that fit where those of reference and reward models are open; None if not even
+    all devices of the learner's side suffice."""
+    side, keys = _side(asked, spec), _open_ranks(spec)
+    found = edited(spec, dict.fromkeys(keys, side))
+    if not _fits(asked, found):
+        return None
+    for key in keys:
+        fewer = (edited(found, {key: ranks}) for ranks in more_ranks(side))
+        found = next(each for each in fewer if _fits(asked, each))
+    return found
 
 
 def _last_resort(asked: Question) -> RunSpec:

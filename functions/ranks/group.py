@@ -1,4 +1,4 @@
-"""The ranks of a learner as one: a call goes to all of them, and if one fails all of them end.
+"""The ranks of a function as one: a call goes to all of them, and if one fails all of them end.
 
 Ranks wait for each other inside collective operations. When one raises, dies or hangs, the others notice late, with an
 error of the network, or never. So the first failure ends the wait; after a short grace, in which the failure that began
@@ -27,29 +27,33 @@ _OF_NETWORK = ("gloo", "nccl", "connection", "socket", "broken pipe", "timed out
 
 
 class RankGroup:
-    """1..N rank actors, by rank."""
+    """1..N rank actors, by rank. `function` is its name in errors."""
 
-    def __init__(self, ranks: Sequence[Any], limit_s: float) -> None:
+    def __init__(self, ranks: Sequence[Any], limit_s: float, function: str) -> None:
         self.ranks = tuple(ranks)
         self._limit_s = limit_s
+        self._function = function
+        self._broken: BaseException | None = None
 
-    async def all(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every rank at the same time; the answers, by rank. See `_judge` for what it raises."""
-        return await self._answers(method, [getattr(rank, method).remote(*arguments) for rank in self.ranks])
+    async def all(self, method: str, *arguments: object, limit_s: float | None = None) -> list[Any]:
+        """Call a method of every rank at the same time; the answers, by rank. See `_judge` for what it raises, also
+        after `limit_s`, or else the group's own limit."""
+        calls = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
+        return await self._answers(method, calls, limit_s or self._limit_s)
 
     async def first(self, method: str, *arguments: object) -> Any:
         """Call a method of rank 0 alone."""
-        return (await self._answers(method, [getattr(self.ranks[0], method).remote(*arguments)]))[0]
+        return (await self._answers(method, [getattr(self.ranks[0], method).remote(*arguments)], self._limit_s))[0]
 
     def end(self) -> None:
         """Kill the ranks."""
         for rank in self.ranks:
             ray.kill(rank)
 
-    async def _answers(self, method: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    async def _answers(self, method: str, calls: Sequence[Awaitable[Any]], limit_s: float) -> list[Any]:
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
-            done, waiting = await asyncio.wait(tasks, timeout=self._limit_s, return_when=asyncio.FIRST_EXCEPTION)
+            done, waiting = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
             if waiting and any(task.exception() for task in done):
                 await asyncio.wait(waiting, timeout=GRACE_S)
             failures = {number: task.exception() for number, task in enumerate(tasks) if task.done()}
@@ -60,21 +64,36 @@ class RankGroup:
                 task.cancel()
         if not found and not late:
             return [task.result() for task in tasks]
-        raise self._judge(method, found, late, len(tasks))
+        # Other calls that are under way fail because the ranks were ended; why is told to all of them.
+        raise self._broken or self._judge(method, found, late, len(tasks), limit_s)
 
-    def _judge(self, method: str, failures: Mapping[int, BaseException], late: list[int], asked: int) -> BaseException:
-        """The error to raise: the ranks' own if all raised alike or if the user can mend it, else FunctionBroken that
-        names the rank which failed first and its error."""
+    def _judge(
+        self, method: str, failures: Mapping[int, BaseException], late: list[int], asked: int, limit_s: float
+    ) -> BaseException:
+        """The error to raise: the ranks' own if all raised alike, which leaves them in step; else they are ended."""
         causes = {number: _cause(error) for number, error in failures.items()}
         if len(failures) == asked and all(map(_raised, failures.values())):
             kinds = {type(cause) for cause in causes.values()}
             if len(kinds) == 1 and (asked == 1 or not any(map(_of_network, causes.values()))):
                 return causes[0]
+        self._broken = self._blamed(method, failures, causes, late, limit_s)
         self.end()
+        return self._broken
+
+    def _blamed(
+        self,
+        method: str,
+        failures: Mapping[int, BaseException],
+        causes: Mapping[int, BaseException],
+        late: list[int],
+        limit_s: float,
+    ) -> BaseException:
+        """An error that the user can mend, or else FunctionBroken that names the rank which failed first and its
+        error."""
         if not causes:
             ranks = ", ".join(map(str, late))
             return FunctionBroken(
-                f"a learner rank did not finish `{method}` within {self._limit_s:.0f} s (still at work: {ranks})"
+                f"a {self._function} rank did not finish `{method}` within {limit_s:.0f} s (still at work: {ranks})"
             )
         number = min(causes, key=lambda number: (_order(failures[number], causes[number]), number))
         cause = causes[number]
@@ -82,7 +101,7 @@ class RankGroup:
             return cause
         what = f"was lost during `{method}`" if not _raised(failures[number]) else f"failed in `{method}`"
         kind = f"{type(cause).__name__}: " if _raised(failures[number]) else ""
-        broken = FunctionBroken(f"learner rank {number} {what}: {kind}{_first_line(cause)}")
+        broken = FunctionBroken(f"{self._function} rank {number} {what}: {kind}{_first_line(cause)}")
         broken.__cause__ = cause
         return broken
 

@@ -1,0 +1,100 @@
+"""Checkpoints that are written while the learner goes on, where its nodes have memory for a copy of the state.
+
+The copy is taken in the host's memory (master weights and moments: 12 bytes per parameter, over all ranks); a thread
+writes it, and gathers what it publishes from it, on a process group of its own. One checkpoint is written at a time,
+and none counts before it is whole (rlhfless.functions.learner.checkpoint).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rlhfless.functions.learner.checkpoint import Savers
+from rlhfless.functions.sharding import local
+
+MEMORY_SHARE = 0.5
+"""Of the memory that is free on a node, which copies may take: the rest is for the step that goes on beside."""
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Background:
+    """Writes one checkpoint at a time in a thread. All methods but `written` are collective."""
+
+    def __init__(self, savers: Savers, timeout_s: float) -> None:
+        """`timeout_s` bounds the wait for a checkpoint that is written when the next one begins."""
+        self._savers = savers
+        self._timeout_s = timeout_s
+        self._mesh = DeviceMesh.from_group(savers.group, "cpu")
+        self._writing: Future[None] | None = None
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether every node has memory for a copy of its ranks' parts of a state."""
+        size = sum(local(tensor).nbytes for tensor in _tensors(state))
+        return enough(self._savers.all((socket.gethostname(), size, free_bytes())))
+
+    def copied(self, value: Any) -> Any:
+        """A state with copies of its tensors in the host's memory, split as they are."""
+        if isinstance(value, Mapping):
+            return {key: self.copied(part) for key, part in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        copy = local(value.detach()).to("cpu", copy=True)
+        if not isinstance(value, DTensor):
+            return copy
+        return DTensor.from_local(
+            copy, self._mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Call `write` in a thread. Raises what the one before it raised."""
+        self.written(self._timeout_s)
+        threads = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = threads.submit(write)
+        threads.shutdown(wait=False)
+
+    def written(self, timeout_s: float) -> None:
+        """Returns when what was begun is written. Raises what it raised, or TimeoutError."""
+        writing = self._writing
+        if writing is None:
+            return
+        wait([writing], timeout_s)
+        if not writing.done():
+            raise TimeoutError(f"a checkpoint was not written within {timeout_s:.0f} s")
+        self._writing = None
+        writing.result()
+
+
+def enough(ranks: Sequence[tuple[str, int, int]]) -> bool:
+    """From each rank's node, bytes of its copy, and free bytes of the node: whether copies fit on all nodes."""
+    nodes = {node for node, _, _ in ranks}
+    return all(
+        sum(size for node, size, _ in ranks if node == each)
+        <= MEMORY_SHARE * min(free for node, _, free in ranks if node == each)
+        for each in nodes
+    )
+
+
+def free_bytes() -> int:
+    """Memory that this process can get: of the machine, or of its container if that has less."""
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if limit == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):  # not in a container of version 2
+        return free
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, Mapping):
+        return [tensor for part in value.values() for tensor in _tensors(part)]
+    return [value] if isinstance(value, torch.Tensor) else []

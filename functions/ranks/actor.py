@@ -1,0 +1,73 @@
+"""The base of a rank as a Ray actor: its devices, signs of life, and how ranks meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import Generic, Protocol, TypeVar
+
+import ray
+
+from rlhfless.functions.loopback import LOOPBACK, bind_rendezvous_to_loopback, loopback_environment, prefer
+from rlhfless.functions.out_of_memory import Planned, memory_told
+from rlhfless.functions.ranks.front import RankedSettings
+
+
+class RankSettings(RankedSettings, Protocol):
+    """The settings of a function, as its ranks see them."""
+
+    @property
+    def planned(self) -> Planned:
+        """Of one rank."""
+
+
+S = TypeVar("S", bound=RankSettings)
+
+
+class RankActor(Generic[S]):
+    """Rank `rank` of a function."""
+
+    named = ""
+    """The function, in errors."""
+
+    def __init__(self, settings: S, rank: int) -> None:
+        settings.rank_bindings[rank].bind()
+        self._settings = settings
+        self._number = rank
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    @ray.method(concurrency_group="signs_of_life")
+    def alive(self) -> None:
+        """A sign of life; answered also while the rank computes."""
+
+    def node(self) -> str:
+        """The address of this rank's node, as Ray knows it."""
+        return ray.util.get_node_ip_address()
+
+    def rendezvous(self, on_one_node: bool) -> str:
+        """An address on this node at which the ranks can meet: on loopback if no other node has a rank."""
+        host = LOOPBACK if on_one_node else self.node()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def start(self, address: str, on_one_node: bool) -> None:
+        """Join the other ranks and load the model. *Collective.*"""
+        if on_one_node:
+            prefer(loopback_environment())
+        bind_rendezvous_to_loopback()
+        self._load(address)
+
+    def _load(self, address: str) -> None:
+        raise NotImplementedError
+
+    @property
+    def _threads(self) -> int:
+        """For a rank that computes on its own devices alone."""
+        return len(self._settings.rank_bindings[self._number].ids)
+
+    def _memory_told(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return memory_told(f"{self.named} rank {self._number}", phase, self._settings.planned)

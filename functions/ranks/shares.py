@@ -1,0 +1,42 @@
+"""Logprobs of a batch by all ranks of a policy: each computes those of its share of the sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhfless.algorithms.batch import PackedBatch, select
+from rlhfless.functions.batching import cut, deal, prompt_tokens
+from rlhfless.functions.policy import Policy, logprobs_of
+from rlhfless.records import FloatArray, IntArray
+
+
+def share_of(policy: Policy, batch: PackedBatch, budget_tokens: int) -> IntArray:
+    """This rank's sequences `[share]`: dealt out so that all ranks have equal work."""
+    ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_local_rank())
+    return deal(batch, budget_tokens, ranks, may_share=policy.shares)[rank]
+
+
+def share_logprobs(
+    policy: Policy, batch: PackedBatch, temperature: float, budget_tokens: int
+) -> tuple[FloatArray, int]:
+    """Logprobs `[tokens]` of this rank's sequences, 0 on prompt tokens and on the tokens of other ranks; and the prompt
+    tokens of the share that were not computed, because a sequence with the same prefix had computed them. *Collective*.
+    """
+    share = share_of(policy, batch, budget_tokens)
+    mine = select(batch, share)
+    parts = cut(mine, budget_tokens, may_share=policy.shares)
+    values = logprobs_of(policy, mine, temperature, parts)
+    everything = np.zeros(len(batch.tokens), dtype=values.dtype)
+    everything[np.repeat(batch.starts[share], mine.lengths) + mine.positions] = values
+    return everything, prompt_tokens(mine) - parts.prompt_tokens
+
+
+def of_all_ranks(policy: Policy, values: FloatArray) -> FloatArray:
+    """The sum over the ranks, on each of them: values of shares become those of the batch. *Collective*."""
+    if policy.mesh is None:
+        return values
+    everything = torch.from_numpy(values).to(policy.device)
+    dist.all_reduce(everything, group=policy.mesh.get_group())
+    return everything.cpu().numpy()

@@ -1,0 +1,126 @@
+"""A run whose reference and reward model have two ranks each: it gives their models' own figures, and outlives ranks
+that are killed or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import saboteur
+import torch
+from conftest import fault_opening
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.replica import Replica
+from rlhfless.functions.reward_model.model import RewardModel
+from rlhfless.loop.driver import Driver
+from rlhfless.loop.host import NoHost
+from rlhfless.loop.recovery import Recovered
+from rlhfless.loop.run import Run
+from rlhfless.loop.session import Session, open_session
+from rlhfless.records import Experience, FinishReason
+from rlhfless.records.traces import read_trace
+from rlhfless.rewards import Sample
+from rlhfless.spec import RewardModelSpec
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+STEPS = 4
+LEASE_S = 12.0
+
+
+def save_reward_model(policy: Path, folder: Path) -> str:
+    """Of the policy's sizes and tokenizer, with random weights."""
+    torch.manual_seed(1)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    config = AutoConfig.from_pretrained(policy, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+async def rank_of(pool: Pool | None, number: int) -> int:
+    """The process of a rank, once its replica is up."""
+    assert pool is not None
+    await saboteur.until(lambda: any(replica.info for replica in pool.replicas()))
+    (info,) = (replica.info for replica in pool.replicas() if replica.info)
+    assert len(info.pids) == 2
+    return info.pids[number]
+
+
+async def sabotage(run: Run) -> int:
+    """Returns the process that was made to hang."""
+    await saboteur.generating(run, 2)
+    os.kill(await rank_of(run.reference, 1), signal.SIGKILL)
+    await saboteur.generating(run, 3)
+    hangs = await rank_of(run.reward_model, 0)
+    os.kill(hangs, signal.SIGSTOP)
+    return hangs
+
+
+async def drive(start: Session) -> tuple[Recovered, int]:
+    async with open_session(start) as (run, first):
+        saboteurs = asyncio.create_task(sabotage(run))
+        recovered = await Driver(start).drive(run, first)
+        assert saboteurs.done(), "a step ended before it was broken"
+        return recovered, saboteurs.result()
+
+
+def test_two_ranks_each_and_both_lose_one(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_reward_model(assets / "model", tmp_path / "rewards")
+    reasons: list[str] = []
+    give_up = Replica.give_up
+
+    def told(replica: Replica, reason: str) -> None:
+        reasons.append(f"{replica.function}: {reason}")
+        give_up(replica, reason)
+
+    monkeypatch.setattr(Replica, "give_up", told)
+    reward = {"type": "reward_model", "path": path, "dtype": "float32"}
+    start = fault_opening(
+        assets,
+        tmp_path / "run",
+        actors=1,
+        steps=STEPS,
+        mini_batches=1,
+        rewards=[reward],
+        algorithm={"kl": {"coefficient": 0.01}},
+        reference={"ranks": 2},
+        scoring={"reward_model_ranks": 2},
+        recovery={"lease_s": LEASE_S, "beat_s": 6},
+        scaling={
+            "generation": {"min_actors": 1, "max_actors": 1},
+            "hold_scoring": "always",
+            "hold_reference": "always",
+        },
+    )
+    start.folder.mkdir()
+    seen: list[Experience] = []
+
+    class Watching(NoHost):
+        def drawn(self, run: Run, step: int, experience: Experience) -> None:
+            seen.append(experience)
+
+    start = dataclasses.replace(start, host=Watching())
+    recovered, hung = asyncio.run(drive(start))
+    assert recovered.replicas_lost == 2
+    assert any("reference rank 1 was lost" in reason for reason in reasons), reasons
+    assert any("a reward model rank did not finish" in reason and "still at work: 0" in reason for reason in reasons)
+    assert not psutil.pid_exists(hung)
+    trace = read_trace(start.folder / "trace")
+    assert [step.step for step in trace.steps] == list(range(1, STEPS + 1))
+    assert trace.steps[0].metrics["reference_kl"] < 1e-6  # it is the policy before its first update
+    assert trace.steps[-1].metrics["reference_kl"] > 0
+    model = RewardModel(RewardModelSpec(**reward), threads=1)
+    for experience in seen:
+        for group in experience.groups:
+            ours = model.score(
+                [Sample(group.prompt.text, each.text, 0, FinishReason.STOP, {}) for each in group.samples]
+            )
+            assert [each.score.total for each in group.samples] == pytest.approx(ours, abs=1e-5)
