@@ -88,6 +88,7 @@ class Window:
             finished=read_only(table.finished),
             truncated=read_only(table.truncated),
             home=read_only(generation.assignment.home),
+            prefix=read_only(batch.tree.ranks()) if fleet.setup.prefixes.planned and len(batch.tree) else None,
         )
 
     def look(self) -> StepView:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import Experience, FunctionName, Invocation, Work
+from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 
 COUNTED: Mapping[Work, FunctionName] = {
     Work.GENERATE: FunctionName.GENERATION,
@@ -29,8 +30,8 @@ def prompt_token_metrics(calls: Iterable[Invocation], drawn: Experience, kept: E
         given = kept if function is FunctionName.LEARNER else drawn
         # The other functions are fed the responses, too, and compute all of their tokens.
         responses = 0 if function is FunctionName.GENERATION else sum(sample.model_tokens for sample in given.samples)
-        metrics[f"prompt_tokens_computed/{function}"] = float(tokens - responses)
-        metrics[f"prompt_tokens_unique/{function}"] = float(unique[id(given)])
+        metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] = float(tokens - responses)
+        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] = float(unique[id(given)])
     return metrics
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhfless.prefixes.precompute import BLOCK_TOKENS, LEAST_TOKENS
-from rlhfless.prefixes.trie import NONE, shared_prefixes
+from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import IntArray
 
 
@@ -17,10 +18,4 @@ def prefix_ranks(prompts: Sequence[Sequence[int]], least_tokens: int = LEAST_TOK
     if sum(len(prompt) > least_tokens for prompt in prompts) < 2:
         return np.zeros(len(prompts), np.int64)
     forest = shared_prefixes(prompts, block_tokens=BLOCK_TOKENS)
-    lineages: dict[int, tuple[int, ...]] = {NONE: ()}
-    for prefix in range(len(forest)):
-        above = lineages[int(forest.parent[prefix])]
-        lineages[prefix] = (*above, prefix) if forest.tokens[prefix] >= least_tokens else above
-    of_prompts = [lineages[leaf] for leaf in forest.leaf.tolist()]
-    rank = {lineage: number for number, lineage in enumerate(sorted({(), *of_prompts}))}
-    return np.array([rank[lineage] for lineage in of_prompts], np.int64)
+    return PrefixTree.of(forest, len(prompts)).ranks(least_tokens)

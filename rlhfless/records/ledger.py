@@ -63,6 +63,14 @@ class Holding:
         return self.duration_s * self.share
 
 
+PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE = "prompt_tokens_computed", "prompt_tokens_unique"
+"""Metrics of a step, by function (`name/function`): prompt tokens that it computed, and how many there are if each
+shared prefix is counted once."""
+
+PREFIX_TOKENS_EVICTED = "prefix_tokens_evicted"
+"""Metric of a step: prompt tokens that engines computed again because their cache had given the blocks away."""
+
+
 class Work(StrEnum):
     """What an invocation did."""
 
