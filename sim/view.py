@@ -52,6 +52,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
         setup.max_tokens,
         kept_usd_per_s(setup.slot_setups, prices),
         setup.terms,
+        links.kv_token_s,
     )
 
 

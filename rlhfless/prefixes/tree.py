@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.prefixes.precompute import LEAST_TOKENS
-from rlhfless.prefixes.trie import NONE, PrefixForest
+from rlhfless.prefixes.precompute import BLOCK_TOKENS, LEAST_TOKENS
+from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
 from rlhfless.records import IntArray
 
 
@@ -41,6 +42,35 @@ class PrefixTree:
         """Prompts that share nothing."""
         none = np.zeros(0, np.int64)
         return cls(none, none, np.full(prompts, NONE, np.int64))
+
+    @classmethod
+    def of_prompts(cls, prompts: Sequence[Sequence[int]], least_tokens: int = 0) -> PrefixTree:
+        """What these different prompts share, in blocks of BLOCK_TOKENS."""
+        if sum(len(prompt) > least_tokens for prompt in prompts) < 2:
+            return cls.nothing(len(prompts))
+        return cls.of(shared_prefixes(prompts, block_tokens=BLOCK_TOKENS), len(prompts))
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> PrefixTree:
+        """The tree of prompts whose `text` these are, `[prompts]`."""
+        number: dict[str, int] = {}
+        tokens: list[int] = []
+        parent: list[int] = []
+        leaf = []
+        for text in texts:
+            above = NONE
+            for part in text.split():
+                if part not in number:
+                    number[part] = len(tokens)
+                    tokens.append(int(part.partition(":")[2]))
+                    parent.append(above)
+                above = number[part]
+            leaf.append(above)
+        return cls(*(np.array(column, dtype=np.int64) for column in (tokens, parent, leaf)))
+
+    def text(self, prompt: int) -> str:
+        """The prefixes of a prompt as `number:tokens`, the shortest first: how a trace has them."""
+        return " ".join(f"{prefix}:{self.tokens[prefix]}" for prefix in self.lineage(int(self.leaf[prompt])))
 
     @classmethod
     def of(cls, forest: PrefixForest, prompts: int) -> PrefixTree:
@@ -76,7 +106,8 @@ class PrefixTree:
         return int(self.own_tokens[used].sum() + (prompt_tokens - self.shared_tokens).sum())
 
     def ranks(self, least_tokens: int = LEAST_TOKENS) -> IntArray:
-        """See `rlhfless.prefixes.neighbours.prefix_ranks`."""
+        """A number per prompt `[prompts]`: equal for prompts with the same prefix, near for prefixes that begin
+        alike, 0 for prompts without a prefix of at least `least_tokens`."""
         lineages: dict[int, tuple[int, ...]] = {NONE: ()}
         for prefix in range(len(self)):
             above = lineages[int(self.parent[prefix])]

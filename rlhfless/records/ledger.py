@@ -111,10 +111,17 @@ class Invocation:
     size_bytes: int = 0
     version: str = ""
     """Label of the weight version in use."""
+    evicted_tokens: int = 0
+    """Input tokens that were computed again: an engine had had their KV, and given the memory to others."""
 
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+
+PREFIXES = "prefixes"
+"""Kind of a decision: what the prompts of a step share, as a plan sees it. Its inputs have, by prompt id, the shared
+prefixes of each prompt as `number:tokens`, the shortest first."""
 
 
 @dataclass(frozen=True, slots=True)

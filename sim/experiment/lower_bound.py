@@ -262,7 +262,8 @@ class FleetBound:
 
     def _forward_tokens(self, batch: RolloutBatch, work: Work) -> Floats:
         """[groups]: the fewest tokens of each that a forward pass computes."""
-        sequences = np.bincount(batch.group, work.prompt + work.iterations + 1, minlength=batch.groups)
+        tokens = work.prompt + work.iterations + 1
+        sequences: Floats = np.bincount(batch.group, tokens, minlength=batch.groups).astype(np.float64)
         if self._setup.prefixes.forward_tokens is None:
             return sequences
         alone = np.bincount(batch.group, work.iterations, minlength=batch.groups)
