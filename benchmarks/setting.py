@@ -29,20 +29,25 @@ LOGIT_SCALE = 50.0
 @contextmanager
 def assets(prompts: int) -> Iterator[Path]:
     """A folder with model/ (0.8 M random parameters that never draw an end token) and train.jsonl."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     with tempfile.TemporaryDirectory(prefix="rlhfless-bench-") as name:
         folder = Path(name)
         build_random(folder / "model", seed=0, size=ModelSize())
-        model = AutoModelForCausalLM.from_pretrained(folder / "model")
-        end = AutoTokenizer.from_pretrained(folder / "model").eos_token_id
-        with torch.no_grad():
-            model.lm_head.weight.mul_(LOGIT_SCALE)
-            model.lm_head.weight[end] = 0
-        model.save_pretrained(folder / "model")
+        random_head(folder / "model")
         problems = draw_problems(TaskRecipe(), np.random.default_rng(0), prompts, held_out=False)
         write_jsonl(folder / "train.jsonl", problems)
         yield folder
+
+
+def random_head(path: Path) -> None:
+    """Makes a random model prefer some tokens, and never the end token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    end = AutoTokenizer.from_pretrained(path).eos_token_id
+    with torch.no_grad():
+        model.lm_head.weight.mul_(LOGIT_SCALE)
+        model.lm_head.weight[end] = 0
+    model.save_pretrained(path)
 
 
 def spec_of(folder: Path, **changes: Any) -> RunSpec:

@@ -41,6 +41,7 @@ class Usage:
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    evicted_tokens: int = 0
     sequences: int = 0
     size_bytes: int = 0
     version: str = ""

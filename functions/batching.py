@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.prefixes.packing import PackedSegments, SharingSequences
+from rlhfless.prefixes.packing import PAYS_BELOW, PackedSegments, SharingSequences
 from rlhfless.records import IntArray
 
 SIMILAR_LENGTH = 0.875
@@ -22,11 +22,6 @@ tokens) it lowers padding from 20 % to 9 %, and thus the CPU time of a step by a
 
 FAIR_SIZE = 0.25
 """Part of the token budget below which a micro-batch takes sequences of any length."""
-
-PAYS_BELOW = 0.7
-"""Prefixes are shared where that computes at most this part of the tokens of the padded pass. On one CPU core, with a
-model of 0.8 M parameters and short prompts, its gathers and its calls per prefix made a token cost a third more
-(benchmarks/prefixes.py --always), which pays below 0.75; in larger models they weigh less."""
 
 
 @dataclass(frozen=True, slots=True)

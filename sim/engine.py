@@ -8,12 +8,14 @@ Only a crash does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
+from rlhfless.prefixes.cost import move_pays
+from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.intervals import Interval
 from rlhfless.sim import kernel
@@ -93,7 +95,7 @@ class EnginePool:
         self.progress = progress
         self.slots = np.array(slots, dtype=np.int64)
         self.limits = shape.limits
-        self.memory = pool_of(len(slots), self.limits, progress.batch.samples, progress.batch.groups)
+        self.memory = pool_of(len(slots), self.limits, progress.batch.samples, len(progress.table.parent))
         sample = progress.table.sample
         longest = int((sample["prompt"] + sample["target"]).max(initial=1)) - 1
         self.fits_all = shape.blocks(longest) <= shape.kv_blocks
@@ -121,6 +123,7 @@ class EnginePool:
         self._spans.pop(row, None)
         n = self.memory.engine[row]
         self.memory.engine[row] = 0
+        self.memory.idle[row] = 0
         n["row"], n["slot"], n["now_s"], n["slowdown"] = row, slot, at_s, slowdown
         n["free"], n["rested_s"] = self.shape.kv_blocks, -math.inf
         return Engine(self, row)
@@ -137,6 +140,10 @@ class EnginePool:
             self._price()
         ended: Ints = memory.ended[: memory.totals[kernel.ENDED]].copy()
         return ended
+
+    def prefill_s(self, tokens: int, context_tokens: int) -> float:
+        """Seconds to prefill `tokens` after `context_tokens`, alone."""
+        return self._prices.model.prefill_s(tokens, context_tokens)
 
     def spans(self, row: int) -> list[Interval]:
         """The past spans of work of an engine, without the last."""
@@ -158,6 +165,21 @@ class EnginePool:
         self.memory.totals[kernel.OVER] = 0
 
 
+@dataclass(slots=True)
+class Precomputed:
+    """A call that put prefixes into an engine's cache."""
+
+    start_s: float
+    end_s: float
+    ended: Ints
+    """Samples that ended before it, as `advance` returns them."""
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens that were not computed: they were there already, or came from another actor."""
+    moved_tokens: int = 0
+    """Those that came from another actor."""
+
+
 class Engine:
     """One engine of a pool, from its first sample to its last."""
 
@@ -165,6 +187,8 @@ class Engine:
         self.shape = pool.shape
         self.progress = pool.progress
         self._pool = pool
+        self.asked: set[int] = set()
+        """Prefixes that it was asked to put into its cache."""
         self._row = row
         self._n = pool.memory.engine[row]
 
@@ -194,8 +218,13 @@ class Engine:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that a sibling had computed."""
+        """Prompt tokens that another sequence had computed."""
         return self._count("cached")
+
+    @property
+    def evicted_tokens(self) -> int:
+        """Prompt tokens that were computed again because other sequences had taken their blocks."""
+        return self._count("evicted")
 
     @property
     def decoded_tokens(self) -> int:
@@ -235,6 +264,55 @@ class Engine:
                 f"a sample of {longest} tokens needs {self.shape.blocks(longest)} KV blocks of "
                 f"{self.shape.block_tokens}, and the engine has {self.shape.kv_blocks}; raise kv_blocks or shorten it"
             )
+
+    def has(self, prefix: int) -> bool:
+        """Whether all of a prefix of the batch's tree is in the cache."""
+        table, node = self.progress.table, self.progress.batch.groups + prefix
+        while node != NONE:
+            if self._lacks(node):
+                return False
+            node = int(table.parent[node])
+        return True
+
+    def precompute(
+        self, prefixes: Sequence[int], at_s: float, fixed_s: float, kv_token_s: Mapping[int, float]
+    ) -> Precomputed:
+        """Puts prefixes of the batch's tree into the cache, each after its parent, in a call of their own from the
+        first boundary at or after `at_s` on; `fixed_s` is the time of an empty call. What does not fit is left out.
+
+        `kv_token_s`: seconds per token of the prefixes that another actor can send.
+        """
+        ended = self.advance(at_s)
+        if self._busy and self.now_s < at_s:
+            ended = np.concatenate([ended, self._pool.advance(at_s, self._row, one=True)])
+        self.asked.update(prefixes)
+        done = Precomputed(max(self.now_s, at_s), max(self.now_s, at_s) + fixed_s, ended)
+        for prefix in prefixes:
+            tree = self.progress.batch.tree
+            for part in tree.lineage(prefix):  # with the shorter ones that were too short for a call of their own
+                self._put(part, kv_token_s.get(prefix, math.inf), done)
+            done.cached_tokens += int(tree.tokens[prefix])
+        done.cached_tokens -= done.computed_tokens
+        self._n["now_s"] = done.end_s
+        return done
+
+    def _put(self, prefix: int, kv_token_s: float, done: Precomputed) -> None:
+        """Adds a prefix to the cache, if its own tokens are not there, and what that takes to `done`."""
+        node, table = self.progress.batch.groups + prefix, self.progress.table
+        new = self._lacks(node) * self.shape.block_tokens
+        if not new or not kernel.put(self._pool.memory, table, self._pool.limits, self._row, node):
+            return
+        compute_s = self._pool.prefill_s(new, int(table.depth[node]) - new) * float(self._n["slowdown"])
+        if move_pays(new, compute_s, kv_token_s):
+            done.moved_tokens += new
+            done.end_s += new * kv_token_s
+        else:
+            done.computed_tokens += new
+            done.end_s += compute_s
+
+    def _lacks(self, node: int) -> int:
+        """Blocks of a node, beside those of its parent, that are not in the cache."""
+        return kernel.lacks(self._pool.memory, self.progress.table, self._pool.limits, self._row, node)
 
     def advance(self, until_s: float) -> Ints:
         """Runs all iterations that end at or before `until_s`. Returns the samples that ended, in order."""

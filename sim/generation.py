@@ -34,6 +34,10 @@ class Generation:
         self.assignment = Assignment(table.home, table.finished, len(actors), math.isfinite(links.kv_token_s))
         self.preemptions = 0
         """Preemptions of engines that have been billed."""
+        self.computed_tokens = 0
+        """Prompt tokens that engines which have been billed computed, in precomputations, too."""
+        self.evicted_tokens = 0
+        """Those of them that had been computed there before, and were evicted."""
         self._fleet = fleet
         self._links = links
         self._handed = 0
@@ -100,7 +104,8 @@ class Generation:
     def serving(self, slot: int, at_s: float) -> None:
         """The actor at a slot can work: the samples that waited there begin."""
         for samples, there_s in self._waiting.pop(slot, []):
-            self._engine(slot, at_s).submit(samples, np.maximum(there_s, at_s))
+            if len(samples):
+                self._submit(slot, samples, np.maximum(there_s, at_s))
 
     def lost(self, slot: int, at_s: float) -> tuple[float, Ints]:
         """The actor at a slot crashes, and its samples are unassigned. Returns when that took effect (a Move may have
@@ -156,10 +161,37 @@ class Generation:
             return
         self.assignment.give(samples, slot)
         if self._serves(slot):
-            now_s = float(np.min(at_s))
-            self._engine(slot, now_s).submit(samples, at_s)
+            self._submit(slot, samples, at_s)
         else:
             self._waiting.setdefault(slot, []).append((samples, at_s))
+
+    def _submit(self, slot: int, samples: Ints, at_s: float | Floats) -> None:
+        """Gives samples to an actor that serves; the prefixes that their prompts share come before them."""
+        engine = self._engine(slot, float(np.min(at_s)))
+        batch = self.progress.batch
+        if self._fleet.setup.prefixes.planned and len(batch.tree):
+            prefixes = batch.tree.to_precompute(np.unique(batch.group[samples]))
+            if wanted := [prefix for prefix in prefixes if prefix not in engine.asked]:
+                at_s = np.maximum(at_s, self._precompute(slot, engine, wanted, float(np.min(at_s))))
+        engine.submit(samples, at_s)
+
+    def _precompute(self, slot: int, engine: Engine, prefixes: Sequence[int], at_s: float) -> float:
+        """An actor computes prefixes, or gets them from another actor; returns when it has them."""
+        others = [each for other in self._fleet.replicas if other != slot and (each := self._engine_of(other))]
+        sent = {prefix: self._links.kv_token_s for prefix in prefixes if any(other.has(prefix) for other in others)}
+        done = engine.precompute(prefixes, at_s, self._links.move_s, sent)
+        self._hand_over(self._over(done.ended))
+        self.computed_tokens += done.computed_tokens
+        self._fleet.replicas[slot].called(
+            Work.PRECOMPUTE,
+            self.progress.batch.step,
+            done.start_s,
+            done.end_s,
+            input_tokens=done.computed_tokens + done.cached_tokens,
+            cached_tokens=done.cached_tokens,
+            sequences=len(prefixes),
+        )
+        return done.end_s
 
     def _take_back(self, slot: int, samples: Ints) -> None:
         """Takes samples from the queue of a slot that does not serve yet."""
@@ -210,12 +242,14 @@ class Generation:
         """Records one call per span of work; the last call has the tokens."""
         step = self.progress.batch.step
         self.preemptions += engine.preemptions
+        self.computed_tokens += engine.prefilled_tokens
+        self.evicted_tokens += engine.evicted_tokens
         periods = engine.periods
         for number, (start_s, end_s) in enumerate(periods, 1):
             figures: dict[str, int] = {}
             if number == len(periods):
                 figures = {
-                    "input_tokens": engine.prefilled_tokens,
+                    "input_tokens": engine.prefilled_tokens + engine.cached_tokens,
                     "output_tokens": engine.decoded_tokens,
                     "cached_tokens": engine.cached_tokens,
                 }

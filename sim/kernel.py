@@ -13,6 +13,11 @@ A *boundary* is the instant between two iterations. At each one, in this order:
 4. If a sequence prefills, one iteration is run. Otherwise B sequences decode, and all iterations before the next
    finish, the last free block, the next arrival or the end of the given time are run at once.
 
+Prompts and the prefixes that they share are *nodes* of a tree. The blocks of a node are held once, by all sequences
+that begin with it. When the last of them goes, they are free, and can be found until other sequences have taken all
+blocks that became free before them (vLLM's order: least recently used first, and of one sequence the last block first).
+So a count of the blocks taken so far says what is left of a node, and nothing has to be kept in order.
+
 Two facts make the jump exact. A decoding sequence gains one token per iteration, so its `(context - iteration) mod
 block` never changes: a histogram of it (`phase`) says how many new blocks each coming iteration needs. And the finish
 is known as an iteration number, so the heap holds integers, and no rounding can change an order.
@@ -69,6 +74,8 @@ def _state(pool: Pool, row: int) -> State:
         pool.queue[row],
         pool.phase[row],
         pool.residents[row],
+        pool.idle[row],
+        pool.evicts[row],
         pool.ended,
         pool.span,
         pool.totals,
@@ -145,6 +152,7 @@ def take_out(pool: Pool, table: Table, limits: Limits, row: int, chosen: Flags) 
     state = _state(pool, row)
     n = state.n
     size, n.running = n.running, 0
+    _sort(state.heap, size)  # the order in which their blocks become free must not depend on the heap's past
     for i in range(size):
         key = state.heap[i]  # what stays is pushed to places before this one
         if chosen[key % STRIDE]:
@@ -156,7 +164,8 @@ def take_out(pool: Pool, table: Table, limits: Limits, row: int, chosen: Flags) 
     for i in range(n.filling):
         sample = state.filling[i]
         if chosen[sample]:
-            _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample])
+            context = table.sample[sample].prompt + table.tokens[sample]
+            _release(state, table, limits, sample, context, state.done[i])
         else:
             state.filling[kept], state.left[kept], state.done[kept] = sample, state.left[i], state.done[i]
             kept += 1
@@ -180,7 +189,8 @@ def _make_room(state: State, table: Table, limits: Limits) -> None:
         if n.filling > 0:  # prompts prefill in order of admission, so one that still does came last
             n.filling -= 1
             sample = state.filling[n.filling]
-            _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample])
+            context = table.sample[sample].prompt + table.tokens[sample]
+            _release(state, table, limits, sample, context, state.done[n.filling])
         else:
             last = 0
             for i in range(1, n.running):
@@ -205,8 +215,7 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
         group, context = table.sample[sample].group, table.sample[sample].prompt + table.tokens[sample]
         if table.sample[sample].has_kv:
             context -= 1  # the token drawn last has no KV yet
-        shared = (table.sample[sample].prompt - 1) // limits.block_tokens
-        blocks = -(-context // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)
+        blocks = -(-context // limits.block_tokens) - _held(state, table, limits, group)
         promised = state.phase[(1 - n.iteration) % limits.block_tokens]
         if table.sample[sample].has_kv and context % limits.block_tokens == 0:
             promised += 1  # the sample decodes at once, behind a full block
@@ -214,9 +223,7 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
             return
         n.head = (n.head + 1) % len(state.queue)
         n.queued -= 1
-        n.free -= blocks
-        cached = shared * limits.block_tokens if state.residents[group] > 0 else 0
-        state.residents[group] += 1
+        cached = _hold(state, table, limits, group, blocks) * limits.block_tokens
         n.admitted += 1
         table.sample[sample].admitted = n.admitted
         if math.isnan(table.sample[sample].start_s):
@@ -229,6 +236,96 @@ def _admit(state: State, table: Table, limits: Limits) -> None:
         state.filling[n.filling] = sample
         state.left[n.filling], state.done[n.filling] = context - cached, cached
         n.filling += 1
+
+
+@part
+def _own(table: Table, limits: Limits, node: int) -> int:
+    """Blocks of a node beside those of its parent."""
+    own: int = table.depth[node] // limits.block_tokens
+    parent = table.parent[node]
+    return own - table.depth[parent] // limits.block_tokens if parent >= 0 else own
+
+
+@part
+def _held(state: State, table: Table, limits: Limits, node: int) -> int:
+    """Blocks of a node and all above it that sequences hold."""
+    while node >= 0 and state.residents[node] == 0:
+        node = table.parent[node]
+    held: int = table.depth[node] // limits.block_tokens if node >= 0 else 0
+    return held
+
+
+@part
+def _findable(state: State, node: int) -> int:
+    """Blocks of an idle node that can still be found."""
+    gone = max(state.n.taken - state.evicts[node], 0)
+    left: int = max(state.idle[node] - gone, 0)
+    return left
+
+
+@part
+def _hold(state: State, table: Table, limits: Limits, leaf: int, blocks: int) -> int:
+    """A sequence takes `blocks` more blocks, and holds the nodes from `leaf` upwards. Returns its blocks that were in
+    the cache."""
+    n, node, found, revived = state.n, leaf, 0, 0
+    while node >= 0:
+        own = _own(table, limits, node)
+        there = own
+        if state.residents[node] == 0:
+            there = _findable(state, node)
+        found = found + own if there == own else there
+        node = table.parent[node]
+    cached: int = found
+    node = leaf
+    while node >= 0:  # found blocks are counted from the first on
+        if state.residents[node] == 0:
+            own = _own(table, limits, node)
+            before = table.depth[table.parent[node]] // limits.block_tokens if table.parent[node] >= 0 else 0
+            there = min(max(found - before, 0), own)
+            n.evicted += max(state.idle[node] - there, 0) * limits.block_tokens
+            if there > 0:
+                _revive(state, node, there)
+                revived += there
+            state.idle[node] = 0
+        state.residents[node] += 1
+        node = table.parent[node]
+    n.free -= blocks
+    n.taken += blocks - revived
+    return cached
+
+
+@part
+def _revive(state: State, node: int, blocks: int) -> None:
+    """Blocks of a node are taken out of the free ones; all that became free after them are given away that much
+    earlier."""
+    for other in range(len(state.idle)):
+        if state.idle[other] > 0 and state.evicts[other] > state.evicts[node]:
+            state.evicts[other] -= blocks
+
+
+@compiled
+def put(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> bool:
+    """Puts the blocks of an idle node, of which its parent's are there, into the cache. Returns whether they fit."""
+    state = _state(pool, row)
+    n, own = state.n, _own(table, limits, node)
+    if own > n.free:
+        return False
+    there = _findable(state, node)
+    if there > 0:
+        _revive(state, node, there)
+    n.taken += own - there
+    state.idle[node], state.evicts[node] = own, n.taken + n.free - own
+    return True
+
+
+@compiled
+def lacks(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> int:
+    """Blocks of a node, beside its parent's, that an engine's cache lacks."""
+    state = _state(pool, row)
+    if state.residents[node] > 0:
+        return 0
+    lacking: int = _own(table, limits, node) - _findable(state, node)
+    return lacking
 
 
 @part
@@ -366,11 +463,13 @@ def _decode_s(state: State, costs: Costs, iterations: int) -> float:
 def _decode(state: State, limits: Limits, iterations: int) -> None:
     """Runs `iterations` decode iterations of all decoding sequences."""
     n, block = state.n, limits.block_tokens
+    before = n.free
     n.free -= iterations // block * n.running
     place = (1 - n.iteration) % block
     for _ in range(iterations % block):
         n.free -= state.phase[place]
         place = place - 1 if place > 0 else block - 1
+    n.taken += before - n.free
     n.iteration += iterations
     n.context += iterations * n.running
     n.decoded += iterations * n.running
@@ -411,13 +510,15 @@ def _stop(state: State, table: Table, limits: Limits, key: int) -> None:
     """The sample no longer decodes, and has not ended."""
     sample = key % STRIDE
     _leave(state, table, limits, key)
-    _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample] - 1)
+    context = table.sample[sample].prompt + table.tokens[sample] - 1
+    _release(state, table, limits, sample, context, context)
 
 
 @part
 def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
     n = state.n
-    _release(state, table, limits, sample, table.sample[sample].prompt + table.tokens[sample] - 1)
+    context = table.sample[sample].prompt + table.tokens[sample] - 1
+    _release(state, table, limits, sample, context, context)
     table.sample[sample].finish_s = n.now_s
     table.home[sample], table.actor[sample] = UNASSIGNED, n.slot
     state.ended[state.totals[ENDED]] = sample
@@ -433,11 +534,31 @@ def _complete(state: State, table: Table, limits: Limits, sample: int) -> None:
 
 
 @part
-def _release(state: State, table: Table, limits: Limits, sample: int, held_tokens: int) -> None:
-    """Frees the blocks of a sequence, and of its prompt if no sibling is left."""
-    group, shared = table.sample[sample].group, (table.sample[sample].prompt - 1) // limits.block_tokens
-    state.residents[group] -= 1
-    state.n.free += -(-held_tokens // limits.block_tokens) - (shared if state.residents[group] > 0 else 0)
+def _release(state: State, table: Table, limits: Limits, sample: int, held_tokens: int, computed_tokens: int) -> None:
+    """Frees the blocks of a sequence, and of the nodes that no other holds. What had been computed of these can be
+    found for a while."""
+    n, node = state.n, table.sample[sample].group
+    n.free += -(-held_tokens // limits.block_tokens) - table.depth[node] // limits.block_tokens
+    while node >= 0:
+        state.residents[node] -= 1
+        if state.residents[node] == 0:
+            own = _own(table, limits, node)
+            before = table.depth[node] // limits.block_tokens - own
+            state.idle[node] = min(max(computed_tokens // limits.block_tokens - before, 0), own)
+            state.evicts[node] = n.taken + n.free + own - state.idle[node]
+            n.free += own
+        node = table.parent[node]
+
+
+@part
+def _sort(values: Ints, size: int) -> None:
+    """Sorts the first `size` values, by insertion: a heap is nearly in order."""
+    for i in range(1, size):
+        value, place = values[i], i
+        while place > 0 and values[place - 1] > value:
+            values[place] = values[place - 1]
+            place -= 1
+        values[place] = value
 
 
 @part

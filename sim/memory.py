@@ -54,6 +54,8 @@ ENGINE = np.dtype(
         ("preempted", np.int64),
         ("prefilled", np.int64),  # tokens
         ("cached", np.int64),  # tokens
+        ("evicted", np.int64),  # tokens that were cached, were evicted, and were needed again
+        ("taken", np.int64),  # blocks that sequences took from the free ones so far
         ("decoded", np.int64),  # tokens
         ("wanted_tokens", np.int64),  # the prefill without a price; 0: none
         ("wanted_context", np.int64),
@@ -93,6 +95,10 @@ class Table(NamedTuple):
     truncated: Flags  # [samples]: finished by length
     home: Ints  # [samples]: the slot that each belongs to
     actor: Ints  # [samples]: the slot that drew the end of each
+    parent: Ints
+    """`[nodes]`: the node of the next shorter shared prefix, or NONE. The prompts of groups are the first nodes, the
+    prefixes that prompts share come after them."""
+    depth: Ints  # [nodes]: tokens of each that can be cached, from the first one
     left: Ints  # [groups]: samples that have not finished
     complete_s: Floats  # [groups]: when the last of its finished samples ended
     totals: Ints  # [2]: groups without any left, samples that have finished
@@ -132,7 +138,9 @@ class Pool(NamedTuple):
     done: Ints  # [engines, max_sequences]: tokens of each that are in the cache
     queue: Ints  # [engines, samples]: a ring
     phase: Ints  # [engines, block_tokens]: how many sequences decode, by `(context - iteration) mod block`
-    residents: Ints  # [engines, groups]: sequences of the group that hold blocks
+    residents: Ints  # [engines, nodes]: sequences that begin with the node, and hold its blocks
+    idle: Ints  # [engines, nodes]: its blocks that nobody held any more, and that could still be found in the cache
+    evicts: Ints  # [engines, nodes]: the `taken` from which on these are given to others, the last of them first
     ended: Ints  # [samples]: samples that ended, in order, since the pool was last asked to go on
     span: Records  # [SPANS] of SPAN: work that is over
     totals: Ints  # [2]: how many ended, how many spans
@@ -149,12 +157,14 @@ class State(NamedTuple):
     queue: Ints
     phase: Ints
     residents: Ints
+    idle: Ints
+    evicts: Ints
     ended: Ints
     span: Records
     totals: Ints
 
 
-def pool_of(engines: int, limits: Limits, samples: int, groups: int) -> Pool:
+def pool_of(engines: int, limits: Limits, samples: int, nodes: int) -> Pool:
     """A pool of engines without work."""
 
     def columns(width: int) -> Ints:
@@ -169,7 +179,9 @@ def pool_of(engines: int, limits: Limits, samples: int, groups: int) -> Pool:
         done=columns(sequences),
         queue=columns(max(samples, 1)),
         phase=np.zeros((engines, limits.block_tokens), dtype=np.int64),
-        residents=np.zeros((engines, groups), dtype=np.int64),
+        residents=np.zeros((engines, nodes), dtype=np.int64),
+        idle=np.zeros((engines, nodes), dtype=np.int64),
+        evicts=np.zeros((engines, nodes), dtype=np.int64),
         ended=np.empty(samples, dtype=np.int64),
         span=np.empty(SPANS, dtype=SPAN),
         totals=np.zeros(2, dtype=np.int64),

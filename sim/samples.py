@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.policy import UNASSIGNED
 from rlhfless.sim.kernel import FINISHED, GROUPS, STRIDE
 from rlhfless.sim.memory import SAMPLE, Flags, Ints, Table
@@ -28,6 +30,8 @@ class RolloutBatch:
     group: Ints  # [samples]: number of its prompt, ascending
     response_tokens: Ints  # [samples]
     truncated: Flags | None = None  # [samples]: it ends by max_tokens, not by itself; None: no response does
+    prefixes: PrefixTree | None = None
+    """What prompts share; None: nothing."""
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens) != len(self.prompt_ids):
@@ -43,8 +47,26 @@ class RolloutBatch:
         for name, lengths in (("prompt_tokens", self.prompt_tokens), ("response_tokens", self.response_tokens)):
             if len(lengths) and lengths.min() < 1:
                 raise ValueError(f"{name} holds {lengths.min()}; a length is at least 1")
+        if self.prefixes is not None:
+            self._check_prefixes(self.prefixes)
         if len(self.group) >= STRIDE:
             raise ValueError(f"{len(self.group)} samples in a step; the simulator takes fewer than {STRIDE}")
+
+    def _check_prefixes(self, prefixes: PrefixTree) -> None:
+        if len(prefixes.leaf) != self.groups:
+            raise ValueError(f"{self.groups} prompt_ids, but prefixes of {len(prefixes.leaf)} prompts")
+        short = np.flatnonzero(prefixes.shared_tokens >= self.prompt_tokens)
+        if short.size:
+            prompt = int(short[0])
+            raise ValueError(
+                f"prompt {self.prompt_ids[prompt]!r} has {self.prompt_tokens[prompt]} tokens, and shares "
+                f"{prefixes.shared_tokens[prompt]} with others; at least its last token is its own"
+            )
+
+    @property
+    def tree(self) -> PrefixTree:
+        """`prefixes`, which may be nothing."""
+        return PrefixTree.nothing(self.groups) if self.prefixes is None else self.prefixes
 
     @property
     def samples(self) -> int:
@@ -72,6 +94,9 @@ class Progress:
         sample["group"] = batch.group
         sample["start_s"] = sample["finish_s"] = np.nan
         sample["cut"] = False if batch.truncated is None else batch.truncated
+        tree, groups = batch.tree, batch.groups
+        # Prompts are the first nodes, so shared prefixes are numbered after them.
+        above = np.concatenate([tree.leaf, tree.parent])
         self.table = Table(
             sample=sample,
             tokens=np.zeros(count, dtype=np.int64),
@@ -79,6 +104,8 @@ class Progress:
             truncated=np.zeros(count, dtype=np.bool_),
             home=np.full(count, UNASSIGNED, dtype=np.int64),
             actor=np.full(count, UNASSIGNED, dtype=np.int64),
+            parent=np.where(above == NONE, NONE, above + groups),
+            depth=np.concatenate([batch.prompt_tokens - 1, tree.tokens]),
             left=np.bincount(batch.group, minlength=batch.groups),
             complete_s=np.zeros(batch.groups),
             totals=np.zeros(2, dtype=np.int64),

@@ -61,6 +61,17 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixUse:
+    """What is done about shared prefixes beside what each engine's own cache does."""
+
+    planned: bool = False
+    """Policies know the prefixes of the prompts; actors compute them before the samples that begin with them, or get
+    them from other actors where that is cheaper."""
+    forward_tokens: int | None = None
+    """Reference and learner compute a shared prefix once per micro-batch of so many tokens; None: for each sample."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotSetup:
     """A slot for one replica, and the times of its starts."""
 
@@ -136,6 +147,7 @@ class Setup:
     seed: int
     terms: RentalTerms = RentalTerms()  # noqa: RUF009 (frozen)
     """What it costs to give a device back and take it again."""
+    prefixes: PrefixUse = PrefixUse()
 
     def __post_init__(self) -> None:
         if self.schedule == "one_step_off" and self._takes_turns():

@@ -52,6 +52,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
         setup.max_tokens,
         kept_usd_per_s(setup.slot_setups, prices),
         setup.terms,
+        links.kv_token_s,
     )
 
 
@@ -88,6 +89,7 @@ class Window:
             finished=read_only(table.finished),
             truncated=read_only(table.truncated),
             home=read_only(generation.assignment.home),
+            prefix=read_only(batch.tree.ranks()) if fleet.setup.prefixes.planned and len(batch.tree) else None,
         )
 
     def look(self) -> StepView:

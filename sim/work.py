@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfless.records import StepRecord, Work
+from rlhfless.prefixes.shared_forward import saved_tokens
+from rlhfless.records import FunctionName, StepRecord, Work
+from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.scaling.intervals import Interval
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.kernel import JOIN_S
-from rlhfless.sim.memory import Flags, Floats
+from rlhfless.sim.memory import Flags, Floats, Ints
 from rlhfless.sim.replica import Replica
+from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import LearnerShape, ServiceShape
 from rlhfless.sim.view import Window
 
@@ -38,6 +41,8 @@ class StepUnderWay:
     """When a service has done, or will have done, all that it has taken."""
     foreseen: set[int] = field(default_factory=set)
     """Slots of services that have taken all groups."""
+    prompt_tokens: dict[FunctionName, int] = field(default_factory=dict)
+    """Prompt tokens that reference and learner computed."""
     served: set[int] = field(default_factory=set)
     """Slots of services that have done it."""
 
@@ -58,10 +63,21 @@ class StepUnderWay:
         self.foreseen.add(slot)
         return True
 
+    def computed_prompts(self, function: FunctionName, groups: Ints, saved: int) -> None:
+        """A function has computed the prompts of these groups once for each sample, but for `saved` tokens."""
+        batch = self.generation.progress.batch
+        tokens = int((batch.prompt_tokens[groups] * np.bincount(batch.group)[groups]).sum()) - saved
+        self.prompt_tokens[function] = self.prompt_tokens.get(function, 0) + tokens
+
     def record(self, end_s: float) -> StepRecord:
         """The step, once it has ended."""
         batch, generated_s = self.generation.progress.batch, self.generated_s or end_s
+        unique = float(batch.tree.unique_tokens(batch.prompt_tokens))
+        computed = {FunctionName.GENERATION: self.generation.computed_tokens, **self.prompt_tokens}
         metrics = {
+            **{f"{PROMPT_TOKENS_COMPUTED}/{function}": float(tokens) for function, tokens in computed.items()},
+            **{f"{PROMPT_TOKENS_UNIQUE}/{function}": unique for function in computed},
+            PREFIX_TOKENS_EVICTED: float(self.generation.evicted_tokens),
             "generation_s": generated_s - self.begun_s,
             "response_tokens": float(batch.response_tokens.sum()),
             "responses": float(batch.samples),
@@ -69,28 +85,72 @@ class StepUnderWay:
         return StepRecord(batch.step, self.begun_s, end_s, metrics)
 
 
-def take(shape: ServiceShape, slot: int, replica: Replica, under_way: StepUnderWay) -> None:
-    """A service that is up works on all complete groups of a step that it has not taken yet."""
+def take(
+    shape: ServiceShape, slot: int, replica: Replica, under_way: StepUnderWay, forward_tokens: int | None = None
+) -> None:
+    """A service that is up works on all complete groups of a step that it has not taken yet. `forward_tokens`: see
+    PrefixUse."""
     progress, taken = under_way.generation.progress, under_way.taken[slot]
     groups = progress.complete[~taken[progress.complete]]
     if not len(groups):
         return
     batch, table = progress.batch, progress.table
     groups = groups[np.argsort(table.complete_s[groups], kind="stable")]
-    tokens = np.bincount(batch.group, table.prompt + table.target, minlength=batch.groups)[groups]
+    fed = np.bincount(batch.group, table.prompt + table.target, minlength=batch.groups)
+    tokens = fed[groups].astype(np.float64)
     arrival_s = np.maximum(table.complete_s[groups], replica.busy_s)
-    service_s: Floats = shape.group_s + shape.token_s * tokens.astype(np.float64)
-    for start_s, end_s in first_come_first_served(arrival_s, service_s):
-        replica.called(shape.work, batch.step, start_s, end_s)
-        replica.busy_s = end_s
+    if shape.work is Work.LOGPROBS and forward_tokens is not None:
+        _pass_together(shape, replica, under_way, groups, arrival_s, tokens, forward_tokens)
+    else:
+        service_s: Floats = shape.group_s + shape.token_s * tokens
+        for start_s, end_s in first_come_first_served(arrival_s, service_s):
+            replica.called(shape.work, batch.step, start_s, end_s)
+            replica.busy_s = end_s
+        if shape.work is Work.LOGPROBS:
+            under_way.computed_prompts(FunctionName.REFERENCE, groups, 0)
     taken[groups] = True
     under_way.done_s[slot] = replica.busy_s
 
 
-def learn(shape: LearnerShape, replica: Replica, under_way: StepUnderWay, at_s: float) -> None:
-    """The learner evaluates, learns and publishes, from `at_s` on."""
+def _pass_together(
+    shape: ServiceShape,
+    replica: Replica,
+    under_way: StepUnderWay,
+    groups: Ints,
+    arrival_s: Floats,
+    tokens: Floats,
+    forward_tokens: int,
+) -> None:
+    """The reference passes all groups that wait in one call, in which shared prefixes are computed once."""
+    batch, first, count = under_way.generation.progress.batch, 0, len(groups)
+    while first < count:
+        start_s = max(replica.busy_s, float(arrival_s[first]))
+        last = int(np.searchsorted(arrival_s, start_s + JOIN_S, side="right"))
+        saved = shared_forward(batch, groups[first:last], forward_tokens)
+        spent_s = shape.group_s * (last - first) + shape.token_s * (float(tokens[first:last].sum()) - saved)
+        fed = {"input_tokens": int(tokens[first:last].sum()), "cached_tokens": saved}
+        replica.called(shape.work, batch.step, start_s, start_s + spent_s, **fed)
+        replica.busy_s = start_s + spent_s
+        under_way.computed_prompts(FunctionName.REFERENCE, groups[first:last], saved)
+        first = last
+
+
+def shared_forward(batch: RolloutBatch, groups: Ints, forward_tokens: int) -> int:
+    """Tokens of some groups that a pass does not compute, because it shares their prefixes."""
+    mine = np.isin(batch.group, groups)
+    return saved_tokens(batch.tree, batch.prompt_tokens, batch.group[mine], batch.response_tokens[mine], forward_tokens)
+
+
+def learn(
+    shape: LearnerShape, replica: Replica, under_way: StepUnderWay, at_s: float, forward_tokens: int | None = None
+) -> None:
+    """The learner evaluates, learns and publishes, from `at_s` on. `forward_tokens`: see PrefixUse."""
     batch = under_way.generation.progress.batch
-    tokens = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
+    groups = np.arange(batch.groups)
+    fed = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
+    saved = 0 if forward_tokens is None else shared_forward(batch, groups, forward_tokens)
+    under_way.computed_prompts(FunctionName.LEARNER, groups, saved)
+    tokens = fed - saved
     now_s = at_s
     for work, spent_s in (
         (Work.EVALUATE, shape.evaluate_token_s * tokens),
@@ -98,7 +158,8 @@ def learn(shape: LearnerShape, replica: Replica, under_way: StepUnderWay, at_s: 
         (Work.PUBLISH, shape.publish_s),
     ):
         if spent_s > 0:
-            replica.called(work, batch.step, now_s, now_s + spent_s)
+            read = {} if work is Work.PUBLISH else {"input_tokens": fed, "cached_tokens": saved}
+            replica.called(work, batch.step, now_s, now_s + spent_s, **read)
         now_s += spent_s
     replica.busy_s = now_s
 

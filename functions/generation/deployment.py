@@ -16,12 +16,26 @@ from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
 from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply, Usage
-from rlhfless.functions.generation.messages import GenerateRequest, GenerationEvent, PrecomputeRequest, SampleKey
+from rlhfless.functions.generation.messages import (
+    GenerateRequest,
+    GenerationEvent,
+    KvOffer,
+    PrecomputeRequest,
+    SampleKey,
+)
 from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import EngineDead, EngineSettings, EngineTimeout, SampleRequest
+from rlhfless.functions.generation.vllm.messages import (
+    OFFER,
+    EngineDead,
+    EngineSettings,
+    EngineTimeout,
+    Sampled,
+    SampleRequest,
+)
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned, engine_fault
+from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights
 from rlhfless.weights.check import check_moved, check_probe
 from rlhfless.weights.errors import WeightFileError
@@ -71,6 +85,7 @@ class GenerationFunction(Function):
         self._loaded: PublishedWeights | None = None
         self._loading = asyncio.Lock()
         self._runs: list[RequestRun] = []
+        self._cached = CachedBlocks(self._engine.block_tokens)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
         """See Function.describe. Raises FunctionBroken if the engine can serve no more."""
@@ -118,6 +133,7 @@ class GenerationFunction(Function):
         return self.reply(LoadProof(moved, perturbed.tensors, read_back), start_s, usage)
 
     async def _load_and_check(self, published: PublishedWeights) -> None:
+        self._cached.clear()
         # The engine handles the two messages in the order they are sent. The load checks what the model consumed.
         load, probe = self._engine.load(published), self._engine.logprobs(published.probe.token_ids)
         _, logprobs = await asyncio.gather(load, probe)
@@ -130,7 +146,7 @@ class GenerationFunction(Function):
         """
         self.admit(call)
         self._require_version(request)
-        run = RequestRun(self._engine, request, self.incarnation)
+        run = RequestRun(self._engine, request, self.incarnation, self._cached)
         self._runs.append(run)
         try:
             with self._engine_faults("generation"):
@@ -140,26 +156,35 @@ class GenerationFunction(Function):
             self._runs.remove(run)
             await run.cancel()
 
-    async def precompute(self, call: Call, request: PrecomputeRequest) -> Reply[None]:
-        """Put the KV of prefixes into the engine's cache, one after the other. Raises WrongVersion."""
+    async def precompute(self, call: Call, request: PrecomputeRequest) -> Reply[tuple[KvOffer | None, ...]]:
+        """Put the KV of prefixes into the engine's cache, one after the other; returns an offer of each, if asked.
+        Raises WrongVersion."""
         self.admit(call)
         self._require_version(request)
         start_s = time.time()
         with self._engine_faults("a precomputation"):
-            cached = [await self._prefill(prefix, request.version) for prefix in request.prefixes]
+            expected = [self._cached.add(prefix) for prefix in request.prefixes]
+            offers = request.offers or (None,) * len(request.prefixes)
+            given = [OFFER if request.offer else offer for offer in offers]
+            done = [
+                await self._prefill(prefix, request.version, of)
+                for prefix, of in zip(request.prefixes, given, strict=True)
+            ]
+        cached = [sampled.cached_tokens for sampled in done]
         usage = Usage(
             input_tokens=sum(map(len, request.prefixes)),
             cached_tokens=sum(cached),
+            evicted_tokens=sum(max(before - there, 0) for before, there in zip(expected, cached, strict=True)),
             sequences=len(request.prefixes),
             version=request.version,
         )
-        return self.reply(None, start_s, usage)
+        return self.reply(tuple(sampled.kv_offer for sampled in done), start_s, usage)
 
-    async def _prefill(self, prefix: tuple[int, ...], version: str) -> int:
-        """Tokens that were in the cache already. An engine prefills to draw a token, which is dropped."""
+    async def _prefill(self, prefix: tuple[int, ...], version: str, kv_transfer: KvOffer | None) -> Sampled:
+        """An engine prefills to draw a token, which is dropped."""
         name = f"{self.incarnation}-prefix-{uuid4().hex}"
         prefill = SampleRequest(name, prefix, seed=None, max_tokens=1, temperature=0.0, cache_salt=version)
-        return (await self._engine.sample(prefill)).cached_tokens
+        return await self._engine.sample(replace(prefill, kv_transfer=kv_transfer))
 
     def _require_version(self, request: GenerateRequest | PrecomputeRequest) -> None:
         serving = None if self._loaded is None else self._loaded.version.label

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlhfless.functions.base import Reply
 from rlhfless.records import Rollout
+
+KvOffer = Mapping[str, Any]
+"""With what the KV of a prefix can be had from the actor that has made it; for its connector alone to read."""
 
 SampleKey = tuple[str, int]
 """(prompt id, sample index): the name of a sample within its step."""
@@ -64,6 +68,10 @@ class PrecomputeRequest:
     version: str
     """Label of the weight version that must be loaded: KV of another one is never hit."""
     actor: str
+    offers: tuple[KvOffer | None, ...] = ()
+    """By prefix: with what another actor's KV of it can be had; None, or none at all: it is computed."""
+    offer: bool = False
+    """Whether the reply is to have such an offer of each prefix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from rlhfless.functions.generation.messages import (
 )
 from rlhfless.functions.generation.vllm.adapter import Engine
 from rlhfless.functions.generation.vllm.messages import EngineError, Sampled, SampleRequest
+from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import FinishReason, IntArray, Rollout, VersionSpan
 from rlhfless.text import storable
 
@@ -37,7 +38,10 @@ _loading = threading.Lock()
 class RequestRun:
     """The samples of one request, from submission to the last group."""
 
-    def __init__(self, engine: Engine, request: GenerateRequest, incarnation: str) -> None:
+    def __init__(
+        self, engine: Engine, request: GenerateRequest, incarnation: str, cached: CachedBlocks | None = None
+    ) -> None:
+        """`cached`: what the engine has computed before this request; needed for counting evictions alone."""
         self._engine = engine
         self._request = request
         self._incarnation = incarnation
@@ -48,6 +52,9 @@ class RequestRun:
         self._ids = {item.key: f"{incarnation}-{id(self):x}-{i}" for i, item in enumerate(request.items)}
         self._brought = {item.key: 0 if item.prior is None else len(item.prior.token_ids) for item in request.items}
         self._queue: asyncio.Queue[Rollout | BaseException] = asyncio.Queue()
+        items = () if cached is None else request.items
+        self._expected = {item.key: cached.add(item.prompt_token_ids) for item in items} if cached is not None else {}
+        """Tokens of each sample that are in the cache when it is admitted, unless they were evicted."""
         self._tasks = [asyncio.create_task(self._sample(item)) for item in request.items]
 
     async def events(self) -> AsyncIterator[GenerationEvent]:
@@ -128,10 +135,13 @@ class RequestRun:
             if end < len(token_ids):  # a stop text spans the two parts, so the second engine could not see it
                 token_ids, logprobs, reason = token_ids[:end], logprobs[:end], FinishReason.STOP
                 spans = tuple(VersionSpan(s.version, s.start, min(s.end, end)) for s in spans if s.start < end)
+        # A sample that was aborted in the queue has not looked into the cache.
+        evicted = max(self._expected.get(item.key, 0) - sampled.cached_tokens, 0) if sampled.token_ids else 0
         self._usage = Usage(
-            input_tokens=self._usage.input_tokens + len(item.prompt_token_ids),
+            input_tokens=self._usage.input_tokens + len(item.prompt_token_ids) + self._brought[item.key],
             output_tokens=self._usage.output_tokens + len(sampled.token_ids),
             cached_tokens=self._usage.cached_tokens + sampled.cached_tokens,
+            evicted_tokens=self._usage.evicted_tokens + evicted,
             sequences=self._usage.sequences + 1,
             version=self._request.version,
         )

@@ -1,7 +1,8 @@
 """The live fleet as policies see it: slots with prices and measured times, their replicas, starts and releases.
 
 A slot has an allocation of the placement. Co-located functions hold shares of a device at the same time, so all slots
-may be awake at the same time. There are no sleep tiers, and no KV moves between actors. The learner is never released.
+may be awake at the same time. There are no sleep tiers, and no KV of samples moves between actors;
+that of shared prefixes does where there is a connector. The learner is never released.
 The price of an actor is the saving of its release, so in a fleet that never changes it is 0.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
 from rlhfless.autoscaling.figures import FleetFigures
+from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import Pool
 from rlhfless.functions.base import Call
@@ -42,6 +44,7 @@ class LiveFleet:
         ledger: FleetFigures,
         speeds: EngineSpeeds,
         max_model_len: int,
+        moves: PrefixMoves | None = None,
     ) -> None:
         """`pools`: the pool of the generation actors first. Every other pool has one replica."""
         self._spec = spec
@@ -54,6 +57,7 @@ class LiveFleet:
         self._ledger = ledger
         self._speeds = speeds
         self._max_model_len = max_model_len
+        self._moves = moves
 
     def slot_of(self, function: FunctionName) -> int:
         """The slot of a function that has one replica."""
@@ -83,6 +87,7 @@ class LiveFleet:
             beat_s=self._spec.generation.progress_interval_s,
             max_tokens=self._spec.generation.max_tokens,
             terms=self._terms(),
+            prefix_token_s=float("inf") if self._moves is None else self._moves.token_s,
         )
 
     def slots(self, table: SampleTable) -> tuple[SlotView, ...]:

@@ -95,6 +95,8 @@ class PolicyRunner:
         """A step begins. Raises as `ask` does."""
         self._steps = {number: known for number, known in self._steps.items() if not known.ended}
         step = self._steps[table.step] = _Step(table, self._fleet.view())
+        if (prefixes := table.prefixes_decision(self._clock())) is not None:
+            self._note(prefixes)
         self.ask(StepBegan(), table.step)
         step.figures["actors_wanted"] = float(len(set(table.home[table.left].tolist())))
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from rlhfless.functions.generation.messages import Ended, SampleItem, SampleKey
-from rlhfless.prefixes.neighbours import prefix_ranks
-from rlhfless.records import FinishReason, Rollout
+from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.records import PREFIXES, Decision, FinishReason, Rollout
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
 
@@ -36,13 +36,22 @@ class SampleTable:
         self._numbers = {item.key: number for number, item in enumerate(items)}
         self._prompt_ids = tuple(prompts)
         self._prompt_tokens = np.array(list(prompts.values()), np.int64)
-        self._prefix = prefix_ranks(list(token_ids.values()))
+        self.prefixes = PrefixTree.of_prompts(list(token_ids.values()))
+        self._prefix = self.prefixes.ranks()
         self._group = np.array([rank[item.prompt_id] for item in items], np.int64)
         self._tokens = np.zeros(len(items), np.int64)
         self._finished = np.zeros(len(items), bool)
         self._truncated = np.zeros(len(items), bool)
         self.home: Ints = np.full(len(items), UNASSIGNED, np.int64)
         self.assignment = Assignment(self.home, self._finished, slots)
+
+    def prefixes_decision(self, at_s: float) -> Decision | None:
+        """What the prompts share, for the trace: a replay needs it, and the trace has no prompts. None: nothing."""
+        if not len(self.prefixes):
+            return None
+        texts = {prompt_id: self.prefixes.text(number) for number, prompt_id in enumerate(self._prompt_ids)}
+        inputs: dict[str, float | int | str | bool] = {name: text for name, text in texts.items() if text}
+        return Decision(self.step, at_s, PREFIXES, f"{len(self.prefixes)} shared by {len(inputs)} prompts", inputs)
 
     @property
     def progress(self) -> dict[SampleKey, int]:

@@ -13,6 +13,7 @@ from rlhfless.autoscaling.even_split import EvenSplit
 from rlhfless.autoscaling.figures import FleetFigures
 from rlhfless.autoscaling.live_fleet import LiveFleet
 from rlhfless.autoscaling.policy_runner import PolicyRunner
+from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.fleet.pool import Pool
 from rlhfless.functions.base import Call
 from rlhfless.prepare.preflight import Prepared
@@ -30,7 +31,16 @@ from rlhfless.spec import CheapestSpec, ContractSpec, CostAwareSpec, FastestSpec
 class Scaler:
     """Runs the policy for training steps, and splits evaluations evenly."""
 
-    def __init__(self, policy: Policy, fleet: LiveFleet, speeds: EngineSpeeds, ledger: FleetFigures) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        fleet: LiveFleet,
+        speeds: EngineSpeeds,
+        ledger: FleetFigures,
+        moves: PrefixMoves | None = None,
+    ) -> None:
+        self.moves = moves
+        """When actors get prefixes from each other."""
         self._runner = PolicyRunner(policy, fleet, ledger.add_decision)
         self._fleet = fleet
         self._speeds = speeds
@@ -80,8 +90,11 @@ def scaler_of(
     speeds = EngineSpeeds(prepared.shape, limits.tensor_parallel_size, limits.max_sequences)
     if earlier is not None:
         speeds.learn_trace(earlier)
-    fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len)
-    return Scaler(policy_of(spec, earlier, ledger.cost_usd(())), fleet, speeds, ledger)
+    kv_token_bytes = 0 if prepared.shape is None else prepared.shape.kv_bytes
+    connector = spec.generation.engine.kv_connector if kv_token_bytes else None
+    moves = PrefixMoves(connector, kv_token_bytes, speeds)
+    fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, moves)
+    return Scaler(policy_of(spec, earlier, ledger.cost_usd(())), fleet, speeds, ledger, moves)
 
 
 def policy_of(spec: RunSpec, earlier: Trace | None, spent_usd: float = 0.0) -> Policy:

@@ -73,10 +73,16 @@ def replay_table(again: Replay) -> RenderableType:
     for error in again.errors:
         shares = (decimal(100 * share, 1) for share in (error.error, error.error_of_mean))
         over_all.add_row(error.stage, decimal(error.predicted_s), decimal(error.measured_s), *shares)
+    prompts = [
+        f"prompt tokens computed / unique, {each.function}  "
+        f"{each.predicted:.2f} predicted, {each.measured:.2f} measured"
+        for each in again.prompt_tokens
+    ]
     cost = f"{money(again.predicted_usd)} predicted, {money(again.measured_usd)} measured"
     legend = (
         "above: predicted / measured seconds. of the mean: the median error of always predicting the mean of the "
         "fitted steps."
     )
     title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}")
-    return Group(title, "", steps, "", over_all, "", f"cost of these steps  {cost}", Text(legend, style="dim"))
+    last: tuple[RenderableType, ...] = (f"cost of these steps  {cost}", *prompts, Text(legend, style="dim"))
+    return Group(title, "", steps, "", over_all, "", *last)

@@ -304,6 +304,7 @@ class Replica:
                 input_tokens=usage.input_tokens,
                 output_tokens=usage.output_tokens,
                 cached_tokens=usage.cached_tokens,
+                evicted_tokens=usage.evicted_tokens,
                 sequences=usage.sequences,
                 size_bytes=usage.size_bytes,
                 version=usage.version,

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rlhfless.autoscaling.policy_runner import PolicyRunner
+from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica, ReplicaLost
@@ -52,9 +53,11 @@ class GenerationStage:
         clock: Callable[[], float] = time.monotonic,
         at_work: Callable[[], None] = lambda: None,
         no_weights: Callable[[], str] = lambda: "",
+        moves: PrefixMoves | None = None,
     ) -> None:
         """`at_work` is called at the first message of an engine: from then on the engines are busy, and the driver has
         time for other work. `no_weights` says why an actor that joins cannot load the step's weights; empty if it can.
+        `moves`: see Precomputation.
         """
         self._pool = pool
         self._request = request
@@ -72,7 +75,7 @@ class GenerationStage:
         self._streams: dict[asyncio.Task[None], Replica] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._called_back: set[int] = set()
-        self._precomputation = Precomputation(request, spec.timeouts.sync_s)
+        self._precomputation = Precomputation(request, spec.timeouts.sync_s, moves)
         self._lost: set[str] = set()
         self._lost_in_a_row = 0
         """Actors that were lost, or did not come up, since the last sample ended."""

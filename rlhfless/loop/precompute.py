@@ -1,53 +1,93 @@
-"""Shared prefixes go to an actor before the samples that begin with them."""
+"""Shared prefixes go to an actor before the samples that begin with them.
+
+The actor computes them; or gets their KV from another actor of the stage, where that is possible and takes less time
+(rlhfless.autoscaling.prefix_moves). Then there are two calls: the actor that has the prefix offers it, and the other
+one takes it.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
-from rlhfless.fleet.replica import CallTimeout, Replica
-from rlhfless.functions.generation.messages import PrecomputeRequest, SampleItem
+from rlhfless.autoscaling.prefix_moves import PrefixMoves
+from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
+from rlhfless.functions.generation.messages import KvOffer, PrecomputeRequest, SampleItem
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.prefixes.precompute import to_precompute
-from rlhfless.records import Work
+from rlhfless.records import ReplicaState, Work
 
 log = logging.getLogger(__name__)
+
+Prefix = tuple[int, ...]
 
 
 class Precomputation:
     """Of one generation stage, and so of one weight version."""
 
-    def __init__(self, request: RolloutRequest, limit_s: float) -> None:
-        """`limit_s` bounds each call to an actor."""
+    def __init__(self, request: RolloutRequest, limit_s: float, moves: PrefixMoves | None = None) -> None:
+        """`limit_s` bounds each call to an actor. Without `moves` each actor computes its own prefixes."""
         self._request = request
         self._limit_s = limit_s
-        self._known: dict[str, set[tuple[int, ...]]] = {}
+        self._moves = moves
+        self._asked: dict[str, set[Prefix]] = {}
         """Prefixes that each actor has been asked for."""
+        self._have: dict[Prefix, list[Replica]] = {}
+        """Actors that have computed a prefix, or got it."""
 
     async def before(self, actor: Replica, items: Sequence[SampleItem]) -> None:
-        """Compute the prefixes that the prompts of these samples share, unless the actor has them from an earlier
+        """Give an actor the prefixes that the prompts of these samples share, unless it has them from an earlier
         request. An actor that joins, or takes samples over, thus gets them first.
 
         It only saves time, so a call that takes too long is no fault: the engine computes the prefix with the first
-        sample. Raises ReplicaLost, or what the actor raised.
+        sample. Raises ReplicaLost if this actor is lost, or what it raised.
         """
         if self._request.work is not Work.GENERATE:
             return
         prompts = list(dict.fromkeys(item.prompt_token_ids for item in items))
-        known = self._known.setdefault(actor.name, set())
-        prefixes = tuple(prefix for prefix in to_precompute(prompts) if prefix not in known)
+        asked = self._asked.setdefault(actor.name, set())
+        prefixes = tuple(prefix for prefix in to_precompute(prompts) if prefix not in asked)
         if not prefixes:
             return
-        known.update(prefixes)
-        asked = PrecomputeRequest(prefixes, self._request.version, actor.name)
+        asked.update(prefixes)
         try:
-            await actor.call(
-                "precompute",
-                self._request.call,
-                asked,
-                timeout_s=self._limit_s,
-                waiting_for="shared prefixes",
-                work=Work.PRECOMPUTE,
-            )
+            start_s = time.monotonic()
+            offers = [await self._offer(actor, prefix) for prefix in prefixes]
+            await self._call(actor, prefixes, tuple(offers))
         except CallTimeout as error:
             log.warning("%s; the samples are drawn without that", error)
+            return
+        if self._moves is not None and all(offer is not None for offer in offers):
+            self._moves.learn(max(map(len, prefixes)), time.monotonic() - start_s)
+        for prefix in prefixes:
+            self._have.setdefault(prefix, []).append(actor)
+
+    async def _offer(self, actor: Replica, prefix: Prefix) -> KvOffer | None:
+        """The offer of an actor that has the prefix; None if it is better computed."""
+        others = [other for other in self._have.get(prefix, []) if other is not actor]
+        others = [other for other in others if other.state is ReplicaState.SERVING]
+        if not others or self._moves is None:
+            return None
+        if not self._moves.pay(actor.allocation.devices[0].kind, len(prefix), 0):
+            return None
+        try:
+            (offer,) = await self._call(others[-1], (prefix,), (), offer=True)
+        except (CallTimeout, ReplicaLost) as error:
+            log.warning("%s; %s computes the prefix", error, actor.name)
+            return None
+        return offer
+
+    async def _call(
+        self, actor: Replica, prefixes: tuple[Prefix, ...], offers: tuple[KvOffer | None, ...], *, offer: bool = False
+    ) -> tuple[KvOffer | None, ...]:
+        asked = PrecomputeRequest(prefixes, self._request.version, actor.name, offers, offer)
+        found: tuple[KvOffer | None, ...] = await actor.call(
+            "precompute",
+            self._request.call,
+            asked,
+            timeout_s=self._limit_s,
+            waiting_for="shared prefixes",
+            work=Work.PRECOMPUTE,
+        )
+        return found

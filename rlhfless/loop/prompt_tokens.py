@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import Experience, FunctionName, Invocation, Work
+from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 
 COUNTED: Mapping[Work, FunctionName] = {
     Work.GENERATE: FunctionName.GENERATION,
@@ -17,20 +18,23 @@ COUNTED: Mapping[Work, FunctionName] = {
 
 
 def prompt_token_metrics(calls: Iterable[Invocation], drawn: Experience, kept: Experience) -> dict[str, float]:
-    """`prompt_tokens_computed` and `prompt_tokens_unique` by function, of the functions with a call. `kept` is the part
+    """`prompt_tokens_computed` and `prompt_tokens_unique` by function, of the functions with a call; and
+    `prefix_tokens_evicted`. `kept` is the part
     of the drawn samples that is trained on."""
     computed: dict[FunctionName, int] = {}
+    evicted = 0
     for call in calls:
+        evicted += call.evicted_tokens
         if (function := COUNTED.get(call.work)) is not None:
             computed[function] = computed.get(function, 0) + call.input_tokens - call.cached_tokens
     unique = {id(given): unique_prompt_tokens(given) for given in (drawn, kept)}
-    metrics = {}
+    metrics = {PREFIX_TOKENS_EVICTED: float(evicted)} if FunctionName.GENERATION in computed else {}
     for function, tokens in computed.items():
         given = kept if function is FunctionName.LEARNER else drawn
         # The other functions are fed the responses, too, and compute all of their tokens.
         responses = 0 if function is FunctionName.GENERATION else sum(sample.model_tokens for sample in given.samples)
-        metrics[f"prompt_tokens_computed/{function}"] = float(tokens - responses)
-        metrics[f"prompt_tokens_unique/{function}"] = float(unique[id(given)])
+        metrics[f"{PROMPT_TOKENS_COMPUTED}/{function}"] = float(tokens - responses)
+        metrics[f"{PROMPT_TOKENS_UNIQUE}/{function}"] = float(unique[id(given)])
     return metrics
 
 

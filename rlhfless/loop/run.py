@@ -153,6 +153,7 @@ class Run:
             self.journal if request.work is Work.GENERATE else None,
             at_work=lambda: self.ledger.keep_up(self.pools, 0.0),
             no_weights=self._no_weights,
+            moves=self.scaler.moves,
         )
         self.generation.watch(stage)
         return stage

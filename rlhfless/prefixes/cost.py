@@ -25,6 +25,12 @@ def compute_s(forest: PrefixForest, model: PrefillModel) -> FloatArray:
     return np.array([model.prefill_s(new, cached) for new, cached in pairs], dtype=np.float32)
 
 
+def move_pays(tokens: int, compute_s: float, kv_token_s: float) -> bool:
+    """Whether an actor should get `tokens` of a prefix from another actor, by a KV connector that takes `kv_token_s`
+    per token, rather than compute them in `compute_s`. Infinite `kv_token_s`: the platform has no connector."""
+    return tokens * kv_token_s < compute_s
+
+
 def saved_s(forest: PrefixForest, model: PrefillModel) -> FloatArray:
     """Seconds saved when each prefix is computed once and not for each of its samples, `[prefixes]`."""
     return (forest.samples - 1).astype(np.float32) * compute_s(forest, model)

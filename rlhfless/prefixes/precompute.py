@@ -20,6 +20,10 @@ prefills some hundred tokens of a small model."""
 BLOCK_TOKENS = 16
 """Prefixes are counted in blocks of this size, vLLM's smallest."""
 
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a KV block of an engine on CPU cores; the attention kernel wants multiples of 32,
+and vLLM's default of 128 shares no short prompts."""
+
 
 def to_precompute(prompts: Sequence[tuple[int, ...]], least_tokens: int = LEAST_TOKENS) -> list[tuple[int, ...]]:
     """The prefixes, each after those that it begins with, that at least two of these different prompts share; each has

@@ -2,6 +2,7 @@
 
 from rlhfless.records.experience import Experience, GivenSegment, Group, Sample, Segment, Source
 from rlhfless.records.ledger import (
+    PREFIXES,
     Decision,
     FunctionName,
     Holding,
@@ -23,6 +24,7 @@ from rlhfless.records.rollouts import (
 from rlhfless.records.weights import Probe, PublishedWeights, WeightVersion
 
 __all__ = [
+    "PREFIXES",
     "Decision",
     "Experience",
     "FinishReason",

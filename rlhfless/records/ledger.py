@@ -63,6 +63,14 @@ class Holding:
         return self.duration_s * self.share
 
 
+PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE = "prompt_tokens_computed", "prompt_tokens_unique"
+"""Metrics of a step, by function (`name/function`): prompt tokens that it computed, and how many there are if each
+shared prefix is counted once."""
+
+PREFIX_TOKENS_EVICTED = "prefix_tokens_evicted"
+"""Metric of a step: prompt tokens that engines computed again because their cache had given the blocks away."""
+
+
 class Work(StrEnum):
     """What an invocation did."""
 
@@ -103,10 +111,17 @@ class Invocation:
     size_bytes: int = 0
     version: str = ""
     """Label of the weight version in use."""
+    evicted_tokens: int = 0
+    """Input tokens that were computed again: an engine had had their KV, and given the memory to others."""
 
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+
+PREFIXES = "prefixes"
+"""Kind of a decision: what the prompts of a step share, as a plan sees it. Its inputs have, by prompt id, the shared
+prefixes of each prompt as `number:tokens`, the shortest first."""
 
 
 @dataclass(frozen=True, slots=True)

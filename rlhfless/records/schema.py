@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from rlhfless.spec.errors import UserError
 
-TRACE_VERSION = 2
+TRACE_VERSION = 3
 
 NAME_KEY = b"rlhfless.table"
 """Parquet metadata: the name of the table."""
@@ -66,6 +66,7 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
                 "input_tokens": pa.int64(),
                 "output_tokens": pa.int64(),
                 "cached_tokens": pa.int64(),
+                "evicted_tokens": pa.int64(),
                 "sequences": pa.int64(),
                 "size_bytes": pa.int64(),
                 "version": pa.string(),

@@ -11,6 +11,7 @@ has these rules, for both fleets; each fleet itself decides what can be started,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -96,6 +97,8 @@ class FleetView:
     """Cost of a second of the run if no device is held: of owned devices, what their release does not earn."""
     terms: RentalTerms = RentalTerms()  # noqa: RUF009 (frozen)
     """The cost of giving a device back and taking it again."""
+    prefix_token_s: float = math.inf
+    """Seconds per token of a shared prefix that an actor gets from another one; infinite if no connector does that."""
 
     def generation(self) -> tuple[int, ...]:
         """Slots for generation actors."""

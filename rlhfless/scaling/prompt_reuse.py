@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 
 from rlhfless.records import Work
+from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace
 
-_COMPUTED, _UNIQUE = "prompt_tokens_computed/", "prompt_tokens_unique/"
+_COMPUTED, _UNIQUE = f"{PROMPT_TOKENS_COMPUTED}/", f"{PROMPT_TOKENS_UNIQUE}/"
 _WHOLE_PASSES = (Work.LOGPROBS, Work.LEARN)
 """Calls that compute nothing but tokens of a batch, so that their time is in proportion to these."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -33,6 +33,12 @@ class EngineSpec(SpecModel):
     core_process: bool | None = None
     """Run vLLM's scheduler and workers in processes of their own. On by default on GPUs and where an actor has several
     devices, which need it; off for one CPU core, where a single process is faster."""
+
+    kv_connector: Literal["folder", "nixl"] | None = None
+    """How the KV of shared prefixes moves from actor to actor, where that takes less time than to compute it: files in
+    the folder of the weights (actors of one node), or NIXL (GPUs; its package must be installed). By default each actor
+    computes its own. Models with several kinds of attention layers then hold more KV: vLLM's connectors treat all
+    alike."""
 
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, by vLLM's names. They are passed on unchecked."""

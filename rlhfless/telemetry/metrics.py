@@ -102,6 +102,7 @@ METRICS = _table(
             "Prompt tokens of a function's samples, each shared prefix once: the least that it can compute",
             label="function",
         ),
+        Metric("prefix_tokens_evicted", _TOKENS, "Prompt tokens computed again: engines had given their KV away"),
         # Time and money
         Metric("step_s", _S, "Wall time of the step"),
         Metric("outside_s", _S, "Wall time of the step in which no function worked"),

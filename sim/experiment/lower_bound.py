@@ -62,9 +62,11 @@ class Work:
 
     iterations: Floats  # [samples]: decode iterations of each
     prompt: Floats  # [samples]
+    behind: Floats  # [samples]: tokens of its prompt that other prompts share, and that another actor can have sent
     group: npt.NDArray[np.int64]  # [samples]
     prefill_tokens: float
-    """Each group's prompt once, and of each sample the part of its prompt that fills no block."""
+    """Each group's prompt and each shared prefix once, and of each sample the part of its prompt that fills no
+    block."""
     prefill_pairs: float
     """Pairs of a prefilled token and a token that it attends to."""
 
@@ -73,11 +75,14 @@ class Work:
         prompt = batch.prompt_tokens[batch.group].astype(np.float64)
         shared = np.floor((prompt - 1) / block_tokens) * block_tokens
         own = prompt - shared
-        once = np.zeros(batch.groups)
-        once[batch.group] = shared
-        pairs = float((own * (shared + own / 2)).sum() + (once**2 / 2).sum())
+        tree = batch.tree
+        behind = tree.shared_tokens[batch.group].astype(np.float64)
+        once, begins = np.zeros(batch.groups + len(tree)), np.zeros(batch.groups + len(tree))
+        begins[batch.group], once[batch.group] = np.minimum(behind, shared), shared
+        begins[batch.groups :], once[batch.groups :] = tree.tokens - tree.own_tokens, tree.tokens
+        pairs = float((own * (shared + own / 2)).sum() + ((once**2 - begins**2) / 2).sum())
         iterations = np.maximum(batch.response_tokens - 1, 0).astype(np.float64)
-        return cls(iterations, prompt, batch.group, float(own.sum() + once.sum()), pairs)
+        return cls(iterations, prompt, behind, batch.group, float(own.sum() + (once - begins).sum()), pairs)
 
     @cached_property
     def context(self) -> Floats:
@@ -134,7 +139,8 @@ class ActorKind:
 
     def alone_s(self, work: Work) -> Floats:
         """[samples]: seconds of each response if it has an actor to itself."""
-        prefill_s = work.prompt * (self.prefill_token_s + self.prefill_pair_s * work.prompt / 2)
+        pairs = (work.prompt**2 - work.behind**2) / 2
+        prefill_s = (work.prompt - work.behind) * self.prefill_token_s + self.prefill_pair_s * pairs
         return np.asarray(prefill_s + work.iterations * self.one_s + self.context_s * work.context)
 
     def seconds(self, work: Work, within_s: Floats) -> Floats:
@@ -223,7 +229,7 @@ class FleetBound:
         """The bound of one step."""
         work = Work.of(batch, self._setup.actors[0].engine.block_tokens)
         learner = self._setup.learner
-        tokens = float(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
+        tokens = float(self._forward_tokens(batch, work).sum())
         learn_s = learner.fixed_s + (learner.evaluate_token_s + learner.learn_token_s) * tokens + learner.publish_s
         learn_s += _soonest_s(learner.slot_setup) if self.in_turn else 0.0
         served_s, served_usd, after_s = self._services(batch, work)
@@ -242,7 +248,7 @@ class FleetBound:
     def _services(self, batch: RolloutBatch, work: Work) -> tuple[float, float, Floats]:
         """Least time from the step's begin until all services are done; their cost; and [samples] the time of a
         service on the sample's own group, the longest of all services."""
-        tokens = np.bincount(batch.group, work.prompt + work.iterations + 1, minlength=batch.groups)
+        tokens = self._forward_tokens(batch, work)
         first_s = float(self._group_ends(work, batch.groups).min())
         served_s, usd, own_s = 0.0, 0.0, np.zeros(batch.groups)
         for service in self._setup.services:
@@ -253,6 +259,15 @@ class FleetBound:
             served_s = max(served_s, first_s + total_s)
             own_s = np.maximum(own_s, each_s)
         return served_s, usd, np.asarray(own_s[batch.group])
+
+    def _forward_tokens(self, batch: RolloutBatch, work: Work) -> Floats:
+        """[groups]: the fewest tokens of each that a forward pass computes."""
+        tokens = work.prompt + work.iterations + 1
+        sequences: Floats = np.bincount(batch.group, tokens, minlength=batch.groups).astype(np.float64)
+        if self._setup.prefixes.forward_tokens is None:
+            return sequences
+        alone = np.bincount(batch.group, work.iterations, minlength=batch.groups)
+        return np.asarray(alone + batch.prompt_tokens - batch.tree.shared_tokens, dtype=np.float64)
 
     def _group_ends(self, work: Work, groups: int) -> Floats:
         ends: Floats = np.zeros(groups)
@@ -346,7 +361,7 @@ def alone_s(kinds: Sequence[ActorKind], work: Work) -> Floats:
         min(getattr(kind, name) for kind in kinds)
         for name in ("one_s", "context_s", "prefill_token_s", "prefill_pair_s")
     ]
-    prefill_s = work.prompt * (best[2] + best[3] * work.prompt / 2)
+    prefill_s = (work.prompt - work.behind) * best[2] + best[3] * (work.prompt**2 - work.behind**2) / 2
     return np.asarray(prefill_s + work.iterations * best[0] + best[1] * work.context)
 
 

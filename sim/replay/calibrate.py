@@ -216,7 +216,8 @@ def _outside_s(record: StepRecord, trace: Trace) -> float:
 def _line(calls: Sequence[Invocation]) -> LineFit | None:
     if not calls:
         return None
-    return line_through([call.input_tokens for call in calls], [call.duration_s for call in calls])
+    computed = [call.input_tokens - call.cached_tokens for call in calls]
+    return line_through(computed, [call.duration_s for call in calls])
 
 
 def _median_s(calls: Sequence[Invocation]) -> float:

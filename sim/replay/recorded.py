@@ -11,17 +11,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rlhfless.prefixes.precompute import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from rlhfless.records import FunctionName, Holding, Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.placement import Allocation, Device
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.policy import Action, Assign, Event, Ints, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.replay.calibrate import max_sequences
+from rlhfless.sim.replay.calibrate import device_kind, max_sequences
 from rlhfless.sim.replay.latency_file import LatencyFile
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.spec import LearnerSpec
 
-BLOCK_TOKENS = 16
+FORWARD_TOKENS = LearnerSpec().micro_batch_tokens
+"""For a trace whose spec does not say."""
+
 MOVE_S = 0.01
 """Seconds until a sample is at another actor: one request."""
 
@@ -62,7 +66,15 @@ def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
         0.0,
         max(row.response_tokens for row in trace.rollouts),
         0,
+        prefixes=_prefix_use(trace),
     )
+
+
+def _prefix_use(trace: Trace) -> PrefixUse:
+    """Live runs plan shared prefixes; their spec says whether reference and learner share them."""
+    learner = trace.meta.spec.get("learner") or {}
+    shares = learner.get("share_prefixes", True)
+    return PrefixUse(True, int(learner.get("micro_batch_tokens", FORWARD_TOKENS)) if shares else None)
 
 
 class AsRecorded:
@@ -133,9 +145,10 @@ def _slot_setup(allocation: Allocation) -> SlotSetup:
 def _engine_shape(trace: Trace) -> EngineShape:
     sequences = max_sequences(trace)
     longest = max(row.prompt_tokens + row.response_tokens for row in trace.rollouts)
-    blocks = sequences * (longest // BLOCK_TOKENS + 1)
+    block = CPU_BLOCK_TOKENS if device_kind(trace) == CPU_KIND else BLOCK_TOKENS
+    blocks = sequences * (longest // block + 1)
     tokens = int(trace.meta.spec["generation"]["engine"].get("max_batch_tokens", sequences))
-    return EngineShape(sequences, blocks, BLOCK_TOKENS, max(tokens, sequences))
+    return EngineShape(sequences, blocks, block, max(tokens, sequences))
 
 
 def _beat_s(trace: Trace) -> float:

@@ -8,11 +8,13 @@ predicting the mean of the fitted steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from rlhfless.records import StepRecord
+from rlhfless.records import FunctionName, StepRecord, Work
+from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.intervals import clip, union
@@ -54,6 +56,16 @@ class StageError:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Prompt tokens that a function computed in all steps, divided by the tokens when each shared prefix is counted
+    once."""
+
+    function: str
+    measured: float
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """A recorded run, simulated again."""
 
@@ -67,6 +79,8 @@ class Replay:
     measured_usd: float
     mean_s: Mapping[str, float]
     """Mean seconds of the fitted steps, by stage."""
+    prompt_tokens: tuple[PromptTokens, ...] = ()
+    """By function; none if the trace does not say."""
 
     @property
     def errors(self) -> list[StageError]:
@@ -130,7 +144,20 @@ def replay(
         _usd(simulated, simulated.steps, prices),
         _usd(trace, judged, prices),
         latency.mean_s,
+        tuple(_prompt_tokens(judged, simulated.steps)),
     )
+
+
+def _prompt_tokens(measured: Sequence[StepRecord], predicted: Sequence[StepRecord]) -> Iterator[PromptTokens]:
+    for function in FunctionName:
+        names = f"{PROMPT_TOKENS_COMPUTED}/{function}", f"{PROMPT_TOKENS_UNIQUE}/{function}"
+        sums = [
+            [math.fsum(record.metrics.get(name, 0.0) for record in records) for name in names]
+            for records in (measured, predicted)
+        ]
+        if all(unique for _, unique in sums):
+            of_measured, of_predicted = (computed / unique for computed, unique in sums)
+            yield PromptTokens(str(function), of_measured, of_predicted)
 
 
 def _predicted_s(
@@ -146,7 +173,9 @@ def _predicted_s(
     # The simulator joins calls that follow each other closely; the recorded ones have pauses between them.
     seconds[Phase.SCORING] = latency.group_s * batch.groups
     if latency.reference is not None:
+        passes = (c for c in simulated.invocations if c.step == record.step and c.work is Work.LOGPROBS)
         tokens = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
+        tokens -= sum(call.cached_tokens for call in passes)
         seconds[Phase.REFERENCE] = latency.reference.fixed_s * batch.groups + latency.reference.token_s * tokens
     return {**seconds, WALL: times.wall_s + late_s + latency.driver_s}
 

@@ -20,7 +20,7 @@ from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import PlacementSpec
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec.errors import InputError, Problem
 
 MOVE_S = 0.01
@@ -211,10 +211,19 @@ def setup(scenario: Scenario, layout: Layout, seed: int, *, reserved: bool = Fal
             scenario.max_tokens,
             seed,
             terms,
+            prefix_use(scenario),
         )
     except ValueError as error:
         problem = Problem("schedule", str(error), "set placement.mode to `disaggregated`, or the schedule to `sync`")
         raise InputError(scenario.name, [problem]) from error
+
+
+def prefix_use(scenario: Scenario) -> PrefixUse:
+    """What the run does about shared prefixes."""
+    if scenario.prefixes is None or scenario.prefixes.sharing == "engine":
+        return PrefixUse()
+    shares = scenario.prefixes.sharing == "plan_and_learner"
+    return PrefixUse(planned=True, forward_tokens=scenario.learner.micro_batch_tokens if shares else None)
 
 
 def lease_terms(scenario: Scenario, layout: Layout) -> RentalTerms:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 
 import numpy as np
 
+from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.prefixes.trie import NONE
 from rlhfless.records.traces import trace_folder
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.scenario import Scenario
@@ -14,6 +18,7 @@ from rlhfless.sim.scenarios.work import (
     BimodalWorkload,
     LognormalSpec,
     LognormalWorkload,
+    PrefixLevel,
     RecordedWorkload,
 )
 from rlhfless.sim.workloads.azure import read_azure
@@ -26,6 +31,40 @@ from rlhfless.spec.errors import InputError, Problem
 
 def batches(scenario: Scenario, seed: int) -> list[RolloutBatch]:
     """The batches of all steps. Raises InputError if there are too few; WorkloadError, TraceError for a bad file."""
+    drawn = _drawn(scenario, seed)
+    levels = () if scenario.prefixes is None else scenario.prefixes.levels
+    return [behind_prefixes(batch, levels) for batch in drawn] if levels else drawn
+
+
+def behind_prefixes(batch: RolloutBatch, levels: Sequence[PrefixLevel]) -> RolloutBatch:
+    """The batch with prefixes before its prompts. A prompt's number is the one at the end of its name, so that it has
+    the same prefix in each epoch; prompts without one are numbered in turn."""
+    numbers = [_number(name, turn) for turn, name in enumerate(batch.prompt_ids)]
+    known: dict[tuple[int, ...], int] = {}
+    tokens: list[int] = []
+    parent: list[int] = []
+    leaf = []
+    for number in numbers:
+        kinds: tuple[int, ...] = ()
+        above = NONE
+        for level in levels:
+            kinds = (*kinds, number % level.kinds)
+            if kinds not in known:
+                known[kinds] = len(tokens)
+                tokens.append(level.tokens + (0 if above == NONE else tokens[above]))
+                parent.append(above)
+            above = known[kinds]
+        leaf.append(above)
+    tree = PrefixTree(*(np.array(column, dtype=np.int64) for column in (tokens, parent, leaf)))
+    return dataclasses.replace(batch, prompt_tokens=batch.prompt_tokens + tree.shared_tokens, prefixes=tree)
+
+
+def _number(name: str, turn: int) -> int:
+    digits = re.search(r"[0-9]+$", name)
+    return int(digits[0]) if digits else turn
+
+
+def _drawn(scenario: Scenario, seed: int) -> list[RolloutBatch]:
     workload = scenario.workload
     if isinstance(workload, LognormalWorkload | BimodalWorkload):
         return list(synthetic(scenario, workload, seed).batches(scenario.steps))

@@ -13,6 +13,8 @@ from rlhfless.sim.scenarios.work import (
     SYNTHETIC,
     LearnerTimingSpec,
     PlacementSpec,
+    PrefixesSpec,
+    RecordedWorkload,
     ReferenceTimingSpec,
     ScoringTimingSpec,
     WorkloadSpec,
@@ -132,6 +134,9 @@ class Scenario(SpecModel):
     engine: EngineSpec = EngineSpec()
     workload: WorkloadSpec
 
+    prefixes: PrefixesSpec | None = None
+    """What prompts begin with; by default they share nothing. Not for a recorded run, whose trace has it."""
+
     prompts_per_step: Count
     """Prompts of a step. It must equal the number in a recorded run."""
 
@@ -179,6 +184,12 @@ class Scenario(SpecModel):
         if data.get("schedule") == "one_step_off":  # overlaps what a co-located policy does in turn
             names = tuple(name for name in names if name not in POLICIES or POLICIES[name].placement != "colocated")
         return {**data, "policies": [{"name": name} for name in names]}
+
+    @model_validator(mode="after")
+    def _prefixes_are_recorded(self) -> Scenario:
+        if self.prefixes is not None and isinstance(self.workload, RecordedWorkload):
+            raise ValueError("prefixes: a recorded run has its own; leave the key out")
+        return self
 
     @model_validator(mode="after")
     def _labels_differ(self) -> Scenario:

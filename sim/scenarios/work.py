@@ -102,6 +102,31 @@ WorkloadSpec = Annotated[
 ]
 
 
+class PrefixLevel(SpecModel):
+    """One level of what prompts begin with: a system prompt, examples, a document."""
+
+    tokens: Count
+    """Tokens of the level, after the level before it."""
+
+    kinds: Count = 1
+    """How many different ones there are. Prompt i has number i modulo `kinds`, for each prefix of the level before."""
+
+
+PrefixSharing = Literal["engine", "plan", "plan_and_learner"]
+
+
+class PrefixesSpec(SpecModel):
+    """The shared prefixes of prompts, which come before their own tokens (`median_prompt_tokens`)."""
+
+    levels: Annotated[tuple[PrefixLevel, ...], Field(min_length=1)]
+    """From the first token on: such as a system prompt, then one of several blocks of examples."""
+
+    sharing: PrefixSharing = "plan_and_learner"
+    """`engine`: each engine's own cache alone. `plan`: prompts behind the same prefix go to the same actor, which
+    computes it once, before its samples, or gets its KV from another actor. `plan_and_learner`: reference and learner
+    compute it once per micro-batch, too."""
+
+
 class LearnerTimingSpec(SpecModel):
     """The time of learning: 6 floating-point operations per parameter and token at the model's utilisation."""
 
@@ -119,6 +144,10 @@ class LearnerTimingSpec(SpecModel):
 
     state_bytes_per_parameter: Positive = 16.0
     """Weights, gradients and Adam's state on the devices in mixed precision (ZeRO, arXiv 1910.02054)."""
+
+    micro_batch_tokens: Count = 32_768
+    """Tokens of one forward pass; a shared prefix is computed once in each. (verl's examples give a device 16 to 32
+    thousand.)"""
 
     fixed_s: Annotated[float, Field(ge=0)] = 2.0
     """Seconds of each step whatever its size: collating, the optimiser, barriers, metrics. An assumption; published

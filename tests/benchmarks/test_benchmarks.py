@@ -59,6 +59,7 @@ PURE = (
     Smoke(
         "prefixes", (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x +{NUMBER}x .* s +{NUMBER}x")
     ),
+    Smoke("prefix_ablation", (r"few-shot-7b-h100 +engine", rf"plan and learner +{NUMBER} +{NUMBER}x")),
     Smoke(
         "simulator", (r"[\d,]+ responses/s: \d+ in", r"static +\d+ s of processor", r"cost_aware +\d+ s of processor")
     ),
@@ -70,6 +71,10 @@ LIVE = (
     Smoke("chaos", (r"token-identical samples +\d+ of \d+", rf"kills +1\n.* -> .*: {NUMBER}x"), MODEL),
     Smoke("controls", (rf"shuffled +0 +{NUMBER} +{NUMBER} +[+-]{NUMBER}",), MODEL),
     Smoke("shapes", (rf"core apart / one process: step {NUMBER}; samples with the same tokens 4 of 4",), MODEL),
+    Smoke(
+        "prefix_steps",
+        (rf"long +step_s +off +{NUMBER} s +on +{NUMBER} s", rf"an actor that joins in mid-step {NUMBER}"),
+    ),
     Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
     Smoke("weights", (r"store: copy", rf"store: publish .* ratio {NUMBER}", rf"tiny: load .* ratio {NUMBER}")),
 )

@@ -8,9 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.functions.generation.messages import Ended, GenerateRequest, GroupFinished, Progress, SampleItem, Sampling
+from rlhfless.functions.generation.messages import (
+    Ended,
+    GenerateRequest,
+    GroupFinished,
+    Progress,
+    SampleItem,
+    Sampling,
+    StreamEnd,
+)
 from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.functions.generation.vllm.messages import Sampled, SampleRequest
+from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import FinishReason, Rollout
 
 
@@ -124,3 +133,15 @@ async def test_a_text_of_the_engine_that_no_file_can_hold_is_shown_as_escapes() 
     event = await anext(events)
     assert isinstance(event, GroupFinished)
     assert [rollout.text for rollout in event.rollouts] == ["a\\ud800\\x00"]
+
+
+async def test_tokens_that_were_cached_and_are_computed_again_are_counted() -> None:
+    """The fake engine finds nothing in its cache: the second sibling's block was there, and is gone."""
+    engine = FakeEngine()
+    items = [SampleItem("p", number, tuple(range(20)), seed=number) for number in range(2)]
+    events = RequestRun(engine, request(items), "i", CachedBlocks(16)).events()
+    await asyncio.sleep(0)
+    engine.finish(0, 1, tokens=3)
+    *_, end = [event async for event in events]
+    assert isinstance(end, StreamEnd)
+    assert (end.reply.usage.input_tokens, end.reply.usage.evicted_tokens) == (40, 16)

@@ -94,12 +94,12 @@ class FakeActor:
             left -= len(getattr(event, "rollouts", ()))
             yield event
 
-    async def call(self, method: str, call: Any, keys: Any, **_: Any) -> int:
+    async def call(self, method: str, call: Any, keys: Any, **_: Any) -> Any:
         if method == "precompute":
             self.precomputed.append((keys, len(self.requests)))
             if self.slow:
                 raise CallTimeout("waited 1 s for shared prefixes")
-            return 0
+            return tuple({"from": self.name} if keys.offer else None for _ in keys.prefixes)
         assert method == "abort"
         running = [key for key in keys if key in self.running]  # the others have just ended, or are not there yet
         for prompt_id in dict.fromkeys(key[0] for key in running):

@@ -15,8 +15,9 @@ def group(name: str, prompt: tuple[int, ...], responses: tuple[int, ...]) -> Gro
     return Group.of(Prompt(name, prompt, ""), rollouts)
 
 
-def call(function: FunctionName, work: Work, given: int, cached: int) -> Invocation:
-    return Invocation(function, "r", "i", work, 1, 0.0, 1.0, input_tokens=given, cached_tokens=cached)
+def call(function: FunctionName, work: Work, given: int, cached: int, evicted: int = 0) -> Invocation:
+    tokens = {"input_tokens": given, "cached_tokens": cached, "evicted_tokens": evicted}
+    return Invocation(function, "r", "i", work, 1, 0.0, 1.0, **tokens)
 
 
 def test_by_hand() -> None:
@@ -25,13 +26,14 @@ def test_by_hand() -> None:
     drawn, kept = Experience((first, second)), Experience((first,))
     calls = [
         call(FunctionName.GENERATION, Work.GENERATE, 8, 4),
-        call(FunctionName.GENERATION, Work.GENERATE, 10, 5),
+        call(FunctionName.GENERATION, Work.GENERATE, 10, 5, 2),
         call(FunctionName.GENERATION, Work.HELD_OUT, 100, 0),
         call(FunctionName.REFERENCE, Work.LOGPROBS, 18 + 18, 9),
         call(FunctionName.LEARNER, Work.EVALUATE, 50, 0),
         call(FunctionName.LEARNER, Work.LEARN, 8 + 11, 4),
     ]
     assert prompt_token_metrics(calls, drawn, kept) == {
+        "prefix_tokens_evicted": 2.0,
         "prompt_tokens_computed/generation": 9.0,
         "prompt_tokens_unique/generation": 3.0 + 1 + 2,
         "prompt_tokens_computed/reference": 9.0,

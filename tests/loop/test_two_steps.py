@@ -129,6 +129,7 @@ class Scene:
             self.policy.end(StepEnded(record.start_s, record.end_s), record.step)
 
         return SimpleNamespace(
+            moves=None,
             runner_of=lambda step, work: self.policy,
             figures=self.policy.figures,
             idle=lambda function, step: None,

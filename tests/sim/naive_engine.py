@@ -27,17 +27,27 @@ class LinearModel:
         return self.prefill_fixed_s + self.prefill_token_s * tokens + 1e-9 * tokens * context_tokens
 
 
+@dataclass(eq=False)
+class Block:
+    """One KV block of an engine."""
+
+    key: tuple[object, int] | None = None
+    """What it holds: (a prompt or a prefix of several, number of the block in the sequence); None: nothing shared."""
+    users: int = 0
+
+
 @dataclass
 class Sequence:
     sample: int
     group: int
     prompt: int
     target: int
+    prefixes: tuple[tuple[object, int], ...] = ()
+    """(name, tokens) of what its prompt shares with other prompts, the shortest first."""
     tokens: int = 0
     arrival_s: float = 0.0
     has_kv: bool = False
-    blocks: int = 0
-    """Blocks of its own, beside the blocks that it shares."""
+    held: list[Block] = field(default_factory=list)
     admitted: int = 0
     """Its number in the order of admission; a sequence that comes back gets a new one."""
     to_prefill: int = 0
@@ -56,6 +66,17 @@ class NaiveEngine:
     admitted: int = 0
     finish_s: dict[int, float] = field(default_factory=dict)
     preemptions: int = 0
+    prefilled: int = 0
+    cached: int = 0
+    evicted: int = 0
+    cache: dict[tuple[object, int], Block] = field(default_factory=dict)
+    known: set[tuple[object, int]] = field(default_factory=set)
+    """Blocks that could be found when the last of their users left them."""
+    free_queue: deque[Block] = field(default_factory=deque)
+    """Free blocks, as vLLM keeps them: taken from the left, put back at the right."""
+
+    def __post_init__(self) -> None:
+        self.free_queue.extend(Block() for _ in range(self.shape.kv_blocks))
 
     def submit(self, sequence: Sequence, at_s: float) -> None:
         sequence.arrival_s = at_s
@@ -92,22 +113,73 @@ class NaiveEngine:
     def take_out(self, samples: set[int]) -> dict[int, int]:
         taken = [s for s in (*self.queue, *self.filling, *self.running) if s.sample in samples]
         self.queue = deque(s for s in self.queue if s.sample not in samples)
+        for s in sorted(self.running, key=lambda s: (s.target - s.tokens, s.sample)):
+            if s.sample in samples:
+                self.release(s)
+        for s in self.filling:
+            if s.sample in samples:
+                self.release(s)
         self.filling = [s for s in self.filling if s.sample not in samples]
         self.running = [s for s in self.running if s.sample not in samples]
         return {s.sample: s.tokens for s in taken}
 
     @property
     def free(self) -> int:
-        residents = self.filling + self.running
-        shared = {s.group: self.shared_blocks(s) for s in residents}
-        return self.shape.kv_blocks - sum(shared.values()) - sum(s.blocks for s in residents)
+        return len(self.free_queue)
 
-    def shared_blocks(self, sequence: Sequence) -> int:
-        return (sequence.prompt - 1) // self.shape.block_tokens
+    def keys(self, sequence: Sequence) -> list[tuple[object, int]]:
+        """Of the whole blocks of its prompt; its last token is never found in a cache."""
+        spans = [*sequence.prefixes, (sequence.group, sequence.prompt - 1)]
+        found: list[tuple[object, int]] = []
+        for name, tokens in spans:
+            found += [(name, number) for number in range(len(found), tokens // self.shape.block_tokens)]
+        return found
+
+    def take(self) -> Block:
+        block = self.free_queue.popleft()
+        if block.key is not None and self.cache.get(block.key) is block:
+            del self.cache[block.key]
+        block.key, block.users = None, 1
+        return block
+
+    def hold(self, s: Sequence, count: int) -> int:
+        """The sequence gets `count` blocks; returns how many of them were in the cache."""
+        keys = self.keys(s)
+        found = next((i for i, key in enumerate(keys) if key not in self.cache), len(keys))
+        for i, key in enumerate(keys):
+            if i >= found and key in self.known:
+                self.evicted += self.shape.block_tokens
+            self.known.discard(key)
+        s.held = [self.cache[key] for key in keys[:found]]
+        for block in s.held:
+            if block.users == 0:
+                self.free_queue.remove(block)
+            block.users += 1
+        for key in [*keys[found:], *[None] * (count - len(keys))]:
+            block = self.take()
+            block.key = key
+            if key is not None:
+                self.cache[key] = block
+            s.held.append(block)
+        return found
+
+    def release(self, s: Sequence) -> None:
+        """Its blocks are free, the last one first."""
+        computed = (s.prefilled if s.to_prefill else s.prompt + s.tokens - 1) // self.shape.block_tokens
+        for number in reversed(range(len(s.held))):
+            block = s.held[number]
+            block.users -= 1
+            if block.users == 0:
+                if block.key is not None and number < computed:
+                    self.known.add(block.key)
+                elif block.key is not None and self.cache.get(block.key) is block:
+                    del self.cache[block.key]
+                self.free_queue.append(block)
+        s.held = []
 
     def needs_block(self, s: Sequence) -> bool:
         """Its next decode iteration writes behind the last block that it has."""
-        return self.shape.blocks(s.prompt + s.tokens) > s.blocks + self.shared_blocks(s)
+        return self.shape.blocks(s.prompt + s.tokens) > len(s.held)
 
     def needed(self) -> int:
         return sum(self.needs_block(s) for s in self.running)
@@ -116,7 +188,8 @@ class NaiveEngine:
         while self.needed() > self.free:
             among = self.filling or self.running
             victim = among.pop(max(range(len(among)), key=lambda i: among[i].admitted))
-            victim.has_kv = False
+            self.release(victim)
+            victim.has_kv, victim.to_prefill = False, 0
             self.queue.appendleft(victim)
             self.preemptions += 1
 
@@ -124,9 +197,8 @@ class NaiveEngine:
         while self.queue and len(self.filling) + len(self.running) < self.shape.max_sequences:
             head = self.queue[0]
             held = head.prompt + head.tokens - (1 if head.has_kv else 0)
-            shared = self.shared_blocks(head)
-            sibling = any(s.group == head.group for s in self.filling + self.running)
-            cost = self.shape.blocks(held) - (shared if sibling else 0)
+            shared = sum(key in self.cache and self.cache[key].users > 0 for key in self.keys(head))
+            cost = self.shape.blocks(held) - shared
             if head.has_kv:  # it decodes at once
                 cost += self.shape.blocks(held + 1) - self.shape.blocks(held)
             if head.arrival_s > self.now_s or cost + self.needed() > self.free:
@@ -134,11 +206,12 @@ class NaiveEngine:
             self.queue.popleft()
             self.admitted += 1
             head.admitted = self.admitted
-            head.blocks = self.shape.blocks(held) - shared
+            found = self.hold(head, self.shape.blocks(held))
             if head.has_kv:
                 self.running.append(head)
             else:
-                head.prefilled = shared * self.shape.block_tokens if sibling else 0
+                head.prefilled = found * self.shape.block_tokens
+                self.cached += head.prefilled
                 head.to_prefill = held - head.prefilled
                 self.filling.append(head)
 
@@ -165,18 +238,20 @@ class NaiveEngine:
     def iterate(self, chunks: list[tuple[Sequence, int]], decoding: bool) -> None:
         if decoding:
             for s in self.running:
-                s.blocks += self.needs_block(s)
+                if self.needs_block(s):
+                    s.held.append(self.take())
                 s.tokens += 1
         for s, take in chunks:
             s.to_prefill -= take
             s.prefilled += take
+            self.prefilled += take
         ready = [s for s, _ in chunks if s.to_prefill == 0]
         for s in ready:
             s.tokens += 1
         self.filling = [s for s in self.filling if s.to_prefill]
-        handed = ready if self.shape.prefill_only else []
-        self.running += [s for s in ready if s not in handed]
-        for s in [*handed, *self.running]:
-            if s in handed or s.tokens == s.target:
-                self.finish_s[s.sample] = self.now_s
-        self.running = [s for s in self.running if s.tokens < s.target]
+        at_once = [s for s in ready if self.shape.prefill_only or s.tokens == s.target]
+        ended = sorted((s for s in self.running if s.tokens == s.target), key=lambda s: s.sample)
+        for s in (*at_once, *ended):
+            self.finish_s[s.sample] = self.now_s
+            self.release(s)
+        self.running = [s for s in self.running if s.tokens < s.target] + [s for s in ready if s not in at_once]

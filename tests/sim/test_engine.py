@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_engine import LinearModel, NaiveEngine, Sequence
 
+from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.sim.engine import Engine, EnginePool, EngineShape, PricedModel
 from rlhfless.sim.samples import Progress, RolloutBatch
@@ -20,8 +22,8 @@ PRICES = PricedModel(MODEL, 64)
 EXACT = 1e-9
 
 
-def batch_of(groups: list[tuple[int, list[int]]]) -> RolloutBatch:
-    """A batch from (prompt tokens, response lengths) per group."""
+def batch_of(groups: list[tuple[int, list[int]]], prefixes: PrefixTree | None = None) -> RolloutBatch:
+    """A batch from (prompt tokens, response lengths) per group, and what the prompts share."""
     sizes = [len(lengths) for _, lengths in groups]
     return RolloutBatch(
         step=1,
@@ -29,6 +31,7 @@ def batch_of(groups: list[tuple[int, list[int]]]) -> RolloutBatch:
         prompt_tokens=np.array([prompt for prompt, _ in groups], dtype=np.int64),
         group=np.repeat(np.arange(len(groups)), sizes),
         response_tokens=np.array([length for _, lengths in groups for length in lengths], dtype=np.int64),
+        prefixes=prefixes,
     )
 
 
@@ -46,7 +49,9 @@ def everything(batch: RolloutBatch) -> np.ndarray:
 
 def sequence_of(batch: RolloutBatch, sample: int) -> Sequence:
     group = int(batch.group[sample])
-    return Sequence(sample, group, int(batch.prompt_tokens[group]), int(batch.response_tokens[sample]))
+    tree = batch.tree
+    prefixes = tuple((f"prefix {k}", int(tree.tokens[k])) for k in tree.lineage(int(tree.leaf[group])))
+    return Sequence(sample, group, int(batch.prompt_tokens[group]), int(batch.response_tokens[sample]), prefixes)
 
 
 ROOMY = EngineShape(max_sequences=64, kv_blocks=10_000, block_tokens=16, chunk_tokens=None)
@@ -72,6 +77,56 @@ def test_two_siblings_by_hand() -> None:
     assert free_blocks(engine) == ROOMY.kv_blocks
 
 
+def test_prompts_behind_one_prefix_by_hand() -> None:
+    """A system prompt of 32 tokens, then 20 and 5: the second prompt finds the two blocks of 16."""
+    tree = PrefixTree(np.array([32]), np.array([NONE]), np.array([0, 0]))
+    batch = batch_of([(52, [1]), (37, [1])], tree)
+    engine = engine_of(batch, ROOMY)
+    engine.submit(everything(batch), 0.0)
+    engine.advance(math.inf)
+    assert engine.now_s == pytest.approx(MODEL.prefill_s(52) + MODEL.prefill_s(5, 32), rel=EXACT)
+    assert (engine.prefilled_tokens, engine.cached_tokens, engine.evicted_tokens) == (57, 32, 0)
+
+
+def test_a_prefix_is_found_until_its_blocks_are_taken_by_hand() -> None:
+    """Six blocks of 4. The first prompt leaves two of the prefix (of 8 tokens) and one of its own; the second takes
+    three that were never used and the own one; the third then takes the prefix's last, and finds its first."""
+    tree = PrefixTree(np.array([8]), np.array([NONE]), np.array([0, NONE, 0]))
+    batch = batch_of([(9, [1]), (16, [2]), (9, [1])], tree)
+    shape = EngineShape(max_sequences=1, kv_blocks=6, block_tokens=4, chunk_tokens=None)
+    engine = engine_of(batch, shape)
+    engine.submit(everything(batch), 0.0)
+    engine.advance(math.inf)
+    # 16 tokens and one drawn are 5 blocks: 3 unused ones, the first prompt's own, and the last of the prefix.
+    assert engine.prefilled_tokens == 9 + 16 + 5
+    assert (engine.cached_tokens, engine.evicted_tokens) == (4, 4)
+    assert free_blocks(engine) == 6
+
+
+def test_a_precomputed_prefix_by_hand() -> None:
+    """In a call of its own before the samples; another engine gets it sent where that is cheaper."""
+    tree = PrefixTree(np.array([32, 64]), np.array([NONE, 0]), np.array([1, 1]))
+    batch = batch_of([(70, [1]), (75, [1])], tree)
+    progress = Progress(batch)
+    engine = engine_in(progress, ROOMY)
+    assert not engine.has(1)
+    done = engine.precompute([1], 1.0, 0.01, {})
+    computed_s = 0.01 + MODEL.prefill_s(32) + MODEL.prefill_s(32, 32)
+    assert (done.start_s, done.end_s) == pytest.approx((1.0, 1.0 + computed_s), rel=EXACT)
+    assert (done.computed_tokens, done.cached_tokens, done.moved_tokens) == (64, 0, 0)
+    assert engine.has(1)
+    engine.submit(everything(batch), done.end_s)
+    engine.advance(math.inf)
+    assert (engine.prefilled_tokens, engine.cached_tokens) == (6 + 11, 128)
+    sent = engine_in(progress, ROOMY).precompute([0, 1], 1.0, 0.01, {0: 1.0, 1: 1e-6})
+    assert (sent.computed_tokens, sent.moved_tokens, sent.cached_tokens) == (32, 32, 64)
+    assert sent.end_s == pytest.approx(1.01 + MODEL.prefill_s(32) + 32e-6, rel=EXACT)
+    small = engine_in(Progress(batch), EngineShape(4, 5, 16, None)).precompute([1], 0.0, 0.0, {})
+    assert small.computed_tokens == 64
+    none = engine_in(Progress(batch), EngineShape(4, 5, 32, None)).precompute([1], 0.0, 0.0, {})
+    assert none.computed_tokens == 64
+
+
 def test_preemption_by_hand() -> None:
     """Five blocks of 4. Both hold two after the prefill of 5; at 9 tokens each needs a third, and one is left."""
     batch = batch_of([(5, [8]), (5, [8])])
@@ -79,10 +134,11 @@ def test_preemption_by_hand() -> None:
     engine = engine_of(batch, shape)
     engine.submit(everything(batch), 0.0)
     engine.advance(math.inf)
-    # Four tokens each, then the later one leaves; the other draws its last four alone; then 9 tokens are prefilled.
+    # Four tokens each, then the later one leaves; the other draws its last four alone; then 9 tokens are prefilled, of
+    # which the first block is still in the cache.
     apart_s = 2 * MODEL.prefill_s(5) + decode_s(MODEL, 2, 12, 3)
     first_s = apart_s + decode_s(MODEL, 1, 9, 4)
-    second_s = first_s + MODEL.prefill_s(9) + decode_s(MODEL, 1, 10, 3)
+    second_s = first_s + MODEL.prefill_s(5, 4) + decode_s(MODEL, 1, 10, 3)
     assert engine.progress.table.finish_s == pytest.approx([first_s, second_s], rel=EXACT)
     assert engine.preemptions == 1
 
@@ -159,10 +215,25 @@ class Scenario:
 
 
 @st.composite
+def trees(draw: st.DrawFn, prompts: list[int]) -> PrefixTree:
+    """Prefixes of prompts of these lengths, nested at random."""
+    tokens: list[int] = []
+    parent: list[int] = []
+    for number in range(draw(st.integers(0, 3))):
+        above = draw(st.integers(NONE, number - 1))
+        least = 0 if above == NONE else tokens[above]
+        tokens.append(least + draw(st.integers(1, 12)))
+        parent.append(above)
+    fitting = [[NONE, *(k for k, shared in enumerate(tokens) if shared < prompt)] for prompt in prompts]
+    leaf = [draw(st.sampled_from(choices)) for choices in fitting]
+    return PrefixTree(*(np.array(column, dtype=np.int64) for column in (tokens, parent, leaf)))
+
+
+@st.composite
 def scenarios(draw: st.DrawFn, *, with_cuts: bool = True) -> Scenario:
     lengths = st.lists(st.integers(1, 40), min_size=1, max_size=4)
     groups = draw(st.lists(st.tuples(st.integers(1, 50), lengths), min_size=1, max_size=5))
-    batch = batch_of(groups)
+    batch = batch_of(groups, draw(trees([prompt for prompt, _ in groups])))
     block = draw(st.sampled_from([1, 2, 4, 7, 16]))
     longest = max(-(-(prompt + max(responses)) // block) for prompt, responses in groups)
     slots = draw(st.integers(1, 9))
@@ -238,6 +309,8 @@ def test_closed_form_equals_the_naive_loop(scenario: Scenario) -> None:
     assert engine.progress.table.finish_s == pytest.approx(expected, rel=EXACT)
     assert engine.now_s == pytest.approx(naive.now_s, rel=EXACT)
     assert engine.preemptions == naive.preemptions
+    counted = (engine.prefilled_tokens, engine.cached_tokens, engine.evicted_tokens)
+    assert counted == (naive.prefilled, naive.cached, naive.evicted)
 
 
 @given(scenarios())

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.records import FinishReason, FunctionName, Holding, Invocation, Rollout, Score, Work
+from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
+from rlhfless.records import PREFIXES, Decision, FinishReason, FunctionName, Holding, Invocation, Rollout, Score, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
@@ -17,7 +18,9 @@ from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.scenarios.draw import behind_prefixes
+from rlhfless.sim.scenarios.work import PrefixLevel
+from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.sim.simulation import Simulation
 from rlhfless.sim.workloads.synthetic import LognormalLengths, SyntheticWorkload
 
@@ -27,12 +30,24 @@ LOAD_S, PUBLISH_S, GROUP_S = 0.05, 0.02, 4e-4
 EPOCH_S = 1_795_000_000.0
 
 
-def record(folder: Path, actors: int, prompts: int = 16, median_tokens: float = 20.0, steps: int = 8) -> Path:
-    """Writes the trace of a run with static actors on CPU cores, and returns its folder."""
+def record(
+    folder: Path,
+    actors: int,
+    prompts: int = 16,
+    median_tokens: float = 20.0,
+    steps: int = 8,
+    levels: Sequence[PrefixLevel] = (),
+) -> Path:
+    """Writes the trace of a run with static actors on CPU cores, and returns its folder. `levels`: of shared
+    prefixes."""
     shape = LognormalLengths(median_tokens, 0.7, 0.5)
     workload = SyntheticWorkload(shape, 64, prompts, 4, 7.0, 112, 0.0, seed=actors)
     batches = list(workload.batches(steps))
-    simulation = Simulation(_setup(actors), make_policy("static"), load_price_book())
+    setup = _setup(actors)
+    if levels:
+        batches = [behind_prefixes(batch, levels) for batch in batches]
+        setup = dataclasses.replace(setup, prefixes=PrefixUse(planned=True, forward_tokens=8192))
+    simulation = Simulation(setup, make_policy("static"), load_price_book())
     generations = [simulation.step(batch) for batch in batches]
     trace = simulation.close()
     meta = TraceMeta(f"demo-{actors}", 1, load_price_book().snapshot(), _spec(), {})
@@ -42,6 +57,9 @@ def record(folder: Path, actors: int, prompts: int = 16, median_tokens: float = 
         for call in trace.invocations:
             writer.add_invocation(_later(_told(call, batches)))
         for batch, generation in zip(batches, generations, strict=True):
+            texts = {name: batch.tree.text(number) for number, name in enumerate(batch.prompt_ids)}
+            if levels:
+                writer.add_decision(Decision(batch.step, EPOCH_S, PREFIXES, "shared", texts))
             table = generation.progress.table
             for sample in range(batch.samples):
                 length = int(batch.response_tokens[sample])
@@ -71,7 +89,7 @@ def _setup(actors: int) -> Setup:
             Allocation.of([Device(f"cpu-{core}", "cpu-core", core)], 0.3), "node", start_s, {}, beside=True
         )
 
-    shape = EngineShape(256, 100_000, 16, 8192)
+    shape = EngineShape(256, 100_000, CPU_BLOCK_TOKENS, 8192)
     prices = PricedModel(ENGINE, shape.max_sequences)
     scoring = ServiceShape(slot_setup(0), FunctionName.SCORING, Work.SCORE, GROUP_S, 0.0)
     learner = LearnerShape(slot_setup(1), LEARN_S, EVALUATE_TOKEN_S, LEARN_TOKEN_S, PUBLISH_S)

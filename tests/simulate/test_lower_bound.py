@@ -150,3 +150,12 @@ def test_more_time_never_costs_more_and_steps_together_are_no_dearer(seed: int, 
 def test_the_line_through_an_engine_prices_its_prefill() -> None:
     line = LinearEngine(0.01, 0.001, 1e-6, 1e-5, 1e-9)
     assert LinearEngine.of(line).prefill_token_s == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("sharing", ["engine", "plan", "plan_and_learner"])
+def test_no_policy_beats_it_behind_shared_prefixes(sharing: str) -> None:
+    levels = [{"tokens": 600}, {"tokens": 300, "kinds": 4}]
+    policies = [{"name": "static_colocated"}, {"name": "cost_aware"}]
+    behind = scenario(prefixes={"levels": levels, "sharing": sharing}, seeds=1, policies=policies)
+    comparison = compare(behind)
+    assert RunBounds(behind).beaten(run for runs in comparison.results.values() for run in runs) == []

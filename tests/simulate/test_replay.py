@@ -18,6 +18,7 @@ from rlhfless.sim.replay.calibrate import calibrate, line_through
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit, load_latency, write_latency
 from rlhfless.sim.replay.measured import helper_cores, shared_s
 from rlhfless.sim.replay.replay import replay
+from rlhfless.sim.scenarios.work import PrefixLevel
 from rlhfless.sim.workloads.runtime import read_runtime
 from rlhfless.spec.errors import InputError
 
@@ -155,3 +156,17 @@ def test_traces_without_what_is_needed_are_refused(one_actor: Path) -> None:
         replay(whole, [])
     with pytest.raises(TraceError, match="no generate or no learn calls"):
         calibrate([Trace(whole.meta, whole.holdings, rollouts=whole.rollouts, steps=whole.steps)])
+
+
+def test_a_replay_reproduces_the_prompt_tokens_that_were_computed(tmp_path: Path) -> None:
+    """From the trace alone, which has no prompts: a system prompt, then one of four blocks of examples."""
+    levels = (PrefixLevel(tokens=320), PrefixLevel(tokens=300, kinds=4))
+    folder = record(tmp_path, actors=2, prompts=16, levels=levels)
+    again = replay(read_trace(folder), read_runtime(folder))
+    found = {each.function: each for each in again.prompt_tokens}
+    assert found.keys() == {"generation", "learner"}
+    for each in found.values():
+        assert each.predicted == pytest.approx(each.measured, rel=0.03)
+    # Two actors compute the 320 tokens and four times 300; of each sample what fills no block of 32.
+    assert 1.5 < found["generation"].measured < 3
+    assert again.errors[-1].error < 0.05

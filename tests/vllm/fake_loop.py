@@ -12,6 +12,7 @@ class FakeCore:
     """Draws the tokens 0, 1, 2, ... for every request, one per step."""
 
     kv_capacity_tokens = 4096
+    block_tokens = 16
 
     def __init__(self) -> None:
         self.requests: dict[str, SampleRequest] = {}

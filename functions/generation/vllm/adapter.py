@@ -74,6 +74,8 @@ class Engine:
         """Duration of each phase of the start."""
         self.kv_capacity_tokens = 0
         """Tokens that the KV cache holds; 0 if the engine did not say."""
+        self.block_tokens = 0
+        """Tokens of a block of the KV cache, once it has started."""
         self._process = process
         self._folder = folder
         self._numbers = itertools.count()
@@ -284,6 +286,7 @@ class Engine:
                 _resolve(self._calls.get(message.call_id), message.error or message.value)
             case Started():
                 self.kv_capacity_tokens = message.kv_capacity_tokens
+                self.block_tokens = message.block_tokens
                 _resolve(self._started, message.seconds)
             case Crashed():
                 self._fail(EngineDead(f"the engine's process failed:\n{message.trace}"))

@@ -18,6 +18,7 @@ from typing import Any
 
 from rlhfless.functions.generation.vllm.messages import EngineSettings
 from rlhfless.functions.loopback import LOOPBACK, loopback_environment
+from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 
 TRANSFER_BACKEND = "rlhfless-store"
 """Name under which our weight engine is registered with vLLM."""
@@ -25,11 +26,16 @@ TRANSFER_BACKEND = "rlhfless-store"
 WORKER_EXTENSION = "rlhfless.functions.generation.vllm.weight_engine.StoreWorkerExtension"
 """vLLM imports this in every worker before it loads the model; the import registers the weight engine."""
 
-CPU_BLOCK_TOKENS = 32  # the CPU attention kernel wants multiples of 32; the default of 128 shares no short prompts
 CPU_KV_CACHE_GIB = 1.0  # without a number vLLM reserves nearly all memory of the machine
 
 OWN_ARGUMENTS = frozenset(
-    {"distributed_executor_backend", "logprobs_mode", "weight_transfer_config", "worker_extension_cls"}
+    {
+        "distributed_executor_backend",
+        "kv_transfer_config",
+        "logprobs_mode",
+        "weight_transfer_config",
+        "worker_extension_cls",
+    }
 )
 
 
@@ -62,7 +68,31 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = int((spec.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_fraction
+    if spec.kv_connector is not None:
+        arguments["kv_transfer_config"] = _kv_transfer(settings)
     return arguments | spec.extra
+
+
+def kv_folder(settings: EngineSettings) -> Path:
+    """Where the engine of this process keeps KV for others, if its connector is `folder`."""
+    return Path(settings.store.folder) / f"kv-{os.getpid()}"
+
+
+def _kv_transfer(settings: EngineSettings) -> dict[str, Any]:
+    """`kv_transfer_config` of vLLM. Raises ValueError for a folder that other engines do not see."""
+    if settings.engine.kv_connector == "nixl":
+        return {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    if settings.store.kind != "folder":
+        raise ValueError(
+            f"generation.engine.kv_connector is folder, but weights come by {settings.store.kind}: engines do not "
+            "share a folder; use nixl, or leave it out"
+        )
+    return {
+        "kv_connector": "KvFiles",
+        "kv_connector_module_path": "rlhfless.functions.generation.vllm.kv_files",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"folder": str(kv_folder(settings))},
+    }
 
 
 def is_eager(settings: EngineSettings) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rlhfless.functions.generation.vllm.arguments import engine_arguments
+from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
 from rlhfless.functions.generation.vllm.generators import DRAWN
 from rlhfless.functions.generation.vllm.messages import (
     CORE_DIED,
@@ -60,6 +61,7 @@ class Core:
             require_no_numba()
         started = time.monotonic()
         _register_model_class(settings)
+        self._kv_folder = kv_folder(settings)
         config = EngineArgs(**engine_arguments(settings)).create_engine_config()
         configured = time.monotonic()
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
@@ -70,6 +72,7 @@ class Core:
         self._engine.engine_core.collective_rpc("init_weight_transfer_engine", args=(address,))
         self.seconds = {"configure": configured - started, "build": time.monotonic() - configured}
         self.kv_capacity_tokens: int = config.cache_config.kv_cache_size_tokens or 0
+        self.block_tokens: int = config.cache_config.block_size
         self._vocabulary_tokens = config.model_config.get_vocab_size()
         self._internal_ids: dict[str, str] = {}
         self._usable = True
@@ -95,10 +98,20 @@ class Core:
             # Only stop texts need the text while sampling; without them it is decoded once, at the end.
             detokenize=bool(request.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={DRAWN: (request.drawn_tokens, self._vocabulary_tokens)} if request.drawn_tokens else None,
+            extra_args=self._extra(request),
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
         self._internal_ids[request.request_id] = self._engine.add_request(request.request_id, prompt, parameters)
+
+    def _extra(self, request: SampleRequest) -> dict[str, Any] | None:
+        extra: dict[str, Any] = {}
+        if request.drawn_tokens:
+            extra[DRAWN] = (request.drawn_tokens, self._vocabulary_tokens)
+        if request.kv_transfer is not None:
+            # With this key vLLM reports the tokens that were cached where the prefill was done, and not here.
+            kept = {key: value for key, value in request.kv_transfer.items() if key != "remote_prefill_cached_tokens"}
+            extra["kv_transfer_params"] = kept
+        return extra or None
 
     def step(self) -> list[Sampled]:
         """One iteration; returns the responses that ended in it."""
@@ -142,6 +155,7 @@ class Core:
         with self._paused():
             digest, tensors, size_bytes = self._update(published)
             read_back = self._read_back(published) if published.probe.samples else 0
+            shutil.rmtree(self._kv_folder, ignore_errors=True)
             if not self._engine.reset_prefix_cache():
                 raise EngineDead("the prefix cache could not be cleared: blocks of the old weights are still in use")
             self._engine.set_weight_version(published.version.label)
@@ -216,6 +230,7 @@ class Core:
     def close(self) -> None:
         """Ends vLLM's own processes, or leaves the process groups, so that their sockets and files go."""
         self._closing = True
+        shutil.rmtree(self._kv_folder, ignore_errors=True)
         if isinstance(self._engine.engine_core, SyncMPClient):
             self._engine.engine_core.shutdown(CLOSE_S)
             return
@@ -246,6 +261,7 @@ class Core:
                 VersionSpan(span.version, span.start, span.end) for span in completion.weight_versions or ()
             ),
             cached_tokens=output.num_cached_tokens or 0,
+            kv_offer=output.kv_transfer_params,
             text=completion.text or self._engine.get_tokenizer().decode(token_ids, skip_special_tokens=True),
         )
 

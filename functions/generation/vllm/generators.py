@@ -1,11 +1,15 @@
-"""Random generators of requests that continue where another engine stopped.
+"""Random generators of requests: where they start, and how they go back.
 
 A request's generator starts at its seed. If the request's prompt ends with response tokens, the generator must continue
 as if it had drawn them itself; otherwise the random numbers of the first tokens would be used again for the rest.
+
+A prefill that takes several iterations draws a token in each, which vLLM throws away; it then sets the generator back
+by an offset that generators of CPUs do not have, and the engine would end with an error.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +37,31 @@ def advance(generator: torch.Generator, drawn_tokens: int, vocabulary_tokens: in
         noise.exponential_(generator=generator)
 
 
+class RewindingGenerator(torch.Generator):
+    """A generator on a CPU. Setting its offset puts it behind the tokens that its request has."""
+
+    def __new__(cls, state: CachedRequestState) -> RewindingGenerator:  # noqa: ARG004 (of __init__)
+        return super().__new__(cls, device="cpu")  # type: ignore[call-arg]
+
+    def __init__(self, state: CachedRequestState) -> None:
+        self._state = weakref.ref(state)
+        self.set_offset(0)
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:  # noqa: ARG002
+        state = self._state()
+        assert state is not None
+        assert state.sampling_params is not None
+        assert state.sampling_params.seed is not None
+        self.manual_seed(state.sampling_params.seed)
+        extra = state.sampling_params.extra_args or {}
+        before, vocabulary_tokens = extra.get(DRAWN, (0, 0))
+        advance(self, before + len(state.output_token_ids), vocabulary_tokens)
+        return self
+
+
 @dataclass
 class ContinuedRequestState(CachedRequestState):
     """vLLM's state of a request in a worker, made when the request is first scheduled."""
@@ -40,7 +69,11 @@ class ContinuedRequestState(CachedRequestState):
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]
         extra = (self.sampling_params.extra_args if self.sampling_params else None) or {}
-        if self.generator is not None and DRAWN in extra:
+        if self.generator is None:
+            return
+        if current_platform.is_cpu():
+            self.generator = RewindingGenerator(self)
+        elif DRAWN in extra:
             advance(self.generator, *extra[DRAWN])
 
 

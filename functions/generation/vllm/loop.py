@@ -98,7 +98,7 @@ def main() -> None:
     try:
         settings: EngineSettings = processes.receive(channel)
         core, seconds = _start(settings)
-        processes.send(channel, Started(seconds, core.kv_capacity_tokens))
+        processes.send(channel, Started(seconds, core.kv_capacity_tokens, core.block_tokens))
         serve(channel, core)
         core.close()
     except EOFError:

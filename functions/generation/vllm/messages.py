@@ -6,6 +6,7 @@ of vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +73,12 @@ class EngineSettings:
         return Path(self.model).is_dir() and Path(self.tokenizer).is_dir()
 
 
+KvTransfer = Mapping[str, Any]
+"""Parameters of vLLM's KV connectors. Opaque, but for OFFER: an engine's answer to it is given to another engine."""
+
+OFFER: KvTransfer = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     """One response to one prompt (n = 1)."""
@@ -94,6 +101,9 @@ class SampleRequest:
     drawn_tokens: int = 0
     """How many tokens at the end of `token_ids` an engine has already drawn with this seed: sampling continues
     there."""
+    kv_transfer: KvTransfer | None = None
+    """OFFER: the KV of `token_ids` is kept for other engines. An offer of another engine: its KV is taken from
+    there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,8 @@ class Sampled:
     """Prompt tokens whose KV came from the prefix cache."""
     text: str
     """Without special tokens and without the stop text."""
+    kv_offer: KvTransfer | None = None
+    """With this other engines get the KV of the prompt, if the request was OFFER."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +170,8 @@ class Started:
     """Duration of each phase of the start: import, configure, build."""
     kv_capacity_tokens: int = 0
     """Tokens that the KV cache holds; 0 where the engine does not say."""
+    block_tokens: int = 16
+    """Tokens of a block of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,13 @@
 
 import numpy as np
 
-from rlhfless.prefixes.neighbours import prefix_ranks
 from rlhfless.prefixes.precompute import LEAST_TOKENS
+from rlhfless.prefixes.tree import PrefixTree
+
+
+def prefix_ranks(prompts):
+    return PrefixTree.of_prompts(prompts).ranks()
+
 
 SYSTEM = tuple(range(LEAST_TOKENS))
 FIRST, SECOND = tuple(range(5000, 5064)), tuple(range(6000, 6064))
@@ -29,3 +34,12 @@ def test_short_prefixes_make_no_difference() -> None:
     assert not prefix_ranks([(*SYSTEM[:-1], 7, 7), (*SYSTEM[:-1], 8, 8)]).any()
     assert prefix_ranks([]).shape == (0,)
     assert np.array_equal(prefix_ranks([(1,), (2,)]), [0, 0])
+
+
+def test_a_trace_keeps_the_tree() -> None:
+    tree = PrefixTree.of_prompts([(*SYSTEM, *FIRST, 1), (*SYSTEM, *FIRST, 2), (*SYSTEM, 3), (4,)])
+    texts = [tree.text(prompt) for prompt in range(4)]
+    assert texts == ["0:256 1:320", "0:256 1:320", "0:256", ""]
+    again = PrefixTree.parse(texts[::-1])
+    assert [again.text(prompt) for prompt in range(4)][::-1] == texts
+    assert again.unique_tokens(np.array([1, 257, 321, 321])) == tree.unique_tokens(np.array([321, 321, 257, 1]))

@@ -1,0 +1,35 @@
+"""How many prompt tokens an engine computed again because its cache had given their blocks away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CachedBlocks:
+    """The blocks that an engine has computed since its cache was last emptied, by the tokens up to their end.
+
+    An engine admits requests in their order, and a block can be found from its allocation on. So the blocks of all
+    earlier requests are there, unless they were evicted.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._known: set[tuple[int, tuple[int, ...]]] = set()
+        """(hash of the block before it, tokens)."""
+
+    def add(self, token_ids: Sequence[int]) -> int:
+        """A request with this prompt comes to the engine. Returns its tokens that earlier requests have computed, in
+        whole blocks; the last token of a prompt is never found in a cache."""
+        size, parent, shared = self._block_tokens, 0, True
+        found = 0
+        for start in range(0, len(token_ids) - size + 1, size):
+            block = (parent, tuple(token_ids[start : start + size]))
+            shared = shared and block in self._known
+            found += size if shared and start + size < len(token_ids) else 0
+            self._known.add(block)
+            parent = hash(block)
+        return found
+
+    def clear(self) -> None:
+        """The engine's cache was emptied."""
+        self._known.clear()

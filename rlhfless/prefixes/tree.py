@@ -1,0 +1,136 @@
+"""Shared prefixes of prompts of which lengths alone are known, and what a plan does with them: the simulator's side of
+`rlhfless.prefixes`. A `PrefixForest`, which knows the tokens, gives the same tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfless.prefixes.precompute import BLOCK_TOKENS, LEAST_TOKENS
+from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
+from rlhfless.records import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Shared prefixes, each after its parent, and the longest one of each prompt.
+
+    Raises ValueError for a parent that comes later, or is not shorter.
+    """
+
+    tokens: IntArray  # [prefixes], from the first token
+    parent: IntArray  # [prefixes], or NONE
+    leaf: IntArray  # [prompts], the longest shared prefix of each, or NONE
+
+    def __post_init__(self) -> None:
+        above = np.append(self.tokens, 0)[self.parent]
+        wrong = np.flatnonzero((self.parent >= np.arange(len(self.tokens))) | (above >= self.tokens))
+        if wrong.size:
+            number = int(wrong[0])
+            raise ValueError(
+                f"prefix {number} of {self.tokens[number]} tokens has the parent {self.parent[number]}; a parent comes "
+                "before its children, and is shorter"
+            )
+        if self.leaf.size and not (self.leaf.min() >= NONE and self.leaf.max() < len(self.tokens)):
+            raise ValueError(f"leaf names the prefix {self.leaf.max()}; there are {len(self.tokens)}")
+
+    @classmethod
+    def nothing(cls, prompts: int) -> PrefixTree:
+        """Prompts that share nothing."""
+        none = np.zeros(0, np.int64)
+        return cls(none, none, np.full(prompts, NONE, np.int64))
+
+    @classmethod
+    def of_prompts(cls, prompts: Sequence[Sequence[int]], least_tokens: int = 0) -> PrefixTree:
+        """What these different prompts share, in blocks of BLOCK_TOKENS."""
+        if sum(len(prompt) > least_tokens for prompt in prompts) < 2:
+            return cls.nothing(len(prompts))
+        return cls.of(shared_prefixes(prompts, block_tokens=BLOCK_TOKENS), len(prompts))
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> PrefixTree:
+        """The tree of prompts whose `text` these are, `[prompts]`."""
+        number: dict[str, int] = {}
+        tokens: list[int] = []
+        parent: list[int] = []
+        leaf = []
+        for text in texts:
+            above = NONE
+            for part in text.split():
+                if part not in number:
+                    number[part] = len(tokens)
+                    tokens.append(int(part.partition(":")[2]))
+                    parent.append(above)
+                above = number[part]
+            leaf.append(above)
+        return cls(*(np.array(column, dtype=np.int64) for column in (tokens, parent, leaf)))
+
+    def text(self, prompt: int) -> str:
+        """The prefixes of a prompt as `number:tokens`, the shortest first: how a trace has them."""
+        return " ".join(f"{prefix}:{self.tokens[prefix]}" for prefix in self.lineage(int(self.leaf[prompt])))
+
+    @classmethod
+    def of(cls, forest: PrefixForest, prompts: int) -> PrefixTree:
+        """The prefixes that different prompts share, of a forest over different prompts."""
+        return cls(forest.tokens, forest.parent, forest.leaf[:prompts])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def own_tokens(self) -> IntArray:
+        """Tokens of each prefix that its parent does not have, `[prefixes]`."""
+        own: IntArray = self.tokens - np.append(self.tokens, 0)[self.parent]
+        return own
+
+    @property
+    def shared_tokens(self) -> IntArray:
+        """Tokens of the longest shared prefix of each prompt, `[prompts]`."""
+        shared: IntArray = np.append(self.tokens, 0)[self.leaf]
+        return shared
+
+    def lineage(self, prefix: int) -> list[int]:
+        """A prefix and all that it contains, the shortest first; [] for NONE."""
+        found = []
+        while prefix != NONE:
+            found.append(prefix)
+            prefix = int(self.parent[prefix])
+        return found[::-1]
+
+    def unique_tokens(self, prompt_tokens: IntArray) -> int:
+        """Prompt tokens `[prompts]` when each shared prefix is counted once."""
+        used = self._used(self.leaf)
+        return int(self.own_tokens[used].sum() + (prompt_tokens - self.shared_tokens).sum())
+
+    def ranks(self, least_tokens: int = LEAST_TOKENS) -> IntArray:
+        """A number per prompt `[prompts]`: equal for prompts with the same prefix, near for prefixes that begin
+        alike, 0 for prompts without a prefix of at least `least_tokens`."""
+        lineages: dict[int, tuple[int, ...]] = {NONE: ()}
+        for prefix in range(len(self)):
+            above = lineages[int(self.parent[prefix])]
+            lineages[prefix] = (*above, prefix) if self.tokens[prefix] >= least_tokens else above
+        of_prompts = [lineages[leaf] for leaf in self.leaf.tolist()]
+        rank = {lineage: number for number, lineage in enumerate(sorted({(), *of_prompts}))}
+        return np.array([rank[lineage] for lineage in of_prompts], np.int64)
+
+    def to_precompute(self, prompts: IntArray, least_tokens: int = LEAST_TOKENS) -> list[int]:
+        """See `rlhfless.prefixes.precompute.to_precompute`: the prefixes that at least two of these different prompts
+        share."""
+        users = np.zeros(len(self), np.int64)
+        for leaf in self.leaf[prompts].tolist():
+            users[self.lineage(leaf)] += 1
+        found, kept = [], {NONE: 0}
+        for prefix in range(len(self)):
+            above, tokens = kept[int(self.parent[prefix])], int(self.tokens[prefix])
+            pays = users[prefix] > 1 and tokens - above >= least_tokens
+            kept[prefix] = tokens if pays else above
+            if pays:
+                found.append(prefix)
+        return found
+
+    def _used(self, leaves: IntArray) -> IntArray:
+        """The prefixes of these leaves, ascending."""
+        return np.array(sorted({prefix for leaf in set(leaves.tolist()) for prefix in self.lineage(leaf)}), np.int64)

@@ -1,0 +1,87 @@
+"""Shared prefixes of prompts of which lengths alone are known: as those of their tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfless.prefixes.cost import move_pays
+from rlhfless.prefixes.packing import SharingSequences
+from rlhfless.prefixes.precompute import to_precompute
+from rlhfless.prefixes.shared_forward import saved_tokens
+from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.prefixes.trie import NONE, shared_prefixes
+
+NESTED = PrefixTree(np.array([300, 900]), np.array([NONE, 0]), np.array([1, 1, 0, NONE]))
+"""Two prompts behind examples of 600 tokens behind a system prompt of 300, one behind that alone, one apart."""
+
+
+def test_by_hand() -> None:
+    prompts = np.array([1000, 950, 400, 70])
+    assert NESTED.own_tokens.tolist() == [300, 600]
+    assert NESTED.shared_tokens.tolist() == [900, 900, 300, 0]
+    assert NESTED.unique_tokens(prompts) == 900 + 100 + 50 + 100 + 70
+    assert NESTED.ranks().tolist() == [2, 2, 1, 0]
+    assert NESTED.to_precompute(np.array([0, 1, 2])) == [0, 1]
+    assert NESTED.to_precompute(np.array([0, 2, 3])) == [0]
+    assert NESTED.to_precompute(np.array([1, 3])) == []
+    assert PrefixTree.nothing(2).unique_tokens(np.array([3, 4])) == 7
+
+
+def test_a_wrong_tree_is_named() -> None:
+    with pytest.raises(ValueError, match="prefix 1 of 200 tokens has the parent 0"):
+        PrefixTree(np.array([300, 200]), np.array([NONE, 0]), np.array([0]))
+    with pytest.raises(ValueError, match="leaf names the prefix 4; there are 1"):
+        PrefixTree(np.array([300]), np.array([NONE]), np.array([4]))
+
+
+def test_kv_is_moved_where_that_takes_less_time_than_computing_it() -> None:
+    assert move_pays(8000, 0.5, 1e-5)
+    assert not move_pays(8000, 0.05, 1e-5)
+    assert not move_pays(8000, 60.0, float("inf"))
+
+
+@st.composite
+def prompts_of_tokens(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    """Different prompts, each with a last token of its own, behind blocks that repeat."""
+    pieces = [tuple(range(100 * kind, 100 * kind + draw(st.integers(1, 90)))) for kind in range(4)]
+    chains = draw(st.lists(st.lists(st.sampled_from(pieces), max_size=3), min_size=1, max_size=6))
+    return [(*(token for piece in chain for token in piece), 10_000 + i) for i, chain in enumerate(chains)]
+
+
+@given(prompts_of_tokens())
+@settings(max_examples=100)
+def test_what_is_precomputed_is_what_the_tokens_give(prompts: list[tuple[int, ...]]) -> None:
+    forest = shared_prefixes(prompts, block_tokens=16)
+    tree = PrefixTree.of(forest, len(prompts))
+    found = tree.to_precompute(np.arange(len(prompts)), 40)
+    assert sorted(int(tree.tokens[k]) for k in found) == sorted(len(p) for p in to_precompute(prompts, 40))
+    assert tree.unique_tokens(np.array([len(prompt) for prompt in prompts])) == forest.unique_tokens
+
+
+@given(prompts_of_tokens(), st.data())
+@settings(max_examples=100)
+def test_the_saved_tokens_are_those_of_the_packed_rows(prompts: list[tuple[int, ...]], data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=len(prompts), max_size=len(prompts)))
+    group = np.repeat(np.arange(len(prompts)), sizes)
+    drawn = st.lists(st.integers(1, 30), min_size=len(group), max_size=len(group))
+    responses = np.array(data.draw(drawn))
+    budget = data.draw(st.integers(50, 2000))
+    tree = PrefixTree.of(shared_prefixes(prompts), len(prompts))
+    size = np.array([len(prompt) for prompt in prompts])
+    saved = saved_tokens(tree, size, group, responses, budget)
+    fed = [
+        (*prompts[g], *range(20_000 + 50 * i, 20_000 + 50 * i + n - 1))
+        for i, (g, n) in enumerate(zip(group, responses, strict=True))
+    ]
+    lengths = np.array([len(row) for row in fed])
+    packed = SharingSequences(np.concatenate([np.array(row) for row in fed]), lengths)
+    rows = [packed.pack(part) for part in packed.cut(budget, responses)]
+    computed = sum(len(row.source) for row in rows)
+    if saved:
+        # Prefixes that save less than a call costs are not shared there: at most 32 tokens for each.
+        assert 0 <= computed - (int(lengths.sum()) - saved) <= 32 * 2 * (len(prompts) + len(tree)) * len(rows)
+    else:
+        assert computed > 0.69 * lengths.sum()
