@@ -49,6 +49,10 @@ UNSEEN_SHARE = 0.5
 long."""
 
 
+AMPLE = 1.3
+"""A budget by the cost of the step's plan from which on money is not saved for later steps."""
+
+
 class CostAware:
     """State of one run."""
 
@@ -96,6 +100,7 @@ class CostAware:
             case Generated():
                 self._forecaster.end(now.view)
                 self._deadline.learn(now.at_s, now.view, self._aim)
+                self._replanner.generated(now.at_s)
                 self._forecast = StepForecast(now.tokens, now.at_s)
                 return self._idle.generated(now, self._actors, self._forecast)
             case Idle(slot):
@@ -142,7 +147,8 @@ class CostAware:
         if self._steps == 0:
             contract = _unseen(contract, shared_by)
         elif isinstance(contract, FastestUnderBudget):
-            share = 1.0 if self._spending.others_usd.count else UNSEEN_SHARE
+            seen = self._spending.others_usd.count > 0 or shared_by == 1
+            share = 1.0 if seen else UNSEEN_SHARE
             contract = FastestUnderBudget(contract.budget_usd * share / self._spending.of_plan.value)
         run_left = max(self._run.steps - self._steps, 1)
         kept = self._idle.kept(now)
@@ -152,7 +158,7 @@ class CostAware:
     def _aim_of(
         self, now: PolicyContext, lengths: RemainingLengths, request: PlanRequest, made: StepPlan, state: MigrationState
     ) -> StepAim:
-        longest = None
+        longest, budget = None, request.contract
         if not lengths.known:
             longest = longest_response(unfinished_of(lengths, now.view, made.assignment.home), now.slots)
         return StepAim(
@@ -162,6 +168,7 @@ class CostAware:
             foreseen_s=now.at_s + max(made.limit_s, state.last_s),
             after_s=request.after_s,
             time_usd_per_s=made.plan.time_usd_per_s,
+            thrifty=isinstance(budget, FastestUnderBudget) and budget.budget_usd < AMPLE * made.plan.usd,
             longest=longest,
             tested=self._deadline.steps > 0 or lengths.known,
         )
@@ -206,11 +213,11 @@ def _prompt_tokens(view: StepView) -> float:
 
 
 def _unseen(contract: Contract, shared_by: int) -> Contract:
-    """The contract for generation in the first step. Plans of unseen lengths are too dear, and a budget that is shared
-    with later steps is made up for by them: it is not halved but doubled."""
+    """The contract for generation in the first step. Plans of unseen lengths are about twice too dear, so a budget is
+    not halved; one that is shared with later steps is made up for by them, and is doubled."""
     match contract:
         case CheapestUnderDeadline(deadline_s):
             return CheapestUnderDeadline(UNSEEN_SHARE * deadline_s)
         case FastestUnderBudget(budget_usd):
-            return FastestUnderBudget(budget_usd / UNSEEN_SHARE if shared_by > 1 else UNSEEN_SHARE * budget_usd)
+            return FastestUnderBudget(budget_usd / UNSEEN_SHARE if shared_by > 1 else budget_usd)
     return contract

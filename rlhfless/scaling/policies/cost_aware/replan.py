@@ -15,8 +15,8 @@ import numpy as np
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.plan import DeviceOption
 from rlhfless.scaling.policies.cost_aware.completion import EngineTable, Unfinished, alive, unfinished_of
-from rlhfless.scaling.policies.cost_aware.deadline import StepAim
-from rlhfless.scaling.policies.cost_aware.estimators import Pace, StartTimes
+from rlhfless.scaling.policies.cost_aware.deadline import FIRST_SCATTER, FIRST_STEPS, StepAim
+from rlhfless.scaling.policies.cost_aware.estimators import Pace, Recent, StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
 from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast
 from rlhfless.scaling.policies.cost_aware.migration import (
@@ -71,6 +71,10 @@ class Replanner:
         self._idle = idle
         self._starts = starts
         self._pace = Pace(0)
+        self._first: tuple[float, float] | None = None
+        """When the step was replanned first, and the seconds that its rest was predicted to take, at even odds."""
+        self._rest = Recent(1.0, FIRST_SCATTER, FIRST_STEPS)
+        """The time of that rest by its prediction: an error that all actors of a step have in common."""
         self._layout: Layout | None = None
         self._engines: EngineTable | None = None
 
@@ -86,6 +90,7 @@ class Replanner:
         state = self._state(now, rows, ready_s, count, before)
         state.judge(np.flatnonzero(count), state.each(made.confidence))
         self._pace.begin()
+        self._first = None
         return state, _forecast(now, state, before.tokens)
 
     def replan(
@@ -96,13 +101,37 @@ class Replanner:
         state = self._state(now, rows, self._ready_s(now), now.loads, last)
         self._pace.look(now.at_s, now.view, lengths.samples, _iteration_s(now, state))
         tokens = now.tokens + float(lengths.means.sum())
+        if self._first is None:
+            state.judge(np.flatnonzero(state.count), state.each(aim.margin.even))
+            self._first = now.at_s, state.last_s
         target, transfer = self._aim(now, state, aim, tokens), Transfers(now, rows)
         sources = [slot for slot in now.layout.generation if slot not in prewarmed]
         may_dissolve = aim.tested or now.left <= UNTESTED_SHARE * now.view.finished.size
-        notes = _dissolve(now, state, _no_later(target, state), rows, transfer, sources) if may_dissolve else []
+        notes: list[Action] = []
+        if may_dissolve:
+            notes += _dissolve(now, state, self._no_later(target, state, aim), rows, transfer, sources)
         notes += self._relieve(now, state, _surely(target, state), rows, transfer)
         self._pace.go_on(_iteration_s(now, state))
         return Replan([*transfer.moves(now, rows), *notes], state.count, _forecast(now, state, tokens))
+
+    def generated(self, at_s: float) -> None:
+        """Generation has ended: learns how long it took from the first replan on."""
+        if self._first is not None and self._first[1] > 0:
+            since_s, rest_s = self._first
+            self._rest.add((at_s - since_s) / rest_s)
+
+    def _no_later(self, target: Aim, state: MigrationState, aim: StepAim) -> Aim:
+        """The goals of a dissolution: one that surely does not end the step later is allowed in a step that is late.
+
+        The completion model takes the errors of lengths to be independent. If all responses are longer than forecast,
+        an actor with the work of two ends later by all of that, and the end of the step, which one response may decide,
+        does not. So the actor must end before the others by the error that forecasts of the run have had.
+        """
+        if state.last_s <= target.limit_s:
+            return target
+        slack = self._rest.at(SURE) if math.isinf(aim.time_usd_per_s) and not aim.thrifty else self._rest.value
+        limit_s = max(state.last_s / max(slack, 1.0), target.limit_s)
+        return dataclasses.replace(target, limit_s=limit_s, caution=max(target.caution, SURE))
 
     def _state(
         self, now: PolicyContext, rows: Unfinished, ready_s: Floats, count: Ints, last: StepForecast
@@ -173,13 +202,6 @@ class Replanner:
             if not may_relieve(state, aim):
                 break
         return notes
-
-
-def _no_later(aim: Aim, state: MigrationState) -> Aim:
-    """The goals of a dissolution: one that surely does not end the step later is allowed in a step that is late."""
-    if state.last_s <= aim.limit_s:
-        return aim
-    return dataclasses.replace(aim, limit_s=state.last_s, caution=max(aim.caution, SURE))
 
 
 def _surely(aim: Aim, state: MigrationState) -> Aim:
