@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhfless.control.settings import DATA_FOLDER, ServiceSettings, default_roots
+from rlhfless.control.settings import DATA_FOLDER, ServiceSettings, address_of, default_roots
 
-UP_S = 60.0
+UP_S = 120.0
 """Longest wait for a service in the background to answer: it opens its database, which another machine may have."""
 
 LOG_FILE = "service.log"
@@ -104,6 +104,9 @@ def up(
     if detach:
         _detached(settings)
         return
+    from rlhfless.control.promptness import come_first
+
+    come_first()  # what is imported now takes a second, and much longer behind a run
     from rlhfless.control.serve import serve
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -120,7 +123,6 @@ def _capacity(text: str) -> tuple[str, int]:
 
 def _detached(settings: ServiceSettings) -> None:
     """The same command in the background, in a session of its own; returns when it answers."""
-    from rlhfless.control.serve import address_of
     from rlhfless.spec.errors import UserError
 
     settings.folder.mkdir(parents=True, exist_ok=True)

@@ -156,12 +156,6 @@ async def _wind_down(
         server.should_exit = True
 
 
-def address_of(settings: ServiceSettings) -> str | None:
-    """Where the service of a data folder answers; None if none runs."""
-    found = announced(settings.folder)
-    return str(found["url"]) if found is not None and psutil.pid_exists(found["pid"]) else None
-
-
 def stop_service(settings: ServiceSettings) -> bool:
     """End the service of a data folder with its runs and its Ray, in order; returns whether there was any."""
     found, there = announced(settings.folder), False

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 from pydantic import Field
 
 from rlhfless.spec.base import SpecModel
@@ -98,6 +99,12 @@ def announced(data: str | Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found
+
+
+def address_of(settings: ServiceSettings) -> str | None:
+    """Where the service of a data folder answers; None if none runs."""
+    found = announced(settings.folder)
+    return str(found["url"]) if found is not None and psutil.pid_exists(found["pid"]) else None
 
 
 def default_roots() -> tuple[str, ...]:

@@ -39,7 +39,7 @@ class Up:
     def start(self) -> None:
         roots = [word for root in self.roots for word in ("--root", str(root))]
         subprocess.run(
-            [COMMAND, "up", "--detach", "--port", "0", "--data", str(self.data), *roots], check=True, timeout=120
+            [COMMAND, "up", "--detach", "--port", "0", "--data", str(self.data), *roots], check=True, timeout=300
         )
 
     @property
