@@ -43,6 +43,12 @@ WIDTH = 128
 
 VOCABULARY = 32_000
 
+MICRO_BATCHES = 2
+"""Of each rank in a step: the second meets the gradients of the first, as the plan counts it."""
+
+TEMPERATURE = 0.8
+"""The logits are scaled, as the plan counts it."""
+
 SAMPLE_S = 0.002
 
 LONGEST_S = 1800.0
@@ -88,7 +94,7 @@ def batch_of(sequences: int) -> PackedBatch:
 
 def work(model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: Any, most: Any) -> None:
     """One rank; it says in `phase` what it does, and in `most` what it held in its steps."""
-    batch = batch_of(rows * ranks)
+    batch = batch_of(MICRO_BATCHES * rows * ranks)
 
     class Told(LearnerRank):
         def _load(self, device: torch.device) -> Policy:
@@ -106,7 +112,7 @@ def work(model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: A
         LearnerSpec(ranks=ranks, threads=1, micro_batch_tokens=rows * WIDTH, share_prefixes=False),
         AdamWSpec(),
         GRPOSpec(),
-        1.0,
+        TEMPERATURE,
         rank=rank,
         world_size=ranks,
         init_method=rendezvous,
@@ -114,7 +120,7 @@ def work(model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: A
     )
     phase.value = PHASES.index("step")
     Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak begins anew
-    for _ in range(2):  # the second meets the states of the first
+    for _ in range(2):
         learner.learn(batch, 1)
     status = status_of(os.getpid())
     most.value = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
