@@ -3,10 +3,10 @@
     python benchmarks/ranks.py [--ranks 1,2,4] [--smoke]
 
 A random model of about 100 M parameters in float32; each rank is a process on CPU cores and works on sequences of its
-own. Measured is anonymous memory (RssAnon of /proc), sampled from outside every 2 ms, above what the process held
-before it loaded: without the libraries, and without the pages of the weight file, which the kernel may drop. `step`:
-the most that a rank held, beside the plan's phase `learn`. `loading`: the most that all ranks together held while they
-loaded, beside the model in float32 and one rank's shard of it.
+own. Measured is anonymous memory above what the process held before it loaded: without the libraries, and without the
+pages of the weight file, which the kernel may drop. `step`: the most that a rank held (the kernel's own peak of the
+process, less the pages of files), beside the plan's phase `learn`. `loading`: the most that all ranks together held
+while they loaded (RssAnon of /proc, sampled from outside every 2 ms), beside the model in float32 and one rank's shard.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,13 +43,19 @@ WIDTH = 128
 
 VOCABULARY = 32_000
 
+MICRO_BATCHES = 2
+"""Of each rank in a step: the second meets the gradients of the first, as the plan counts it."""
+
+TEMPERATURE = 0.8
+"""The logits are scaled, as the plan counts it."""
+
 SAMPLE_S = 0.002
 
 LONGEST_S = 1800.0
 
 MIB = 2**20
 
-PHASES = ("before", "loading", "loaded", "step", "after")
+PHASES = ("before", "loading", "loaded", "step")
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
 """Freed memory goes back at once, so that what is held is what is in use."""
@@ -85,9 +92,9 @@ def batch_of(sequences: int) -> PackedBatch:
     return batch.with_columns(advantages=batch.spread(generator.standard_normal(batch.sequences).astype(np.float32)))
 
 
-def work(model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: Any) -> None:
-    """One rank; it says in `phase` what it does."""
-    batch = batch_of(rows * ranks)
+def work(model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: Any, most: Any) -> None:
+    """One rank; it says in `phase` what it does, and in `most` what it held in its steps."""
+    batch = batch_of(MICRO_BATCHES * rows * ranks)
 
     class Told(LearnerRank):
         def _load(self, device: torch.device) -> Policy:
@@ -105,27 +112,33 @@ def work(model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: A
         LearnerSpec(ranks=ranks, threads=1, micro_batch_tokens=rows * WIDTH, share_prefixes=False),
         AdamWSpec(),
         GRPOSpec(),
-        1.0,
+        TEMPERATURE,
         rank=rank,
         world_size=ranks,
         init_method=rendezvous,
         timeout_s=LONGEST_S,
     )
     phase.value = PHASES.index("step")
-    for _ in range(2):  # the second meets the states of the first
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak begins anew
+    for _ in range(2):
         learner.learn(batch, 1)
-    phase.value = PHASES.index("after")
-    time.sleep(20 * SAMPLE_S)
+    status = status_of(os.getpid())
+    most.value = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
     learner.close()
+
+
+def status_of(pid: int) -> dict[str, int]:
+    """The kernel's figures of a process's memory, in bytes."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {line[0].rstrip(":"): 1024 * int(line[1]) for line in lines if line[2:] == ["kB"]}
 
 
 def anonymous_bytes(pid: int) -> int:
     """Memory of a process that no file backs; 0 once it has ended."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return status_of(pid).get("RssAnon", 0)
     except OSError:
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
 
 
 def samples(processes: list[Any], phases: list[Any]) -> Iterator[list[tuple[str, int]]]:
@@ -146,23 +159,24 @@ def measured(model: str, shape: ModelShape, ranks: int, rows: int) -> dict[str, 
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         phases = [context.Value("i", -1, lock=False) for _ in range(ranks)]
-        given = [(model, f"file://{folder}/rendezvous", rank, ranks, rows, phases[rank]) for rank in range(ranks)]
+        peaks = [context.Value("q", 0, lock=False) for _ in range(ranks)]
+        common = (model, f"file://{folder}/rendezvous")
+        given = [(*common, rank, ranks, rows, phases[rank], peaks[rank]) for rank in range(ranks)]
         processes = [context.Process(target=work, args=arguments) for arguments in given]
         for process in processes:
             process.start()
-        before, most, loading = [0] * ranks, [0] * ranks, 0
+        before, loading = [0] * ranks, 0
         try:
             for sample in samples(processes, phases):
                 for rank, (phase, size) in enumerate(sample):
                     if phase == "before":
                         before[rank] = size
-                    if phase == "step":
-                        most[rank] = max(most[rank], size - before[rank])
                 if all(phase == "loading" for phase, _ in sample):
                     loading = max(loading, sum(size for _, size in sample) - sum(before))
         finally:
             for process in processes:
                 process.kill()
+    most = [peak.value - held for peak, held in zip(peaks, before, strict=True)]
     plan = learn_phases(shape, rows * WIDTH, Sharded(ranks), LOGITS_CHUNK_ELEMENTS)[0].size_bytes
     whole = 4 * shape.parameters
     return {
@@ -185,7 +199,8 @@ def main() -> None:
         model, shape = random_model(Path(folder), arguments.layers)
         result: dict[str, Any] = {"machine": machine(), "parameters": shape.parameters}
         for ranks in map(int, arguments.ranks.split(",")):
-            result[f"{ranks} rank(s)"] = measured(model, shape, ranks, arguments.rows)
+            found = result[f"{ranks} rank(s)"] = measured(model, shape, ranks, arguments.rows)
+            print(f"{ranks} rank(s): {found}", file=sys.stderr, flush=True)
     print(json.dumps(result, indent=2))
 
 

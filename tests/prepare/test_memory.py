@@ -204,7 +204,7 @@ def test_ranks_of_reference_and_reward_model_follow_from_the_plan() -> None:
     decided = placed(question)
     assert decided.scoring.reward_model_ranks == 1
     assert decided.reference.ranks == 1
-    wide = edited(run, {"placement.learner_devices": 8, "learner.ranks": 8})
+    wide = edited(question.spec, {"placement.learner_devices": 8, "learner.ranks": 8})
     tight = dataclasses.replace(question, sheet=device_of("l40s"), spec=wide, count=9)
     found = placed(tight)
     assert dataclasses.replace(tight, spec=found).plan().fits
