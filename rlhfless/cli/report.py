@@ -63,7 +63,9 @@ def trace_report(run_id: str, summary: Summary) -> RenderableType:
         lengths = "   ".join(f"p{100 * q:g} {count(v)}" for q, v in summary.response_tokens.items())
         parts += ["", f"response tokens  {lengths}"]
     if (prompts := summary.prompts) is not None:
-        parts += ["", f"prompt tokens    computed once: {prompts.once:.0%}; saved {prompts.saved:.0%} of the step"]
+        evicted = f"; {prompts.evicted_tokens:,} evicted and computed again" if prompts.evicted_tokens else ""
+        once = f"computed once: {prompts.once:.0%}; saved {prompts.saved:.0%} of the step"
+        parts += ["", f"prompt tokens    {once}{evicted}"]
     if summary.acquired:
         parts += ["", *(_waits(kind, *lags_s) for kind, lags_s in by_kind(summary.acquired).items())]
     return Group(*parts)

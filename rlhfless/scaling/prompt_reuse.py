@@ -23,6 +23,8 @@ class PromptReuse:
     saved: float
     """Part of the steps' time that was saved in reference and learner, if that time is in proportion to their tokens.
     The time that an engine's prefix cache saves is not in the trace, and not in here."""
+    evicted_tokens: int = 0
+    """Of the computed tokens, those that engines had had in their caches."""
 
     @property
     def once(self) -> float:
@@ -37,9 +39,10 @@ def prompt_reuse(trace: Trace, wall_s: float) -> PromptReuse | None:
     unique = math.fsum(value for name, value in values if name.startswith(_UNIQUE))
     if not computed:
         return None
+    evicted = sum(call.evicted_tokens for call in trace.invocations)
     saved_s = math.fsum(
         call.duration_s * call.cached_tokens / (call.input_tokens - call.cached_tokens)
         for call in trace.invocations
         if call.work in _WHOLE_PASSES and call.input_tokens > call.cached_tokens
     )
-    return PromptReuse(computed, unique, saved_s / (saved_s + wall_s))
+    return PromptReuse(computed, unique, saved_s / (saved_s + wall_s), evicted)

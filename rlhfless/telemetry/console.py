@@ -24,6 +24,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from rlhfless.records import FunctionName
+from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.sinks import NO_SAMPLES
 from rlhfless.text import legible, tolerant
@@ -33,6 +35,8 @@ _RECENT_STEPS = 8
 # Four frames a second: seconds tick, and a remote terminal is not flooded.
 _FRAMES_PER_S = 4
 _BAR_COLUMNS = 32
+_WIDE = 90
+"""Columns of a terminal on which the table has the prompt tokens, too."""
 _EVAL = "eval/"
 
 
@@ -199,7 +203,20 @@ class Console:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         faults = any(_recovered(values) for _, values in self._recent)
         recovery = ["recovery s"] if faults else []
-        for title in ("step", "reward", "response", "longest", "tokens/s", "step s", "outside s", *recovery, "cost"):
+        prompts = self._terminal.width >= _WIDE and any(_prompts(values) for _, values in self._recent)
+        shared = ["prompts computed"] if prompts else []
+        for title in (
+            "step",
+            "reward",
+            "response",
+            "longest",
+            "tokens/s",
+            "step s",
+            "outside s",
+            *recovery,
+            *shared,
+            "cost",
+        ):
             table.add_column(title, justify="right")
         newest = self._recent[-1][0]
         for step, values in self._recent:
@@ -212,6 +229,7 @@ class Console:
                 decimal(values.get("step_s"), 1),
                 decimal(values.get("outside_s"), 1),
                 *([decimal(values.get("recovery_s"), 1)] if faults else []),
+                *([_prompts(values)] if prompts else []),
                 money(values.get("cost_usd")),
                 style="" if step == newest else "dim",
             )
@@ -223,6 +241,16 @@ class Console:
             for name, (first, last) in self._evaluation.items()
         ]
         return Text("held-out  " + "   ".join(figures))
+
+
+def _prompts(values: Mapping[str, float]) -> str:
+    """Prompt tokens that generation, reference and learner computed, by those that there are: `1.1/1.0/1.0`."""
+    found = []
+    for function in (FunctionName.GENERATION, FunctionName.REFERENCE, FunctionName.LEARNER):
+        unique = values.get(f"{PROMPT_TOKENS_UNIQUE}/{function}")
+        if unique:
+            found.append(f"{values[f'{PROMPT_TOKENS_COMPUTED}/{function}'] / unique:.1f}")
+    return "/".join(found)
 
 
 def _recovered(values: Mapping[str, float]) -> str:

@@ -8,11 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless.prefixes.cost import move_pays
-from rlhfless.prefixes.packing import SharingSequences
+from rlhfless.prefixes.packing import PAYS_BELOW, SharingSequences
 from rlhfless.prefixes.precompute import to_precompute
 from rlhfless.prefixes.shared_forward import saved_tokens
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE, shared_prefixes
+
+WHOLE = 10**6
+"""Tokens of a micro-batch that holds all."""
 
 NESTED = PrefixTree(np.array([300, 900]), np.array([NONE, 0]), np.array([1, 1, 0, NONE]))
 """Two prompts behind examples of 600 tokens behind a system prompt of 300, one behind that alone, one apart."""
@@ -68,20 +71,29 @@ def test_the_saved_tokens_are_those_of_the_packed_rows(prompts: list[tuple[int, 
     group = np.repeat(np.arange(len(prompts)), sizes)
     drawn = st.lists(st.integers(1, 30), min_size=len(group), max_size=len(group))
     responses = np.array(data.draw(drawn))
-    budget = data.draw(st.integers(50, 2000))
     tree = PrefixTree.of(shared_prefixes(prompts), len(prompts))
     size = np.array([len(prompt) for prompt in prompts])
-    saved = saved_tokens(tree, size, group, responses, budget)
+    saved = saved_tokens(tree, size, group, responses, WHOLE)
     fed = [
         (*prompts[g], *range(20_000 + 50 * i, 20_000 + 50 * i + n - 1))
         for i, (g, n) in enumerate(zip(group, responses, strict=True))
     ]
     lengths = np.array([len(row) for row in fed])
     packed = SharingSequences(np.concatenate([np.array(row) for row in fed]), lengths)
-    rows = [packed.pack(part) for part in packed.cut(budget, responses)]
-    computed = sum(len(row.source) for row in rows)
+    computed = len(packed.pack(np.arange(len(group))).source)
     if saved:
         # Prefixes that save less than a call costs are not shared there: at most 32 tokens for each.
-        assert 0 <= computed - (int(lengths.sum()) - saved) <= 32 * 2 * (len(prompts) + len(tree)) * len(rows)
+        assert 0 <= computed - (int(lengths.sum()) - saved) <= 32 * (len(prompts) + len(tree))
     else:
-        assert computed > 0.69 * lengths.sum()
+        assert computed > PAYS_BELOW * lengths.sum()
+
+
+def test_each_micro_batch_computes_the_prefix_by_hand() -> None:
+    """Four samples of 100 + 10 tokens and 5 drawn, of which 4 are fed. All: 100 + 4 x 14; in rows of at most 130
+    tokens two samples each: 2 x 128; in rows of one: nothing is saved."""
+    tree = PrefixTree(np.array([100]), np.array([NONE]), np.zeros(4, np.int64))
+    batch = np.full(4, 110), np.arange(4), np.full(4, 5)
+    fed = 4 * 114
+    assert saved_tokens(tree, *batch, WHOLE) == fed - (100 + 4 * 14)
+    assert saved_tokens(tree, *batch, 130) == fed - 2 * 128
+    assert saved_tokens(tree, *batch, 110) == 0

@@ -90,6 +90,18 @@ def test_a_step_with_a_fault_says_what_of_its_time_was_recovery(monkeypatch: pyt
     assert frame[4][-4:] == ["32.7", "0.2", "30.2", "$0.0123"]
 
 
+def test_a_wide_terminal_shows_how_often_prompt_tokens_were_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = {"prompt_tokens_computed/generation": 1100.0, "prompt_tokens_unique/generation": 1000.0}
+    tokens |= {"prompt_tokens_computed/learner": 16_000.0, "prompt_tokens_unique/learner": 1000.0}
+    for columns, shown in (("120", True), ("80", False)):
+        monkeypatch.setenv("COLUMNS", columns)
+        console = Console("live", "run demo", 20, stream=Tty(), now=Clock())
+        console.emit(1, values(0.25) | tokens)
+        text = text_of(console._frame(), 120)
+        assert ("prompts computed" in text) is shown
+        assert ("1.1/16.0" in text) is shown
+
+
 def test_off_says_nothing() -> None:
     out = io.StringIO()
     console = Console("off", "run demo", 2, stream=out)
