@@ -49,7 +49,11 @@ PURE = (
     Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
     Smoke(
         "policies",
-        (r"a: faster.*b: cheaper", rf"median \(mean\) of 1 scenarios: a, {NUMBER}x", r"\| static_colocated \|"),
+        (
+            r"faster, for static's cost.*cheaper, in static's time",
+            rf"median \(mean\) of 1 scenarios: a, {NUMBER}x",
+            r"\| static_colocated \|",
+        ),
     ),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
     Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
