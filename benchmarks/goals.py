@@ -2,7 +2,8 @@
 
 a  faster: the share of the time between static co-located and the lower bound that is saved for no more money, >= 80 %
 b  cheaper: the share of the cost between them that is saved in no more time, >= 80 %
-c  at least 15 % cheaper than RLHFless as published, step by step in its time, for every lambda
+c  at least 15 % cheaper than RLHFless as published, step by step in its time, for every lambda; and no point of its
+   front (over lambda) that no run of ours is left below and beside
 d  at most 5 % regret against the oracle that knows each prompt's distribution of lengths
 e  deadlines of 1.1, 1.25 and 1.5 times the clairvoyant's best time kept in at least 70, 95 and 99 % of the steps
 
@@ -16,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum
 
 from rlhfless.sim.experiment.against_bound import RunBounds
 from rlhfless.sim.experiment.compare import Comparison, quoted_part
 from rlhfless.sim.experiment.lower_bound import TradeOff
-from rlhfless.sim.experiment.rows import Totals
+from rlhfless.sim.experiment.rows import Part, Totals
 from rlhfless.sim.experiment.statistics import Interval, mean_interval, ratio_interval
 from rlhfless.sim.scenarios.scenario import (
     CheapestContract,
@@ -38,8 +40,11 @@ FASTER, FASTEST = "ours, static's budget", "clairvoyant, fastest"
 DEADLINES = {1.1: 0.70, 1.25: 0.95, 1.5: 0.99}
 """Times the clairvoyant's best time, and the share of steps that must keep it."""
 
-LAMBDAS = (0.5, 0.8, 1.0)
+LAMBDAS = (0.2, 0.5, 0.65, 0.8, 0.9, 1.0)
 """RLHFless's weight of time against cost, which its paper does not give."""
+
+NO_SLOWER = 1.005
+"""Times this close are equal."""
 
 NO_GAP = 1.01
 """Static is as good as the bound below this ratio: the share of so little would be noise."""
@@ -98,6 +103,15 @@ class BesidePublished:
     """Of ours in its time, by its time."""
     cheaper: Interval
     """Ours, than it."""
+    on_front: bool
+    """Whether no other lambda is both faster and cheaper."""
+    front_cheaper: Interval
+    """Of all runs of ours under any contract that take no longer: the cheapest, than it."""
+
+    @property
+    def beaten(self) -> bool:
+        """Whether a run of ours is no slower and cheaper."""
+        return max(self.front_cheaper.mean, self.cheaper.mean * (self.ours_time.mean <= NO_SLOWER)) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +135,14 @@ class Goals:
     most_saved: Interval
     """What the lower bound saves."""
     saving_share: Interval
+    forecast_share: Interval
+    """The same of the oracle, which plans by the same rules and knows each prompt's distribution of lengths."""
     foresight_share: Interval
-    """The same of the clairvoyant, which plans by the same rules and knows each length."""
+    """The same of the clairvoyant, which knows each length."""
+    starts_share: float
+    """Of what lies between static and the bound: what the clairvoyant pays for starts and loads."""
+    idle_share: float
+    """And for replicas that hold devices and do nothing."""
     published: dict[float, BesidePublished]
     """By lambda."""
     regret: Interval
@@ -134,14 +154,19 @@ class Goals:
 
     @property
     def why(self) -> str:
-        """The reason of a share of saved cost below the goal."""
+        """Where the rest of a share of saved cost below the goal is, the largest part first."""
         if self.saving_share.mean >= SHARE:
             return ""
-        unforeseen = self.foresight_share.mean - self.saving_share.mean
-        rest = 1 - self.foresight_share.mean
-        lengths = f"lengths are not known beforehand ({percent_of(unforeseen)})"
-        rules = f"rules, or a bound that is too low ({percent_of(rest)})"
-        return f"{lengths}; {rules}" if unforeseen > rest else f"{rules}; {lengths}"
+        known = self.foresight_share.mean
+        parts = {
+            "forecasts of each prompt's lengths": self.forecast_share.mean - self.saving_share.mean,
+            "chance within a prompt": known - self.forecast_share.mean,
+            "starts and loads": self.starts_share,
+            "idle devices": self.idle_share,
+            "rules, whole actors, or a bound too low": 1 - known - self.starts_share - self.idle_share,
+        }
+        told = sorted(parts.items(), key=lambda part: -part[1])
+        return "; ".join(f"{name} {percent_of(share)}" for name, share in told)
 
 
 def percent_of(share: float) -> str:
@@ -168,7 +193,8 @@ def goals_of(found: Comparison) -> Goals:
     static, cheap, fast = totals(STATIC), totals(OURS), totals(FASTER)
     below = [bounds.trade_off(run.fleet, run.seed, part) for run in found.results[OURS]]
     least_usd, least_s = _least_usd(below, static, cheap), _least_s(below, static, fast)
-    foreseen = totals(CLAIRVOYANT)
+    foreseen, known = totals(CLAIRVOYANT), totals(ORACLE)
+    gap_usd = fsum(max(a.usd - b, 0.0) for a, b in zip(static, _least_usd(below, static, foreseen), strict=True))
     return Goals(
         scenario=found.scenario.name,
         owned=any(machines.tenure == "owned" for machines in found.scenario.cluster.machines),
@@ -184,20 +210,45 @@ def goals_of(found: Comparison) -> Goals:
         foresight_share=_share(
             [run.usd for run in static], [run.usd for run in foreseen], _least_usd(below, static, foreseen)
         ),
-        published={
-            weight: BesidePublished(
-                speed_up=times(STATIC, published_label(weight)),
-                saving=less(costs(published_label(weight), STATIC)),
-                ours_time=times(as_fast_label(weight), published_label(weight)),
-                cheaper=less(costs(as_fast_label(weight), published_label(weight))),
-            )
-            for weight in LAMBDAS
-        },
+        forecast_share=_share(
+            [run.usd for run in static], [run.usd for run in known], _least_usd(below, static, known)
+        ),
+        starts_share=fsum(run.usd * run.cold_device_s / run.held_device_s for run in foreseen) / max(gap_usd, 1e-9),
+        idle_share=fsum(run.usd * run.idle_device_s / run.held_device_s for run in foreseen) / max(gap_usd, 1e-9),
+        published=_published(found, part),
         regret=mean_interval([a.usd / b.usd - 1 for a, b in zip(cheap, totals(ORACLE), strict=True)]),
         regret_time=times(OURS, ORACLE),
         kept={factor: kept(kept_label(factor)) for factor in DEADLINES},
         beaten=tuple(text for runs in found.results.values() for text in bounds.beaten(runs)),
     )
+
+
+def _published(found: Comparison, part: Part) -> dict[float, BesidePublished]:
+    """By lambda."""
+    runs = {label: found.totals(label, part) for label in found.results}
+
+    def times(label: str, other: str) -> Interval:
+        return ratio_interval([run.time_s for run in runs[label]], [run.time_s for run in runs[other]])
+
+    def costs(label: str, other: str) -> Interval:
+        return ratio_interval([run.usd for run in runs[label]], [run.usd for run in runs[other]])
+
+    ours = [entry.shown for entry in found.scenario.policies if entry.name == OURS]
+    its = {weight: published_label(weight) for weight in LAMBDAS}
+    beside = {}
+    for weight, label in its.items():
+        others = [other for other in its.values() if other != label]
+        no_slower = [mine for mine in ours if times(mine, label).mean <= NO_SLOWER]
+        cheapest = min(no_slower, key=lambda mine: costs(mine, label).mean) if no_slower else as_fast_label(weight)
+        beside[weight] = BesidePublished(
+            speed_up=times(STATIC, label),
+            saving=less(costs(label, STATIC)),
+            ours_time=times(as_fast_label(weight), label),
+            cheaper=less(costs(as_fast_label(weight), label)),
+            on_front=not any(times(other, label).mean < 1 and costs(other, label).mean < 1 for other in others),
+            front_cheaper=less(costs(cheapest, label)),
+        )
+    return beside
 
 
 def less(ratio: Interval) -> Interval:

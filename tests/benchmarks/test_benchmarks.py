@@ -50,7 +50,11 @@ PURE = (
     Smoke("plan", (r"1,024 responses, up to 32 actors", rf"{NUMBER} ms wall .* {NUMBER}% above the least")),
     Smoke(
         "policies",
-        (r"a: faster.*b: cheaper", rf"median \(mean\) of 1 scenarios: a, {NUMBER}x", r"\| static_colocated \|"),
+        (
+            r"faster, for static's cost.*cheaper, in static's time",
+            rf"median \(mean\) of 1 scenarios: a, {NUMBER}x",
+            r"\| static_colocated \|",
+        ),
     ),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
     Smoke("ranks", (r'"2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+')),
