@@ -87,7 +87,8 @@ def shapes(model: Path, rounds: int, steps: int, smoke: bool) -> None:
         order = list(SHAPES.items())
         for name, settings in order if number % 2 == 0 else reversed(order):
             runs[name].append(recorded(model, settings, steps, smoke))
-    runs["two devices"] = [recorded(model, TENSOR_PARALLEL, steps, smoke)]
+    if not smoke:
+        runs["two devices"] = [recorded(model, TENSOR_PARALLEL, steps, smoke)]
     print("shape          step s   engine start s   wait for devices s")
     for name, found in runs.items():
         medians = (statistics.median(getattr(run, key) for run in found) for key in ("step_s", "start_s", "devices_s"))
