@@ -157,6 +157,7 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     The states are the device's unless they are offloaded. Beside them `learn` holds the most of three moments:
 
         head       r R + b G + A + 2 r h V + logits                 the head's gradient, and the same of one chunk
+                                                                    if the logits take several
         layer      r R + 2 b G + r h V + 8 G + A + T layer_token_bytes    its weights and the next one's, gathered; the
                                                                     head's gradient; its own, in and after the
                                                                     reduction; and T sharing_token_bytes
@@ -177,8 +178,9 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     logits = logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES)
     all_of_it = b * (shape.parameters - root) + r * root
     gathered = {"head": r * root + b * layer, "layer": r * root + 2 * b * layer, "root": 0}
+    chunks = 2 if tokens * shape.vocabulary > chunk_elements else 1
     moments = {
-        "head": (Part("activations", kept), Part("head's gradient", 2 * r * head), Part("logits", logits)),
+        "head": (Part("activations", kept), Part("head's gradient", chunks * r * head), Part("logits", logits)),
         "layer": (
             Part("activations", kept + anew),
             Part("attention to shared prefixes", sharing),
