@@ -43,6 +43,9 @@ DEADLINES = {1.1: 0.70, 1.25: 0.95, 1.5: 0.99}
 LAMBDAS = (0.2, 0.5, 0.65, 0.8, 0.9, 1.0)
 """RLHFless's weight of time against cost, which its paper does not give."""
 
+FRONT_WEIGHTS = (0.9, 0.75, 0.5)
+"""Weights of ours, for its own front."""
+
 NO_SLOWER = 1.005
 """Times this close are equal."""
 
@@ -71,7 +74,13 @@ def with_goals(scenario: Scenario) -> Scenario:
         entries += [
             PolicyEntry(name=PUBLISHED, label=published_label(weight), settings={"time_weight": weight}),
             ours(as_fast_label(weight), CheapestContract(deadline=by(published_label(weight)))),
+            ours(
+                f"{as_fast_label(weight)}, per epoch",
+                CheapestContract(deadline=by(published_label(weight)), per="epoch"),
+            ),
         ]
+    for weight in FRONT_WEIGHTS:
+        entries.append(ours(f"ours, time_weight {weight:g}", WeightedContract(time_weight=weight)))
     no_slower = CheapestContract(deadline=by(STATIC), per="epoch")
     return scenario.model_copy(update={"policies": tuple(entries), "contract": no_slower})
 

@@ -16,7 +16,7 @@ from rlhfless.records import ReplicaState
 from rlhfless.scaling.plan import DeviceOption
 from rlhfless.scaling.policies.cost_aware.completion import EngineTable, Unfinished, alive, unfinished_of
 from rlhfless.scaling.policies.cost_aware.deadline import FIRST_SCATTER, FIRST_STEPS, StepAim
-from rlhfless.scaling.policies.cost_aware.estimators import Pace, Recent, StartTimes
+from rlhfless.scaling.policies.cost_aware.estimators import Pace, RestTimes, StartTimes
 from rlhfless.scaling.policies.cost_aware.forecasters import Floats, RemainingLengths
 from rlhfless.scaling.policies.cost_aware.idle import IdleScheduler, StepForecast
 from rlhfless.scaling.policies.cost_aware.migration import (
@@ -71,10 +71,7 @@ class Replanner:
         self._idle = idle
         self._starts = starts
         self._pace = Pace(0)
-        self._first: tuple[float, float] | None = None
-        """When the step was replanned first, and the seconds that its rest was predicted to take, at even odds."""
-        self._rest = Recent(1.0, FIRST_SCATTER, FIRST_STEPS)
-        """The time of that rest by its prediction: an error that all actors of a step have in common."""
+        self._rest = RestTimes(FIRST_SCATTER, FIRST_STEPS)
         self._layout: Layout | None = None
         self._engines: EngineTable | None = None
 
@@ -90,7 +87,7 @@ class Replanner:
         state = self._state(now, rows, ready_s, count, before)
         state.judge(np.flatnonzero(count), state.each(made.confidence))
         self._pace.begin()
-        self._first = None
+        self._rest.begin()
         return state, _forecast(now, state, before.tokens)
 
     def replan(
@@ -101,9 +98,9 @@ class Replanner:
         state = self._state(now, rows, self._ready_s(now), now.loads, last)
         self._pace.look(now.at_s, now.view, lengths.samples, _iteration_s(now, state))
         tokens = now.tokens + float(lengths.means.sum())
-        if self._first is None:
+        if self._rest.wanted:
             state.judge(np.flatnonzero(state.count), state.each(aim.margin.even))
-            self._first = now.at_s, state.last_s
+            self._rest.look(now.at_s, state.last_s)
         target, transfer = self._aim(now, state, aim, tokens), Transfers(now, rows)
         sources = [slot for slot in now.layout.generation if slot not in prewarmed]
         may_dissolve = aim.tested or now.left <= UNTESTED_SHARE * now.view.finished.size
@@ -116,9 +113,7 @@ class Replanner:
 
     def generated(self, at_s: float) -> None:
         """Generation has ended: learns how long it took from the first replan on."""
-        if self._first is not None and self._first[1] > 0:
-            since_s, rest_s = self._first
-            self._rest.add((at_s - since_s) / rest_s)
+        self._rest.end(at_s)
 
     def _no_later(self, target: Aim, state: MigrationState, aim: StepAim) -> Aim:
         """The goals of a dissolution: one that surely does not end the step later is allowed in a step that is late.
@@ -129,8 +124,8 @@ class Replanner:
         """
         if state.last_s <= target.limit_s:
             return target
-        slack = self._rest.at(SURE) if math.isinf(aim.time_usd_per_s) and not aim.thrifty else self._rest.value
-        limit_s = max(state.last_s / max(slack, 1.0), target.limit_s)
+        only_time = math.isinf(aim.time_usd_per_s) and not aim.thrifty
+        limit_s = max(state.last_s / self._rest.factor(SURE if only_time else None), target.limit_s)
         return dataclasses.replace(target, limit_s=limit_s, caution=max(target.caution, SURE))
 
     def _state(
