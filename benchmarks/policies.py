@@ -208,7 +208,7 @@ def goals_text(goals: Sequence[Goals]) -> list[str]:
         lines.append(row(cells))
     lines += ["", *summed("Rented and spot devices", [each for each in goals if not each.owned])]
     lines += summed("Owned devices", [each for each in goals if each.owned])
-    return [*lines, *missed(goals), ""]
+    return [*lines, *missed(goals)]
 
 
 def summed(title: str, goals: Sequence[Goals]) -> list[str]:
