@@ -84,7 +84,8 @@ class GenerationFunction(Function):
                 raise engine_fault(str(error), settings.planned) or error from error
         self._loaded: PublishedWeights | None = None
         self._loading = asyncio.Lock()
-        self._runs: list[RequestRun] = []
+        self._runs: dict[RequestRun, int] = {}
+        """The requests under way, each with the attempt that asked."""
         self._cached = CachedBlocks(self._engine.block_tokens)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
@@ -103,6 +104,7 @@ class GenerationFunction(Function):
         self.admit(call)
         start_s = time.time()
         async with self._loading:
+            await self._end_earlier(call)
             if self._loaded is None or self._loaded.version != published.version:
                 self._loaded = None
                 with self._engine_faults("a load"):
@@ -121,6 +123,7 @@ class GenerationFunction(Function):
         self._settings.engine.store.require_shared()
         start_s = time.time()
         async with self._loading:
+            await self._end_earlier(call)
             self._loaded = None
             with self._engine_faults("the proof of loading"):
                 before = await self._engine.logprobs(perturbed.probe.token_ids)
@@ -131,6 +134,13 @@ class GenerationFunction(Function):
         usage = Usage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
         read_back = 0 if report is None else report.read_back
         return self.reply(LoadProof(moved, perturbed.tensors, read_back), start_s, usage)
+
+    async def _end_earlier(self, call: Call) -> None:
+        """Drop the samples of earlier attempts: the stream to a driver that was killed ends when it next yields, and a
+        driver that takes over may be here before that."""
+        for run, attempt in list(self._runs.items()):
+            if attempt < call.attempt:
+                await run.cancel()
 
     async def _load_and_check(self, published: PublishedWeights) -> None:
         self._cached.clear()
@@ -147,13 +157,13 @@ class GenerationFunction(Function):
         self.admit(call)
         self._require_version(request)
         run = RequestRun(self._engine, request, self.incarnation, self._cached)
-        self._runs.append(run)
+        self._runs[run] = call.attempt
         try:
             with self._engine_faults("generation"):
                 async for event in run.events():
                     yield event
         finally:
-            self._runs.remove(run)
+            del self._runs[run]
             await run.cancel()
 
     async def precompute(self, call: Call, request: PrecomputeRequest) -> Reply[tuple[KvOffer | None, ...]]:

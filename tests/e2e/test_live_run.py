@@ -80,7 +80,7 @@ async def test_nothing_of_a_private_cluster_listens_off_loopback(live: Live) -> 
         for socket in process.net_connections("inet")
         if socket.status == psutil.CONN_LISTEN
     }
-    for part in ("gcs_server", "raylet", "DashboardAgent", "ServeReplica", "RankActor", "vllm.loop"):
+    for part in ("gcs_server", "raylet", "DashboardAgent", "ServeReplica", "LearnerActor", "vllm.loop"):
         assert any(part in name for name, _ in found), f"{part} listens nowhere: {sorted(found)}"
     assert not [(name, ip) for name, ip in found if not is_loopback(ip)]
 

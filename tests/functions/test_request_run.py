@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhfless.functions.base import Call
+from rlhfless.functions.generation.deployment import GenerationFunction
 from rlhfless.functions.generation.messages import (
     Ended,
     GenerateRequest,
@@ -145,3 +147,15 @@ async def test_tokens_that_were_cached_and_are_computed_again_are_counted() -> N
     *_, end = [event async for event in events]
     assert isinstance(end, StreamEnd)
     assert (end.reply.usage.input_tokens, end.reply.usage.evicted_tokens) == (40, 16)
+
+
+async def test_a_driver_that_takes_over_finds_no_samples_of_the_one_before() -> None:
+    """The stream to a driver that was killed ends only when it next yields: its samples would still be running."""
+    engine: Any = FakeEngine()
+    function = GenerationFunction.__new__(GenerationFunction)
+    earlier, own = (RequestRun(engine, request([SampleItem("p", i, (1, 2), seed=i)]), "replica") for i in (0, 1))
+    function._runs = {earlier: 1, own: 2}
+    await asyncio.sleep(0)
+    await function._end_earlier(Call("run", attempt=2, step=0))
+    assert list(engine.progress()) == [engine.asked[1].request_id]
+    await own.cancel()
