@@ -217,7 +217,7 @@ def test_a_cordoned_node_is_left_and_the_run_goes_on(release: Release, tmp_path:
     nodes = {pod["spec"]["nodeName"] for pod in release.objects("pods", GPU_GROUP)}
     kubectl("cordon", *nodes)
     try:
-        release.until(run, lambda found: "unschedulable" in found["status_reason"], 240)
+        release.until(run, lambda found: found["status_reason"].startswith("waiting for devices"), 240)
     finally:
         kubectl("uncordon", *nodes)
     release.until(run, lambda found: found["status"] == "succeeded", 420)
