@@ -157,6 +157,8 @@ def start_private(cores: int) -> None:
 
 def end() -> None:
     """Leave the cluster; a private one ends, with every process it started."""
+    # Serve's callbacks for calls that were under way find no Ray any more, and would log that with a stack trace.
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     ray.shutdown()
 
 

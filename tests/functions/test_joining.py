@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import stat
@@ -167,3 +168,24 @@ def test_nothing_starts_a_second_ray() -> None:
     """
     ended = subprocess.run([sys.executable, "-c", NOTHING_STARTS_ONE], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_calls_under_way_say_nothing_when_ray_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stopped run's log ended with a stack trace of Serve's callback for a generation call that was under way."""
+
+    def end() -> None:
+        try:
+            raise RuntimeError("Ray has not been started yet")
+        except RuntimeError:
+            logging.getLogger("ray.serve").exception("failed to consume generator ref after _on_ready")
+
+    serve_log = logging.getLogger("ray.serve")
+    before = serve_log.level
+    monkeypatch.setattr(ray_session.ray, "shutdown", end)
+    try:
+        ray_session.end()
+    finally:
+        serve_log.setLevel(before)
+    assert not caplog.records
