@@ -75,13 +75,16 @@ class PrecomputeRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFinished:
-    """Samples of one prompt: all samples that this actor was given, or, when some of them were aborted, the aborted
-    samples and their siblings that had ended by then. An aborted sample continues on another actor, so it cannot wait
-    for siblings that are still running here."""
+class GroupsFinished:
+    """What has ended since the last message, by prompt: all samples that this actor was given, or, when some of them
+    were aborted, the aborted samples and their siblings that had ended by then. An aborted sample continues on another
+    actor, so it cannot wait for siblings that are still running here.
+
+    Samples that are aborted together come in one message, so that they continue in one request: a tail of hundreds of
+    groups would otherwise be as many streams."""
 
     incarnation: str
-    rollouts: tuple[Rollout, ...]
+    groups: tuple[tuple[Rollout, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,4 +114,4 @@ class StreamEnd:
     reply: Reply[None]
 
 
-GenerationEvent = GroupFinished | Progress | StreamEnd
+GenerationEvent = GroupsFinished | Progress | StreamEnd

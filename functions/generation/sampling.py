@@ -19,7 +19,7 @@ from rlhfless.functions.generation.messages import (
     Ended,
     GenerateRequest,
     GenerationEvent,
-    GroupFinished,
+    GroupsFinished,
     Progress,
     SampleItem,
     SampleKey,
@@ -74,8 +74,8 @@ class RequestRun:
                 beat_s = time.time() + self._request.progress_interval_s
                 yield self._progress()
                 continue
-            for group in self._add(self._with_waiting(first)):
-                yield group
+            if groups := tuple(self._add(self._with_waiting(first))):
+                yield GroupsFinished(self._incarnation, groups)
         yield StreamEnd(Reply(self._incarnation, None, self._start_s, time.time(), self._usage))
 
     async def abort(self, keys: Sequence[SampleKey] | None) -> int:
@@ -192,7 +192,7 @@ class RequestRun:
                 return rollouts
             first = self._queue.get_nowait()
 
-    def _add(self, rollouts: Sequence[Rollout]) -> Iterator[GroupFinished]:
+    def _add(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[Rollout, ...]]:
         """Count rollouts; yield the group of a prompt when all of its rollouts are there, or as soon as one was
         aborted."""
         for rollout in rollouts:
@@ -205,7 +205,7 @@ class RequestRun:
             elif all(rollout.finish_reason != FinishReason.ABORT for rollout in there):
                 continue
             self._finished[prompt_id] = []
-            yield GroupFinished(self._incarnation, tuple(sorted(there, key=lambda rollout: rollout.sample_index)))
+            yield tuple(sorted(there, key=lambda rollout: rollout.sample_index))
 
     def _progress(self) -> Progress:
         tokens = self._engine.progress()

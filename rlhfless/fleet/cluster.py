@@ -40,9 +40,9 @@ POLL_S = 0.25
 """How often the status of starting applications is read, once for all of them: well under the seconds a start takes.
 A reading costs Serve's controller and the driver tens of milliseconds of the cores that the replicas start on."""
 
-CONCURRENT_CALLS = 64
-"""Calls one replica may have in flight: a stream, beats, aborts and probes must never queue behind each other
-(Serve's own default is 5)."""
+CONCURRENT_CALLS = 1024
+"""Calls one replica may have in flight: streams, beats, aborts and probes must never queue behind each other (Serve's
+own default is 5). Samples that continue here after their actor was lost come in a stream for each of its requests."""
 
 
 _FOUND = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY, ApplicationStatus.DEPLOYING)

@@ -24,7 +24,7 @@ from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
     GenerationEvent,
-    GroupFinished,
+    GroupsFinished,
     Progress,
     SampleItem,
     SampleKey,
@@ -242,8 +242,12 @@ class GenerationStage:
         if isinstance(said, Exception):
             raise said
         match said.event:
-            case GroupFinished(rollouts=rollouts):
-                yield from self._take(said.request, rollouts)
+            case GroupsFinished(groups=groups):
+                for rollouts in groups:
+                    self._take(said.request, rollouts)
+                self._submit_waiting()
+                for rollouts in groups:
+                    yield from self._completed(rollouts[0].prompt_id)
             case Progress(tokens=tokens, ended=ended):
                 self._table.progressed(said.request, tokens, ended)
                 self._beat()
@@ -257,8 +261,8 @@ class GenerationStage:
             self._asked_s = now_s
             self._ask(Beat())
 
-    def _take(self, request: int, rollouts: Sequence[Rollout]) -> Iterable[Group]:
-        """Keep ended samples, and make aborted ones wait for another actor; yields the group if it is complete."""
+    def _take(self, request: int, rollouts: Sequence[Rollout]) -> None:
+        """Keep ended samples, and make aborted ones wait for another actor."""
         mine = [rollout for rollout in rollouts if self._table.is_on(request, rollout.key)]
         ended = [rollout for rollout in mine if rollout.finish_reason != FinishReason.ABORT]
         if ended:
@@ -269,8 +273,6 @@ class GenerationStage:
             self._table.came_back(rollout)
         for rollout in ended:
             self._finished[rollout.prompt_id].append(rollout)
-        self._submit_waiting()
-        yield from self._completed(rollouts[0].prompt_id)
 
     def _lose(self, request: int, error: ReplicaLost) -> None:
         """A request is lost with its actor. The first lost request of an actor also makes its slot Lost."""

@@ -13,7 +13,7 @@ from rlhfless.functions.generation.deployment import GenerationFunction
 from rlhfless.functions.generation.messages import (
     Ended,
     GenerateRequest,
-    GroupFinished,
+    GroupsFinished,
     Progress,
     SampleItem,
     Sampling,
@@ -76,8 +76,8 @@ async def groups_of(events: Any, count: int) -> list[list[tuple[int, FinishReaso
     found: list[list[tuple[int, FinishReason]]] = []
     while len(found) < count:
         event = await anext(events)
-        assert isinstance(event, GroupFinished)
-        found.append([(rollout.sample_index, rollout.finish_reason) for rollout in event.rollouts])
+        assert isinstance(event, GroupsFinished)
+        found += [[(rollout.sample_index, rollout.finish_reason) for rollout in group] for group in event.groups]
     return found
 
 
@@ -113,6 +113,20 @@ async def test_samples_aborted_together_come_together() -> None:
     assert await groups_of(events, 1) == [[(1, FinishReason.ABORT), (2, FinishReason.ABORT)]]
 
 
+async def test_groups_that_are_aborted_together_come_in_one_message() -> None:
+    """One each made as many requests of the actor where they continued: 64 of them, and its aborts and beats queued."""
+    engine = FakeEngine()
+    items = [SampleItem(prompt, 0, (1,), seed=seed) for seed, prompt in enumerate("abc")]
+    run = RequestRun(engine, request(items), "i")
+    events = run.events()
+    await asyncio.sleep(0)
+    await run.abort(None)
+    await asyncio.sleep(0)
+    event = await anext(events)
+    assert isinstance(event, GroupsFinished)
+    assert [[rollout.prompt_id for rollout in group] for group in event.groups] == [["a"], ["b"], ["c"]]
+
+
 async def test_beats_count_what_was_brought_along_and_name_those_that_wait_for_siblings() -> None:
     tokens = np.full(10, 7)
     prior = Rollout("p", 1, 1, tokens, np.zeros(10, np.float32), "", FinishReason.ABORT, (), "b", 0.0, 1.0)
@@ -133,8 +147,8 @@ async def test_a_text_of_the_engine_that_no_file_can_hold_is_shown_as_escapes() 
     await asyncio.sleep(0)
     engine.finish(0, tokens=4)
     event = await anext(events)
-    assert isinstance(event, GroupFinished)
-    assert [rollout.text for rollout in event.rollouts] == ["a\\ud800\\x00"]
+    assert isinstance(event, GroupsFinished)
+    assert [rollout.text for rollout in event.groups[0]] == ["a\\ud800\\x00"]
 
 
 async def test_tokens_that_were_cached_and_are_computed_again_are_counted() -> None:

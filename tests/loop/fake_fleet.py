@@ -17,7 +17,7 @@ from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.generation.messages import (
     Ended,
     GenerateRequest,
-    GroupFinished,
+    GroupsFinished,
     PrecomputeRequest,
     Progress,
     SampleItem,
@@ -91,7 +91,7 @@ class FakeActor:
             event = await queue.get()
             if isinstance(event, Exception):
                 raise event
-            left -= len(getattr(event, "rollouts", ()))
+            left -= sum(map(len, getattr(event, "groups", ())))
             yield event
 
     async def call(self, method: str, call: Any, keys: Any, **_: Any) -> Any:
@@ -123,7 +123,7 @@ class FakeActor:
         for queue in dict.fromkeys(self.queue_of[key] for key in keys):  # each request has a stream of its own
             mine = [key for key in keys if self.queue_of[key] is queue]
             done = tuple(rollout(self.running.pop(key), self.name, tokens, reason) for key in mine)
-            queue.put_nowait(GroupFinished("x", done))
+            queue.put_nowait(GroupsFinished("x", (done,)))
 
     def beat(self, tokens: dict[SampleKey, int], ended: dict[SampleKey, Ended] | None = None) -> None:
         """A beat of every request."""

@@ -27,6 +27,14 @@ KEPT = 0.8
 PRIOR_WEIGHT = 0.1
 """The prior weighs as much as a tenth of one row whose term is all of its time: it decides only what rows cannot."""
 
+LEAST = 0.01
+"""An iteration takes at least this share of the prior's time for one sequence, whatever the rows say: in a step whose
+batches are full all the time, prefills may explain all of its time, and no plan can be made with free iterations."""
+
+SLOWEST_TO_FASTEST = 20
+"""A token takes at most this many times less than the median's. The order of requests that waited is a guess; where it
+is wrong, a request seems to begin just before it ends, and its row would outweigh all others."""
+
 # Batches and prefills at which a prior model is evaluated, to fit a line to it.
 _FEW, _MANY = 1, 128
 _CHUNK, _BEHIND = 2048, 8192
@@ -132,6 +140,9 @@ class LatencyFit:
         others."""
         work, seconds = spans(requests)
         whole = learn & (seconds > 0) & (requests.response_tokens > 0)
+        if whole.any():
+            pace_s = seconds / np.maximum(requests.response_tokens, 1)
+            whole &= pace_s * SLOWEST_TO_FASTEST >= np.median(pace_s[whole])
         rows = work[whole] / seconds[whole, None]
         self._products += rows.T @ rows
         self._targets += rows.sum(axis=0)
@@ -141,22 +152,28 @@ class LatencyFit:
     ) -> None:
         """A step of the ledger: each actor's generate calls, and the rollouts that it finished in them.
 
-        A rollout that moved here from another actor began before the call: it counts as load only.
+        A rollout that moved here from another actor began before the call: it counts as load only, from the call on.
         """
         self.forget()
         calls = [call for call in invocations if call.work is Work.GENERATE]
-        by_actor = sorted(rollouts, key=lambda rollout: (rollout.actor, rollout.started_s))
+        by_actor = sorted(rollouts, key=lambda rollout: rollout.actor)
         for actor, group in groupby(by_actor, key=lambda rollout: rollout.actor):
             rows = tuple(group)
             of_actor = [call for call in calls if call.replica == actor]
-            learn = np.array([any(_within(row, call) for call in of_actor) for row in rows])
-            self.observe(Requests.of_rollouts(rows, max_sequences), learn)
+            came = [_came_s(row, of_actor) for row in rows]
+            came_s = np.array([row.started_s if at is None else at for row, at in zip(rows, came, strict=True)])
+            learn = np.array([row.started_s == at for row, at in zip(rows, came, strict=True)])
+            order = np.argsort(came_s, kind="stable")
+            ordered = Requests.of_rollouts([rows[index] for index in order], came_s[order], max_sequences)
+            self.observe(ordered, learn[order])
 
     def model(self) -> BentEngine:
         """The best coefficients so far; the prior's before there is data."""
         line, free = self._prior.coefficients, self._prior.fixed_s * _FREE
         line = self._held_to(line, free, _LINE)
-        return BentEngine.of(self._held_to(_LINE @ line, _LINE @ free, np.eye(len(WORK))))
+        best = self._held_to(_LINE @ line, _LINE @ free, np.eye(len(WORK)))
+        best[0] = max(best[0], LEAST * self._prior.iteration_s(1) - best[1])
+        return BentEngine.of(best)
 
     def _held_to(self, before: Array, free: Array, terms: Array) -> Array:
         """The best coefficients of `terms` [WORK, terms], softly held to those `before`. `free` is the unit of those
@@ -168,8 +185,13 @@ class LatencyFit:
         return np.asarray(unit * _non_negative(products, targets))
 
 
-def _within(rollout: TracedRollout, call: Invocation) -> bool:
-    return call.start_s <= rollout.started_s and rollout.finished_s <= call.end_s
+def _came_s(rollout: TracedRollout, calls: Iterable[Invocation]) -> float | None:
+    """When a rollout came to the actor of these calls: it began in one, or moved here with the first of those in which
+    it ended. None if it ended in none."""
+    ended_in = [call.start_s for call in calls if call.start_s <= rollout.finished_s <= call.end_s]
+    if not ended_in:
+        return None
+    return max(rollout.started_s, min(ended_in))
 
 
 def _non_negative(products: Array, targets: Array) -> Array:

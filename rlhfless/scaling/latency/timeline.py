@@ -40,14 +40,15 @@ class Requests:
     finished_s: Array
 
     @classmethod
-    def of_rollouts(cls, rows: Sequence[TracedRollout], max_sequences: int) -> Requests:
-        """The rollouts of one actor, ascending by `started_s`; more than `max_sequences` at a time have waited."""
+    def of_rollouts(cls, rows: Sequence[TracedRollout], came_s: Array, max_sequences: int) -> Requests:
+        """The rollouts of one actor, ascending by when they came to it; more than `max_sequences` at a time have
+        waited."""
         finished_s = np.array([row.finished_s for row in rows])
         return cls(
             np.array([row.prompt_tokens for row in rows], dtype=np.float64),
             np.array([row.cached_tokens for row in rows], dtype=np.float64),
             np.array([row.response_tokens for row in rows], dtype=np.float64),
-            admitted_s(np.array([row.started_s for row in rows]), finished_s, max_sequences),
+            admitted_s(came_s, finished_s, max_sequences),
             finished_s,
         )
 
