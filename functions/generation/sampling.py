@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -28,12 +24,8 @@ from rlhfless.functions.generation.messages import (
 from rlhfless.functions.generation.vllm.adapter import Engine
 from rlhfless.functions.generation.vllm.messages import EngineError, Sampled, SampleRequest
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.records import FinishReason, IntArray, Rollout, VersionSpan
+from rlhfless.records import FinishReason, Rollout, VersionSpan
 from rlhfless.text import storable
-
-_loading = threading.Lock()
-"""Held while the tokenizer is loaded: responses that end together must not each load it."""
-
 
 class RequestRun:
     """The samples of one request, from submission to the last group."""
@@ -115,14 +107,14 @@ class RequestRun:
                     drawn_tokens=len(drawn),
                 )
             )
-            self._queue.put_nowait(await self._rollout(item, sampled, started_s))
+            self._queue.put_nowait(self._rollout(item, sampled, started_s))
         except Exception as error:
             self._queue.put_nowait(error)
 
-    async def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:
+    def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:
         token_ids = np.asarray(sampled.token_ids, dtype=np.int64)
         logprobs = np.asarray(sampled.logprobs, dtype=np.float32)
-        spans, text, reason = sampled.version_spans, sampled.text, FinishReason(sampled.finish_reason)
+        spans = sampled.version_spans
         prior = item.prior
         if prior is not None:
             shift = len(prior.token_ids)
@@ -130,11 +122,6 @@ class RequestRun:
             logprobs = np.concatenate([prior.logprobs, logprobs])
             moved = (VersionSpan(s.version, s.start + shift, s.end + shift) for s in spans)
             spans = prior.version_spans + tuple(moved)
-            # In a thread, so that beats go on: the first call imports a tokenizer, which may take longer than a beat.
-            text, end = await asyncio.to_thread(self._text_and_end, token_ids)
-            if end < len(token_ids):  # a stop text spans the two parts, so the second engine could not see it
-                token_ids, logprobs, reason = token_ids[:end], logprobs[:end], FinishReason.STOP
-                spans = tuple(VersionSpan(s.version, s.start, min(s.end, end)) for s in spans if s.start < end)
         # A sample that was aborted in the queue has not looked into the cache.
         evicted = max(self._expected.get(item.key, 0) - sampled.cached_tokens, 0) if sampled.token_ids else 0
         self._usage = Usage(
@@ -151,35 +138,14 @@ class RequestRun:
             seed=item.seed,
             token_ids=token_ids,
             logprobs=logprobs,
-            text=storable(text),
-            finish_reason=reason,
+            text=storable(sampled.text),
+            finish_reason=FinishReason(sampled.finish_reason),
             version_spans=spans,
             actor=self._request.actor,
             started_s=started_s if prior is None else prior.started_s,
             finished_s=time.time(),
             cached_tokens=sampled.cached_tokens,
         )
-
-    def _text_and_end(self, token_ids: IntArray) -> tuple[str, int]:
-        """The text and the length in tokens of a response that two actors drew, as one actor would have made it.
-
-        Decoding the two parts separately could give another text where they meet.
-        """
-        settings, stops = self._engine.settings, self._request.sampling.stop
-        with _loading:
-            tokenizer = _tokenizer(settings.tokenizer, settings.trust_remote_code)
-
-        def text_of(tokens: int) -> str:
-            return str(tokenizer.decode(token_ids[:tokens], skip_special_tokens=True))
-
-        def stopped(tokens: int) -> bool:
-            return any(stop in text_of(tokens) for stop in stops)
-
-        if not stops or not stopped(len(token_ids)):
-            return text_of(len(token_ids)), len(token_ids)
-        end = bisect_left(range(len(token_ids)), True, key=stopped)
-        text = text_of(end)
-        return text[: min(text.find(stop) for stop in stops if stop in text)], end
 
     def _with_waiting(self, first: Rollout | BaseException) -> list[Rollout]:
         """`first` and the rollouts waiting in the queue. Raises what a sample raised."""
@@ -223,11 +189,3 @@ class RequestRun:
             f"{self._request.actor}: {left} of {len(self._request.items)} samples still running after "
             f"{self._request.timeout_s:.0f} s (timeouts.generate_s)"
         )
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(path: str, trust_remote_code: bool) -> Any:
-    """Loaded when the first moved response ends: most replicas never need it."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

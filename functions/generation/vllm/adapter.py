@@ -277,7 +277,8 @@ class Engine:
         self._heard_s = time.monotonic()
         match message:
             case Finished():
-                _resolve(self._samples.get(message.sampled.request_id), message.sampled)
+                for sampled in message.ended:
+                    _resolve(self._samples.get(sampled.request_id), sampled)
             case Refused():
                 _resolve(self._samples.get(message.request_id), message.error)
             case Progress():

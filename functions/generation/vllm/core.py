@@ -31,6 +31,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from rlhfless.functions.generation.vllm.response_text import as_one
 from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
 from rlhfless.functions.generation.vllm.generators import DRAWN
 from rlhfless.functions.generation.vllm.messages import (
@@ -75,6 +76,8 @@ class Core:
         self.block_tokens: int = config.cache_config.block_size
         self._vocabulary_tokens = config.model_config.get_vocab_size()
         self._internal_ids: dict[str, str] = {}
+        self._continued: dict[str, SampleRequest] = {}
+        """Requests that continue a response, by id."""
         self._usable = True
 
     @property
@@ -101,6 +104,8 @@ class Core:
             extra_args=self._extra(request),
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=request.cache_salt)
+        if request.drawn_tokens:
+            self._continued[request.request_id] = request
         self._internal_ids[request.request_id] = self._engine.add_request(request.request_id, prompt, parameters)
 
     def _extra(self, request: SampleRequest) -> dict[str, Any] | None:
@@ -248,11 +253,11 @@ class Core:
 
     def _take(self, output: RequestOutput) -> Sampled:
         del self._internal_ids[output.request_id]
-        completion = output.outputs[0]
+        completion, tokenizer = output.outputs[0], self._engine.get_tokenizer()
         token_ids = tuple(completion.token_ids)
         assert isinstance(completion.logprobs, FlatLogprobs)
         assert completion.finish_reason is not None
-        return Sampled(
+        sampled = Sampled(
             request_id=output.request_id,
             token_ids=token_ids,
             logprobs=tuple(completion.logprobs.logprobs),
@@ -262,8 +267,10 @@ class Core:
             ),
             cached_tokens=output.num_cached_tokens or 0,
             kv_offer=output.kv_transfer_params,
-            text=completion.text or self._engine.get_tokenizer().decode(token_ids, skip_special_tokens=True),
+            text=completion.text or tokenizer.decode(token_ids, skip_special_tokens=True),
         )
+        continued = self._continued.pop(output.request_id, None)
+        return sampled if continued is None else as_one(sampled, continued, tokenizer)
 
     def _require_idle(self, purpose: str) -> None:
         if self.busy:

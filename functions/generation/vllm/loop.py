@@ -48,8 +48,8 @@ def serve(channel: socket.socket, core: Core) -> None:
             if isinstance(message, Stop):
                 return
             _handle(channel, core, message)
-        for sampled in core.step():
-            processes.send(channel, Finished(sampled))
+        if ended := core.step():
+            processes.send(channel, Finished(tuple(ended)))
         if time.monotonic() >= next_progress:
             processes.send(channel, Progress(core.progress()))
             next_progress = time.monotonic() + PROGRESS_INTERVAL_S
@@ -78,8 +78,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _abort(channel: socket.socket, core: Core, request_ids: tuple[str, ...] | None) -> None:
-    for sampled in core.abort(request_ids):
-        processes.send(channel, Finished(sampled))
+    processes.send(channel, Finished(tuple(core.abort(request_ids))))
 
 
 _CALLS: dict[str, Callable[..., Any]] = {

@@ -111,14 +111,15 @@ class Sampled:
     """A response, or the part of it that was drawn before an abort."""
 
     request_id: str
-    token_ids: tuple[int, ...]  # [response]
+    token_ids: tuple[int, ...]
+    """[response]; without what was drawn before this request."""
     logprobs: tuple[float, ...]  # [response]: of the sampled tokens, at the sampling temperature
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
     text: str
-    """Without special tokens and without the stop text."""
+    """Of the whole response, with what was drawn before; without special tokens and without the stop text."""
     kv_offer: KvTransfer | None = None
     """With this other engines get the KV of the prompt, if the request was OFFER."""
 
@@ -176,7 +177,9 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    sampled: Sampled
+    """Responses that ended in one iteration, or that were aborted together."""
+
+    ended: tuple[Sampled, ...]
 
 
 @dataclass(frozen=True, slots=True)
