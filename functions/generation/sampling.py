@@ -27,6 +27,7 @@ from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import FinishReason, Rollout, VersionSpan
 from rlhfless.text import storable
 
+
 class RequestRun:
     """The samples of one request, from submission to the last group."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhfless.records.schema import NAME_KEY, TABLES, TRACE_VERSION, VERSION_KEY, TraceError
+from rlhfless.records.schema import ADDED, NAME_KEY, TABLES, TRACE_VERSION, VERSION_KEY, TraceError
 
 
 def write_part(path: Path, schema: pa.Schema, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -46,26 +46,33 @@ def read_part(path: Path, name: str) -> pa.Table:
 
 def _table(path: Path, file: pq.ParquetFile, name: str) -> pa.Table:
     metadata = file.schema_arrow.metadata or {}
-    version = metadata.get(VERSION_KEY, b"").decode()
-    check_version(path, int(version) if version.isdecimal() else None)
+    text = metadata.get(VERSION_KEY, b"").decode()
+    version = int(text) if text.isdecimal() else -1
+    check_version(path, version)
     if metadata.get(NAME_KEY) != name.encode():
         found = metadata.get(NAME_KEY, b"").decode()
         raise TraceError(f"{path} holds the table {found!r}, not {name!r}; move it to its own folder")
-    schema = TABLES[name]
+    schema, added = TABLES[name], ADDED.get(version, {}).get(name, {})
     for field in schema:
+        if field.name in added:
+            continue
         index = file.schema_arrow.get_field_index(field.name)
         if index < 0:
             raise TraceError(f"{path} has no column {field.name!r}; write it with the schema of {name!r}")
         found = file.schema_arrow.field(index).type
         if not found.equals(field.type):
             raise TraceError(f"{path}: column {field.name!r} is {found}; write it as {field.type}")
-    return file.read(columns=schema.names).cast(schema)
+    table = file.read(columns=[column for column in schema.names if column not in added])
+    for column, value in added.items():
+        table = table.append_column(column, pa.repeat(pa.scalar(value), len(table)))
+    return table.select(schema.names).cast(schema)
 
 
 def check_version(path: Path, version: object) -> None:
-    """Raises TraceError unless `version`, found in `path`, is the one that this package writes."""
-    if version != TRACE_VERSION:
+    """Raises TraceError unless `version`, found in `path`, can be read."""
+    known = (*ADDED, TRACE_VERSION)
+    if version not in known:
         raise TraceError(
-            f"{path} has trace version {version}, and this reader knows version {TRACE_VERSION} only; "
+            f"{path} has trace version {version}, and this reader knows {' and '.join(map(str, known))}; "
             "read it with the rlhfless that wrote it"
         )

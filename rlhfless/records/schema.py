@@ -1,8 +1,8 @@
 """The columns of a trace, declared once.
 
 The version is one integer. Any change of a column (its name, type, unit or meaning; added or taken away)
-raises it, and a reader reads exactly the versions it knows: a bill that is misread silently is worse than a
-refusal. Units are in the column names (`_s` seconds, `_tokens`, `_bytes`); times are unix time.
+raises it, and a reader reads exactly the versions it knows, this one and those of ADDED: a bill that is misread
+silently is worse than a refusal. Units are in the column names (`_s` seconds, `_tokens`, `_bytes`); times are unix time.
 docs/trace.md explains every column.
 
 Enums are stored as their text, so that files can be read without this package. `Decision.inputs` mixes types,
@@ -19,6 +19,9 @@ import pyarrow as pa
 from rlhfless.spec.errors import UserError
 
 TRACE_VERSION = 3
+
+ADDED: Mapping[int, Mapping[str, Mapping[str, int]]] = MappingProxyType({2: {"invocations": {"evicted_tokens": 0}}})
+"""Of earlier versions that can be read: the columns that a table did not have yet, and what they would have held."""
 
 NAME_KEY = b"rlhfless.table"
 """Parquet metadata: the name of the table."""

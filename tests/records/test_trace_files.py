@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -180,7 +181,7 @@ def test_unknown_version_of_meta_is_refused(tmp_path: Path, version: object) -> 
     write_one_of_each(tmp_path)
     path = tmp_path / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trace_version": version}))
-    with pytest.raises(TraceError, match=f"trace version {version}, .* knows version {TRACE_VERSION}"):
+    with pytest.raises(TraceError, match=f"trace version {version}, .* knows 2 and {TRACE_VERSION}"):
         read_trace(tmp_path)
 
 
@@ -195,6 +196,23 @@ def test_meta_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> Non
     (tmp_path / "meta.json").write_bytes(content)
     with pytest.raises(TraceError, match=r"is not JSON .* restore it from a copy of the run"):
         read_trace(tmp_path)
+
+
+def test_a_trace_of_version_2_is_read_and_continued(tmp_path: Path) -> None:
+    """As the first version wrote it: calls say nothing of evicted tokens. A run of then goes on in the same folder."""
+
+    def older(table: pa.Table) -> pa.Table:
+        metadata = table.schema.metadata | {VERSION_KEY: b"2"}
+        return table.drop_columns("evicted_tokens").replace_schema_metadata(metadata)
+
+    write_one_of_each(tmp_path)
+    before = read_trace(tmp_path)
+    meta = tmp_path / "meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"trace_version": 2}))
+    rewrite(tmp_path, "invocations", older)
+    assert read_trace(tmp_path) == before
+    write_one_of_each(tmp_path, meta=replace(META, attempt=META.attempt + 1))
+    assert read_trace(tmp_path).invocations == before.invocations * 2
 
 
 def test_unknown_version_of_a_part_is_refused(tmp_path: Path) -> None:
