@@ -2,7 +2,8 @@
 
 The version is one integer. Any change of a column (its name, type, unit or meaning; added or taken away)
 raises it, and a reader reads exactly the versions it knows, this one and those of ADDED: a bill that is misread
-silently is worse than a refusal. Units are in the column names (`_s` seconds, `_tokens`, `_bytes`); times are unix time.
+silently is worse than a refusal. Units are in the column names (`_s` seconds, `_tokens`, `_bytes`); times are unix
+time.
 docs/trace.md explains every column.
 
 Enums are stored as their text, so that files can be read without this package. `Decision.inputs` mixes types,
