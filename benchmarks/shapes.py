@@ -7,9 +7,9 @@ MODEL_FOLDER is what `rlhfless models tiny` wrote. Every figure is of a whole ru
 shapes   the demo with each engine in one process, and with its core and worker apart, in turn for each round; then one
          actor of two devices (tensor parallelism). Printed are the median step, the start of an engine, the wait for
          devices at the start (the price of the holders), and the share of samples with the same tokens.
-node     a Ray of one device that the run joins, which wants two: the second node is started in mid-run. Printed is the
-         time from the node's being there (`ray start` has returned) to its devices' being held, and to its actor's
-         serving.
+node     a Ray of two devices, one for the learner and one for an actor; the run has two actors. The node with the third
+         device is started when all others are up. Printed is the time from `ray start` on the node to its return, to
+         the device's being held, and to its actor's serving.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ TENSOR_PARALLEL = (
     "generation.engine.tensor_parallel_size=2",
     "scaling.generation={min_actors: 1, max_actors: 1}",
 )
+OTHERS_S = 60.0
+"""What the other replicas get to start in, before the node joins."""
+
 LONGEST_S = 600.0
 """For a run of a few steps to come as far as is waited for; on a crowded machine a start takes two minutes."""
 
@@ -106,18 +109,21 @@ def shapes(model: Path, rounds: int, steps: int, smoke: bool) -> None:
 def node(model: Path, steps: int) -> None:
     with _ray() as (address, join), tempfile.TemporaryDirectory() as output:
         settings = (
-            f"placement={{ray_address: '{address}', kind: cpu-core, devices: 2}}",
+            f"placement={{ray_address: '{address}', kind: cpu-core, devices: 3, mode: disaggregated}}",
             f"steps={steps}",
             "learner.ranks=1",
             "evaluation.samples_per_prompt=1",
-            "scaling.generation={min_actors: 1, max_actors: 2}",
-            "scaling.contract={type: weighted, time_weight: 1.0}",
+            "scaling.generation={min_actors: 2, max_actors: 2}",
             "recovery.lease_s=20",
         )
         command = demo_command(model, Path(output), settings)
         run = subprocess.Popen(command)
         try:
-            _until(lambda: any("step_s" in file.read_text() for file in Path(output).glob("*/metrics.jsonl")), run)
+            _until(
+                lambda: any("waiting for devices" in file.read_text() for file in Path(output).glob("*/run.log")), run
+            )
+            time.sleep(OTHERS_S)
+            began_s = time.time()
             join()
             joined_s = time.time()
             if run.wait(LONGEST_S):
@@ -125,15 +131,11 @@ def node(model: Path, steps: int) -> None:
         finally:
             run.kill()
         trace = read_trace(next(Path(output).iterdir()) / "trace")
-    held = [row for row in Acquired.of(trace.decisions) if row.held_s > joined_s]
-    serving = [row for row in _generation(trace, ReplicaState.SERVING) if row.start_s > joined_s]
-    replicas = {row.replica for row in _generation(trace, ReplicaState.SERVING) if row.start_s <= joined_s}
-    came = min((row.start_s for row in serving if row.replica not in replicas), default=None)
-    if not held or came is None:
-        print("the run ended before the node's actor served; ask for more --steps")
-        return
-    print(f"node joined -> its devices held {min(row.held_s for row in held) - joined_s:.1f} s")
-    print(f"node joined -> its actor serves {came - joined_s:.1f} s")
+    held_s = min(row.held_s for row in Acquired.of(trace.decisions) if row.held_s > began_s)
+    serving_s = min(row.start_s for row in _generation(trace, ReplicaState.SERVING) if row.start_s > held_s)
+    print(f"`ray start` on the node -> it has joined {joined_s - began_s:.1f} s")
+    print(f"`ray start` on the node -> its device is held {held_s - began_s:.1f} s")
+    print(f"`ray start` on the node -> its actor serves {serving_s - began_s:.1f} s")
 
 
 def _until(reached: Callable[[], bool], run: subprocess.Popen[bytes]) -> None:
@@ -146,7 +148,7 @@ def _until(reached: Callable[[], bool], run: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _ray() -> Iterator[tuple[str, Callable[[], None]]]:
-    """A Ray with one core; its address, and what adds a node with another one."""
+    """A Ray with two cores; its address, and what adds a node with another one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -156,12 +158,12 @@ def _ray() -> Iterator[tuple[str, Callable[[], None]]]:
     os.environ.update(common)
 
     def start(*options: str) -> None:
-        subprocess.run([program, "start", "--num-cpus=1", *options], check=True, timeout=240, capture_output=True)
+        subprocess.run([program, "start", *options], check=True, timeout=240, capture_output=True)
 
     try:
-        head = ("--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false")
+        head = ("--head", "--num-cpus=2", "--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false")
         start(*head, f"--temp-dir={folder}")
-        yield address, lambda: start(f"--address={address}", "--node-ip-address=127.0.0.2")
+        yield address, lambda: start(f"--address={address}", "--num-cpus=1", "--node-ip-address=127.0.0.2")
     finally:
         for process in psutil.process_iter(["cmdline"]):
             if folder in " ".join(process.info["cmdline"] or ()):
@@ -180,7 +182,7 @@ def main() -> None:
     if "shapes" in options.parts.split(","):
         shapes(options.model, options.rounds, options.steps, options.smoke)
     if "node" in options.parts.split(","):
-        node(options.model, options.steps * 3)
+        node(options.model, options.steps)
 
 
 if __name__ == "__main__":

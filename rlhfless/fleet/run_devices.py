@@ -28,6 +28,7 @@ from rlhfless.functions.base import Call, StaleCall
 from rlhfless.scaling.acquisition import Acquired, fitting
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
 from rlhfless.spec import TimeoutsSpec
+from rlhfless.telemetry.progress import FOR_DEVICES
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class RunDevices:
             waited_s = time.monotonic() - began_s
             nodes = await self._cluster.nodes(group.kind)
             reason = shortage(group, nodes)
-            text = f"waiting for devices ({waited_s:.0f} s of at most {self._timeouts.devices_s:.0f} s): {reason}"
+            text = f"{FOR_DEVICES} ({waited_s:.0f} s of at most {self._timeouts.devices_s:.0f} s): {reason}"
             if waited_s > self._timeouts.devices_s:
                 raise NoDevices(
                     f"waited {waited_s:.0f} s (timeouts.devices_s) for devices: {reason}. Wait until they are free, "

@@ -5,6 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+FOR_DEVICES = "waiting for devices"
+"""How a wait for devices that a run was promised begins; a service that knows why they do not come adds it."""
+
 
 class Progress(Protocol):
     """A terminal, or a service that is told."""

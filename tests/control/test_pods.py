@@ -6,7 +6,12 @@ import datetime
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+from standing import RUN, Pushes, NoDrivers, until
+
 from rlhfless.control.pods import PodWatch, leaving_of, pending_of, told
+from rlhfless.control.service import Service
+from rlhfless.telemetry.progress import FOR_DEVICES
 
 BORN = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 NOW = BORN.timestamp() + 90
@@ -116,3 +121,20 @@ def test_pods_on_machines_that_are_about_to_go_leave() -> None:
         machine("plain"),
     ]
     assert leaving_of(pods, machines) == {"10.0.0.0": 0.0, "10.0.0.1": 0.0}
+
+
+async def test_a_run_that_waits_for_devices_in_mid_run_is_told_of_pods_too(
+    service: tuple[httpx.Client, Service], drivers: NoDrivers
+) -> None:
+    client, served = service
+    served.pods = PodWatch(lambda: ([pod("a", conditions=unscheduled("0/2 nodes are available"))], []))
+    await served.pods.look()
+    client.post("/v1/runs", json=RUN)
+    until(lambda: drivers.orders)
+    driver = Pushes(client, drivers.orders[-1])
+    driver(("status", {"status": "running", "reason": "running"}), reason="step 3 of 9: generation")
+    where = f"/v1/runs/{driver.order.run_id}"
+    assert client.get(where).json()["status_reason"] == "step 3 of 9: generation"
+    driver(reason=f"{FOR_DEVICES} (12 s of at most 600 s): 2 x h100 for learner-0; 0 free")
+    assert "0 free; pod a is pending for" in client.get(where).json()["status_reason"]
+    assert "0/2 nodes are available" in client.get(where).json()["status_reason"]

@@ -21,6 +21,7 @@ from rlhfless.control.ray_host import RayNow
 from rlhfless.control.run_files import finds_mark, not_shared
 from rlhfless.control.security.access import hashed
 from rlhfless.control.service import Service, service_of
+from rlhfless.telemetry.progress import FOR_DEVICES
 
 router = APIRouter(prefix="/internal")
 
@@ -53,7 +54,8 @@ async def deliver(
 
     def take(session: Session) -> PushAnswer:
         run = _driven_by(session, run_id, known, token)
-        pods = service.pods.told if service.pods is not None and run.status == Status.PROVISIONING else ""
+        waits = run.status == Status.PROVISIONING or push.now.reason.startswith(FOR_DEVICES)
+        pods = service.pods.told if service.pods is not None and waits else ""
         if pods and push.now.reason:
             push.now.reason += f"; {pods}"
         pushed = ingest.take(session, run, push)

@@ -22,6 +22,9 @@ AT_ONCE = 2
 MOST_BYTES = 64 << 20
 """Largest answer of a job."""
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Jobs leave the other cores to runs; and each thread of these libraries would count towards a job's memory."""
+
 
 class Runner:
     """Of one service."""
@@ -52,6 +55,7 @@ class Runner:
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
             limit=MOST_BYTES,
+            env={**os.environ, **ONE_THREAD},
         )
         try:
             output, _ = await process.communicate(json.dumps(question).encode())
