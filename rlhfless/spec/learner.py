@@ -26,7 +26,7 @@ class AdamWSpec(SpecModel):
 class LearnerSpec(SpecModel):
     """The learner function."""
 
-    ranks: Ranks = 1
+    ranks: Ranks = "auto"
     """Ranks that share the model's states and the batch, each a process of its own. `auto`: on GPUs as many as the
     memory plan asks for, on CPU cores 1."""
 
@@ -65,6 +65,6 @@ class ReferenceSpec(SpecModel):
     """The reference function, which an algorithm with KL needs; it computes as the learner does (`learner.dtype`,
     `learner.micro_batch_tokens`, `learner.share_prefixes`)."""
 
-    ranks: Ranks = 1
+    ranks: Ranks = "auto"
     """Ranks that share the frozen policy and the batch, on devices of the learner's side, each a process of its own.
     `auto`: on GPUs as many as the memory plan asks for, on CPU cores 1."""

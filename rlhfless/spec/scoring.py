@@ -33,7 +33,7 @@ class ScoringSpec(SpecModel):
     """Worker processes for rewards of type python, math, code and json_schema; none are started without such a
     reward. Two, so that one slow sample does not hold up all others; more for slow rewards, up to a core each."""
 
-    reward_model_ranks: Ranks = 1
+    reward_model_ranks: Ranks = "auto"
     """Ranks that share each reward model and the samples, on devices of the learner's side, each a process of its own.
     `auto`: on GPUs as many as the memory plan asks for, on CPU cores 1."""
 
