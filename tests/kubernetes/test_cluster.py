@@ -208,6 +208,24 @@ def test_worker_pods_follow_a_run_and_go(release: Release, tmp_path: Path) -> No
     assert max(pods for _, pods in line.rows) == 3
 
 
+def test_a_cordoned_node_is_left_and_the_run_goes_on(release: Release, tmp_path: Path) -> None:
+    """There is one node that executes anything: the run waits until it may be used again."""
+    steps = 12
+    release.upgrade("--set", "controlPlane.watchNodes=true")
+    run = release.call("POST", "/v1/runs", on_gpus(steps))["id"]
+    release.until(run, lambda found: found["step"] >= 2, 420)
+    nodes = {pod["spec"]["nodeName"] for pod in release.objects("pods", GPU_GROUP)}
+    kubectl("cordon", *nodes)
+    try:
+        told = release.until(run, lambda found: found["status_reason"].startswith("waiting for devices"), 240)
+        print(told["status_reason"])
+    finally:
+        kubectl("uncordon", *nodes)
+    release.until(run, lambda found: found["status"] == "succeeded", 420)
+    whole(release, run, steps, tmp_path)
+    release.upgrade()
+
+
 def test_a_run_says_why_its_nodes_do_not_come(release: Release) -> None:
     wants = spec(1, placement={"kind": "a100-80gb", "devices": 8})
     run = release.call("POST", "/v1/runs", wants)["id"]
