@@ -300,6 +300,9 @@ def test_05b_fits_beside_its_engine_on_one_h100_and_7b_with_two_ranks() -> None:
     assert fits.micro_batch_tokens >= 8192
 
     large = dataclasses.replace(asked(QWEN_7B, "h100", 8, spec()), sequence_tokens=2048)
+    decided = placed(large)
+    assert (decided.placement.mode, decided.learner.ranks) == ("colocated", 8)
+    large = dataclasses.replace(large, spec=spec(learner={"ranks": 1}))
     run = placed(large)
     assert (run.placement.mode, run.learner.ranks) == ("disaggregated", 1)
     refused = dataclasses.replace(large, spec=run).plan()
