@@ -302,7 +302,7 @@ def test_05b_fits_beside_its_engine_on_one_h100_and_7b_with_two_ranks() -> None:
     large = dataclasses.replace(asked(QWEN_7B, "h100", 8, spec()), sequence_tokens=2048)
     decided = placed(large)
     assert (decided.placement.mode, decided.learner.ranks) == ("colocated", 8)
-    large = dataclasses.replace(large, spec=spec(learner={"ranks": 1}))
+    large = dataclasses.replace(asked(QWEN_7B, "h100", 8, spec(learner={"ranks": 1})), sequence_tokens=2048)
     run = placed(large)
     assert (run.placement.mode, run.learner.ranks) == ("disaggregated", 1)
     refused = dataclasses.replace(large, spec=run).plan()

@@ -17,8 +17,8 @@ NICE = 10
 libraries that must not be forked, can end the child."""
 
 SHARE = 4
-"""A job may have this part of the machine's, or the container's, memory: two of them run beside the service, and on one
-machine beside runs. Without a limit, a scenario of many samples would have the kernel end whichever process it likes."""
+"""A job may have this part of the machine's, or the container's, memory: two of them run beside the service, and on
+one machine beside runs. Without a limit, a scenario of many samples would have the kernel end any process it likes."""
 
 LEAST_BYTES = 1 << 30
 """But at least so much, which the imports alone may take a third of."""
