@@ -73,6 +73,7 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
 
     Raises InputError if there is nothing to resume, or if the spec differs in a field that must not change.
     """
+    from rlhfless.prepare.memory.settled import as_settled
     from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER, checkpoints_of
     from rlhfless.spec.compare import check_resumable
     from rlhfless.spec.errors import InputError, Problem
@@ -87,8 +88,9 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
         raise InputError(
             "--resume", [Problem("", what, "name a folder that `rlhfless run` made, such as runs/demo-...")]
         )
-    loaded = load_spec(spec or own, overrides)
-    check_resumable(load_spec(own), loaded, str(spec or "--set"))
+    before = load_spec(own)
+    loaded = as_settled(load_spec(spec or own, overrides), before)
+    check_resumable(before, loaded, str(spec or "--set"))
     newest = checkpoints_of(folder, loaded.checkpoint).newest()
     if newest is not None and newest.notes.step >= loaded.steps:
         what = f"{loaded.steps}, and the run has done {newest.notes.step}: nothing is left to do"

@@ -29,16 +29,18 @@ MAY_DIFFER = (
     "placement",
     "priority",
     "recovery",
+    "reference.ranks",
     "scaling",
     "scoring.http_hosts",
     "scoring.max_failed",
+    "scoring.reward_model_ranks",
     "scoring.timeout_s",
     "scoring.workers",
     "timeouts",
     "weights",
 )
-"""Fields that a resumed run may change, with all fields below them. The learner's change the weights by rounding
-only."""
+"""Fields that a resumed run may change, with all fields below them. The learner's, and the
+numbers of ranks, change the weights by rounding only."""
 
 
 def check_resumable(before: RunSpec, now: RunSpec, source: str) -> None:

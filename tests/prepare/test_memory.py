@@ -35,11 +35,13 @@ from rlhfless.prepare.memory.formulas import (
     score_phase,
     sharing_token_bytes,
 )
-from rlhfless.prepare.memory.settled import format_problems, placed, settled, timed
+from rlhfless.prepare.memory.settled import as_settled, format_problems, placed, settled, timed
 from rlhfless.records import FunctionName
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec import LearnerSpec, RunSpec
+from rlhfless.spec.compare import check_resumable
+from rlhfless.spec.errors import InputError
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -327,6 +329,20 @@ def test_ranks_that_are_left_open_follow_from_the_plan() -> None:
     assert settled(run, "cpu-core").learner.ranks == 1
     nothing_fits = placed(asked(QWEN_7B, "l40s", 2, run))
     assert isinstance(nothing_fits.learner.ranks, int)
+
+
+def test_a_run_goes_on_with_what_its_devices_settled_where_the_spec_leaves_it_open() -> None:
+    """On GPUs the spec that a run was started with leaves out bfloat16: to resume with it was refused."""
+    given = spec()
+    before = edited(settled(given, "h100"), {"learner.ranks": 4, "reference.ranks": 2, "scoring.reward_model_ranks": 2})
+    again = as_settled(given, before)
+    check_resumable(before, again, "run.yaml")
+    assert (again.model.dtype, again.learner.dtype, again.learner.gradient_checkpointing) == ("bfloat16",) * 2 + (True,)
+    assert (again.learner.ranks, again.reference.ranks, again.scoring.reward_model_ranks) == (4, 2, 2)
+    assert as_settled(spec(learner={"ranks": 8}), before).learner.ranks == 8
+    chosen = as_settled(edited(given, {"model.dtype": "float32"}), before)
+    with pytest.raises(InputError, match=r"model\.dtype: 'float32', but the run began with 'bfloat16'"):
+        check_resumable(before, chosen, "run.yaml")
 
 
 def test_an_engine_at_85_percent_beside_a_learner_is_refused_with_the_placement_that_works() -> None:

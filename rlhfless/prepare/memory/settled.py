@@ -40,6 +40,29 @@ def settled(spec: RunSpec, kind: str) -> RunSpec:
     return edited(spec, {key: value for key, value in wanted.items() if not is_set(spec, key)})
 
 
+SETTLED = (
+    "model.dtype",
+    "learner.dtype",
+    "learner.gradient_checkpointing",
+    "learner.ranks",
+    "reference.ranks",
+    "scoring.reward_model_ranks",
+)
+"""Keys of what belongs to a run once it is settled."""
+
+
+def as_settled(spec: RunSpec, before: RunSpec) -> RunSpec:
+    """The spec that a run is to go on with, with what its devices have settled where the spec leaves it open. `before`
+    is the run's own."""
+    kept = {}
+    for key in SETTLED:
+        part, _, name = key.partition(".")
+        value = getattr(getattr(spec, part), name)
+        if value == "auto" or not is_set(spec, key):
+            kept[key] = getattr(getattr(before, part), name)
+    return edited(spec, kept)
+
+
 def _open_ranks(spec: RunSpec) -> tuple[str, ...]:
     """The keys of numbers of ranks that are `auto`."""
     values = {
