@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlhfless.prepare.memory.plan import MemoryPlan
 
 DOES_NOT_FIT = 1
-"""Exit code of a plan that does not fit, as of a test that fails."""
+"""Exit code of a plan whose run would be refused, as of a test that fails."""
 
 
 def register(app: typer.Typer) -> None:
@@ -35,22 +35,24 @@ def plan(
     """Memory per device and phase: what fits, the largest micro-batch and KV cache, the nearest change that fits."""
     from rlhfless.prepare.memory.assumed import local_devices, parsed_devices, question_of
     from rlhfless.prepare.memory.changes import nearest_change
+    from rlhfless.prepare.memory.settled import plan_problems
     from rlhfless.spec.load import load_spec
 
     loaded = load_spec(spec, overrides or ())
     asked = question_of(loaded, *(parsed_devices(devices) if devices is not None else local_devices(loaded)))
     found = asked.plan()
+    problems = plan_problems(asked, found)
     change = None if found.fits else nearest_change(asked)
     if as_json:
-        typer.echo(json.dumps(_as_json(asked, found, change), indent=2))
+        typer.echo(json.dumps(_as_json(asked, found, problems, change), indent=2))
     else:
-        _show(asked, found, change)
-    if not found.fits:
+        _show(asked, found, problems, change)
+    if problems:
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _as_json(asked: Question, found: MemoryPlan, change: Change | None) -> dict[str, Any]:
-    values = asdict(found) | {"fits": found.fits, "problems": found.problems}
+def _as_json(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> dict[str, Any]:
+    values = asdict(found) | {"fits": not problems, "problems": problems}
     for device, plan_ in zip(values["devices"], found.devices, strict=True):
         device["size_bytes"], device["fits"] = plan_.size_bytes, plan_.fits
     return values | {
@@ -60,7 +62,7 @@ def _as_json(asked: Question, found: MemoryPlan, change: Change | None) -> dict[
     }
 
 
-def _show(asked: Question, found: MemoryPlan, change: Change | None) -> None:
+def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -98,8 +100,8 @@ def _show(asked: Question, found: MemoryPlan, change: Change | None) -> None:
         f"learner's node, {found.cache_bytes / GIB:.1f} on each other one; {found.checkpoint_bytes / GIB:.1f} GiB more "
         "host memory while a checkpoint is written in the background"
     )
-    for problem in found.problems:
-        console.print(f"does not fit: {problem}", style="red", highlight=False)
+    for problem in problems:
+        console.print(f"refused: {problem}", style="red", highlight=False)
     if change is not None:
         console.print(f"nearest change that fits: {change.text}", highlight=False)
     elif not found.fits:

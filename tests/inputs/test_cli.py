@@ -253,8 +253,19 @@ def test_a_plan_that_does_not_fit_names_the_nearest_change(sized):
     told = ["--set", "generation.engine.gpu_memory_fraction=0.95", "--set", "placement.mode=colocated"]
     result = invoke("plan", sized, "--devices", "1xl40s", *told)
     assert result.exit_code == 1
-    assert "does not fit: l40s: " in result.stdout
+    assert "refused: l40s: " in result.stdout
     assert "nearest change that fits: generation.engine.gpu_memory_fraction: 0.6" in result.stdout
+
+
+@pytest.mark.parametrize("key", ["model.dtype", "learner.dtype"])
+def test_a_plan_tells_of_a_format_that_a_run_is_refused_for(sized, key):
+    asked = ["plan", sized, "--devices", "8xh100", "--set", f"{key}=float32"]
+    result = invoke(*asked)
+    assert result.exit_code == 1
+    assert f"refused: {key}: float32 on h100" in result.stdout
+    assert "placement.float32_on_gpus: true" in result.stdout
+    assert json.loads(invoke(*asked, "--json").stdout)["fits"] is False
+    assert invoke(*asked, "--set", "placement.float32_on_gpus=true").exit_code == 0
 
 
 @pytest.mark.parametrize(

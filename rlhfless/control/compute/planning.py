@@ -9,6 +9,7 @@ from typing import Any
 from rlhfless.control.compute.prediction import Lengths, lengths_of, predicted
 from rlhfless.prepare.memory.assumed import config_file, parsed_devices, question_of
 from rlhfless.prepare.memory.changes import Question, nearest_change
+from rlhfless.prepare.memory.settled import plan_problems
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.devices import load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
@@ -85,18 +86,19 @@ def _no_row(kind: str, count: int, placement: str, why: str) -> dict[str, Any]:
 def _row(asked: Question, config: dict[str, Any] | None, lengths: Lengths, trace: Trace | None) -> dict[str, Any]:
     """One kind and number of devices: whether the run fits, and its time and cost if it does."""
     plan = asked.plan()
+    problems = plan_problems(asked, plan)
     row: dict[str, Any] = {
         "kind": asked.sheet.kind,
         "count": asked.count,
         "placement": asked.spec.placement.mode,
-        "fits": plan.fits,
-        "problems": list(plan.problems),
+        "fits": not problems,
+        "problems": list(problems),
         "nearest_change": None,
         "predicted": None,
         "reason": None,
     }
-    if not plan.fits:
-        change = nearest_change(asked)
+    if problems:
+        change = None if plan.fits else nearest_change(asked)
         row["nearest_change"] = None if change is None else change.text
     elif config is None:
         row["reason"] = "the model's config.json cannot be read"

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited, more_ranks
 from rlhfless.prepare.memory.formulas import version_bytes
+from rlhfless.prepare.memory.plan import MemoryPlan
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
@@ -96,6 +97,14 @@ def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
         for key in ("model.dtype", "learner.dtype")
         if getattr(spec, key.partition(".")[0]).dtype == "float32"
     ]
+
+
+def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
+    """Why a run is not started on these devices: refused formats, and what does not fit; empty if it is."""
+    formats = (
+        f"{problem.where}: {problem.what}; {problem.mend}" for problem in format_problems(asked.spec, asked.sheet.kind)
+    )
+    return (*formats, *plan.problems)
 
 
 def placed(asked: Question) -> RunSpec:

@@ -55,6 +55,13 @@ def test_a_deadline_puts_what_keeps_it_first(client: httpx.Client, spec: dict[st
     assert walls == sorted(walls), "none keeps it: the fastest first"
 
 
+def test_devices_that_refuse_the_number_format_have_no_price(client: httpx.Client, spec: dict[str, Any]) -> None:
+    asked = {"spec": spec | {"learner": {"dtype": "float32"}}, "devices": ["2xh100"]}
+    (row,) = client.post("/v1/runs:plan", json=asked, timeout=120).json()["alternatives"]
+    assert (row["fits"], row["predicted"], row["nearest_change"]) == (False, None, None)
+    assert "placement.float32_on_gpus: true" in row["problems"][0]
+
+
 @pytest.mark.parametrize(
     ("question", "param"),
     [
