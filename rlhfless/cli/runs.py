@@ -111,7 +111,8 @@ def list_runs(
         return
     from rich.console import Console
 
-    Console(highlight=False).print(runs_table(page.data))
+    console = Console(highlight=False)
+    console.print(runs_table(page.data, console.width))
     if page.has_more:
         typer.echo(f"there are more: --after {page.data[-1].id}")
 

@@ -14,15 +14,19 @@ from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.report import FunctionRow, functions_table
 from rlhfless.text import legible
 
+REASONS_FROM = 110
+"""Characters of a terminal that has room for more than the first word of what a run waits for."""
 
-def runs_table(runs: Sequence[RunObject]) -> Table:
-    """One line per run."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
+
+def runs_table(runs: Sequence[RunObject], width: int) -> Table:
+    """One line per run, with what it does or waits for where a terminal is so wide."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=width >= REASONS_FROM)
     for name in ("run", "status", "step", "reward", "cost", "left"):
         table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
-    table.add_column("", no_wrap=True, ratio=1)  # what the other columns leave
+    if width >= REASONS_FROM:
+        table.add_column("", no_wrap=True, ratio=1)  # what the other columns leave
     for run in runs:
-        table.add_row(
+        cells: list[str | Text] = [
             run.id,
             str(run.status),
             f"{count(run.step)}/{count(run.steps)}",
@@ -30,7 +34,8 @@ def runs_table(runs: Sequence[RunObject]) -> Table:
             money(run.cost_usd),
             clock(run.left_s) if run.left_s is not None else "",
             Text(legible(" ".join(run.status_reason.split())), style="dim", overflow="ellipsis"),
-        )
+        ]
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 

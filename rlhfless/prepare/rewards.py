@@ -16,7 +16,7 @@ def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
     """The reasons for which the rewards could not score samples of these prompts."""
     problems = []
     for index, reward in enumerate(spec.rewards):
-        for what in _faults(reward, prompts):
+        for what in _faults(reward, prompts, spec.scoring.http_hosts):
             problems.append(Problem(f"rewards.{index}", f"reward {reward.label!r}: {what}"))
     return problems
 
@@ -42,11 +42,11 @@ def columns_read(rewards: Sequence[RewardSpec]) -> frozenset[str] | None:
     return frozenset(name for name in named if name is not None)
 
 
-def _faults(reward: RewardSpec, prompts: Sequence[Prompt]) -> list[str]:
+def _faults(reward: RewardSpec, prompts: Sequence[Prompt], hosts: tuple[str, ...] | None) -> list[str]:
     if isinstance(reward, RewardModelSpec):
         return _model_faults(reward)
     try:
-        return checker(reward).problems(prompts)
+        return checker(reward, hosts).problems(prompts)
     except RewardError as error:
         return [error.what]
 

@@ -99,15 +99,6 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
             },
             nullable=("token_ids", "logprobs"),
         ),
-        "steps": _columns(
-            "steps",
-            {
-                "step": pa.int64(),
-                "start_s": pa.float64(),
-                "end_s": pa.float64(),
-                "metrics": pa.map_(pa.string(), pa.float64()),
-            },
-        ),
         "decisions": _columns(
             "decisions",
             {
@@ -118,6 +109,16 @@ TABLES: Mapping[str, pa.Schema] = MappingProxyType(
                 "inputs": pa.string(),
             },
         ),
+        "steps": _columns(
+            "steps",
+            {
+                "step": pa.int64(),
+                "start_s": pa.float64(),
+                "end_s": pa.float64(),
+                "metrics": pa.map_(pa.string(), pa.float64()),
+            },
+        ),
     }
 )
-"""Each table is a folder of the trace; each file in it has exactly these columns."""
+"""Each table is a folder of the trace; each file in it has exactly these columns. In the order in which they are
+written: what a step has left is there before its row in `steps`."""

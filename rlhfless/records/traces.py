@@ -274,9 +274,13 @@ def trace_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def read_tables(folder: str | os.PathLike[str]) -> dict[str, pa.Table]:
-    """Reads the trace as Arrow tables, one per table of the schema; for columns rather than records."""
+    """Reads the trace as Arrow tables, one per table of the schema; for columns rather than records.
+
+    A run may be writing: steps are read first, so that all that a step of theirs has left is found.
+    """
     read_meta(folder)
-    return {name: _read_table(Path(folder), name) for name in TABLES}
+    tables = {name: _read_table(Path(folder), name) for name in reversed(TABLES)}
+    return {name: tables[name] for name in TABLES}
 
 
 def read_meta(folder: str | os.PathLike[str]) -> TraceMeta:

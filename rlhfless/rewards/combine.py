@@ -122,14 +122,13 @@ def combined(
     return scores
 
 
-def checker(spec: LocalSpec | VerifierSpec) -> Checked:
-    """The object that checks a reward before a run. Raises RewardError if the reward cannot be made."""
-    return verifier(spec) if isinstance(spec, VerifierSpec) else _local(spec)
+def checker(spec: LocalSpec | VerifierSpec, hosts: tuple[str, ...] | None) -> Checked:
+    """The object that checks a reward before a run; `hosts` as in ScoringSpec.http_hosts. Raises RewardError if the
+    reward cannot be made."""
+    return verifier(spec) if isinstance(spec, VerifierSpec) else _local(spec, hosts)
 
 
-def _local(
-    spec: LocalSpec, hosts: tuple[str, ...] | None = None
-) -> ExactMatch | Regex | Format | LengthPenalty | HttpReward:
+def _local(spec: LocalSpec, hosts: tuple[str, ...] | None) -> ExactMatch | Regex | Format | LengthPenalty | HttpReward:
     if isinstance(spec, ExactMatchSpec):
         return ExactMatch(spec)
     if isinstance(spec, RegexSpec):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import httpx
 
@@ -47,6 +48,36 @@ def forbidden(address: Address) -> str:
     return next((kind for kind, is_it in kinds.items() if is_it), "")
 
 
+def refusal(url: str, hosts: Collection[str]) -> str:
+    """Why a URL is not to be reached, before a run; empty if it may be, or if its name has no address yet."""
+    host, port = _end(httpx.URL(url))
+    if f"{host}:{port}" in hosts:
+        return ""
+    try:
+        addresses = _addresses(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except OSError:
+        return ""
+    return _refused(host, addresses)
+
+
+def _end(url: httpx.URL) -> tuple[str, int]:
+    return url.host, url.port or {"https": 443}.get(url.scheme, 80)
+
+
+def _addresses(found: Iterable[tuple[Any, ...]]) -> list[Address]:
+    """Of what getaddrinfo has found."""
+    return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+
+
+def _refused(host: str, addresses: Iterable[Address]) -> str:
+    """One forbidden address among several is enough."""
+    for address in addresses:
+        if why := forbidden(address):
+            name = f"{host} ({why})" if host == str(address) else f"{host} is {address} ({why})"
+            return f"{name}: HTTP rewards may not reach it; the operator of the service can allow it by host and port"
+    return ""
+
+
 class Guarded(httpx.AsyncBaseTransport):
     """Connects to allowed addresses only. `hosts`: `host:port` that may be reached whatever their address is."""
 
@@ -57,7 +88,7 @@ class Guarded(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises ForbiddenAddress."""
-        host, port = request.url.host, request.url.port or {"https": 443}.get(request.url.scheme, 80)
+        host, port = _end(request.url)
         if f"{host}:{port}" not in self._hosts:
             address = await self._checked(host, port)
             # The Host header is set by now; the certificate is checked against the name.
@@ -70,13 +101,9 @@ class Guarded(httpx.AsyncBaseTransport):
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise httpx.ConnectError(f"{host} cannot be resolved: {error}") from error
-        addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
-        for address in addresses:
-            if why := forbidden(address):
-                raise ForbiddenAddress(
-                    f"{host} is {address} ({why}), which HTTP rewards may not reach; the operator of the service can "
-                    "allow it by host and port"
-                )
+        addresses = _addresses(found)
+        if why := _refused(host, addresses):
+            raise ForbiddenAddress(why)
         return addresses[0]
 
     async def aclose(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from rlhfless.records import Prompt
-from rlhfless.rewards.guard import Guarded
+from rlhfless.rewards.guard import ForbiddenAddress, Guarded, refusal
 from rlhfless.rewards.protocol import Failed, Outcome, Report, Sample, finite, quote
 from rlhfless.spec import HttpSpec
 
@@ -35,7 +35,10 @@ class HttpReward:
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002 (the endpoint says what it needs)
         name = self._spec.token_env
-        return [f"the environment variable {name!r} is not set"] if name and not os.environ.get(name) else []
+        found = [f"the environment variable {name!r} is not set"] if name and not os.environ.get(name) else []
+        if self._hosts is not None and (why := refusal(self._spec.url, self._hosts)):
+            found.append(why)
+        return found
 
     async def __call__(self, samples: Sequence[Sample], report: Report) -> None:
         size = self._spec.batch_size
@@ -67,6 +70,8 @@ class HttpReward:
                     reply = await client.post(self._spec.url, json=body)
             except (httpx.TimeoutException, TimeoutError):
                 cause = f"no answer within timeout_s ({self._spec.timeout_s:g} s)"
+            except ForbiddenAddress as error:
+                return self._all_failed(batch, str(error), attempt + 1)
             except httpx.HTTPError as error:
                 cause = f"{type(error).__name__}: {error}"
             except (TypeError, ValueError) as error:  # a column that JSON cannot hold

@@ -32,6 +32,8 @@ NODE_DEVICES = 8
 class PlacementError(UserError):
     """The devices do not suffice; the text says what for and how many are there."""
 
+    where = "placement"
+
 
 @dataclass(frozen=True, slots=True)
 class Node:

@@ -15,6 +15,8 @@ class UserError(Exception):
 
     status = 2
     """Exit code of a command that this error ends."""
+    where = ""
+    """The part of the spec that it is about, where it is about one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,30 @@ def test_numbers_out_of_range_are_refused_with_their_value(client: httpx.Client,
     assert refused(client.get(f"/v1/runs/{run}/events", headers={"Last-Event-ID": str(TOO_LARGE)}))["param"]
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "runs?stauts=running",
+            "stauts: unknown query parameter; did you mean `status`? Parameters here: after, limit",
+        ),
+        ("runs?metadata=a", "metadata: unknown query parameter"),
+        ("runs/none?x=1", "x: unknown query parameter; there are none here"),
+    ],
+)
+def test_an_unknown_query_parameter_is_refused(client: httpx.Client, path: str, message: str) -> None:
+    assert message in refused(client.get(f"/v1/{path}"))["message"]
+
+
+def test_what_is_not_there_is_named_with_where_to_look(client: httpx.Client) -> None:
+    answer = client.get("/v1/nothing")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert answer.json()["error"]["message"] == "there is nothing at /v1/nothing; /openapi.json lists what there is"
+    answer = client.put("/v1/runs")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["message"].startswith("/v1/runs takes no PUT")
+
+
 @pytest.mark.parametrize("path", ["/v1/runs/%00", "/v1/runs?after=%00", "/v1/runs?metadata[%00]=b"])
 def test_a_nul_in_a_url_is_refused(client: httpx.Client, path: str) -> None:
     assert "NUL" in refused(client.get(path))["message"]

@@ -19,7 +19,6 @@ EXCLUDED = {
     "ignored_auth": "the document names no authentication: whether keys are asked for is up to the operator",
     "unsupported_method": "Starlette answers TRACE and the like with 405 and no Allow header on some paths",
     "positive_data_acceptance": "a spec that has the shape of the document may still name what is not there",
-    "negative_data_rejection": "GET ignores query parameters that it does not know, as labels are such parameters",
     "use_after_free": "DELETE answers 409 for a run that has not ended, which the check takes for a deletion",
     "ensure_resource_availability": "a run that was POSTed may be looked for under the id of a simulation",
 }

@@ -25,6 +25,7 @@ from rlhfless.records import (
     StepRecord,
     VersionSpan,
     Work,
+    traces,
 )
 from rlhfless.records.schema import NAME_KEY, TABLES, TRACE_VERSION, VERSION_KEY, TraceError
 from rlhfless.records.traces import TraceMeta, TraceWriter, describe_machine, read_tables, read_trace
@@ -256,6 +257,34 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
     (tmp_path / "steps" / "zero.parquet").write_bytes(b"")
     with pytest.raises(TraceError, match=r"zero\.parquet is not a Parquet file"):
         read_trace(tmp_path)
+
+
+def test_a_step_that_is_read_is_whole_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service reads traces of runs that write them: here a step ends between the reading of any two tables."""
+    with TraceWriter(tmp_path, META, False) as writer:
+        begun = 0
+
+        def step() -> None:
+            nonlocal begun
+            begun += 1
+            writer.add_rollout(begun, ROLLOUT, SCORE, prompt_tokens=30)
+            writer.add_decision(replace(DECISION, step=begun))
+            writer.add_step(replace(STEP, step=begun))
+            writer.flush(begun)
+
+        def read(folder: Path, name: str) -> pa.Table:
+            found = read_table(folder, name)
+            step()
+            return found
+
+        step()
+        read_table = traces._read_table
+        monkeypatch.setattr(traces, "_read_table", read)
+        trace = read_trace(tmp_path)
+        done = {record.step for record in trace.steps}
+        assert done == {1}
+        assert done <= {row.step for row in trace.rollouts}
+        assert done <= {decision.step for decision in trace.decisions}
 
 
 def test_tables_have_the_declared_columns(tmp_path: Path) -> None:

@@ -12,8 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from reward_samples import samples_of
 
-from rlhfless.rewards.guard import ForbiddenAddress, Guarded, forbidden
+from rlhfless.rewards import Failed, Outcome
+from rlhfless.rewards.guard import ForbiddenAddress, Guarded, forbidden, refusal
+from rlhfless.rewards.http import HttpReward
+from rlhfless.spec import HttpSpec
 
 
 @pytest.mark.parametrize(
@@ -123,3 +127,22 @@ async def test_one_forbidden_address_among_several_is_enough(monkeypatch: pytest
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
     with pytest.raises(ForbiddenAddress, match="link-local"):
         await get("http://both.example/")
+
+
+def test_a_forbidden_address_is_told_before_a_run() -> None:
+    assert refusal("http://127.0.0.1:8080/score", ()).startswith("127.0.0.1 (loopback): HTTP rewards may not reach it")
+    assert "localhost is " in refusal("http://localhost/score", ())
+    assert refusal("http://127.0.0.1:8080/score", ("127.0.0.1:8080",)) == ""
+    assert refusal("http://10.0.0.1/score", ()) == ""
+    assert refusal("https://not-there.invalid/score", ()) == "", "it may have an address when the run asks"
+
+
+async def test_a_forbidden_address_is_not_tried_again(server: Any) -> None:
+    spec = HttpSpec(type="http", url=f"http://127.0.0.1:{server.server_address[1]}/", retries=3)
+    reward = HttpReward(spec, ())
+    assert reward.problems([])[0].startswith("127.0.0.1 (loopback)")
+    found: dict[int, Outcome] = {}
+    await reward(samples_of("a"), found.__setitem__)
+    assert isinstance(found[0], Failed)
+    assert "(loopback)" in found[0].cause
+    assert "attempts" not in found[0].cause

@@ -81,14 +81,14 @@ async def test_no_samples_give_no_scores():
 
 
 def test_a_missing_answer_column_is_found_before_the_run():
-    reward = checker(ExactMatchSpec(type="exact_match", answer_field="anwser"))
+    reward = checker(ExactMatchSpec(type="exact_match", answer_field="anwser"), None)
     (problem,) = reward.problems([prompt(answer="1"), prompt(answer="2", level=3)])
     assert "the column `anwser` is missing (columns there: answer)" in problem
     assert "in 2 of 2 prompts" in problem
 
 
 def test_an_answer_that_is_null_in_one_row_is_found_before_the_run():
-    reward = checker(RegexSpec(type="regex", pattern="(.*)", answer_field="answer"))
+    reward = checker(RegexSpec(type="regex", pattern="(.*)", answer_field="answer"), None)
     (problem,) = reward.problems([prompt(answer="1"), prompt("the second", answer=None)])
     assert "holds 'None', which cannot be used in 1 of 2 prompts; the first is 'the second'" in problem
 
@@ -96,7 +96,7 @@ def test_an_answer_that_is_null_in_one_row_is_found_before_the_run():
 def test_answers_that_can_be_compared_are_no_problem():
     prompts = [prompt(answer="1"), prompt(answer=2), prompt(answer=2.5)]
     for spec in (ExactMatchSpec(type="exact_match"), RegexSpec(type="regex", pattern="x")):
-        assert checker(spec).problems(prompts) == []
+        assert checker(spec, None).problems(prompts) == []
 
 
 async def test_an_unusable_answer_at_run_time_marks_its_sample():
@@ -114,7 +114,7 @@ async def test_a_pattern_that_backtracks_for_ever_marks_its_sample():
 
 def test_a_pattern_that_the_matcher_reads_otherwise_is_refused():
     with pytest.raises(RewardError, match="reward 'regex': not a pattern of the package `regex`"):
-        checker(RegexSpec(type="regex", pattern="[[:alpha:]"))
+        checker(RegexSpec(type="regex", pattern="[[:alpha:]"), None)
 
 
 R1 = "<think>\n6 x 7 is 42\n</think>\n<answer>42</answer>"

@@ -135,6 +135,6 @@ async def test_no_answer_and_no_connection_are_waited_for_so_long(server, scored
 
 
 def test_a_token_that_is_not_there_is_found_before_the_run(server):
-    assert checker(spec(server, token_env="NO_SUCH_TOKEN")).problems([]) == [
+    assert checker(spec(server, token_env="NO_SUCH_TOKEN"), None).problems([]) == [
         "the environment variable 'NO_SUCH_TOKEN' is not set"
     ]

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from rlhfless import __version__
 from rlhfless.control.api import compute, downloads, drivers, events, health, metrics, page, runs, series
 from rlhfless.control.api.documented import ERRORS
+from rlhfless.control.api.known_query import known_query
 from rlhfless.control.database.access import Unavailable
 from rlhfless.control.errors import ApiError
 from rlhfless.control.security.gate import Gate
@@ -49,7 +50,7 @@ def app_of(service: Service) -> FastAPI:
     app.state.service = service
     app.add_middleware(Gate, settings=service.settings, open_to_all=lambda: not service.keys.asked_for)
     for router in (runs.router, events.router, series.router, compute.router, downloads.router):
-        app.include_router(router, prefix="/v1", responses=ERRORS)
+        app.include_router(router, prefix="/v1", responses=ERRORS, dependencies=[Depends(known_query)])
     app.include_router(drivers.router, include_in_schema=False)
     app.include_router(health.router)
     app.include_router(metrics.router)
@@ -83,7 +84,7 @@ def problem_of(error: Mapping[str, Any], content_type: str) -> Problem:
     where = ".".join(str(part) for part in ([source, *rest] if source not in PLACES else rest))
     if error["type"] == "missing":
         return Problem(where, "is missing")
-    what = error["msg"].removeprefix("Input ")
+    what = "unknown key" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Input ")
     if not where and "json" not in content_type:
         return Problem("", "is not read as JSON", "send it with `Content-Type: application/json`")
     return Problem(where, f"{shown(error['input'])}: {what}")
@@ -99,9 +100,12 @@ async def _fault(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse(answer.body(), 500)
 
 
-async def _http(_: Request, error: HTTPException) -> JSONResponse:
+async def _http(request: Request, error: HTTPException) -> JSONResponse:
     if error.status_code == 400:  # FastAPI's only one: what it cannot parse for another reason than JSON's syntax
         message = "the body: is no JSON that can be read: it is not UTF-8, or nested too deeply"
         return JSONResponse(ApiError(422, "invalid_request", message).body(), 422)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "error")
-    return JSONResponse(ApiError(error.status_code, code, str(error.detail)).body(), error.status_code, error.headers)
+    code, what = {
+        404: ("not_found", f"there is nothing at {request.url.path}; /openapi.json lists what there is"),
+        405: ("method_not_allowed", f"{request.url.path} takes no {request.method}; /openapi.json lists what it takes"),
+    }.get(error.status_code, ("error", str(error.detail)))
+    return JSONResponse(ApiError(error.status_code, code, what).body(), error.status_code, error.headers)

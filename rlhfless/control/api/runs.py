@@ -15,6 +15,7 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
+from rlhfless.control.api.known_query import DEEP
 from rlhfless.control.api.views import run_object
 from rlhfless.control.database.tables import IdempotencyRow, RunRow
 from rlhfless.control.errors import ApiError
@@ -124,7 +125,18 @@ def new_run(service: Service, owner: str, posted: dict[str, Any], spec: RunSpec)
     )
 
 
-@router.get("/runs", summary="List runs")
+LABELS = {
+    "name": "metadata",
+    "in": "query",
+    "style": DEEP,
+    "explode": True,
+    "required": False,
+    "description": "Runs with these labels: `metadata[name]=value`.",
+    "schema": {"type": "object", "additionalProperties": {"type": "string"}},
+}
+
+
+@router.get("/runs", summary="List runs", openapi_extra={"parameters": [LABELS]})
 async def list_runs(
     request: Request,
     _: Reads,

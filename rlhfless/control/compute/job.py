@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def main(name: str) -> None:
     except UserError as error:
         answer = {"source": name, "problems": [{"where": "", "what": str(error)}]}
     except Exception as error:
-        answer = {"fault": f"{type(error).__name__}: {error}"}
+        answer = {"fault": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     print("\n" + json.dumps(answer, allow_nan=False), flush=True)
 
 

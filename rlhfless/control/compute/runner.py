@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ from typing import Any
 
 from rlhfless.control.errors import ApiError, refused
 from rlhfless.spec.errors import Problem
+
+log = logging.getLogger(__name__)
 
 AT_ONCE = 2
 """Jobs at a time: they take cores from runs."""
@@ -71,6 +74,7 @@ class Runner:
         if "problems" in answer:
             raise refused(answer["source"], [Problem(**problem) for problem in answer["problems"]])
         if "fault" in answer:
-            raise ApiError(500, "internal_error", answer["fault"])
+            log.error("%s: %s", job, answer["traceback"])
+            raise ApiError(500, "internal_error", f"{answer['fault']}; the service's log has more")
         found: dict[str, Any] = answer["found"]
         return found

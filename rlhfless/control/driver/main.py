@@ -32,7 +32,7 @@ from rlhfless.prepare.preflight import preflight
 from rlhfless.records.journal import has_rollouts
 from rlhfless.signals import Interrupted, OrderlyStop
 from rlhfless.spec import RunSpec
-from rlhfless.spec.errors import InputError, SpecError
+from rlhfless.spec.errors import InputError, SpecError, UserError
 from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.logs import RunLog
@@ -182,13 +182,13 @@ class _Attempt:
         if isinstance(error, RunPaused):
             return _paused(error, spec)
         ending = ending_of(error)
-        param = error.problems[0].where or None if isinstance(error, InputError | SpecError) else None
+        found = error.problems if isinstance(error, InputError | SpecError) else ()
+        param = found[0].where if found else error.where if isinstance(error, UserError) else ""
         problems = [
-            {"param": problem.where or None, "message": problem.what, "mend": problem.mend or None}
-            for problem in (error.problems if isinstance(error, InputError | SpecError) else ())
+            {"param": problem.where or None, "message": problem.what, "mend": problem.mend or None} for problem in found
         ]
         code = CODES.get(ending.exit_code, "failed")
-        what = failure(code, text) | {"param": param, "problems": problems}
+        what = failure(code, text) | {"param": param or None, "problems": problems}
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
             return Ending(status=Status.QUEUED, reason=text, error=what, retry=True)
         if ending.resume and has_rollouts(self._folder / JOURNAL_FILE):
