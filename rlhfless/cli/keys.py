@@ -90,26 +90,35 @@ def list_keys(
         shown = ("id", "name", "scopes", "created_at", "revoked_at")
         typer.echo(json.dumps([{field: getattr(row, field) for field in shown} for row in rows], indent=2))
         return
+    if not rows:
+        typer.echo("there are no keys; `rlhfless keys create NAME` makes one")
     for row in rows:
         state = "" if row.revoked_at is None else f"  revoked {time_of(row.revoked_at)}"
         typer.echo(f"{row.id}  {row.scopes[-1]:<5}  {time_of(row.created_at)}  {row.name}{state}")
 
 
 def revoke(
-    key: Annotated[str, typer.Argument(metavar="KEY_ID", help="Such as key_0a1b2c3d4e5f.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Its id, such as key_0a1b2c3d4e5f, or its name.")],
     data: Data = DATA_FOLDER,
     database: Database = None,
 ) -> None:
     """Refuse a key from now on. Idempotent."""
+    from sqlalchemy import or_, select
+
     from rlhfless.control.database.tables import KeyRow
     from rlhfless.spec.errors import UserError
 
     with _session(data, database) as session:
-        row = session.get(KeyRow, key)
-        if row is None:
+        found = list(session.scalars(select(KeyRow).where(or_(KeyRow.id == key, KeyRow.name == key))))
+        if not found:
             raise UserError(f"there is no key {key!r}; `rlhfless keys list` shows all")
-        row.revoked_at = row.revoked_at or time.time()
+        valid = [row for row in found if row.revoked_at is None]
+        if len(valid) > 1:
+            raise UserError(f"several keys are named {key!r}: name one of {', '.join(row.id for row in valid)}")
+        for row in valid:
+            row.revoked_at = time.time()
         session.commit()
+    typer.echo(f"revoked {(valid or found)[0].id}")
 
 
 def _scope(text: str) -> Scope:

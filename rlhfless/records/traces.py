@@ -279,7 +279,7 @@ def read_tables(folder: str | os.PathLike[str]) -> dict[str, pa.Table]:
     A run may be writing: steps are read first, so that all that a step of theirs has left is found.
     """
     read_meta(folder)
-    tables = {name: _read_table(Path(folder), name) for name in reversed(TABLES)}
+    tables = {name: _read_table(Path(folder), name) for name in reversed(list(TABLES))}
     return {name: tables[name] for name in TABLES}
 
 

@@ -45,7 +45,8 @@ class Keys:
         scheme, _, secret = (authorization or "").partition(" ")
         found = self._known.get(hashed(secret.strip())) if scheme.lower() == "bearer" else None
         if found is None:
-            message = "this service asks for an API key: send `Authorization: Bearer rlk_...` (rlhfless keys create)"
+            what = "it does not know this API key, or it was revoked" if secret else "this service asks for an API key"
+            message = f"{what}: send `Authorization: Bearer rlk_...` (rlhfless keys create)"
             raise ApiError(401, "unauthorized", message)
         return found
 

@@ -1,4 +1,4 @@
-"""`rlhfless keys put`: a secret that was made elsewhere becomes a key."""
+"""`rlhfless keys`: a secret that was made elsewhere becomes a key; keys are revoked by id or name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_a_secret_is_a_key_until_another_one_takes_its_name(tmp_path: Path, monk
     with served(ServiceSettings(data=str(tmp_path)), NoDrivers()) as (client, _):
 
         def status(secret: str) -> int:
-            return client.get("/v1/runs", headers={"Authorization": f"Bearer {secret}"}).status_code
+            answer = client.get("/v1/runs", headers={"Authorization": f"Bearer {secret}"})
+            assert answer.status_code == 200 or "does not know this API key" in answer.json()["error"]["message"]
+            return answer.status_code
 
         assert (status(first), status(second)) == (200, 401)
         assert put(tmp_path, second)[0] == 0
@@ -52,3 +54,20 @@ def test_migrate_makes_the_tables_and_may_be_called_again(tmp_path: Path) -> Non
         assert "are up to date" in done.output
     code, key = put(tmp_path, "c" * 43)
     assert (code, key[:4]) == (0, "key_")
+
+
+def test_a_key_is_revoked_by_its_name_where_one_has_it(tmp_path: Path) -> None:
+    def keys(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["keys", *words, "--data", str(tmp_path)])
+        return done.exit_code, str(done.exception or done.output)
+
+    assert "there are no keys" in keys("list")[1]
+    for name in ("alice", "bob", "bob"):
+        assert keys("create", name, "--scope", "read")[0] == 0
+    first, second = (line.split()[0] for line in keys("list")[1].splitlines() if line.endswith("bob"))
+    assert keys("revoke", "alice")[1].startswith("revoked key_")
+    assert "several keys are named 'bob'" in keys("revoke", "bob")[1]
+    assert keys("revoke", first) == (0, f"revoked {first}\n")
+    assert keys("revoke", first) == (0, f"revoked {first}\n"), "idempotent"
+    assert keys("revoke", "bob") == (0, f"revoked {second}\n")
+    assert "there is no key 'carol'" in keys("revoke", "carol")[1]
