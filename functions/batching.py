@@ -1,8 +1,9 @@
-"""How a batch is cut into micro-batches, for the padded forward pass or for the one that shares prefixes.
+"""How a batch is cut into micro-batches, for the padded forward pass or for the packed one.
 
 Both keep to the budget of tokens, and give the same logprobs. The padded pass wants sequences of similar length side by
-side, the sharing one wants the users of a prefix side by side. Sharing is chosen where it computes enough fewer tokens:
-by counts, and not by times, so that the same batch takes the same path in every run and gives the same weights.
+side, the packed one has no padding, computes shared prefixes once, and wants the users of a prefix side by side. It is
+chosen where it computes enough fewer tokens: by counts, and not by times, so that the same batch takes the same path in
+every run and gives the same weights.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.prefixes.packing import PAYS_BELOW, PackedSegments, SharingSequences
+from rlhfless.prefixes.packing import PackedSegments, SharingSequences
 from rlhfless.records import IntArray
 
 SIMILAR_LENGTH = 0.875
@@ -42,19 +43,19 @@ class MicroBatches:
     """The micro-batches of a batch: all sequences that have a response."""
 
     parts: tuple[MicroBatch, ...]
-    shared: bool
+    packed: bool
     prompt_tokens: int
     """Tokens before the first response token that are computed, over all micro-batches."""
 
 
-def cut(batch: PackedBatch, budget_tokens: int, *, may_share: bool) -> MicroBatches:
-    """The micro-batches of a batch; `may_share` if the model's attention can."""
+def cut(batch: PackedBatch, budget_tokens: int, *, pays_below: float) -> MicroBatches:
+    """The micro-batches of a batch: packed where that computes less than this part of the padded pass's tokens."""
     padded = tuple(MicroBatch(indices) for indices in micro_batches(batch, budget_tokens))
-    if may_share and padded:
+    if pays_below and padded:
         packed = _packed(batch, budget_tokens)
         fed = batch.lengths - 1
         computed = sum(len(part.packed.source) for part in packed if part.packed is not None)
-        if computed <= PAYS_BELOW * sum(len(part.indices) * int(fed[part.indices].max()) for part in padded):
+        if computed < pays_below * sum(len(part.indices) * int(fed[part.indices].max()) for part in padded):
             return MicroBatches(packed, True, sum(_prompt_tokens_of(batch, part) for part in packed))
     return MicroBatches(padded, False, prompt_tokens(batch))
 
@@ -66,10 +67,10 @@ def _packed(batch: PackedBatch, budget_tokens: int) -> tuple[MicroBatch, ...]:
     return tuple(MicroBatch(answered[part], sequences.pack(part)) for part in parts)
 
 
-def deal(batch: PackedBatch, budget_tokens: int, ranks: int, *, may_share: bool) -> list[IntArray]:
-    """The sequences of each of `ranks`: equal work for all, and users of a prefix together where prefixes are shared.
-    All ranks deal alike."""
-    if ranks > 1 and cut(batch, budget_tokens, may_share=may_share).shared:
+def deal(batch: PackedBatch, budget_tokens: int, ranks: int, *, pays_below: float) -> list[IntArray]:
+    """The sequences of each of `ranks`: equal work for all, and users of a prefix together where micro-batches are
+    packed. All ranks deal alike."""
+    if ranks > 1 and cut(batch, budget_tokens, pays_below=pays_below).packed:
         return [np.sort(part) for part in fed_sequences(batch).deal(ranks)]
     by_length = np.argsort(-batch.lengths, kind="stable")
     return [by_length[rank::ranks] for rank in range(ranks)]

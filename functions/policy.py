@@ -39,7 +39,13 @@ from rlhfless.functions import sharding
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row
-from rlhfless.prefixes.packing import LEAST_SAVED_TOKENS, PackedSegments, SharingSequences
+from rlhfless.prefixes.packing import (
+    LEAST_SAVED_TOKENS,
+    PAYS_BELOW,
+    PAYS_BELOW_ON_GPUS,
+    PackedSegments,
+    SharingSequences,
+)
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
 
@@ -96,7 +102,13 @@ class Policy:
     mesh: DeviceMesh | None = None
     """The ranks that its parameters are split over; None if they are not split."""
     shares: bool = False
-    """Whether prefixes that sequences share may be computed once."""
+    """Whether sequences may be packed in one row, in which prefixes that they share are computed once."""
+
+    @property
+    def packs_below(self) -> float:
+        """See batching.cut; 0 if sequences cannot be packed."""
+        on_device = PAYS_BELOW if self.device.type == "cpu" else PAYS_BELOW_ON_GPUS
+        return on_device if self.shares else 0.0
 
     def hidden_states(self, tokens: torch.Tensor, **shared: Any) -> torch.Tensor:
         """`tokens` [batch, width], padded on the right -> [batch, width, hidden]. For a packed row `shared` has its
@@ -278,7 +290,7 @@ def _passed(
 def token_logprobs(policy: Policy, batch: PackedBatch, temperature: float, micro_batch_tokens: int) -> FloatArray:
     """Old or reference logprobs: `[tokens]`, at `temperature`, 0 on prompt tokens, without a gradient. *Collective* if
     the policy is sharded."""
-    return logprobs_of(policy, batch, temperature, cut(batch, micro_batch_tokens, may_share=policy.shares))
+    return logprobs_of(policy, batch, temperature, cut(batch, micro_batch_tokens, pays_below=policy.packs_below))
 
 
 @torch.no_grad()

@@ -76,6 +76,7 @@ class Window:
 
     def __init__(self, fleet_view: FleetView, fleet: Fleet, generation: Generation) -> None:
         batch, table = generation.progress.batch, generation.progress.table
+        tree = batch.tree if fleet.setup.prefixes.planned and len(batch.tree) else None
         self._fleet = fleet
         self._generation = generation
         self._view = partial(
@@ -89,7 +90,8 @@ class Window:
             finished=read_only(table.finished),
             truncated=read_only(table.truncated),
             home=read_only(generation.assignment.home),
-            prefix=read_only(batch.tree.ranks()) if fleet.setup.prefixes.planned and len(batch.tree) else None,
+            prefix=None if tree is None else read_only(tree.ranks()),
+            prefixes=tree,
         )
 
     def look(self) -> StepView:

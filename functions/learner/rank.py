@@ -213,7 +213,7 @@ class LearnerRank:
         torch.set_rng_state(state["random_state"])
 
     def _cut(self, batch: PackedBatch) -> MicroBatches:
-        return cut(batch, self._learner.micro_batch_tokens, may_share=self._policy.shares)
+        return cut(batch, self._learner.micro_batch_tokens, pays_below=self._policy.packs_below)
 
     def _update(self, batch: PackedBatch) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""

@@ -15,7 +15,7 @@ from rlhfless.records import FloatArray, IntArray
 def share_of(policy: Policy, batch: PackedBatch, budget_tokens: int) -> IntArray:
     """This rank's sequences `[share]`: dealt out so that all ranks have equal work."""
     ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_local_rank())
-    return deal(batch, budget_tokens, ranks, may_share=policy.shares)[rank]
+    return deal(batch, budget_tokens, ranks, pays_below=policy.packs_below)[rank]
 
 
 def share_logprobs(
@@ -26,7 +26,7 @@ def share_logprobs(
     """
     share = share_of(policy, batch, budget_tokens)
     mine = select(batch, share)
-    parts = cut(mine, budget_tokens, may_share=policy.shares)
+    parts = cut(mine, budget_tokens, pays_below=policy.packs_below)
     values = logprobs_of(policy, mine, temperature, parts)
     everything = np.zeros(len(batch.tokens), dtype=values.dtype)
     everything[np.repeat(batch.starts[share], mine.lengths) + mine.positions] = values

@@ -83,6 +83,7 @@ class SampleTable:
             read_only(self._truncated),
             read_only(self.home),
             read_only(self._prefix),
+            self.prefixes,
         )
 
     def counts(self, slot: int) -> tuple[int, int]:

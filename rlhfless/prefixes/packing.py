@@ -21,9 +21,13 @@ from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
 from rlhfless.records import IntArray
 
 PAYS_BELOW = 0.7
-"""Prefixes are shared where that computes at most this part of the tokens of the padded pass. On one CPU core, with a
-model of 0.8 M parameters and short prompts, its gathers and its calls per prefix made a token cost a third more
+"""On a CPU sequences are packed where that computes less than this part of the tokens of the padded pass. On one core,
+with a model of 0.8 M parameters and short prompts, its gathers and its calls per prefix made a token cost a third more
 (benchmarks/prefixes.py --always), which pays below 0.75; in larger models they weigh less."""
+
+PAYS_BELOW_ON_GPUS = 1.0
+"""On GPUs wherever it computes fewer tokens, also where nothing is shared: their models are so large that products by
+parameters, which the packed row does for no padding, take nearly all of a pass. (Not measured.)"""
 
 LEAST_SAVED_TOKENS = 32
 """A prefix is shared if that saves so many tokens: each one is one more attention call per layer."""

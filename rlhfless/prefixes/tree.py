@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
 from rlhfless.records import IntArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PrefixTree:
     """Shared prefixes, each after its parent, and the longest one of each prompt.
 
@@ -91,6 +92,18 @@ class PrefixTree:
         """Tokens of the longest shared prefix of each prompt, `[prompts]`."""
         shared: IntArray = np.append(self.tokens, 0)[self.leaf]
         return shared
+
+    @cached_property
+    def levels(self) -> IntArray:
+        """All prefixes of each prompt, `[depth, prompts]`: the shortest first, NONE after the longest."""
+        above, found = np.append(self.parent, NONE), [self.leaf]
+        while (found[-1] != NONE).any():
+            found.append(above[found[-1]])
+        upwards = np.stack(found)
+        depth = (upwards != NONE).sum(axis=0)
+        level = depth - 1 - np.arange(len(found) - 1)[:, None]
+        levels: IntArray = np.where(level >= 0, np.take_along_axis(upwards, np.maximum(level, 0), axis=0), NONE)
+        return levels
 
     def lineage(self, prefix: int) -> list[int]:
         """A prefix and all that it contains, the shortest first; [] for NONE."""

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import Decision, FunctionName, ReplicaState
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.leases import RentalTerms
@@ -146,6 +147,8 @@ class StepView:
     prefix: Ints | None = None
     """`[groups]`: equal for prompts with the same long prefix, near for prefixes that begin alike; None if prompts are
     known by their lengths alone."""
+    prefixes: PrefixTree | None = None
+    """What the prompts share; None if they are known by their lengths alone."""
 
     def samples_at(self, slot: int) -> Ints:
         """Unfinished samples that belong to a slot, ascending."""

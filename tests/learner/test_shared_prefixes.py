@@ -15,11 +15,10 @@ from test_model_families import FAMILIES, save
 
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.functions import batching
 from rlhfless.functions.batching import MicroBatch, cut, deal, fed_sequences, prompt_tokens
 from rlhfless.functions.policy import Policy, load_policy, response_logprobs, token_logprobs
 from rlhfless.functions.prefix_attention import PrefixLayout, shared_prefix_attention
-from rlhfless.prefixes.packing import PackedSegments, SharingSequences
+from rlhfless.prefixes.packing import PAYS_BELOW, PAYS_BELOW_ON_GPUS, PackedSegments, SharingSequences
 from rlhfless.spec import GRPOSpec, ModelSpec
 
 EXACT = 1e-9
@@ -100,7 +99,7 @@ def padded(batch: PackedBatch) -> list[MicroBatch]:
 
 def packed(batch: PackedBatch) -> list[MicroBatch]:
     """All sequences in one row."""
-    return list(cut(batch, 10_000, may_share=True).parts)
+    return list(cut(batch, 10_000, pays_below=PAYS_BELOW).parts)
 
 
 def answered(batch: PackedBatch) -> np.ndarray:
@@ -116,20 +115,20 @@ def whole(rows: Sequence[np.ndarray]) -> PackedSegments:
 def test_as_the_padded_pass(tiny_model, shared_batch, budget, gradient_checkpointing):
     policy = in_float64(tiny_model, gradient_checkpointing=gradient_checkpointing)
     expected = passed(policy, shared_batch, padded(shared_batch))
-    parts = cut(shared_batch, budget, may_share=True)
-    assert parts.shared
+    parts = cut(shared_batch, budget, pays_below=PAYS_BELOW)
+    assert parts.packed
     assert_equal(passed(policy, shared_batch, parts.parts), expected)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gradients_of_ranks_add_up(policy, shared_batch, ranks):
     expected = passed(policy, shared_batch, padded(shared_batch))
-    dealt = deal(shared_batch, 1000, ranks, may_share=True)
+    dealt = deal(shared_batch, 1000, ranks, pays_below=PAYS_BELOW)
     assert sorted(np.concatenate(dealt).tolist()) == list(range(shared_batch.sequences))
     shares = []
     for share in dealt:
-        mine = cut(select(shared_batch, share), 10_000, may_share=True)
-        assert mine.shared
+        mine = cut(select(shared_batch, share), 10_000, pays_below=PAYS_BELOW)
+        assert mine.packed
         parts = [MicroBatch(share[part.indices], part.packed) for part in mine.parts]
         shares.append(passed(policy, shared_batch, parts))
     together = Passed(
@@ -210,9 +209,9 @@ def test_attention_is_that_of_a_mask(data):
 @given(budget=st.integers(1, 700))
 @settings(deadline=None)
 def test_micro_batches_keep_to_the_budget(shared_batch, budget):
-    parts = cut(shared_batch, budget, may_share=True)
+    parts = cut(shared_batch, budget, pays_below=PAYS_BELOW)
     assert sorted(np.concatenate([part.indices for part in parts.parts]).tolist()) == answered(shared_batch).tolist()
-    if parts.shared:
+    if parts.packed:
         sizes = [len(part.packed.source) for part in parts.parts]
         assert all(size <= budget or len(part.indices) == 1 for size, part in zip(sizes, parts.parts, strict=True))
         assert sizes == sorted(sizes, reverse=True)
@@ -225,26 +224,37 @@ def test_prompt_tokens_by_hand(shared_batch):
     # Four samples of each prompt, of 41, 42, 33, 13 and 14 tokens; one sample of the third has no response.
     assert prompt_tokens(shared_batch) == 4 * (41 + 42 + 33 + 13 + 14) - 33
     # Once: 20 + 10 + 11 + 12 + 13 + 13 + 14; but three times the last 13 of the third prompt, which would save 26.
-    assert cut(shared_batch, 10_000, may_share=True).prompt_tokens == 20 + 10 + 11 + 12 + 13 + 13 + 14 + 26
+    assert cut(shared_batch, 10_000, pays_below=PAYS_BELOW).prompt_tokens == 20 + 10 + 11 + 12 + 13 + 13 + 14 + 26
 
 
 def test_short_prompts_do_not_pay(batch):
-    assert not cut(batch, 64, may_share=True).shared
+    assert not cut(batch, 64, pays_below=PAYS_BELOW).packed
 
 
 def test_ranks_get_equal_work(shared_batch):
-    dealt = deal(shared_batch, 1000, 2, may_share=True)
+    dealt = deal(shared_batch, 1000, 2, pays_below=PAYS_BELOW)
     row = fed_sequences(shared_batch)
     sizes = [len(row.pack(share).source) for share in dealt]
     assert max(sizes) < 0.65 * sum(sizes)
-    assert [share.tolist() for share in deal(shared_batch, 1000, 2, may_share=False)] == [
+    assert [share.tolist() for share in deal(shared_batch, 1000, 2, pays_below=0.0)] == [
         np.argsort(-shared_batch.lengths, kind="stable")[rank::2].tolist() for rank in range(2)
     ]
 
 
-def test_the_choice_is_one_of_counts(shared_batch, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batching, "PAYS_BELOW", 0.01)
-    assert not cut(shared_batch, 10_000, may_share=True).shared
+def test_the_choice_is_one_of_counts(shared_batch):
+    assert not cut(shared_batch, 10_000, pays_below=0.01).packed
+    assert not cut(shared_batch, 10_000, pays_below=0.0).packed
+
+
+def test_on_gpus_padding_alone_is_reason_to_pack(policy, batch):
+    """Unequal sequences that share nothing: the packed row has no padding, and gives the same."""
+    parts = cut(batch, 10_000, pays_below=PAYS_BELOW_ON_GPUS)
+    assert parts.packed
+    assert sum(len(part.packed.source) for part in parts.parts) <= (batch.lengths - 1).sum()
+    assert_equal(passed(policy, batch, parts.parts), passed(policy, batch, padded(batch)))
+    gpu = dataclasses.replace(policy, device=torch.device("cuda", 0), shares=True)
+    assert (gpu.packs_below, policy.packs_below) == (PAYS_BELOW_ON_GPUS, PAYS_BELOW)
+    assert dataclasses.replace(gpu, shares=False).packs_below == 0.0
 
 
 def test_unknown_forms_are_refused():

@@ -33,6 +33,11 @@ def test_by_hand() -> None:
     assert PrefixTree.nothing(2).unique_tokens(np.array([3, 4])) == 7
 
 
+def test_the_levels_of_each_prompt_begin_with_its_shortest_prefix() -> None:
+    assert NESTED.levels.tolist() == [[0, 0, 0, NONE], [1, 1, NONE, NONE]]
+    assert PrefixTree.nothing(3).levels.shape == (0, 3)
+
+
 def test_a_wrong_tree_is_named() -> None:
     with pytest.raises(ValueError, match="prefix 1 of 200 tokens has the parent 0"):
         PrefixTree(np.array([300, 200]), np.array([NONE, 0]), np.array([0]))

@@ -10,6 +10,10 @@ because B(t) summed over time is the sum of the lengths, and (B(t) - b)+ summed 
 Attention adds g (l p + l (l - 1) / 2) per sequence, and each prompt is prefilled once. All are differences of prefix
 sums, so the time of any group is O(pieces), and the longest group under a time limit is one binary search.
 
+Of prompts that begin alike (`PrefixTree`) a group prefills each shared prefix once, and of each prompt what comes after
+its prefixes. The list charges a prefix to the first of each run of samples that have it, and a group that begins inside
+a run pays for it again. That is exact where the users of a prefix are side by side, and an upper bound elsewhere.
+
 A group may exceed what the engine runs at once (KV tokens, with each sequence's final length set aside, or its
 limit of sequences). Then the longest sequences that fit go first, and each waiting sequence is admitted when another
 ends. It adds its tokens at the rate of a full batch of similar sequences: a(B) / B seconds a token, with B the mean of
@@ -21,6 +25,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.scaling.plan import kernel
 from rlhfless.scaling.plan.kernel import Times
 from rlhfless.scaling.plan.options import DeviceOption
@@ -41,14 +46,11 @@ class GroupTimes:
     def __init__(self, device: DeviceOption, step: Responses, order: Ints, actor: Ints | None = None) -> None:
         tokens, prompt = step.tokens[order], step.prompt[order]
         context = step.prompt_tokens[prompt]
-        brings = _first_of_run(prompt) if actor is None else _last_of_group(prompt, actor)
-        costs_s = self._prefill_s(device, step)[prompt]
         reading_s = device.engine.context_s * tokens * (context + (tokens - 1) / 2)
         self._curve = device.curve
         self._lengths = _sums(tokens)
-        self._rest = _sums(reading_s + np.where(brings, costs_s, 0.0))
-        # The prefill of a group that begins with this sample, which the list has charged to the group before.
-        again_s = np.append(np.where(_first_of_run(prompt), 0.0, costs_s), 0.0)
+        charged_s, again_s = _charges(step.tree, *_prefills_s(device, step), prompt, actor)
+        self._rest = _sums(reading_s + charged_s)
         longest = np.maximum.accumulate(tokens) if step.longest is None or actor is not None else step.longest
         end_s, start_s = self._pieces(np.concatenate(([0.0], longest)))
         if (most := float((tokens + context).max())) > device.kv_capacity_tokens:
@@ -58,15 +60,11 @@ class GroupTimes:
             )
         # In a list that keeps unequal siblings together, a short sample among long ones counts as a long one.
         as_longest = actor is None and step.order is None
-        held = (longest if as_longest else tokens) + np.where(brings, context, 0.0)
+        own, shared = step.prompt_tokens - step.tree.shared_tokens, step.tree.own_tokens.astype(float)
+        held = (longest if as_longest else tokens) + _charges(step.tree, own, shared, prompt, actor)[0]
         floor, waiting_s = self._waves(device, _sums(held), float(context.max()))
+        again_s = np.append(again_s, 0.0)
         self.table = Times(end_s, start_s, again_s, waiting_s, floor, np.array(device.curve.knots))
-
-    @staticmethod
-    def _prefill_s(device: DeviceOption, step: Responses) -> Floats:
-        """[prompts]: seconds to prefill each prompt."""
-        sizes, where = np.unique(step.prompt_tokens, return_inverse=True)
-        return np.array([device.engine.prefill_s(int(size)) if size else 0.0 for size in sizes])[where]
 
     def _pieces(self, running_longest: Floats) -> tuple[Floats, Floats]:
         """For a group whose size lies in piece m, the time is `end[m, j] - start[m, i]`."""
@@ -105,18 +103,47 @@ class GroupTimes:
         return kernel.one_s(self.table, begin, end)
 
 
+def _prefills_s(device: DeviceOption, step: Responses) -> tuple[Floats, Floats]:
+    """Seconds to prefill of each prompt what comes after its shared prefixes, [prompts]; and of each shared prefix what
+    comes after the one before it, [prefixes]."""
+    tree = step.tree
+    own = tree.own_tokens
+    after = zip(own.tolist(), (tree.tokens - own).tolist(), strict=True)
+    prefix_s = np.array([device.engine.prefill_s(new, before) for new, before in after])
+    pairs = np.stack([step.prompt_tokens - tree.shared_tokens, tree.shared_tokens])
+    sizes, where = np.unique(pairs, axis=1, return_inverse=True)
+    times_s = [device.engine.prefill_s(int(new), int(before)) if new else 0.0 for new, before in sizes.T]
+    return np.array(times_s)[where], prefix_s
+
+
+def _charges(tree: PrefixTree, own: Floats, shared: Floats, prompt: Ints, actor: Ints | None) -> tuple[Floats, Floats]:
+    """What each sample of a list adds to its group, [samples], and what the first one of a group adds beside that,
+    [samples]: of `own`, [prompts], and `shared`, [prefixes]. In a list that is cut already nothing is added twice."""
+    shared, levels = np.append(shared, 0.0), tree.levels[:, prompt]
+    if actor is not None:
+        charged = np.where(_last_of_group(prompt, actor), own[prompt], 0.0)
+        for level in levels:
+            charged += np.where(_last_of_group(level + 1, actor), shared[level], 0.0)
+        return charged, np.zeros(prompt.size)
+    charged, whole = np.where(_first_of_run(prompt), own[prompt], 0.0), own[prompt]
+    for level in levels:
+        charged += np.where(_first_of_run(level), shared[level], 0.0)
+        whole = whole + shared[level]
+    return charged, whole - charged
+
+
 def _sums(values: Floats) -> Floats:
     """[samples + 1]: sums of the first 0, 1, 2, ... values."""
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def _first_of_run(prompt: Ints) -> NDArray[np.bool_]:
-    return np.concatenate(([True], prompt[1:] != prompt[:-1]))
+def _first_of_run(number: Ints) -> NDArray[np.bool_]:
+    return np.concatenate(([True], number[1:] != number[:-1]))
 
 
-def _last_of_group(prompt: Ints, actor: Ints) -> NDArray[np.bool_]:
-    """The longest sibling of each prompt in each group: it runs first, so it is charged with the prompt."""
-    pairs = actor * (int(prompt.max()) + 1) + prompt
-    last = np.zeros(prompt.size, bool)
-    last[prompt.size - 1 - np.unique(pairs[::-1], return_index=True)[1]] = True
+def _last_of_group(number: Ints, actor: Ints) -> NDArray[np.bool_]:
+    """The longest sample with each number, of a prompt or a prefix, in each group: it runs first, so it is charged."""
+    pairs = actor * (int(number.max()) + 1) + number
+    last = np.zeros(number.size, bool)
+    last[number.size - 1 - np.unique(pairs[::-1], return_index=True)[1]] = True
     return last

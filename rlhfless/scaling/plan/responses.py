@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rlhfless.prefixes.tree import PrefixTree
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -27,10 +29,19 @@ class Responses:
     longest: Floats | None = None
     """[samples], in that order, ascending: the assumed length of a group that ends with this sample; by default its
     longest sample."""
+    prefixes: PrefixTree | None = None
+    """What the prompts share: an actor prefills a shared prefix once for all its prompts. None: nothing is known."""
+
+    @property
+    def tree(self) -> PrefixTree:
+        """`prefixes`, which may be nothing."""
+        return PrefixTree.nothing(self.prompt_tokens.size) if self.prefixes is None else self.prefixes
 
 
-def responses(tokens: ArrayLike, prompt: ArrayLike, prompt_tokens: ArrayLike) -> Responses:
-    """Checks and converts: `tokens` [samples], `prompt` [samples], `prompt_tokens` [prompts].
+def responses(
+    tokens: ArrayLike, prompt: ArrayLike, prompt_tokens: ArrayLike, prefixes: PrefixTree | None = None
+) -> Responses:
+    """Checks and converts: `tokens` [samples], `prompt` [samples], `prompt_tokens` [prompts], `prefixes` of them.
 
     Raises ValueError that names the argument, the value and the mend.
     """
@@ -46,7 +57,9 @@ def responses(tokens: ArrayLike, prompt: ArrayLike, prompt_tokens: ArrayLike) ->
         raise ValueError(f"prompt has an index outside prompt_tokens, which has the shape {prompts.shape}")
     if not (np.isfinite(prompts).all() and (prompts >= 0).all()):
         raise ValueError("prompt_tokens has a value that is negative or not finite")
-    return Responses(lengths, index, prompts)
+    if prefixes is not None and (prefixes.leaf.size != prompts.size or (prefixes.shared_tokens > prompts).any()):
+        raise ValueError(f"prefixes are of {prefixes.leaf.size} prompts, or longer than these {prompts.size}")
+    return Responses(lengths, index, prompts, prefixes=prefixes)
 
 
 def lists(step: Responses) -> list[Ints]:

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import Roofline, Straight, device, drained_s
 
+from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.plan import CapacityError, kernel, responses
 from rlhfless.scaling.plan.cost import GroupTimes
 from rlhfless.scaling.plan.curve import MOST_PIECES, fit_curve
@@ -36,6 +38,60 @@ def test_siblings_that_are_cut_apart_prefill_their_prompt_twice():
     together, apart = times.one_s(0, 3), [times.one_s(0, 1), times.one_s(1, 3)]
     assert together == pytest.approx(4 * 2.5 + 1)
     assert apart == pytest.approx([4 * 1.5 + 1, 4 * 2 + 1])
+
+
+SHARED = PrefixTree(np.array([8]), np.array([NONE]), np.array([0, 0]))
+"""Two prompts that share their first 8 tokens."""
+
+
+def test_a_shared_prefix_is_prefilled_once_in_each_group():
+    # Of two prompts of 10 tokens, at 0.1 s a token: 8 + 2 + 2 together, 10 each apart.
+    engine = Straight(per_prompt_token_s=0.1)
+    step = responses([4, 4, 4], [0, 0, 1], [10, 10], SHARED)
+    times = GroupTimes(device(engine), step, lists(step)[0])
+    assert times.one_s(0, 3) == pytest.approx(4 * 2.5 + 1.2)
+    assert times.one_s(0, 2) == pytest.approx(4 * 2 + 1)
+    assert times.one_s(2, 3) == pytest.approx(4 * 1.5 + 1)
+    assert times.one_s(1, 3) == pytest.approx(4 * 2 + 1.2), "the sibling that is cut off has its prompt again"
+
+
+def test_a_shared_prefix_is_held_once():
+    # Each ends with 4 + 6 tokens, of which 5 are shared: 5 + 5 a sample. One more prompt's room is kept free.
+    tree = PrefixTree(np.array([5]), np.array([NONE]), np.zeros(6, np.int64))
+    step = responses([4] * 6, range(6), [6] * 6, tree)
+    at_once = GroupTimes(device(Straight(), kv_capacity_tokens=36 + 5), step, lists(step)[0])
+    assert at_once.one_s(0, 6) == pytest.approx(4 * 4), "all six"
+    assert times_of(Straight(), [4] * 6, range(6), [6] * 6, kv_capacity_tokens=36 + 5).one_s(0, 6) > 4 * 4
+
+
+def prefilled_tokens(tree, prompt_tokens, prompts) -> int:
+    """The tokens of an actor's prompts, each shared prefix once."""
+    prefixes = {prefix for prompt in prompts for prefix in tree.lineage(int(tree.leaf[prompt]))}
+    own = sum(prompt_tokens[prompt] - int(tree.shared_tokens[prompt]) for prompt in prompts)
+    return own + int(tree.own_tokens[sorted(prefixes)].sum())
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=1, max_size=12), st.booleans())
+def test_no_group_is_charged_less_than_its_prefixes_take(samples, side_by_side):
+    """Prompts 0 to 7 behind a tree of two levels. Charges are exact where users are side by side, else not too low."""
+    tree = PrefixTree(np.array([4, 10, 9, 3]), np.array([NONE, 0, 0, NONE]), np.array([1, 1, 2, 0, 3, 3, NONE, NONE]))
+    prompt_tokens, engine = [12, 13, 11, 8, 5, 6, 7, 2], Straight(1e-9, 1e-9, per_prompt_token_s=1.0)
+    tokens, prompt = map(np.array, zip(*samples, strict=True))
+    order = np.argsort(prompt, kind="stable") if side_by_side else np.arange(len(samples))
+    step = responses(tokens, prompt, prompt_tokens, tree)
+    times = GroupTimes(device(engine), step, order)
+    for begin in range(len(samples)):
+        for end in range(begin + 1, len(samples) + 1):
+            exact = prefilled_tokens(tree, prompt_tokens, set(prompt[order[begin:end]].tolist()))
+            if side_by_side:
+                assert times.one_s(begin, end) == pytest.approx(exact, abs=1e-6)
+            else:
+                assert times.one_s(begin, end) >= exact - 1e-9
+    begins = np.arange(0, len(samples), 3)
+    ends = np.append(begins[1:], len(samples))
+    cut_s = GroupTimes(device(engine), step, order, np.arange(len(samples)) // 3).time_s(begins, ends)
+    groups = [set(prompt[order[begin:end]].tolist()) for begin, end in zip(begins, ends, strict=True)]
+    assert cut_s == pytest.approx([prefilled_tokens(tree, prompt_tokens, group) for group in groups])
 
 
 def test_more_than_the_engine_runs_at_once_comes_in_waves():
@@ -114,6 +170,13 @@ def test_a_roofline_needs_two_pieces():
 
 def test_an_engine_that_slows_down_with_the_batch_is_known():
     assert not fit_curve([1.0, 1.5, 4.0, 9.0]).merging_pays
+
+
+def test_prefixes_of_other_prompts_are_refused():
+    with pytest.raises(ValueError, match="prefixes are of 2 prompts"):
+        responses([1.0], [0], [9], SHARED)
+    with pytest.raises(ValueError, match="longer than these 2"):
+        responses([1.0, 1.0], [0, 1], [9, 7], SHARED)
 
 
 @pytest.mark.parametrize(

@@ -177,14 +177,14 @@ def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Res
     """The step as the planner sees it. All samples of the step must be in `lengths`. With probability `confidence` all
     groups end by the lengths that they are given."""
     if lengths.known:  # then it is also known which sibling is long
-        return responses(lengths.means, view.group, view.prompt_tokens)
+        return responses(lengths.means, view.group, view.prompt_tokens, view.prefixes)
     by_mean = _by_mean(view, np.bincount(view.group, lengths.means) / np.bincount(view.group))
     rank = np.empty(by_mean.size, np.int64)
     rank[by_mean] = np.arange(by_mean.size)
     order = np.argsort(rank[view.group], kind="stable")
     ranks = np.empty(order.size)
     ranks[order] = even_ranks(order.size)
-    step = responses(lengths.one_each(ranks), view.group, view.prompt_tokens)
+    step = responses(lengths.one_each(ranks), view.group, view.prompt_tokens, view.prefixes)
     return replace(step, order=order, longest=ends_by(lengths, order, confidence))
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhfless.prefixes.trie import NONE
 from rlhfless.records import ReplicaState
+from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.plan import DeviceOption
 from rlhfless.scaling.policies.cost_aware.completion import EngineTable, Unfinished, alive, unfinished_of
 from rlhfless.scaling.policies.cost_aware.deadline import FIRST_SCATTER, FIRST_STEPS, StepAim
@@ -220,17 +222,22 @@ def _dissolve(
 
 
 class Transfers:
-    """The time to have the KV of a slot's samples at another actor: computed again, or moved, whichever is sooner."""
+    """The time to have the KV of a slot's samples at another actor: computed again, or moved, whichever is sooner. A
+    prefix that the samples share is computed, or got from another actor, once for all of them."""
 
     def __init__(self, now: PolicyContext, rows: Unfinished) -> None:
         home, context = rows.home[rows.begun], rows.context[rows.begun]
         count = np.bincount(home, minlength=now.slots)
         mean = np.bincount(home, context, minlength=now.slots) / np.maximum(count, 1)
+        group, shared = now.view.group[rows.lengths.samples[rows.begun]], np.zeros(now.slots)
+        if now.view.prefixes is not None:
+            total = np.bincount(home, now.view.prefixes.shared_tokens[group], minlength=now.slots)
+            shared = total / np.maximum(count, 1)
         again_s, moved_s = np.zeros(now.slots), np.full(now.slots, math.inf)
         for slot in np.flatnonzero(count).tolist():
-            engine = now.layout.replica_slots[slot].engine
-            assert engine is not None  # samples are at slots for generation
-            again_s[slot] = engine.model.prefill_s(int(mean[slot])) * count[slot]
+            model, before = _model(now, slot), int(shared[slot])
+            again_s[slot] = model.prefill_s(int(mean[slot]) - before, before) * count[slot]
+            again_s[slot] += _prefixes_s(now, model, group[home == slot])
         if math.isfinite(now.view.fleet.kv_token_s):
             moved_s = mean * now.view.fleet.kv_token_s
         self.seconds: Floats = now.view.fleet.move_s + np.minimum(again_s, moved_s)
@@ -251,6 +258,25 @@ class Transfers:
             samples = rows.lengths.samples[moved[pair == source * now.slots + target]]
             actions.append(Move(source, target, samples, bool(self._with_kv[source])))
         return actions
+
+
+def _model(now: PolicyContext, slot: int) -> EngineModel:
+    engine = now.layout.replica_slots[slot].engine
+    assert engine is not None  # samples are at slots for generation
+    return engine.model
+
+
+def _prefixes_s(now: PolicyContext, model: EngineModel, groups: Ints) -> float:
+    """Seconds until another actor has the prefixes of some prompts, computed or moved, whichever is sooner."""
+    tree = now.view.prefixes
+    if tree is None:
+        return 0.0
+    used, own, total_s = np.unique(tree.levels[:, groups]), tree.own_tokens, 0.0
+    for prefix in used[used != NONE].tolist():
+        tokens = int(own[prefix])
+        computed_s = model.prefill_s(tokens, int(tree.tokens[prefix]) - tokens)
+        total_s += min(computed_s, tokens * now.view.fleet.prefix_token_s)
+    return total_s
 
 
 def _forecast(now: PolicyContext, state: MigrationState, tokens: float) -> StepForecast:
