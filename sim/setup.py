@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation
@@ -67,8 +68,8 @@ class PrefixUse:
     planned: bool = False
     """Policies know the prefixes of the prompts; actors compute them before the samples that begin with them, or get
     them from other actors where that is cheaper."""
-    forward_tokens: int | None = None
-    """Reference and learner compute a shared prefix once per micro-batch of so many tokens; None: for each sample."""
+    forward: SharedForward | None = None
+    """How reference and learner compute a shared prefix once per micro-batch; None: for each sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ class LearnerShape:
     """Over all tokens; 0 with one update per batch, which needs no pass before it."""
     learn_token_s: float
     publish_s: float
+    parts: int = 1
+    """Mini-batches times ranks: each part of a batch forwards its shared prefixes by itself."""
 
 
 @dataclass(frozen=True, slots=True)

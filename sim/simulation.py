@@ -202,8 +202,8 @@ class Simulation:
             self.fleet.start(self._learner, self.now_s)
         elif self.fleet.state(self._learner) is ReplicaState.SERVING:
             replica = self.fleet.replicas[self._learner]
-            forward_tokens = self.setup.prefixes.forward_tokens
-            learn(self.setup.learner, replica, first, max(first.ready_s, replica.busy_s), forward_tokens)
+            forward = self.setup.prefixes.forward
+            learn(self.setup.learner, replica, first, max(first.ready_s, replica.busy_s), forward)
             first.learning = True
             self.fleet.agenda.add(replica.busy_s, Worked(self._learner, first.number))
 
@@ -212,8 +212,8 @@ class Simulation:
         serves = self.fleet.state(slot) is ReplicaState.SERVING
         for step in self._steps:
             if serves:
-                forward_tokens = self.setup.prefixes.forward_tokens
-                take(self._services[slot], slot, self.fleet.replicas[slot], step, forward_tokens)
+                forward = self.setup.prefixes.forward
+                take(self._services[slot], slot, self.fleet.replicas[slot], step, forward)
             if step.generated_s is not None and step.foresee(slot):
                 end_s = max(step.done_s[slot], self.now_s)
                 self.fleet.agenda.add(end_s, Worked(slot, step.number))

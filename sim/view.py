@@ -76,7 +76,6 @@ class Window:
 
     def __init__(self, fleet_view: FleetView, fleet: Fleet, generation: Generation) -> None:
         batch, table = generation.progress.batch, generation.progress.table
-        tree = batch.tree if fleet.setup.prefixes.planned and len(batch.tree) else None
         self._fleet = fleet
         self._generation = generation
         self._view = partial(
@@ -90,8 +89,7 @@ class Window:
             finished=read_only(table.finished),
             truncated=read_only(table.truncated),
             home=read_only(generation.assignment.home),
-            prefix=None if tree is None else read_only(tree.ranks()),
-            prefixes=tree,
+            prefixes=batch.tree.long() if fleet.setup.prefixes.planned else None,
         )
 
     def look(self) -> StepView:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhfless.prefixes.shared_forward import saved_tokens
+from rlhfless.prefixes.shared_forward import SharedForward, saved_tokens
 from rlhfless.records import FunctionName, StepRecord, Work
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.scaling.intervals import Interval
@@ -86,9 +86,9 @@ class StepUnderWay:
 
 
 def take(
-    shape: ServiceShape, slot: int, replica: Replica, under_way: StepUnderWay, forward_tokens: int | None = None
+    shape: ServiceShape, slot: int, replica: Replica, under_way: StepUnderWay, forward: SharedForward | None = None
 ) -> None:
-    """A service that is up works on all complete groups of a step that it has not taken yet. `forward_tokens`: see
+    """A service that is up works on all complete groups of a step that it has not taken yet. `forward`: see
     PrefixUse."""
     progress, taken = under_way.generation.progress, under_way.taken[slot]
     groups = progress.complete[~taken[progress.complete]]
@@ -99,8 +99,8 @@ def take(
     fed = np.bincount(batch.group, table.prompt + table.target, minlength=batch.groups)
     tokens = fed[groups].astype(np.float64)
     arrival_s = np.maximum(table.complete_s[groups], replica.busy_s)
-    if shape.work is Work.LOGPROBS and forward_tokens is not None:
-        _pass_together(shape, replica, under_way, groups, arrival_s, tokens, forward_tokens)
+    if shape.work is Work.LOGPROBS and forward is not None:
+        _pass_together(shape, replica, under_way, groups, arrival_s, tokens, forward)
     else:
         service_s: Floats = shape.group_s + shape.token_s * tokens
         for start_s, end_s in first_come_first_served(arrival_s, service_s):
@@ -119,14 +119,14 @@ def _pass_together(
     groups: Ints,
     arrival_s: Floats,
     tokens: Floats,
-    forward_tokens: int,
+    forward: SharedForward,
 ) -> None:
     """The reference passes all groups that wait in one call, in which shared prefixes are computed once."""
     batch, first, count = under_way.generation.progress.batch, 0, len(groups)
     while first < count:
         start_s = max(replica.busy_s, float(arrival_s[first]))
         last = int(np.searchsorted(arrival_s, start_s + JOIN_S, side="right"))
-        saved = shared_forward(batch, groups[first:last], forward_tokens)
+        saved = shared_forward(batch, groups[first:last], forward)
         spent_s = shape.group_s * (last - first) + shape.token_s * (float(tokens[first:last].sum()) - saved)
         fed = {"input_tokens": int(tokens[first:last].sum()), "cached_tokens": saved}
         replica.called(shape.work, batch.step, start_s, start_s + spent_s, **fed)
@@ -135,20 +135,21 @@ def _pass_together(
         first = last
 
 
-def shared_forward(batch: RolloutBatch, groups: Ints, forward_tokens: int) -> int:
+def shared_forward(batch: RolloutBatch, groups: Ints, forward: SharedForward) -> int:
     """Tokens of some groups that a pass does not compute, because it shares their prefixes."""
     mine = np.isin(batch.group, groups)
-    return saved_tokens(batch.tree, batch.prompt_tokens, batch.group[mine], batch.response_tokens[mine], forward_tokens)
+    return saved_tokens(batch.tree, batch.prompt_tokens, batch.group[mine], batch.response_tokens[mine], forward)
 
 
 def learn(
-    shape: LearnerShape, replica: Replica, under_way: StepUnderWay, at_s: float, forward_tokens: int | None = None
+    shape: LearnerShape, replica: Replica, under_way: StepUnderWay, at_s: float, forward: SharedForward | None = None
 ) -> None:
-    """The learner evaluates, learns and publishes, from `at_s` on. `forward_tokens`: see PrefixUse."""
+    """The learner evaluates, learns and publishes, from `at_s` on. `forward`: see PrefixUse."""
     batch = under_way.generation.progress.batch
     groups = np.arange(batch.groups)
     fed = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
-    saved = 0 if forward_tokens is None else shared_forward(batch, groups, forward_tokens)
+    parts = () if forward is None else np.array_split(groups, min(shape.parts, batch.groups))
+    saved = sum(shared_forward(batch, part, forward) for part in parts if forward)
     under_way.computed_prompts(FunctionName.LEARNER, groups, saved)
     tokens = fed - saved
     now_s = at_s

@@ -37,7 +37,7 @@ class SampleTable:
         self._prompt_ids = tuple(prompts)
         self._prompt_tokens = np.array(list(prompts.values()), np.int64)
         self.prefixes = PrefixTree.of_prompts(list(token_ids.values()))
-        self._prefix = self.prefixes.ranks()
+        self._long_prefixes = self.prefixes.long()
         self._group = np.array([rank[item.prompt_id] for item in items], np.int64)
         self._tokens = np.zeros(len(items), np.int64)
         self._finished = np.zeros(len(items), bool)
@@ -82,8 +82,7 @@ class SampleTable:
             read_only(self._finished),
             read_only(self._truncated),
             read_only(self.home),
-            read_only(self._prefix),
-            self.prefixes,
+            self._long_prefixes,
         )
 
     def counts(self, slot: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
+from rlhfless.prefixes.trie import NONE, shared_prefixes
 from rlhfless.records import IntArray
 
 PAYS_BELOW = 0.7
@@ -47,17 +47,22 @@ class PackedSegments:
     attend to it, [stop, end)."""
 
 
-def pruned(forest: PrefixForest, least_saved_tokens: int = LEAST_SAVED_TOKENS) -> tuple[IntArray, IntArray]:
-    """(parent [prefixes], leaf [sequences]) of the forest without the prefixes that save too little; their own tokens
-    then belong to the prefixes, or sequences, that come after them."""
-    parent = forest.parent.copy()
-    kept_or_above = np.full(len(forest) + 1, NONE)
-    for prefix in range(len(forest)):
-        parent[prefix] = above = kept_or_above[parent[prefix]]
-        own = forest.tokens[prefix] - (forest.tokens[above] if above != NONE else 0)
-        pays = own * (forest.samples[prefix] - 1) >= least_saved_tokens
-        kept_or_above[prefix] = prefix if pays else above
-    return parent, kept_or_above[forest.leaf]
+def pruned(
+    tokens: IntArray, above: IntArray, samples: IntArray, least_saved_tokens: int = LEAST_SAVED_TOKENS
+) -> tuple[IntArray, IntArray]:
+    """A forest without the prefixes that save too little; their own tokens then belong to the prefixes, or sequences,
+    that come after them. `tokens`, `above` and `samples` [prefixes], each after the one above it.
+
+    Returns the one above each that is kept, [prefixes], and for each prefix the longest kept one up to it,
+    [prefixes + 1]; the last of these is for NONE.
+    """
+    parent, kept = above.copy(), np.full(len(tokens) + 1, NONE)
+    for prefix in range(len(tokens)):
+        parent[prefix] = before = kept[above[prefix]]
+        own = tokens[prefix] - (tokens[before] if before != NONE else 0)
+        pays = own * (samples[prefix] - 1) >= least_saved_tokens
+        kept[prefix] = prefix if pays else before
+    return parent, kept
 
 
 class SharingSequences:
@@ -69,7 +74,8 @@ class SharingSequences:
         ends = np.cumsum(lengths)
         rows = [tokens[start:end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
         forest = shared_prefixes(rows, last_alone=False)
-        parent, leaf = pruned(forest)
+        parent, kept = pruned(forest.tokens, forest.parent, forest.samples)
+        leaf = kept[forest.leaf]
         depths = np.append(forest.tokens, 0)
         self.depth = forest.tokens
         """Tokens of each prefix, `[prefixes]`."""

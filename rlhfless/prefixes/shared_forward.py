@@ -3,46 +3,84 @@ of which lengths alone are known: `SharingSequences.cut` (rlhfless.prefixes.pack
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from rlhfless.prefixes.packing import PAYS_BELOW
+from rlhfless.prefixes.packing import PAYS_BELOW_ON_GPUS, pruned
+from rlhfless.prefixes.padding import padded_tokens
 from rlhfless.prefixes.tree import PrefixTree
+from rlhfless.prefixes.trie import NONE
 from rlhfless.records import IntArray
 
 
+@dataclass(frozen=True, slots=True)
+class SharedForward:
+    """How reference and learner pass sequences."""
+
+    budget_tokens: int
+    """Of a micro-batch."""
+    pays_below: float = PAYS_BELOW_ON_GPUS
+    """Part of the padded pass's tokens below which sequences are packed."""
+
+
 def saved_tokens(
-    tree: PrefixTree, prompt_tokens: IntArray, group: IntArray, response_tokens: IntArray, budget_tokens: int
+    tree: PrefixTree, prompt_tokens: IntArray, group: IntArray, response_tokens: IntArray, forward: SharedForward
 ) -> int:
-    """Tokens of these samples that are not computed; 0 where sharing does not pay (`PAYS_BELOW`).
+    """Tokens of these samples that are not computed; 0 where packing does not pay.
 
     `prompt_tokens` [prompts]; `group` [samples], the prompt of each; `response_tokens` [samples]. A pass is fed all but
-    the last token of each sample, and its micro-batches have at most `budget_tokens`.
+    the last token of each sample.
     """
     if not len(group):
         return 0
-    fed = int((prompt_tokens[group] + response_tokens - 1).sum())
-    computed = _computed_tokens(tree, prompt_tokens, group, response_tokens, budget_tokens)
-    return fed - computed if computed <= PAYS_BELOW * fed else 0
+    fed = prompt_tokens[group] + response_tokens - 1
+    computed = _computed_tokens(tree, prompt_tokens, group, response_tokens, forward.budget_tokens)
+    pays = computed < forward.pays_below * padded_tokens(fed, forward.budget_tokens)
+    return max(int(fed.sum()) - computed, 0) if pays else 0
 
 
 def _computed_tokens(
     tree: PrefixTree, prompt_tokens: IntArray, group: IntArray, response_tokens: IntArray, budget_tokens: int
 ) -> int:
-    own, shared, size = tree.own_tokens.tolist(), tree.shared_tokens.tolist(), prompt_tokens.tolist()
-    lineages = {prompt: tuple(tree.lineage(int(tree.leaf[prompt]))) for prompt in np.unique(group).tolist()}
-    of_prompt: dict[int, list[int]] = {prompt: [] for prompt in lineages}
-    for prompt, tokens in zip(group.tolist(), response_tokens.tolist(), strict=True):
-        of_prompt[prompt].append(tokens)
+    own, lineages = _kept(tree, prompt_tokens, group)
+    depth = [sum(own[prefix] for prefix in lineage) for lineage in lineages]
+    order = sorted(range(len(group)), key=lambda i: (lineages[group[i]], -prompt_tokens[group[i]] - response_tokens[i]))
     total = packed = others = 0
     there: set[int] = set()
-    for prompt in sorted(lineages, key=lineages.__getitem__):
-        has_prompt = False
-        for tokens in sorted(of_prompt[prompt], reverse=True):
-            added = tokens - 1 if has_prompt else tokens - 1 + size[prompt] - shared[prompt]
-            added += sum(own[prefix] for prefix in lineages[prompt] if prefix not in there)
-            if packed and max(packed + added, others + tokens) > budget_tokens:
-                total, packed, others, there = total + packed, 0, 0, set()
-                added = size[prompt] + tokens - 1
-            there.update(lineages[prompt])
-            packed, others, has_prompt = packed + added, others + tokens, True
+    for sample in order:
+        prompt, tokens = int(group[sample]), int(response_tokens[sample])
+        fed = int(prompt_tokens[prompt]) + tokens - 1
+        added = fed - depth[prompt] + sum(own[prefix] for prefix in lineages[prompt] if prefix not in there)
+        packed, others = packed + added, others + tokens
+        if packed > added and max(packed, others) > budget_tokens:
+            total, packed, others, there = total + packed - added, fed, tokens, set()
+        there.update(lineages[prompt])
     return total + packed
+
+
+def _kept(tree: PrefixTree, prompt_tokens: IntArray, group: IntArray) -> tuple[list[int], list[tuple[int, ...]]]:
+    """The prefixes that are computed once, prompts of several samples among them: the tokens of each after the one
+    before it, and the prefixes of each prompt, the shortest first."""
+    count, prefixes = np.bincount(group, minlength=len(prompt_tokens)), len(tree)
+    samples = np.append(np.zeros(prefixes, np.int64), count)
+    above = np.append(tree.parent, tree.leaf)
+    for prefix in range(len(above) - 1, -1, -1):
+        if above[prefix] != NONE:
+            samples[above[prefix]] += samples[prefix]
+    # What has no other users than the prefix after it is part of that one.
+    alone = np.zeros(len(above), bool)
+    below = np.flatnonzero((above != NONE) & (samples > 0))
+    alone[above[below[samples[above[below]] == samples[below]]]] = True
+    tokens = np.append(tree.tokens, prompt_tokens)
+    parent, kept = pruned(tokens, above, np.where(alone, 0, samples))
+    own = tokens - np.append(tokens, 0)[parent]
+
+    def lineage(prompt: int) -> tuple[int, ...]:
+        found, prefix = [], int(kept[prefixes + prompt])
+        while prefix != NONE:
+            found.append(prefix)
+            prefix = int(parent[prefix])
+        return tuple(found[::-1])
+
+    return own.tolist(), [lineage(prompt) for prompt in range(len(prompt_tokens))]

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rlhfless.prefixes.precompute import BLOCK_TOKENS, LEAST_TOKENS
+from rlhfless.prefixes.precompute import LEAST_TOKENS
 from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
 from rlhfless.records import IntArray
 
@@ -45,11 +45,9 @@ class PrefixTree:
         return cls(none, none, np.full(prompts, NONE, np.int64))
 
     @classmethod
-    def of_prompts(cls, prompts: Sequence[Sequence[int]], least_tokens: int = 0) -> PrefixTree:
-        """What these different prompts share, in blocks of BLOCK_TOKENS."""
-        if sum(len(prompt) > least_tokens for prompt in prompts) < 2:
-            return cls.nothing(len(prompts))
-        return cls.of(shared_prefixes(prompts, block_tokens=BLOCK_TOKENS), len(prompts))
+    def of_prompts(cls, prompts: Sequence[Sequence[int]]) -> PrefixTree:
+        """What these different prompts share."""
+        return cls.of(shared_prefixes(prompts), len(prompts)) if len(prompts) > 1 else cls.nothing(len(prompts))
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> PrefixTree:
@@ -118,14 +116,25 @@ class PrefixTree:
         used = self._used(self.leaf)
         return int(self.own_tokens[used].sum() + (prompt_tokens - self.shared_tokens).sum())
 
-    def ranks(self, least_tokens: int = LEAST_TOKENS) -> IntArray:
-        """A number per prompt `[prompts]`: equal for prompts with the same prefix, near for prefixes that begin
-        alike, 0 for prompts without a prefix of at least `least_tokens`."""
-        lineages: dict[int, tuple[int, ...]] = {NONE: ()}
+    def long(self, least_tokens: int = LEAST_TOKENS) -> PrefixTree:
+        """The tree without prefixes that have fewer than `least_tokens` after the ones before them."""
+        kept: list[int] = []
+        index = np.full(len(self) + 1, NONE)
+        tokens, parent = self.tokens, list[int]()
         for prefix in range(len(self)):
-            above = lineages[int(self.parent[prefix])]
-            lineages[prefix] = (*above, prefix) if self.tokens[prefix] >= least_tokens else above
-        of_prompts = [lineages[leaf] for leaf in self.leaf.tolist()]
+            above = int(index[self.parent[prefix]])
+            index[prefix] = above
+            if self.tokens[prefix] - (tokens[kept[above]] if above != NONE else 0) >= least_tokens:
+                index[prefix] = len(kept)
+                kept.append(prefix)
+                parent.append(above)
+        return PrefixTree(self.tokens[kept], np.array(parent, np.int64), index[self.leaf])
+
+    @cached_property
+    def ranks(self) -> IntArray:
+        """A number per prompt `[prompts]`: equal for prompts with the same longest prefix, near for prefixes that begin
+        alike, 0 for prompts without one."""
+        of_prompts = [tuple(self.lineage(leaf)) for leaf in self.leaf.tolist()]
         rank = {lineage: number for number, lineage in enumerate(sorted({(), *of_prompts}))}
         return np.array([rank[lineage] for lineage in of_prompts], np.int64)
 

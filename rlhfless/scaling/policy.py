@@ -144,11 +144,8 @@ class StepView:
     finished: Flags  # [samples]
     truncated: Flags  # [samples]: ended by max_tokens, not by itself
     home: Ints  # [samples]: slot, or UNASSIGNED
-    prefix: Ints | None = None
-    """`[groups]`: equal for prompts with the same long prefix, near for prefixes that begin alike; None if prompts are
-    known by their lengths alone."""
     prefixes: PrefixTree | None = None
-    """What the prompts share; None if they are known by their lengths alone."""
+    """The long prefixes that prompts share; None if prompts are known by their lengths alone."""
 
     def samples_at(self, slot: int) -> Ints:
         """Unfinished samples that belong to a slot, ascending."""

@@ -171,6 +171,15 @@ class RunSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _kv_files_have_a_folder(self) -> RunSpec:
+        if self.generation.engine.kv_connector == "folder" and self.weights.store == "http":
+            raise ValueError(
+                "generation.engine.kv_connector is folder, but weights.store is http: engines share no folder; "
+                "set weights.store to folder, or kv_connector to nixl, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _mini_batches_have_groups(self) -> RunSpec:
         if self.mini_batches > self.prompts_per_step:
             raise ValueError(

@@ -264,7 +264,7 @@ class FleetBound:
         """[groups]: the fewest tokens of each that a forward pass computes."""
         tokens = work.prompt + work.iterations + 1
         sequences: Floats = np.bincount(batch.group, tokens, minlength=batch.groups).astype(np.float64)
-        if self._setup.prefixes.forward_tokens is None:
+        if self._setup.prefixes.forward is None:
             return sequences
         alone = np.bincount(batch.group, work.iterations, minlength=batch.groups)
         return np.asarray(alone + batch.prompt_tokens - batch.tree.shared_tokens, dtype=np.float64)

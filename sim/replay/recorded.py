@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rlhfless.prefixes.packing import PAYS_BELOW, PAYS_BELOW_ON_GPUS
 from rlhfless.prefixes.precompute import BLOCK_TOKENS, CPU_BLOCK_TOKENS
+from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Holding, Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout
@@ -47,12 +49,14 @@ def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
         line = latency.reference
         services.append(_service(allocations, FunctionName.REFERENCE, Work.LOGPROBS, line.fixed_s, line.token_s))
     evaluates = latency.evaluate
+    ranks = trace.meta.spec.get("learner", {}).get("ranks", 1)
     learner = LearnerShape(
         _slot_setup(_one(allocations, FunctionName.LEARNER)),
         latency.learn.fixed_s + (evaluates.fixed_s if evaluates else 0.0),
         evaluates.token_s if evaluates else 0.0,
         latency.learn.token_s,
         latency.publish_s,
+        int(trace.meta.spec.get("mini_batches", 1)) * (ranks if isinstance(ranks, int) else 1),
     )
     shape = _engine_shape(trace)
     prices = PricedModel(latency.engine, shape.max_sequences)
@@ -73,8 +77,11 @@ def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
 def _prefix_use(trace: Trace) -> PrefixUse:
     """Live runs plan shared prefixes; their spec says whether reference and learner share them."""
     learner = trace.meta.spec.get("learner") or {}
-    shares = learner.get("share_prefixes", True)
-    return PrefixUse(True, int(learner.get("micro_batch_tokens", FORWARD_TOKENS)) if shares else None)
+    if not learner.get("share_prefixes", True):
+        return PrefixUse(planned=True)
+    pays_below = PAYS_BELOW if device_kind(trace) == CPU_KIND else PAYS_BELOW_ON_GPUS
+    budget_tokens = int(learner.get("micro_batch_tokens", FORWARD_TOKENS))
+    return PrefixUse(planned=True, forward=SharedForward(budget_tokens, pays_below))
 
 
 class AsRecorded:

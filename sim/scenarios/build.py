@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Work
 from rlhfless.scaling.latency.startup import start_s
 from rlhfless.scaling.leases import RentalTerms
@@ -164,6 +165,7 @@ class Layout:
             timing.forward_token_s(scenario, kind, count) * evaluated,
             timing.learn_token_s(scenario, kind, count),
             timing.publish_s(scenario, kind, count),
+            scenario.learner.mini_batches * count,
         )
 
     def services(self) -> tuple[ServiceShape, ...]:
@@ -223,7 +225,7 @@ def prefix_use(scenario: Scenario) -> PrefixUse:
     if scenario.prefixes is None or scenario.prefixes.sharing == "engine":
         return PrefixUse()
     shares = scenario.prefixes.sharing == "plan_and_learner"
-    return PrefixUse(planned=True, forward_tokens=scenario.learner.micro_batch_tokens if shares else None)
+    return PrefixUse(planned=True, forward=SharedForward(scenario.learner.micro_batch_tokens) if shares else None)
 
 
 def lease_terms(scenario: Scenario, layout: Layout) -> RentalTerms:

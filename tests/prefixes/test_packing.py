@@ -26,9 +26,11 @@ def test_by_hand() -> None:
 def test_a_prefix_that_saves_little_is_computed_for_each() -> None:
     rows = [np.r_[STEM[:5], 50], np.r_[STEM[:5], 60]]
     assert len(sharing(rows).pack(np.arange(2)).source) == 12
-    parent, leaf = pruned(shared_prefixes(rows), least_saved_tokens=5)
-    assert (parent.tolist(), leaf.tolist()) == ([NONE], [0, 0])
-    assert pruned(shared_prefixes(rows), least_saved_tokens=6)[1].tolist() == [NONE, NONE]
+    forest = shared_prefixes(rows)
+    parent, kept = pruned(forest.tokens, forest.parent, forest.samples, least_saved_tokens=5)
+    assert (parent.tolist(), kept.tolist()) == ([NONE], [0, NONE])
+    _, kept = pruned(forest.tokens, forest.parent, forest.samples, least_saved_tokens=6)
+    assert kept.tolist() == [NONE, NONE]
 
 
 def test_a_prefix_of_one_user_in_the_row_is_part_of_its_sequence() -> None:

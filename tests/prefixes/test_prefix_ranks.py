@@ -7,11 +7,11 @@ from rlhfless.prefixes.tree import PrefixTree
 
 
 def prefix_ranks(prompts):
-    return PrefixTree.of_prompts(prompts).ranks()
+    return PrefixTree.of_prompts(prompts).long().ranks
 
 
 SYSTEM = tuple(range(LEAST_TOKENS))
-FIRST, SECOND = tuple(range(5000, 5064)), tuple(range(6000, 6064))
+FIRST, SECOND = tuple(range(5000, 5000 + LEAST_TOKENS)), tuple(range(6000, 6000 + LEAST_TOKENS))
 
 
 def test_by_hand() -> None:
@@ -39,7 +39,7 @@ def test_short_prefixes_make_no_difference() -> None:
 def test_a_trace_keeps_the_tree() -> None:
     tree = PrefixTree.of_prompts([(*SYSTEM, *FIRST, 1), (*SYSTEM, *FIRST, 2), (*SYSTEM, 3), (4,)])
     texts = [tree.text(prompt) for prompt in range(4)]
-    assert texts == ["0:256 1:320", "0:256 1:320", "0:256", ""]
+    assert texts == ["0:256 1:512", "0:256 1:512", "0:256", ""]
     again = PrefixTree.parse(texts[::-1])
     assert [again.text(prompt) for prompt in range(4)][::-1] == texts
-    assert again.unique_tokens(np.array([1, 257, 321, 321])) == tree.unique_tokens(np.array([321, 321, 257, 1]))
+    assert again.unique_tokens(np.array([1, 257, 513, 513])) == tree.unique_tokens(np.array([513, 513, 257, 1]))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless.prefixes.cost import move_pays
-from rlhfless.prefixes.packing import PAYS_BELOW, SharingSequences
+from rlhfless.prefixes.packing import SharingSequences
 from rlhfless.prefixes.precompute import to_precompute
-from rlhfless.prefixes.shared_forward import saved_tokens
+from rlhfless.prefixes.shared_forward import SharedForward, saved_tokens
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE, shared_prefixes
 
@@ -26,11 +28,18 @@ def test_by_hand() -> None:
     assert NESTED.own_tokens.tolist() == [300, 600]
     assert NESTED.shared_tokens.tolist() == [900, 900, 300, 0]
     assert NESTED.unique_tokens(prompts) == 900 + 100 + 50 + 100 + 70
-    assert NESTED.ranks().tolist() == [2, 2, 1, 0]
+    assert NESTED.ranks.tolist() == [2, 2, 1, 0]
     assert NESTED.to_precompute(np.array([0, 1, 2])) == [0, 1]
     assert NESTED.to_precompute(np.array([0, 2, 3])) == [0]
     assert NESTED.to_precompute(np.array([1, 3])) == []
     assert PrefixTree.nothing(2).unique_tokens(np.array([3, 4])) == 7
+
+
+def test_long_prefixes_by_hand() -> None:
+    long = NESTED.long(400)
+    assert (long.tokens.tolist(), long.parent.tolist(), long.leaf.tolist()) == ([900], [NONE], [0, 0, NONE, NONE])
+    assert NESTED.long(300).text(0) == NESTED.text(0)
+    assert len(NESTED.long(1000)) == 0
 
 
 def test_the_levels_of_each_prompt_begin_with_its_shortest_prefix() -> None:
@@ -78,7 +87,6 @@ def test_the_saved_tokens_are_those_of_the_packed_rows(prompts: list[tuple[int, 
     responses = np.array(data.draw(drawn))
     tree = PrefixTree.of(shared_prefixes(prompts), len(prompts))
     size = np.array([len(prompt) for prompt in prompts])
-    saved = saved_tokens(tree, size, group, responses, WHOLE)
     fed = [
         (*prompts[g], *range(20_000 + 50 * i, 20_000 + 50 * i + n - 1))
         for i, (g, n) in enumerate(zip(group, responses, strict=True))
@@ -86,11 +94,7 @@ def test_the_saved_tokens_are_those_of_the_packed_rows(prompts: list[tuple[int, 
     lengths = np.array([len(row) for row in fed])
     packed = SharingSequences(np.concatenate([np.array(row) for row in fed]), lengths)
     computed = len(packed.pack(np.arange(len(group))).source)
-    if saved:
-        # Prefixes that save less than a call costs are not shared there: at most 32 tokens for each.
-        assert 0 <= computed - (int(lengths.sum()) - saved) <= 32 * (len(prompts) + len(tree))
-    else:
-        assert computed > PAYS_BELOW * lengths.sum()
+    assert saved_tokens(tree, size, group, responses, SharedForward(WHOLE, math.inf)) == int(lengths.sum()) - computed
 
 
 def test_each_micro_batch_computes_the_prefix_by_hand() -> None:
@@ -99,6 +103,7 @@ def test_each_micro_batch_computes_the_prefix_by_hand() -> None:
     tree = PrefixTree(np.array([100]), np.array([NONE]), np.zeros(4, np.int64))
     batch = np.full(4, 110), np.arange(4), np.full(4, 5)
     fed = 4 * 114
-    assert saved_tokens(tree, *batch, WHOLE) == fed - (100 + 4 * 14)
-    assert saved_tokens(tree, *batch, 130) == fed - 2 * 128
-    assert saved_tokens(tree, *batch, 110) == 0
+    assert saved_tokens(tree, *batch, SharedForward(WHOLE)) == fed - (100 + 4 * 14)
+    assert saved_tokens(tree, *batch, SharedForward(130)) == fed - 2 * 128
+    assert saved_tokens(tree, *batch, SharedForward(110)) == 0
+    assert saved_tokens(tree, *batch, SharedForward(130, pays_below=0.5)) == 0

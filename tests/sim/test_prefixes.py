@@ -24,6 +24,7 @@ from small_fleet import (
     slot_setup,
 )
 
+from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.records import Work
@@ -106,20 +107,21 @@ def test_an_actor_that_takes_a_tail_gets_the_prefix_first(kv_token_s: float) -> 
 
 
 def test_reference_and_learner_compute_it_once_by_hand() -> None:
-    """Eight samples of 408 + 20 tokens in one micro-batch: 400 once, 8 for each of 4 prompts, 19 for each sample."""
+    """Eight samples of 408 + 20 tokens in one micro-batch: 400 once, and for each sample 19 and the 8 of its prompt,
+    which are too few for its sibling to share."""
     batch = behind_one_prefix(4, 2)
     alone = dataclasses.replace(on(REFERENCE, slot_setup(8)), token_s=1e-4)
     off = setup(services=(SCORING, alone))
-    shared = dataclasses.replace(off, prefixes=PrefixUse(planned=True, forward_tokens=10_000))
+    shared = dataclasses.replace(off, prefixes=PrefixUse(planned=True, forward=SharedForward(10_000)))
     simulation, _ = one_step(shared, Evenly(), batch)
     (learned,) = called(simulation, Work.LEARN)
     fed = 8 * (SHARED + OWN + 20)
-    assert (learned.input_tokens, learned.cached_tokens) == (fed, 8 * (SHARED + OWN) - SHARED - 4 * OWN)
+    assert (learned.input_tokens, learned.cached_tokens) == (fed, 7 * SHARED)
     computed = fed - learned.cached_tokens
     assert learned.duration_s == pytest.approx(LEARNER.fixed_s + LEARNER.learn_token_s * computed)
     metrics = simulation.close().steps[0].metrics
-    assert metrics["prompt_tokens_computed/learner"] == SHARED + 4 * OWN
-    assert SHARED + 4 * OWN <= metrics["prompt_tokens_computed/reference"] <= 4 * (SHARED + OWN)
+    assert metrics["prompt_tokens_computed/learner"] == SHARED + 8 * OWN
+    assert SHARED + 8 * OWN <= metrics["prompt_tokens_computed/reference"] <= 4 * (SHARED + 2 * OWN)
     assert metrics_of(off, batch)["prompt_tokens_computed/reference"] == 8 * (SHARED + OWN)
 
 

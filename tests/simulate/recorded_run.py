@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
+from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import PREFIXES, Decision, FinishReason, FunctionName, Holding, Invocation, Rollout, Score, Work
 from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.scaling.latency.fitted import LinearEngine
@@ -46,7 +47,7 @@ def record(
     setup = _setup(actors)
     if levels:
         batches = [behind_prefixes(batch, levels) for batch in batches]
-        setup = dataclasses.replace(setup, prefixes=PrefixUse(planned=True, forward_tokens=8192))
+        setup = dataclasses.replace(setup, prefixes=PrefixUse(planned=True, forward=SharedForward(8192)))
     simulation = Simulation(setup, make_policy("static"), load_price_book())
     generations = [simulation.step(batch) for batch in batches]
     trace = simulation.close()

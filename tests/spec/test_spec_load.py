@@ -195,6 +195,10 @@ def test_a_wrong_override_is_explained(fault, override, parts):
         ("algorithm: {type: ppo}", ["algorithm.type", "'ppo'", "'grpo'"]),
         ("samples_per_prompt: 1", ["samples_per_prompt is 1", "set it to 2 or more"]),
         ("mini_batches: 65", ["mini_batches (65)", "prompts_per_step (64)"]),
+        (
+            "weights: {store: http}\ngeneration: {engine: {kv_connector: folder}}",
+            ["generation.engine.kv_connector is folder", "weights.store is http", "set weights.store to folder"],
+        ),
         ("name: My Run", ["name (line 7)", "'My Run'", "pattern"]),
         ("optimizer: {learning_rate: .nan}", ["optimizer.learning_rate", "nan", "finite"]),
         (

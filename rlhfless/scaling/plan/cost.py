@@ -105,15 +105,14 @@ class GroupTimes:
 
 def _prefills_s(device: DeviceOption, step: Responses) -> tuple[Floats, Floats]:
     """Seconds to prefill of each prompt what comes after its shared prefixes, [prompts]; and of each shared prefix what
-    comes after the one before it, [prefixes]."""
+    comes after the one before it, [prefixes]. As differences of whole prefills: an engine does the parts of many
+    prompts in one iteration, so no part pays for an iteration of its own."""
     tree = step.tree
-    own = tree.own_tokens
-    after = zip(own.tolist(), (tree.tokens - own).tolist(), strict=True)
-    prefix_s = np.array([device.engine.prefill_s(new, before) for new, before in after])
-    pairs = np.stack([step.prompt_tokens - tree.shared_tokens, tree.shared_tokens])
-    sizes, where = np.unique(pairs, axis=1, return_inverse=True)
-    times_s = [device.engine.prefill_s(int(new), int(before)) if new else 0.0 for new, before in sizes.T]
-    return np.array(times_s)[where], prefix_s
+    sizes, where = np.unique(np.concatenate([step.prompt_tokens, tree.tokens]), return_inverse=True)
+    whole_s = np.array([device.engine.prefill_s(int(size)) if size else 0.0 for size in sizes])[where]
+    prompts_s, prefixes_s = np.split(whole_s, [step.prompt_tokens.size])
+    before_s = np.append(prefixes_s, 0.0)
+    return prompts_s - before_s[tree.leaf], prefixes_s - before_s[tree.parent]
 
 
 def _charges(tree: PrefixTree, own: Floats, shared: Floats, prompt: Ints, actor: Ints | None) -> tuple[Floats, Floats]:

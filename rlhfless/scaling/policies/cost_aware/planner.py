@@ -191,10 +191,10 @@ def typical(lengths: RemainingLengths, view: StepView, confidence: float) -> Res
 def _by_mean(view: StepView, means: Floats) -> Ints:
     """The prompts, ascending by `means` [prompts]; among similar ones, prompts with a common prefix side by side. An
     actor's group is a stretch of this list, so that it computes few prefixes."""
-    if view.prefix is None or not view.prefix.any():
+    if view.prefixes is None or not len(view.prefixes):
         return np.argsort(means, kind="stable")
     level = np.floor(np.log(np.maximum(means, 1.0)) / math.log(SIMILAR_MEAN))
-    order: Ints = np.lexsort((means, view.prefix, level))
+    order: Ints = np.lexsort((means, view.prefixes.ranks, level))
     return order
 
 

@@ -236,7 +236,7 @@ class Transfers:
         again_s, moved_s = np.zeros(now.slots), np.full(now.slots, math.inf)
         for slot in np.flatnonzero(count).tolist():
             model, before = _model(now, slot), int(shared[slot])
-            again_s[slot] = model.prefill_s(int(mean[slot]) - before, before) * count[slot]
+            again_s[slot] = (model.prefill_s(int(mean[slot])) - model.prefill_s(before)) * count[slot]
             again_s[slot] += _prefixes_s(now, model, group[home == slot])
         if math.isfinite(now.view.fleet.kv_token_s):
             moved_s = mean * now.view.fleet.kv_token_s
