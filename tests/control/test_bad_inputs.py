@@ -82,7 +82,7 @@ def test_numbers_out_of_range_are_refused_with_their_value(client: httpx.Client,
             "stauts: unknown query parameter; did you mean `status`? Parameters here: after, limit",
         ),
         ("runs?metadata=a", "metadata: unknown query parameter"),
-        ("runs/none?x=1", "x: unknown query parameter; there are none here"),
+        ("runs/none?x=1", "x: unknown query parameter; There are none here"),
     ],
 )
 def test_an_unknown_query_parameter_is_refused(client: httpx.Client, path: str, message: str) -> None:

@@ -65,6 +65,13 @@ async def kill_rank(run: Run) -> None:
     os.kill(info.pids[0], signal.SIGKILL)
 
 
+async def stop_rank(run: Run) -> None:
+    """A wedged rank: alive, and the others wait for it."""
+    info = run.learner.replicas()[0].info
+    assert info is not None
+    os.kill(info.pids[0], signal.SIGSTOP)
+
+
 async def kill_scoring(run: Run) -> None:
     for replica in run.scoring.replicas():
         os.kill(pid(replica), signal.SIGKILL)

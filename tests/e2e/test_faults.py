@@ -93,3 +93,30 @@ def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
     check_holdings(broken.holdings)
     names = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
     assert not [name for name in names if "ServeReplica" in name or "vllm.loop" in name]
+
+
+HUNG_S = 20.0
+"""Limit of a learner's call in the run whose rank hangs; a step of it takes a second."""
+
+
+async def drive_with_hung_rank(start: Session) -> tuple[Recovered, str]:
+    async with open_session(start) as (run, first):
+
+        async def hang() -> None:
+            await saboteur.generating(run, 2)
+            await saboteur.stop_rank(run)
+
+        hanging = asyncio.create_task(hang())
+        recovered = await Driver(start).drive(run, first)
+        await hanging
+        return recovered, run.published.version.digest
+
+
+def test_a_rank_that_hangs_is_replaced_within_its_time(whole: Whole, assets: Path, tmp_path: Path) -> None:
+    times = {"drain_s": 3, "call_s": HUNG_S}
+    start = fault_opening(assets, tmp_path, actors=1, timeouts=times, scoring={"timeout_s": 15})
+    recovered, digest = asyncio.run(drive_with_hung_rank(start))
+    assert (recovered.replicas_lost, recovered.steps_again) == (1, 2), "from the start's weights: no checkpoint yet"
+    assert digest == whole.digest
+    (decision,) = [each for each in read_trace(tmp_path / "trace").decisions if each.kind == "recover"]
+    print(decision)

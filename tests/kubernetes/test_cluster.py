@@ -217,8 +217,8 @@ def test_a_cordoned_node_is_left_and_the_run_goes_on(release: Release, tmp_path:
     nodes = {pod["spec"]["nodeName"] for pod in release.objects("pods", GPU_GROUP)}
     kubectl("cordon", *nodes)
     try:
-        told = release.until(run, lambda found: found["status_reason"].startswith("waiting for devices"), 240)
-        print(told["status_reason"])
+        said = release.until(run, lambda found: "unschedulable" in found["status_reason"], 240)["status_reason"]
+        assert said.startswith("waiting for devices"), said
     finally:
         kubectl("uncordon", *nodes)
     release.until(run, lambda found: found["status"] == "succeeded", 420)
@@ -253,13 +253,15 @@ def test_sixty_four_nodes_of_eight_gpus(release: Release) -> None:
         time.sleep(2)
     (cluster,) = release.objects("rayclusters")
     taken_s = []
-    for _ in range(300):
-        began_s = time.monotonic()
-        release.call("GET", "/v1/functions")
-        taken_s.append(time.monotonic() - began_s)
-    p99_s = sorted(taken_s)[-3]
+    release.call("GET", "/v1/functions")  # the pod was replaced: a port is forwarded to the new one
+    with release.connection() as connection:
+        for _ in range(300):
+            began_s = time.monotonic()
+            connection.get("/v1/functions").raise_for_status()
+            taken_s.append(time.monotonic() - began_s)
+    p50_s, p99_s = sorted(taken_s)[149], sorted(taken_s)[-3]
     keep("many-nodes.txt", f"RayCluster object: {len(json.dumps(cluster)):,} bytes; 300 GET /v1/functions through a "
-                           f"forwarded port: p99 {p99_s * 1e3:.0f} ms\n")  # fmt: skip
+                           f"forwarded port: p50 {p50_s * 1e3:.0f} ms, p99 {p99_s * 1e3:.0f} ms\n")  # fmt: skip
     release.upgrade()
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-
 from fastapi import Request
 from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.routing import APIRoute
 
 from rlhfless.control.errors import ApiError
 from rlhfless.spec.errors import Problem
+from rlhfless.spec.explain import nearest
 
 DEEP = "deepObject"
 """OpenAPI's style of `name[key]=value`, which routes that take it say in their `openapi_extra`."""
@@ -32,11 +31,7 @@ def known_query(request: Request) -> None:
 
 
 def _unknown(names: list[str], known: list[str]) -> ApiError:
-    there = f"parameters here: {', '.join(known)}" if known else "there are none here"
-    problems = []
-    for name in names:
-        near = difflib.get_close_matches(name, known, n=1)
-        mend = f"did you mean `{near[0]}`? {there[0].upper()}{there[1:]}" if near else there
-        problems.append(Problem(name, "unknown query parameter", mend))
+    there = f"Parameters here: {', '.join(known)}" if known else "There are none here"
+    problems = [Problem(name, "unknown query parameter", nearest(name, known) + there) for name in names]
     message = f"{names[0]}: {problems[0].what}; {problems[0].mend}"
     return ApiError(422, "invalid_request", message, names[0], problems)
