@@ -119,4 +119,4 @@ def test_a_rank_that_hangs_is_replaced_within_its_time(whole: Whole, assets: Pat
     assert (recovered.replicas_lost, recovered.steps_again) == (1, 2), "from the start's weights: no checkpoint yet"
     assert digest == whole.digest
     (decision,) = [each for each in read_trace(tmp_path / "trace").decisions if each.kind == "recover"]
-    print(decision)
+    assert str(decision.inputs["fault"]).startswith(f"CallTimeout: waited {HUNG_S:g} s for learn of step 2")
