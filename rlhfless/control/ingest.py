@@ -114,6 +114,9 @@ def _message(session: Session, run: RunRow, item: Item) -> None:
 
 def _metrics(session: Session, run: RunRow, item: Item) -> None:
     step, kind, values = item.data["step"], item.data["kind"], item.data["values"]
+    # A driver that was killed after it had told a step, and before the step's end was in the trace, has a successor
+    # that does the step again, with the same samples.
+    again = session.get(MetricsRow, (run.id, step, kind)) is not None
     session.merge(MetricsRow(run_id=run.id, step=step, kind=kind, at=item.at, values=values))
     run.latest = run.latest | values
     if kind == "step":
@@ -121,6 +124,8 @@ def _metrics(session: Session, run: RunRow, item: Item) -> None:
         message = f"step {step} of {run.steps}"
     else:
         message = f"evaluation after step {step}"
+    if again:
+        return
     shown = {name: value for name, value in values.items() if value is not None}
     store.add_event(session, run, "metrics" if kind == "step" else "evaluation", message, data={
         "step": step, "metrics": shown

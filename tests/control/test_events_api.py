@@ -55,6 +55,21 @@ def test_a_stream_has_what_was_and_what_comes_until_the_end(client: httpx.Client
     assert [e["data"]["message"] for e in found if e["event"] == "message"] == [f"m{n}" for n in range(1, 30)]
 
 
+def test_a_step_that_is_done_again_is_told_once(client: httpx.Client, drivers: NoDrivers) -> None:
+    """A driver is killed between the metrics of a step and the step's row in the trace: its successor does it again."""
+    run = client.post("/v1/runs", json=RUN).json()["id"]
+    until(lambda: drivers.orders)
+    push = Pushes(client, drivers.orders[0])
+    for step, reward in ((1, 0.1), (2, 0.2), (2, 0.25), (3, 0.3)):
+        push(("metrics", {"step": step, "kind": "step", "values": {"reward_mean": reward, "step_s": 1.0}}))
+    push(("metrics", {"step": 3, "kind": "evaluation", "values": {"held_out_reward": 0.5}}))
+    events = client.get(f"/v1/runs/{run}/events").json()["data"]
+    assert [event["data"]["step"] for event in events if event["type"] == "metrics"] == [1, 2, 3]
+    assert [event["data"]["step"] for event in events if event["type"] == "evaluation"] == [3]
+    (series,) = client.get(f"/v1/runs/{run}/metrics", params={"name": "reward_mean"}).json()["series"]
+    assert series["values"] == [0.1, 0.25, 0.3], "the newest of each"
+
+
 def test_a_stream_of_a_run_that_has_ended_ends_with_its_last_event(client: httpx.Client, drivers: NoDrivers) -> None:
     run = client.post("/v1/runs", json=RUN).json()["id"]
     until(lambda: drivers.orders)
