@@ -9,17 +9,16 @@ COPY pyproject.toml README.md /src/
 COPY rlhfless /src/rlhfless
 COPY functions /src/functions
 COPY sim /src/sim
+COPY examples /src/examples
+COPY deploy/images/content.sh /src/deploy/images/content.sh
 # The set-up of the tests is the set-up of the image: one list of pins. The test tools are left out.
-RUN cd /src && : > requirements/test.txt && RLHFLESS_HOME=/opt/rlhfless scripts/setup.sh \
-    && mv /opt/rlhfless/venv-* /opt/rlhfless/venv && cd / && rm -f /opt/rlhfless/setup.lock
-RUN sed -i '1s|^#!.*/bin/python[0-9.]*$|#!/opt/rlhfless/venv/bin/python|' /opt/rlhfless/venv/bin/* 2>/dev/null || true
-RUN /opt/rlhfless/venv/bin/python -m pip install --no-cache-dir --no-deps --force-reinstall /src
+RUN cd /src && : > requirements/test.txt && export RLHFLESS_HOME=/build \
+    && deploy/images/content.sh "$(scripts/setup.sh)"
 
 FROM python:3.11.13-slim-bookworm
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libgomp1 libnuma1 procps wget \
     && rm -rf /var/lib/apt/lists/* && useradd --uid 1000 --create-home rlhfless
 COPY --from=build /opt/rlhfless /opt/rlhfless
-COPY examples /opt/rlhfless/examples
 ENV PATH=/opt/rlhfless/venv/bin:$PATH PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
 USER 1000
 WORKDIR /tmp

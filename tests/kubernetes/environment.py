@@ -1,5 +1,5 @@
-"""What a cluster of this machine alone, without a registry, needs to run the chart: this checkout and its virtual
-environment as volumes of a small image, and folders for data.
+"""What a cluster of this machine alone, without a registry, needs to run the chart: the CPU image, which is packed from
+its content (deploy/images/root.sh) and loaded as IMAGE, and folders for data.
 
     python tests/kubernetes/environment.py NAMESPACE RELEASE FOLDER > values.yaml
 
@@ -19,9 +19,10 @@ from typing import Any
 import yaml
 from charts import tool
 
-IMAGE = ("localhost/base", "12")
-ROOT = Path(__file__).parents[2]
+IMAGE = ("localhost/rlhfless", "cpu")
 USER = 1000
+STAND_INS = Path(__file__).with_name("stand_ins")
+DATA = ("data", "runs")
 
 
 def kubectl(*words: str, given: str | None = None, check: bool = True, timeout_s: float = 120) -> str:
@@ -30,38 +31,17 @@ def kubectl(*words: str, given: str | None = None, check: bool = True, timeout_s
     return done.stdout
 
 
-def read_only() -> dict[str, Path]:
-    """Folders of this machine by name: the virtual environment, its interpreter, and the code."""
-    venv = Path(sys.prefix)
-    home = next(line for line in (venv / "pyvenv.cfg").read_text().splitlines() if line.startswith("home"))
-    return {"venv": venv, "python": Path(home.partition("=")[2].strip()).parent, "code": ROOT}
-
-
-def volume(namespace: str, name: str, claim: str, path: Path, mode: str) -> dict[str, Any]:
+def volume(namespace: str, name: str, claim: str, path: Path) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
         "metadata": {"name": f"{namespace}-{name}"},
         "spec": {
             "capacity": {"storage": "100Gi"},
-            "accessModes": [mode],
+            "accessModes": ["ReadWriteOnce"],
             "persistentVolumeReclaimPolicy": "Retain",
             "claimRef": {"namespace": namespace, "name": claim},
             "hostPath": {"path": str(path), "type": "Directory"},
-        },
-    }
-
-
-def claim(namespace: str, name: str, mode: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {
-            "accessModes": [mode],
-            "volumeName": f"{namespace}-{name}",
-            "storageClassName": "",
-            "resources": {"requests": {"storage": "1Gi"}},
         },
     }
 
@@ -75,33 +55,36 @@ def made(namespace: str, release: str, folder: Path) -> dict[str, Any]:
             "metadata": {"name": namespace, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
         }
     ]
-    for name, path in read_only().items():
-        objects += [volume(namespace, name, name, path, "ReadOnlyMany"), claim(namespace, name, "ReadOnlyMany")]
-    for name in ("data", "runs"):
+    objects.append(
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "stand-ins", "namespace": namespace},
+            "data": {path.name: path.read_text() for path in STAND_INS.glob("*.py")},
+        }
+    )
+    for name in DATA:
         path = folder / name
         path.mkdir(parents=True, exist_ok=True)
         os.chown(path, USER, USER)
-        objects.append(volume(namespace, name, f"{release}-{name}", path, "ReadWriteOnce"))
+        objects.append(volume(namespace, name, f"{release}-{name}", path))
     kubectl("apply", "-f", "-", given=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
-    mounts = [{"name": name, "mountPath": str(path), "readOnly": True} for name, path in read_only().items()]
+    stand_ins = "/opt/stand-ins"
     return {
         "image": {"repository": IMAGE[0], "tag": IMAGE[1], "pullPolicy": "Never"},
         "extraEnv": [
-            {"name": "PATH", "value": f"{sys.prefix}/bin:/usr/bin:/bin"},
-            {"name": "PYTHONPATH", "value": os.pathsep.join([str(Path(__file__).parent / "stand_ins"), str(ROOT)])},
-            {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
+            {"name": "PATH", "value": "/opt/rlhfless/venv/bin:/usr/bin:/bin"},  # as the Dockerfile sets it
+            {"name": "PYTHONPATH", "value": stand_ins},
         ],
-        "extraVolumes": [
-            {"name": name, "persistentVolumeClaim": {"claimName": name, "readOnly": True}} for name in read_only()
-        ],
-        "extraVolumeMounts": mounts,
+        "extraVolumes": [{"name": "stand-ins", "configMap": {"name": "stand-ins"}}],
+        "extraVolumeMounts": [{"name": "stand-ins", "mountPath": stand_ins, "readOnly": True}],
     }
 
 
 def removed(namespace: str) -> None:
     """Remove what `made` has made."""
     kubectl("delete", "namespace", namespace, "--ignore-not-found", "--wait=true", timeout_s=300, check=False)
-    names = [f"{namespace}-{name}" for name in (*read_only(), "data", "runs")]
+    names = [f"{namespace}-{name}" for name in DATA]
     kubectl("delete", "pv", *names, "--ignore-not-found", check=False)
 
 

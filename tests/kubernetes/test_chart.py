@@ -11,6 +11,8 @@ import pytest
 import yaml
 from charts import CHART, Render, helm
 
+import rlhfless
+
 FILES = ("values-gpu-cluster.yaml", "values-single-gpu-node.yaml", "values-cpu-trial.yaml")
 POSTGRES = {"database": {"existingSecret": "postgres"}}
 OPEN = {
@@ -193,3 +195,7 @@ def test_the_right_to_list_nodes_is_asked_for_only_where_it_is_used(render: Rend
     (bound,) = of_kind(watching, "ClusterRoleBinding")
     assert bound["roleRef"]["name"] == role["metadata"]["name"]
     assert "--watch-nodes" in arguments(watching)
+
+
+def test_its_default_image_is_of_this_version():
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == rlhfless.__version__
