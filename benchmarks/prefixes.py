@@ -121,7 +121,7 @@ def main() -> None:
         line = f"{prefix:>7} {fed - saved:>9} {fed:>8} {parts.packed!s:>7}"
         for work in (reference, learner):
             (each, each_cpu), (once, once_cpu) = medians_s(
-                [partial(work, policy, batch, pays_below if policy.shares else 0.0) for policy in policies],
+                [partial(work, policy, batch, pays_below if policy.packs_below else 0.0) for policy in policies],
                 arguments.rounds,
             )
             line += f" {each:>7.2f} {once:>6.2f} s {each / once:>5.2f}x {each_cpu / once_cpu:>5.2f}x"

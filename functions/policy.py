@@ -101,14 +101,9 @@ class Policy:
     """Format of matrix products."""
     mesh: DeviceMesh | None = None
     """The ranks that its parameters are split over; None if they are not split."""
-    shares: bool = False
-    """Whether sequences may be packed in one row, in which prefixes that they share are computed once."""
-
-    @property
-    def packs_below(self) -> float:
-        """See batching.cut; 0 if sequences cannot be packed."""
-        on_device = PAYS_BELOW if self.device.type == "cpu" else PAYS_BELOW_ON_GPUS
-        return on_device if self.shares else 0.0
+    packs_below: float = 0.0
+    """Sequences are packed in one row, in which prefixes that they share are computed once, where that computes less
+    than this part of the padded pass's tokens; 0 if they cannot be packed."""
 
     def hidden_states(self, tokens: torch.Tensor, **shared: Any) -> torch.Tensor:
         """`tokens` [batch, width], padded on the right -> [batch, width, hidden]. For a packed row `shared` has its
@@ -170,8 +165,8 @@ def load_policy(
     exact_head: bool = False,
     share_prefixes: bool = True,
 ) -> Policy:
-    """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None). Its `shares` is
-    `share_prefixes`, if its attention allows that.
+    """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None). With
+    `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that.
 
     `mesh`: split its parameters over these ranks; each reads its own parts of the files. Without one, both formats must
     be the same. `offload` and `exact_head`: see sharding.shard. *Collective* with a mesh.
@@ -202,8 +197,9 @@ def load_policy(
     _place(model, device, offload=offload)
     policy = policy_of(model, device, compute, mesh)
     _check_against_model(policy, spec.path)
-    if share_prefixes:
-        policy = dataclasses.replace(policy, shares=_can_share(policy, spec.path))
+    if share_prefixes and _can_share(policy, spec.path):
+        expected = PAYS_BELOW if device.type == "cpu" else PAYS_BELOW_ON_GPUS
+        policy = dataclasses.replace(policy, packs_below=expected)
     if gradient_checkpointing:
         checkpoint_activations(model)
     return policy

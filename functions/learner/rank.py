@@ -38,6 +38,7 @@ from rlhfless.functions.learner.optimizer import ShardedAdamW
 from rlhfless.functions.learner.probing import Probing
 from rlhfless.functions.learner.publishing import Substitute, gathered_as, published_samples, published_stream
 from rlhfless.functions.learner.saving import Background
+from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import Policy, at_least_float32, load_policy, response_logprobs
 from rlhfless.functions.ranks.process_group import join
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs, share_of
@@ -99,7 +100,7 @@ class LearnerRank:
         computed the same prefix. Equal on all ranks."""
 
     def _load(self, device: torch.device) -> Policy:
-        return load_policy(
+        policy = load_policy(
             self._spec,
             parameter_dtype="float32",
             compute_dtype=self._learner.dtype,
@@ -110,6 +111,7 @@ class LearnerRank:
             exact_head=self._learner.head_dtype == "float32",
             share_prefixes=self._learner.share_prefixes,
         )
+        return with_measured_rates(policy, self._learner.micro_batch_tokens)
 
     def close(self) -> None:
         """Leave the process group."""

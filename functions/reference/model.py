@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import load_policy
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs
 from rlhfless.records import FloatArray
@@ -28,9 +29,10 @@ class ReferencePolicy:
     ) -> None:
         """*Collective* with a mesh."""
         torch.set_num_threads(threads)
-        self._policy = load_policy(
+        policy = load_policy(
             model, parameter_dtype=dtype, compute_dtype=dtype, mesh=mesh, share_prefixes=share_prefixes
         )
+        self._policy = with_measured_rates(policy, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
 

@@ -27,10 +27,25 @@ with a model of 0.8 M parameters and short prompts, its gathers and its calls pe
 
 PAYS_BELOW_ON_GPUS = 1.0
 """On GPUs wherever it computes fewer tokens, also where nothing is shared: their models are so large that products by
-parameters, which the packed row does for no padding, take nearly all of a pass. (Not measured.)"""
+parameters, which the packed row does for no padding, take nearly all of a pass. Expected: there each function measures
+it when it has loaded its model (functions/packing_rate.py)."""
+
+FAR = 1.4
+"""Measured rates replace what is expected where they differ from it by more than this factor. Within it they do not,
+because the path that a batch takes decides the last bits of the weights: it should be the same in every run of a
+machine, whose rates differ a little each time they are measured."""
 
 LEAST_SAVED_TOKENS = 32
 """A prefix is shared if that saves so many tokens: each one is one more attention call per layer."""
+
+
+def packs_below(expected: float, padded_token_s: float, packed_token_s: float) -> float:
+    """The part of the padded pass's tokens below which packing pays, by the measured times of a token in a padded pass
+    and in a packed row: `expected` unless they are FAR from it."""
+    breaks_even = padded_token_s / packed_token_s
+    if expected / FAR <= breaks_even <= expected * FAR:
+        return expected
+    return min(1.0, int(10 * breaks_even) / 10)
 
 
 @dataclass(frozen=True, slots=True)

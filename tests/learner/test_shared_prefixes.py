@@ -143,8 +143,8 @@ def test_gradients_of_ranks_add_up(policy, shared_batch, ranks):
 @pytest.mark.parametrize("family", sorted(SHARING))
 def test_families_of_models(family, shared_batch, tmp_path):
     policy = in_float64(save(FAMILIES[family], tmp_path))
-    assert policy.shares is SHARING[family]
-    if policy.shares:
+    assert bool(policy.packs_below) is SHARING[family]
+    if policy.packs_below:
         expected = passed(policy, shared_batch, padded(shared_batch))
         assert_equal(passed(policy, shared_batch, packed(shared_batch)), expected)
 
@@ -153,7 +153,7 @@ def test_a_model_that_is_not_to_share(tiny_model):
     policy = load_policy(
         ModelSpec(path=tiny_model), parameter_dtype="float32", compute_dtype="float32", share_prefixes=False
     )
-    assert not policy.shares
+    assert not policy.packs_below
     assert policy.model.config._attn_implementation == "sdpa"
 
 
@@ -164,8 +164,8 @@ def test_a_saved_model_does_not_know_of_it(policy, tmp_path):
 
 def test_bfloat16_is_close(learner, shared_batch):
     with learner(dtype="bfloat16", micro_batch_tokens=1000) as rank:
-        assert rank._policy.shares
-        padded = dataclasses.replace(rank._policy, shares=False)
+        assert rank._policy.packs_below
+        padded = dataclasses.replace(rank._policy, packs_below=0.0)
         shared, alone = (token_logprobs(policy, shared_batch, 1.0, 1000) for policy in (rank._policy, padded))
     difference = shared - alone
     assert 0 < np.abs(difference).mean() < 0.05
@@ -252,9 +252,7 @@ def test_on_gpus_padding_alone_is_reason_to_pack(policy, batch):
     assert parts.packed
     assert sum(len(part.packed.source) for part in parts.parts) <= (batch.lengths - 1).sum()
     assert_equal(passed(policy, batch, parts.parts), passed(policy, batch, padded(batch)))
-    gpu = dataclasses.replace(policy, device=torch.device("cuda", 0), shares=True)
-    assert (gpu.packs_below, policy.packs_below) == (PAYS_BELOW_ON_GPUS, PAYS_BELOW)
-    assert dataclasses.replace(gpu, shares=False).packs_below == 0.0
+    assert policy.packs_below == PAYS_BELOW  # on a CPU
 
 
 def test_unknown_forms_are_refused():
