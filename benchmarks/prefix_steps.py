@@ -9,14 +9,17 @@ for each actor: prompt tokens that it computed (precomputations included) by the
 fleet by the tokens when each prefix is counted once; and the same for an engine that joins in mid-step, which gets the
 prefix and then samples with some tokens drawn elsewhere.
 
-`--demo` runs the demo in pairs, too (MODEL_FOLDER is what `rlhfless models tiny` wrote): short prompts, which sharing
-must not make slower. TRL's GRPOTrainer does the same step on the same prompts and model.
+`--demo` runs the demo in pairs, too (MODEL_FOLDER is what `rlhfless models tiny` wrote), each with a seed of its own:
+short prompts, which sharing must not make slower. Held-out exact match before and after of both runs, and the share of
+samples with the same tokens: all until rounding differs, then fewer and fewer, while the result stays. TRL's
+GRPOTrainer does the same step on the same prompts and model.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import importlib.util
 import json
 import math
@@ -44,6 +47,7 @@ from rlhfless.functions.generation.vllm.messages import EngineSettings, SampleRe
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS, to_precompute
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import FunctionName, Work
+from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.spec import RunSpec
 from rlhfless.weights.address import StoreAddress
@@ -101,18 +105,49 @@ def long_run(folder: Path, steps: int, *, share: bool) -> Trace:
     return read_trace(next(output.iterdir()) / "trace", tokens=False)
 
 
-def demo_run(model: Path, output: Path, *, share: bool, smoke: bool) -> Trace:
-    settings = [f"learner.share_prefixes={str(share).lower()}", "seed=0"]
-    return read_trace(run_demo(model, Path(tempfile.mkdtemp(dir=output)), settings, smoke) / "trace", tokens=False)
+class Demos:
+    """Runs of the demo in pairs, and what both had in common."""
+
+    def __init__(self, model: Path, output: Path, *, smoke: bool) -> None:
+        self._model, self._output, self._smoke = model, output, smoke
+        self._before: tuple[Trace, tuple[float, ...]] | None = None
+
+    def run(self, number: int, share: bool) -> Trace:
+        """One run with this seed; its samples and results are compared with those of the run before it."""
+        settings = [f"learner.share_prefixes={str(share).lower()}", f"seed={number}", "logging.record_tokens=true"]
+        folder = run_demo(self._model, Path(tempfile.mkdtemp(dir=self._output)), settings, self._smoke)
+        trace, result = read_trace(folder / "trace"), held_out(folder)
+        if share and self._before is not None:
+            (other, theirs), same = self._before, compare_samples(self._before[0], trace)
+            alike = " ".join(f"{compare_samples(first_steps(other, n), trace).fraction:.0%}" for n in (1, 2, 5))
+            texts = [" -> ".join(f"{value:.3f}" for value in values) for values in (theirs, result)]
+            print(
+                f"demo, seed {number}: held-out exact match off {texts[0]}, on {texts[1]}; samples with the same "
+                f"tokens in the first 1, 2, 5 steps {alike}, in all {same.fraction:.1%} of {same.compared:,}",
+                flush=True,
+            )
+        self._before = (trace, result)
+        return trace
 
 
-def pairs(runs: Callable[[bool], Trace], count: int) -> tuple[dict[bool, dict[str, list[float]]], list[Trace]]:
+def held_out(folder: Path) -> tuple[float, ...]:
+    """Exact match before and after a run."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    found = [row["eval/exact_match"] for row in rows if "eval/exact_match" in row]
+    return found[0], found[-1]
+
+
+def first_steps(trace: Trace, count: int) -> Trace:
+    return dataclasses.replace(trace, rollouts=tuple(row for row in trace.rollouts if row.step <= count))
+
+
+def pairs(runs: Callable[[int, bool], Trace], count: int) -> tuple[dict[bool, dict[str, list[float]]], list[Trace]]:
     """By whether prefixes are shared: medians of each run. And the traces of the runs that share them."""
     medians: dict[bool, dict[str, list[float]]] = {share: defaultdict(list) for share in (False, True)}
     traces = []
-    for _ in range(count):
+    for number in range(count):
         for share in (False, True):
-            trace = runs(share)
+            trace = runs(number, share)
             steps = trace.steps[1:] or trace.steps
             for name in TIMES:
                 medians[share][name].append(statistics.median(step.metrics[name] for step in steps))
@@ -187,7 +222,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rlhfless-bench-") as name:
         folder = Path(name)
         prompts = long_prompts(folder, arguments.prefix, PROMPTS * max(arguments.steps, 1))
-        medians, traces = pairs(lambda share: long_run(folder, arguments.steps, share=share), arguments.pairs)
+        medians, traces = pairs(lambda _, share: long_run(folder, arguments.steps, share=share), arguments.pairs)
         show("long", medians)
         for trace in traces:
             ratios, in_all = computed_by_actor(trace, prompts)
@@ -202,12 +237,7 @@ def main() -> None:
         if arguments.demo is not None:
             output = folder / "demo"
             output.mkdir()
-            show(
-                "demo",
-                pairs(
-                    lambda share: demo_run(arguments.demo, output, share=share, smoke=arguments.smoke), arguments.pairs
-                )[0],
-            )
+            show("demo", pairs(Demos(arguments.demo, output, smoke=arguments.smoke).run, arguments.pairs)[0])
 
 
 if __name__ == "__main__":
