@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rlhfless.prefixes.trie import NONE, shared_prefixes
+from rlhfless.records import IntArray
 
 LEAST_TOKENS = 256
 """Shorter prefixes are left to the engine: a call of its own takes about 10 ms, in which an engine on one CPU core
@@ -32,11 +35,25 @@ def to_precompute(prompts: Sequence[tuple[int, ...]], least_tokens: int = LEAST_
     if len(long) < 2:
         return []
     forest = shared_prefixes(long, block_tokens=BLOCK_TOKENS)
-    found, kept = [], {NONE: 0}
-    for prefix in range(len(forest)):
-        above = kept[int(forest.parent[prefix])]
-        tokens = int(forest.tokens[prefix])
-        kept[prefix] = tokens if tokens - above >= least_tokens else above
-        if kept[prefix] == tokens:
-            found.append(tuple(long[int(forest.users(prefix)[0])][:tokens]))
+    chosen = itself(nearest_long(forest.parent, forest.tokens, least_tokens))
+    return [tuple(long[int(forest.users(prefix)[0])][: int(forest.tokens[prefix])]) for prefix in chosen]
+
+
+def nearest_long(
+    parent: IntArray, tokens: IntArray, least_tokens: int, wanted: Sequence[bool] | None = None
+) -> IntArray:
+    """The longest chosen prefix at or above each prefix, or NONE, `[prefixes]`. Chosen is a prefix, of those `wanted`
+    (all if None), that has `least_tokens` after the longest chosen one above it."""
+    nearest = np.full(len(parent) + 1, NONE)  # the last one stands for NONE
+    for prefix in range(len(parent)):
+        above = int(nearest[parent[prefix]])
+        begins = int(tokens[above]) if above != NONE else 0
+        chosen = (wanted is None or wanted[prefix]) and tokens[prefix] - begins >= least_tokens
+        nearest[prefix] = prefix if chosen else above
+    return nearest[:-1]
+
+
+def itself(nearest: IntArray) -> list[int]:
+    """The chosen prefixes: they are their own nearest."""
+    found: list[int] = np.flatnonzero(nearest == np.arange(len(nearest))).tolist()
     return found

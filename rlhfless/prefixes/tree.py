@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rlhfless.prefixes.precompute import LEAST_TOKENS
+from rlhfless.prefixes.precompute import LEAST_TOKENS, itself, nearest_long
 from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
 from rlhfless.records import IntArray
 
@@ -118,17 +118,12 @@ class PrefixTree:
 
     def long(self, least_tokens: int = LEAST_TOKENS) -> PrefixTree:
         """The tree without prefixes that have fewer than `least_tokens` after the ones before them."""
-        kept: list[int] = []
-        index = np.full(len(self) + 1, NONE)
-        tokens, parent = self.tokens, list[int]()
-        for prefix in range(len(self)):
-            above = int(index[self.parent[prefix]])
-            index[prefix] = above
-            if self.tokens[prefix] - (tokens[kept[above]] if above != NONE else 0) >= least_tokens:
-                index[prefix] = len(kept)
-                kept.append(prefix)
-                parent.append(above)
-        return PrefixTree(self.tokens[kept], np.array(parent, np.int64), index[self.leaf])
+        nearest = nearest_long(self.parent, self.tokens, least_tokens)
+        kept = itself(nearest)
+        number = np.full(len(self) + 1, NONE)  # the last one stands for NONE
+        number[kept] = np.arange(len(kept))
+        renamed = np.append(number[nearest], NONE)
+        return PrefixTree(self.tokens[kept], renamed[self.parent[kept]], renamed[self.leaf])
 
     @cached_property
     def ranks(self) -> IntArray:
@@ -144,14 +139,7 @@ class PrefixTree:
         users = np.zeros(len(self), np.int64)
         for leaf in self.leaf[prompts].tolist():
             users[self.lineage(leaf)] += 1
-        found, kept = [], {NONE: 0}
-        for prefix in range(len(self)):
-            above, tokens = kept[int(self.parent[prefix])], int(self.tokens[prefix])
-            pays = users[prefix] > 1 and tokens - above >= least_tokens
-            kept[prefix] = tokens if pays else above
-            if pays:
-                found.append(prefix)
-        return found
+        return itself(nearest_long(self.parent, self.tokens, least_tokens, (users > 1).tolist()))
 
     def _used(self, leaves: IntArray) -> IntArray:
         """The prefixes of these leaves, ascending."""
