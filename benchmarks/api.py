@@ -31,6 +31,8 @@ from rlhfless.control.promptness import come_first
 
 RATE, POST_RATE = 200, 100
 """GETs and POSTs a second."""
+FIRST_EVENT_S = 120.0
+"""Longest wait for an event beyond the time of the streams: a few steps of the demo on a busy machine."""
 COMMAND = str(Path(sys.executable).with_name("rlhfless"))
 
 
@@ -126,6 +128,7 @@ async def gets(lines: Lines, run: str, get_s: float) -> list[float]:
 async def streams(url: str, run: str, newest: int, count: int, stream_s: float) -> list[float]:
     """Delays of the events of `count` streams, from when the driver wrote each of them; `newest` is seen already."""
     delays: list[float] = []
+    came = asyncio.Event()
     host, port = url.removeprefix("http://").split(":")
 
     async def one() -> None:
@@ -144,11 +147,13 @@ async def streams(url: str, run: str, newest: int, count: int, stream_s: float) 
                 if line.startswith(b"data: "):
                     now_s = time.time()
                     delays.append(now_s - json.loads(line[6:])["created_at"])
+                    came.set()
         finally:
             writer.close()
 
     tasks = [asyncio.create_task(one()) for _ in range(count)]
     await asyncio.sleep(stream_s)
+    await asyncio.wait_for(came.wait(), FIRST_EVENT_S)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
