@@ -1,5 +1,5 @@
 """What a cluster of this machine alone, without a registry, needs to run the chart: the CPU image, which is packed from
-its content (deploy/images/root.sh) and loaded as IMAGE, and folders for data.
+its content (.ci/image) and loaded as IMAGE, and folders for data.
 
     python tests/kubernetes/environment.py NAMESPACE RELEASE FOLDER > values.yaml
 
