@@ -10,16 +10,14 @@ fleet by the tokens when each prefix is counted once; and the same for an engine
 prefix and then samples with some tokens drawn elsewhere.
 
 `--demo` runs the demo in pairs, too (MODEL_FOLDER is what `rlhfless models tiny` wrote), each with a seed of its own:
-short prompts, which sharing must not make slower. Held-out exact match before and after of both runs, and the share of
-samples with the same tokens: all until rounding differs, then fewer and fewer, while the result stays. TRL's
-GRPOTrainer does the same step on the same prompts and model.
+short prompts, which sharing must not make slower. Held-out exact match before and after of both runs, and how many
+samples have the same tokens. TRL's GRPOTrainer does the same step on the same prompts and model.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import importlib.util
 import json
 import math
@@ -118,12 +116,12 @@ class Demos:
         folder = run_demo(self._model, Path(tempfile.mkdtemp(dir=self._output)), settings, self._smoke)
         trace, result = read_trace(folder / "trace"), held_out(folder)
         if share and self._before is not None:
-            (other, theirs), same = self._before, compare_samples(self._before[0], trace)
-            alike = " ".join(f"{compare_samples(first_steps(other, n), trace).fraction:.0%}" for n in (1, 2, 5))
-            texts = [" -> ".join(f"{value:.3f}" for value in values) for values in (theirs, result)]
+            other, theirs = self._before
+            same = compare_samples(other, trace)
+            off, on = (" -> ".join(f"{value:.3f}" for value in values) for values in (theirs, result))
             print(
-                f"demo, seed {number}: held-out exact match off {texts[0]}, on {texts[1]}; samples with the same "
-                f"tokens in the first 1, 2, 5 steps {alike}, in all {same.fraction:.1%} of {same.compared:,}",
+                f"demo, seed {number}: held-out exact match off {off}, on {on}; {same.identical:,} of "
+                f"{same.compared:,} samples have the same tokens (first difference: {same.first_difference})",
                 flush=True,
             )
         self._before = (trace, result)
@@ -135,10 +133,6 @@ def held_out(folder: Path) -> tuple[float, ...]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
     found = [row["eval/exact_match"] for row in rows if "eval/exact_match" in row]
     return found[0], found[-1]
-
-
-def first_steps(trace: Trace, count: int) -> Trace:
-    return dataclasses.replace(trace, rollouts=tuple(row for row in trace.rollouts if row.step <= count))
 
 
 def pairs(runs: Callable[[int, bool], Trace], count: int) -> tuple[dict[bool, dict[str, list[float]]], list[Trace]]:

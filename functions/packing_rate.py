@@ -2,7 +2,7 @@
 
 On CPU cores it is not measured anew: other processes of the run start on them meanwhile, and with two threads on two
 busy cores a packed token took from 0.9 to 9 times as long as a padded one (1.1 to 1.4 times with a core to itself). The
-figure there is a benchmark's (PAYS_BELOW). A function has its GPU to itself while it loads.
+figure there is a benchmark's (PAYS_BELOW). On a GPU that functions share an engine may start meanwhile, at most.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhfless.functions.policy import Policy
-from rlhfless.functions.prefix_attention import packed_row
-from rlhfless.prefixes.packing import PackedSegments, SharingSequences, packs_below
+from rlhfless.functions.policy import Policy, both_passes
+from rlhfless.prefixes.packing import packs_below
 
 log = logging.getLogger(__name__)
 
@@ -48,42 +46,36 @@ def measured(policy: Policy, budget_tokens: int) -> Policy:
     if not policy.packs_below or budget_tokens < SAMPLES * width:
         return policy
     rows = _groups(min(MOST_GROUPS, budget_tokens // (SAMPLES * width)), width, policy.head.linear.weight.shape[0])
-    layout = SharingSequences(rows.flatten(), np.full(len(rows), width)).pack(np.arange(len(rows)))
-    padded_s, packed_s = _measured_s(policy, rows, layout)
-    chosen = packs_below(policy.packs_below, padded_s / rows.size, packed_s / len(layout.source))
+    layout, *passes = both_passes(policy, rows)
+    padded_s, packed_s = _measured_s(policy, passes)
+    padded_token_s, packed_token_s = padded_s / rows.numel(), packed_s / len(layout.source)
+    chosen = packs_below(policy.packs_below, padded_token_s, packed_token_s)
     if chosen != policy.packs_below:
         log.info(
             "a token of a packed row takes %.2f times as long as one of a padded pass: sequences are packed where that "
             "computes less than %g of the tokens, and not %g as usual",
-            (packed_s / len(layout.source)) / (padded_s / rows.size),
+            packed_token_s / padded_token_s,
             chosen,
             policy.packs_below,
         )
     return dataclasses.replace(policy, packs_below=chosen)
 
 
-def _groups(count: int, width: int, vocabulary: int) -> np.ndarray:
+def _groups(count: int, width: int, vocabulary: int) -> torch.Tensor:
     """Sequences `[count * SAMPLES, width]`."""
     generator, prompt = np.random.default_rng(0), width // 2
     prompts = generator.integers(0, vocabulary, (count, prompt)).repeat(SAMPLES, axis=0)
-    return np.hstack([prompts, generator.integers(0, vocabulary, (count * SAMPLES, width - prompt))])
+    return torch.from_numpy(np.hstack([prompts, generator.integers(0, vocabulary, (count * SAMPLES, width - prompt))]))
 
 
-def _measured_s(policy: Policy, rows: np.ndarray, layout: PackedSegments) -> tuple[float, float]:
-    """Seconds of the padded and of the packed pass; means over the ranks of a sharded policy, so that all have the
-    same. *Collective*."""
-    tokens = torch.from_numpy(rows).to(policy.device)
-    row = tokens.flatten()[torch.from_numpy(layout.source).to(policy.device)][None]
-    passes = (
-        partial(policy.inside, policy.hidden_states, tokens),
-        partial(policy.inside, partial(policy.hidden_states, **packed_row(layout, policy.device)), row),
-    )
+def _measured_s(policy: Policy, passes: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each pass; sums over the ranks of a sharded policy, so that all have the same. *Collective*."""
     times_s = torch.tensor([[_time_s(policy, each) for each in passes] for _ in range(1 + ROUNDS)])[1:].amin(0)
     if policy.mesh is not None and policy.mesh.size() > 1:
         times_s = times_s.to(policy.device)
         dist.all_reduce(times_s, group=policy.mesh.get_group())
-    padded_s, packed_s = times_s.tolist()
-    return padded_s, packed_s
+    found: list[float] = times_s.tolist()
+    return found
 
 
 def _time_s(policy: Policy, forward: Callable[[], object]) -> float:

@@ -41,10 +41,9 @@ from rlhfless.functions.loading import load_whole
 from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row
 from rlhfless.prefixes.packing import (
     LEAST_SAVED_TOKENS,
-    PAYS_BELOW,
-    PAYS_BELOW_ON_GPUS,
     PackedSegments,
     SharingSequences,
+    expected_to_pay_below,
 )
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
@@ -198,8 +197,7 @@ def load_policy(
     policy = policy_of(model, device, compute, mesh)
     _check_against_model(policy, spec.path)
     if share_prefixes and _can_share(policy, spec.path):
-        expected = PAYS_BELOW if device.type == "cpu" else PAYS_BELOW_ON_GPUS
-        policy = dataclasses.replace(policy, packs_below=expected)
+        policy = dataclasses.replace(policy, packs_below=expected_to_pay_below(on_cpu=device.type == "cpu"))
     if gradient_checkpointing:
         checkpoint_activations(model)
     return policy
@@ -364,6 +362,21 @@ def _check_against_model(policy: Policy, path: str) -> None:
         )
 
 
+def both_passes(
+    policy: Policy, rows: torch.Tensor
+) -> tuple[PackedSegments, Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """The padded forward pass of `rows` [sequences, width], and the one of the packed row; each gives hidden states.
+    And the layout of that row."""
+    layout = SharingSequences(rows.flatten().numpy(), np.full(len(rows), rows.shape[1])).pack(np.arange(len(rows)))
+    row = rows.flatten()[torch.from_numpy(layout.source)][None].to(policy.device)
+    packed = partial(policy.hidden_states, **packed_row(layout, policy.device))
+    return (
+        layout,
+        partial(policy.inside, policy.hidden_states, rows.to(policy.device)),
+        partial(policy.inside, packed, row),
+    )
+
+
 @torch.no_grad()
 def _can_share(policy: Policy, path: str) -> bool:
     """Whether the model's attention can share prefixes: two sequences with a common prefix, both ways."""
@@ -373,13 +386,11 @@ def _can_share(policy: Policy, path: str) -> bool:
     vocabulary = policy.head.linear.weight.shape[0]
     rows = torch.arange(1, SHARING_CHECK_TOKENS + 1).remainder(vocabulary).repeat(2, 1)
     rows[1, -2:] = rows[1, -2:].add(1).remainder(vocabulary)
-    packed = SharingSequences(rows.flatten().numpy(), np.full(2, SHARING_CHECK_TOKENS)).pack(np.arange(2))
-    row = rows.flatten()[torch.from_numpy(packed.source)][None].to(policy.device)
-    expected = policy.inside(policy.hidden_states, rows.to(policy.device)).flatten(0, 1)
+    layout, padded, packed = both_passes(policy, rows)
+    expected = padded().flatten(0, 1)
     policy.model.set_attn_implementation(NAME)
     try:
-        alone = policy.inside(partial(policy.hidden_states, **packed_row(packed, policy.device)), row)
-        ours = alone[0, torch.from_numpy(packed.index)]
+        ours = packed()[0, torch.from_numpy(layout.index)]
         difference = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
         if difference <= CHECK_TOLERANCE[policy.compute_dtype]:
             return True

@@ -39,6 +39,11 @@ LEAST_SAVED_TOKENS = 32
 """A prefix is shared if that saves so many tokens: each one is one more attention call per layer."""
 
 
+def expected_to_pay_below(*, on_cpu: bool) -> float:
+    """The part of the padded pass's tokens below which packing is expected to pay."""
+    return PAYS_BELOW if on_cpu else PAYS_BELOW_ON_GPUS
+
+
 def packs_below(expected: float, padded_token_s: float, packed_token_s: float) -> float:
     """The part of the padded pass's tokens below which packing pays, by the measured times of a token in a padded pass
     and in a packed row: `expected` unless they are FAR from it."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlhfless.prefixes.packing import PAYS_BELOW, PAYS_BELOW_ON_GPUS
+from rlhfless.prefixes.packing import expected_to_pay_below
 from rlhfless.prefixes.precompute import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.records import FunctionName, Holding, Work
@@ -79,7 +79,7 @@ def _prefix_use(trace: Trace) -> PrefixUse:
     learner = trace.meta.spec.get("learner") or {}
     if not learner.get("share_prefixes", True):
         return PrefixUse(planned=True)
-    pays_below = PAYS_BELOW if device_kind(trace) == CPU_KIND else PAYS_BELOW_ON_GPUS
+    pays_below = expected_to_pay_below(on_cpu=device_kind(trace) == CPU_KIND)
     budget_tokens = int(learner.get("micro_batch_tokens", FORWARD_TOKENS))
     return PrefixUse(planned=True, forward=SharedForward(budget_tokens, pays_below))
 

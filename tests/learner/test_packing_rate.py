@@ -1,7 +1,6 @@
 """Where packing pays is measured on GPUs when a model has been loaded; here with times that are given."""
 
 import dataclasses
-import time
 
 import pytest
 from test_two_ranks import run
@@ -62,10 +61,8 @@ def test_nothing_is_measured_where_it_decides_nothing(policy, monkeypatch):
     assert not passed
 
 
-def test_it_takes_real_passes_and_real_time(policy):
-    start_s = time.monotonic()
+def test_with_real_times(policy):
     assert 0 <= measured(policy, GROUP_TOKENS).packs_below <= 1
-    assert time.monotonic() - start_s < 60
 
 
 def below(learner, rank):

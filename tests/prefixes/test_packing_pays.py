@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhfless.prefixes.packing import packs_below
+from rlhfless.prefixes.packing import PAYS_BELOW, PAYS_BELOW_ON_GPUS, expected_to_pay_below, packs_below
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,7 @@ from rlhfless.prefixes.packing import packs_below
 )
 def test_measured_rates_count_where_they_are_far_from_expected(expected, padded_token_s, packed_token_s, below):
     assert packs_below(expected, padded_token_s, packed_token_s) == below
+
+
+def test_what_is_expected():
+    assert (expected_to_pay_below(on_cpu=False), expected_to_pay_below(on_cpu=True)) == (PAYS_BELOW_ON_GPUS, PAYS_BELOW)
