@@ -98,7 +98,7 @@ class Service:
         await self.keys.read()
         self.announce()
         work = [self.supervisor.run(), self.forecasts.run(), self.simulations.run()]
-        work.append(sweep_for_ever(self.database, self.settings))
+        work += [sweep_for_ever(self.database, self.settings), self.runner.prepare()]
         if self.pods is not None:
             work.append(self.pods.run())
         tasks = [asyncio.create_task(one) for one in work]

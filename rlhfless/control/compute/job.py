@@ -1,21 +1,17 @@
-"""`python -m rlhfless.control.compute.job NAME`: one job; JSON on stdin, JSON on the last line of stdout."""
+"""One job, in a process of its own: a question in JSON comes over a connection, and the answer goes back over it."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
-import sys
 import traceback
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rlhfless.control.compute import jobs
 from rlhfless.spec.errors import InputError, SpecError, UserError
-
-NICE = 10
-"""Runs come first. The job asks for it itself: Python code between fork and exec of a service that has threads, and
-libraries that must not be forked, can end the child."""
 
 SHARE = 4
 """A job may have this part of the machine's, or the container's, memory: two of them run beside the service, and on
@@ -40,11 +36,14 @@ def _limited() -> int:
     return limit
 
 
-def main(name: str) -> None:
-    """Run the job."""
-    os.nice(NICE)
+def main(connection: Connection, name: str) -> None:
+    """Run the job. What it and its libraries print goes nowhere."""
+    os.setsid()  # the service ends the job together with what the job has started
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
     limit = _limited()
-    question = json.load(sys.stdin)
+    question = json.loads(connection.recv_bytes())
     answer: dict[str, object]
     try:
         answer = {"found": jobs.JOBS[name](question)}
@@ -57,8 +56,4 @@ def main(name: str) -> None:
         answer = {"source": name, "problems": [{"where": "", "what": str(error)}]}
     except Exception as error:
         answer = {"fault": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-    print("\n" + json.dumps(answer, allow_nan=False), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    connection.send_bytes(json.dumps(answer, allow_nan=False).encode())

@@ -1,6 +1,7 @@
 """Runs jobs in processes of their own: the service's loop waits for none of their imports, and none can bring it down.
 
-A job gets JSON and answers JSON. It runs at low priority, and is killed when it takes too long or its client has gone.
+A job gets JSON and answers JSON. It is forked from a process that has its imports already, runs at low priority, and is
+killed when it takes too long or its client has gone.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import asyncio
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import signal
-import sys
+import threading
+from multiprocessing import forkserver
 from typing import Any
 
+from rlhfless.control.compute.job import main
 from rlhfless.control.errors import ApiError, refused
 from rlhfless.spec.errors import Problem
 
@@ -25,15 +29,25 @@ AT_ONCE = 2
 MOST_BYTES = 64 << 20
 """Largest answer of a job."""
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Jobs leave the other cores to runs; and each thread of these libraries would count towards a job's memory."""
+PRELOAD = ["rlhfless.control.compute.preload", "__main__"]
+"""What the process that jobs are forked from imports. Each job would import `__main__` otherwise."""
+
+END_S = 5.0
+"""Longest wait for a process that has answered, or was killed, to be gone."""
+
+FORKS = multiprocessing.get_context("forkserver")
 
 
 class Runner:
-    """Of one service."""
+    """The jobs of one service."""
 
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(AT_ONCE)
+        FORKS.set_forkserver_preload(PRELOAD)
+
+    async def prepare(self) -> None:
+        """Start the process that jobs are forked from, so that the first job need not wait for it."""
+        await asyncio.to_thread(forkserver.ensure_running)
 
     async def run(self, job: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answer of a job of rlhfless.control.compute.jobs.
@@ -48,29 +62,12 @@ class Runner:
             raise ApiError(504, "timeout", message) from None
 
     async def _run(self, job: str, question: dict[str, Any]) -> dict[str, Any]:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rlhfless.control.compute.job",
-            job,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            limit=MOST_BYTES,
-            env={**os.environ, **ONE_THREAD},
-        )
+        talk = _Talk(job)
         try:
-            output, _ = await process.communicate(json.dumps(question).encode())
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-        try:
-            answer: dict[str, Any] = json.loads(output.splitlines()[-1])
-        except (ValueError, IndexError):
-            raise ApiError(500, "internal_error", f"{job} has ended without an answer ({process.returncode})") from None
+            answer = await asyncio.to_thread(talk.answer, json.dumps(question).encode())
+        except asyncio.CancelledError:
+            talk.end()
+            raise
         if "problems" in answer:
             raise refused(answer["source"], [Problem(**problem) for problem in answer["problems"]])
         if "fault" in answer:
@@ -78,3 +75,42 @@ class Runner:
             raise ApiError(500, "internal_error", f"{answer['fault']}; the service's log has more")
         found: dict[str, Any] = answer["found"]
         return found
+
+
+class _Talk:
+    """A question to a job's process, and its answer."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._ours, self._theirs = FORKS.Pipe()
+        self._process = FORKS.Process(target=main, args=(self._theirs, job))
+        self._starting = threading.Lock()
+        self._called_off = False
+
+    def answer(self, question: bytes) -> dict[str, Any]:
+        """The job's answer; blocks its thread. Raises ApiError (500) if the process ends without one."""
+        with self._ours:
+            try:
+                with self._starting, self._theirs:
+                    if not self._called_off:
+                        self._process.start()
+                self._ours.send_bytes(question)
+                answer: dict[str, Any] = json.loads(self._ours.recv_bytes(MOST_BYTES))
+            except (EOFError, OSError):
+                self.end()
+                code = self._process.exitcode
+                raise ApiError(500, "internal_error", f"{self._job} has ended without an answer ({code})") from None
+        self._process.join(END_S)
+        self.end()
+        return answer
+
+    def end(self) -> None:
+        """Kill the process with all that it has started, if it is there; otherwise it never starts. Idempotent."""
+        with self._starting:
+            self._called_off = True
+        if self._process.pid is None or not self._process.is_alive():
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # also where it has no group of its own yet
+        self._process.join(END_S)

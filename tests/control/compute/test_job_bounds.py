@@ -1,0 +1,63 @@
+"""A job's memory and time are bounded, and a job that needs more says so."""
+
+from __future__ import annotations
+
+import json
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from rlhfless.control.compute import jobs
+from rlhfless.control.compute.job import main, memory_bytes
+from rlhfless.control.compute.runner import FORKS, Runner
+from rlhfless.control.errors import ApiError
+
+SCENARIOS = Path(__file__).parents[3] / "examples" / "scenarios"
+
+GIB = 1 << 30
+
+
+def big(question: dict[str, int]) -> dict[str, object]:
+    return {"bytes": len(bytearray(question["bytes"]))}
+
+
+def job_of(connection: Connection) -> None:
+    jobs.JOBS["big"] = big
+    main(connection, "big")
+
+
+@pytest.mark.parametrize(
+    ("machine", "container", "found"),
+    [(24 * GIB, "", 6 * GIB), (24 * GIB, "max\n", 6 * GIB), (256 * GIB, f"{8 * GIB}\n", 2 * GIB), (2 * GIB, "", GIB)],
+)
+def test_a_quarter_of_what_there_is(machine: int, container: str, found: int) -> None:
+    assert memory_bytes(machine, container) == found
+
+
+def test_a_job_that_needs_more_says_so() -> None:
+    def answer(wanted: int) -> dict[str, object]:
+        ours, theirs = FORKS.Pipe()
+        process = FORKS.Process(target=job_of, args=(theirs,))
+        process.start()
+        theirs.close()
+        ours.send_bytes(json.dumps({"bytes": wanted}).encode())
+        try:
+            return json.loads(ours.recv_bytes())
+        finally:
+            process.join(60)
+
+    assert answer(1 << 20) == {"found": {"bytes": 1 << 20}}
+    (problem,) = answer(1 << 44)["problems"]  # 16 TiB
+    assert "GiB of memory that a job may have here; ask for less" in problem["what"]
+
+
+async def test_a_job_that_takes_too_long_is_ended_with_what_it_started() -> None:
+    scenario = yaml.safe_load((SCENARIOS / "paper-3b-l40s.yaml").read_text()) | {"steps": 1_000}
+    with pytest.raises(ApiError, match="simulation took longer than 4 s"):
+        await Runner().run("simulation", {"scenario": scenario, "policies": []}, timeout_s=4)
+    begun = [one for child in psutil.Process().children() for one in child.children(recursive=True)]
+    _, left = psutil.wait_procs(begun, timeout=10)
+    assert not left
