@@ -5,8 +5,6 @@
 SHELL := /bin/bash
 VENV := $(shell scripts/setup.sh --path)
 BIN := $(VENV)/bin
-# In a process of its own: it joins a Ray of several nodes, and waits for ever behind tests that had a Ray before.
-CLUSTERS := tests/functions/test_three_nodes.py
 HOME_DIR := $(or $(RLHFLESS_HOME),$(HOME)/.cache/rlhfless)
 MODEL := $(HOME_DIR)/models/tiny
 
@@ -33,10 +31,7 @@ test-kubernetes: setup
 	@$(BIN)/pytest -m kubernetes
 
 test: lint
-	@$(BIN)/pytest -m "not engine and not kubernetes" -n logical --dist loadfile
-	@$(BIN)/pytest -m engine --ignore=$(CLUSTERS)
-	@$(BIN)/pytest -m engine $(CLUSTERS)
-	@if [ -n "$$KUBECONFIG" ]; then $(BIN)/pytest -m kubernetes; else echo "KUBECONFIG is not set: the chart is not tested on a cluster"; fi
+	@scripts/test.sh $(BIN)/pytest
 
 clean:
 	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,15 @@ def pytest_runtest_makereport() -> Iterator[None]:
     report = yield
     report.sections = [(name, storable(text)) for name, text in report.sections]
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Reasons of skipped tests go to the file that RLHFLESS_SKIPPED names, for one list at the end of `make test`."""
+    path = os.environ.get("RLHFLESS_SKIPPED")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have summaries of their own
+        reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())]
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines(f"{reason}\n" for reason in reasons)
 
 
 class _InProcess:

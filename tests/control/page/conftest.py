@@ -25,7 +25,7 @@ WIDTHS = {390: 844, 1440: 900}
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if not CHROMIUM.exists():
-        pytest.skip("chromium is not installed (apt-get install -y chromium): the page is not tested")
+        pytest.skip("chromium is not installed (Debian: chromium): the page is not tested")
     with sync_playwright() as playwright:
         options = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
