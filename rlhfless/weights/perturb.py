@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 
 import torch
 
-RELATIVE_NOISE = 0.3
-"""Noise relative to a tensor's root mean square: large enough that even one stale layer moves logprobs by far more than
-bfloat16's tolerance, small enough that no activation overflows."""
+RELATIVE_CHANGE = 0.3
+"""Root mean square of an element's change, relative to the element: large enough that even one stale layer moves
+logprobs by far more than bfloat16's tolerance, small enough that no activation overflows."""
 
-ZERO_TENSOR_NOISE = 0.01
-"""Absolute noise for a tensor of zeros, such as a new bias: its root mean square is 0."""
+ZERO_TENSOR_VALUE = 0.01
+"""Takes the place, with a random sign, of the elements of a tensor of zeros, such as a new bias, which no factor
+moves."""
 
 
 def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """(name, value) -> the value with Gaussian noise that depends on `seed` and the name alone.
+    """(name, value) -> the value, each element times a factor of its first and one of its last dimension. The factors
+    are 1 plus or minus a constant; the signs depend on `seed` and the name alone.
 
-    The result has the value's device, dtype and shape. Tensors that are not floating point are returned as they are.
+    Both dimensions: a norm that follows an embedding would undo a factor per row. Noise of each element on its own
+    would take minutes for a model of some billion parameters; signs are few, and the rest is one multiplication for
+    each of the two dimensions, on the value's own device. The result has the value's device, dtype and shape. Tensors
+    that are not floating point are returned as they are.
     """
 
     def perturb(name: str, value: torch.Tensor) -> torch.Tensor:
         if not value.is_floating_point():
             return value
+        value = value.detach()
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         # Drawn on the CPU, so that the perturbation does not depend on the device.
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        noise = torch.randn(value.shape, generator=generator).to(value.device)
-        exact = value.detach().float()
-        size = exact.square().mean().sqrt() * RELATIVE_NOISE
-        return (exact + noise * torch.where(size > 0, size, ZERO_TENSOR_NOISE)).to(value.dtype)
+        signs = [
+            (torch.randint(2, (length,), generator=generator) * 2 - 1).to(value.device, value.dtype)
+            for length in value.shape[:1] + value.shape[1:][-1:]
+        ] or [torch.ones((), device=value.device, dtype=value.dtype)]
+        signs[0] = signs[0].view(-1, *[1] * (value.dim() - 1)) if value.dim() else signs[0]
+        if not value.any():
+            return (ZERO_TENSOR_VALUE * math.prod(signs)).expand(value.shape).clone()
+        # Independent factors 1 + c and 1 - c of each of n dimensions: the mean square of the change is (1 + c^2)^n - 1.
+        change = ((1 + RELATIVE_CHANGE**2) ** (1 / len(signs)) - 1) ** 0.5
+        moved = value * (1 + change * signs[0])
+        for sign in signs[1:]:
+            moved *= 1 + change * sign
+        return moved
 
     return perturb
 

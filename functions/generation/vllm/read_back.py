@@ -41,6 +41,9 @@ of another element."""
 
 _UNSAMPLED = -1
 
+_BYTES_AN_ELEMENT = 16
+"""For a coded tensor, its scratch parameter (four bytes each) and what the comparison makes, with a margin."""
+
 _ROUNDS_TO_ZERO = 1e-37
 """Kernels may flush subnormal numbers to zero."""
 
@@ -104,20 +107,46 @@ class Chart:
                     compared[name] = count + len(some), differ + int(part.sum())
         return dict(compared)
 
+    def plain(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Plain data, with layers by their names in the model."""
+        names = {layer: name for name, layer in model.named_modules()}
+        held = [
+            {"layer": names[one.layer], "parameter": one.parameter, "shape": list(one.shape), "parts": list(one.parts),
+             "indices": one.indices}
+            for one in self.held
+        ]  # fmt: skip
+        return {"dtypes": dict(self.dtypes), "held": held}
+
+    @classmethod
+    def of_plain(cls, model: torch.nn.Module, plain: Mapping[str, Any]) -> Chart:
+        """The inverse of `plain`, for a model with layers of the same names. Raises KeyError or ValueError for what
+        `plain` has not made for such a model."""
+        layers = dict(model.named_modules())
+        held = []
+        for one in plain["held"]:
+            counts = [len(elements) for _, elements in one["parts"]]
+            split = one["indices"].split(counts)
+            parts = [_Part(name, elements, where) for (name, elements), where in zip(one["parts"], split, strict=True)]
+            held.append(_Held.of(layers[one["layer"]], one["parameter"], torch.Size(one["shape"]), parts))
+        return cls(plain["dtypes"], tuple(held))
+
 
 def chart(
     model: torch.nn.Module,
     load_weights: LoadWeights,
     tensors: Iterable[tuple[str, torch.Tensor]],
     tokens: Collection[int],
+    device: torch.device,
 ) -> Chart:
     """Find where the sampled elements of `tensors` go. Call it after vLLM's `initialize_layerwise_reload`, when all
     parameters have the shapes that are loaded; nothing is changed. If the model's loaders fail on the codes, nothing is
-    found, with a warning."""
+    found, with a warning. Each element of a tensor that can be read back is written once and each element of its
+    parameter compared once, for each tensor that is fused into it; on `device`, the worker's, while it has room."""
     named = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
-    recorder = _Recorder([name for name, _, _ in named])
+    recorder = _Recorder([name for name, _, _ in named], device)
     coded = (
-        (name, _coded(number, sampled_elements(shape, tokens), shape)) for number, (name, shape, _) in enumerate(named)
+        (name, _coded(number, sampled_elements(shape, tokens), shape, _place(shape, device)))
+        for number, (name, shape, _) in enumerate(named)
     )
     try:
         with recorder.recording(model):
@@ -129,27 +158,39 @@ def chart(
     return Chart({name: dtype for name, _, dtype in named}, held)
 
 
-def _coded(number: int, elements: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _coded(number: int, elements: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
     """A tensor whose sampled elements are codes for (tensor, element)."""
-    codes = number * SAMPLED_ELEMENTS + torch.arange(len(elements), dtype=torch.int32)
-    coded = torch.full((shape.numel(),), _UNSAMPLED, dtype=torch.int32)
-    coded[elements] = codes * _CODE_SPACING + _CODE_START
+    codes = number * SAMPLED_ELEMENTS + torch.arange(len(elements), dtype=torch.int32, device=device)
+    coded = torch.full((shape.numel(),), _UNSAMPLED, dtype=torch.int32, device=device)
+    coded[elements.to(device)] = codes * _CODE_SPACING + _CODE_START
     return coded.view(shape)
+
+
+def _place(shape: torch.Size, device: torch.device) -> torch.device:
+    """The worker's device if it has room for a coded tensor of `shape` and what it is looked up with, otherwise the
+    CPU: an engine has given most of a GPU's memory to its KV cache."""
+    if device.type == "cpu" or torch.accelerator.get_memory_info(device)[0] > _BYTES_AN_ELEMENT * shape.numel():
+        return device
+    return torch.device("cpu")
 
 
 class _Recorder:
     """Makes the loaders of all parameters fill a scratch parameter instead, and looks up the codes in it."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = names
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.int32)
+        """One for all scratch parameters. Between two loads it holds no code, so it is never cleared as a whole."""
         self.found: dict[tuple[torch.nn.Module, str], tuple[torch.Size, list[_Part]]] = {}
         """By layer and parameter: its shape as it is loaded, and what it holds."""
 
     @contextmanager
     def recording(self, model: torch.nn.Module) -> Iterator[None]:
         """Within the block no load reaches the model."""
+        users = _users(model)
         replaced = [
-            (tensor, getattr(tensor, "weight_loader", None), self._loader(layer, name, tensor))
+            (tensor, getattr(tensor, "weight_loader", None), self._loader(layer, name, tensor, users))
             for layer in model.modules()
             for name, tensor in get_layer_tensors(layer).items()
         ]
@@ -161,23 +202,39 @@ class _Recorder:
             for tensor, theirs, _ in replaced:
                 _set_loader(tensor, theirs)
 
-    def _loader(self, layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> Callable[..., object]:
+    def _loader(
+        self, layer: torch.nn.Module, name: str, parameter: torch.Tensor, users: Mapping[int, list[torch.nn.Module]]
+    ) -> Callable[..., object]:
         original = _get_original_loader(parameter)  # type: ignore[no-untyped-call]
 
+        def pass_over(*_: Any, **__: Any) -> object:
+            return True  # as loaders of experts, which are asked whether they took the tensor, answer
+
         def load(_: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> object:
-            scratch = torch.full(parameter.shape, _UNSAMPLED, dtype=torch.int32)
+            scratch = self._scratch(parameter.shape)
+            flat = scratch.reshape(-1)
             scratch.__class__ = parameter.__class__
             scratch.__dict__ = parameter.__dict__.copy()
             returned = original(scratch, loaded_weight, *args, **kwargs)
             parts = self.found.setdefault((layer, name), (parameter.shape, []))[1]
-            parts += self._looked_up(scratch.data.as_subclass(torch.Tensor).reshape(-1))
+            parts += self._looked_up(flat)
             return returned
 
-        return load
+        return load if _can_be_read(layer, name, parameter, users) else pass_over
+
+    def _scratch(self, shape: torch.Size) -> torch.Tensor:
+        place, count = _place(shape, self._device), shape.numel()
+        if self._buffer.device != place or len(self._buffer) < count:
+            self._buffer = torch.empty(0, dtype=torch.int32)  # before another one is made
+            self._buffer = torch.full((count,), _UNSAMPLED, dtype=torch.int32, device=place)
+        return self._buffer[:count].view(shape)
 
     def _looked_up(self, scratch: torch.Tensor) -> Iterator[_Part]:
-        indices = ((scratch >= _CODE_START) & ((scratch - _CODE_START) % _CODE_SPACING == 0)).nonzero()[:, 0]
-        codes = (scratch[indices] - _CODE_START) // _CODE_SPACING
+        indices = (scratch >= _CODE_START).nonzero()[:, 0]
+        codes = scratch[indices] - _CODE_START
+        scratch[indices] = _UNSAMPLED
+        exact = codes % _CODE_SPACING == 0
+        codes, indices = codes[exact].cpu() // _CODE_SPACING, indices[exact].cpu()
         numbers = codes // SAMPLED_ELEMENTS
         for number in numbers.unique().tolist():
             mine = numbers == number
@@ -201,13 +258,27 @@ def _users(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
     return users
 
 
+def _can_be_read(
+    layer: torch.nn.Module, name: str, parameter: torch.Tensor, users: Mapping[int, list[torch.nn.Module]]
+) -> bool:
+    """Whether `_read` can give values of a parameter: not of quantised layers, nor of fused experts, which load one
+    expert at a time, so that each would cost as much as all."""
+    method = getattr(layer, "quant_method", None)
+    through = name == "weight" and any(_has_product(user) for user in users.get(id(parameter), (layer,)))
+    return through or method is None or name == "bias" or isinstance(method, UnquantizedEmbeddingMethod)
+
+
+def _has_product(layer: torch.nn.Module) -> bool:
+    return isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+
+
 def _read(held: _Held, users: Mapping[int, list[torch.nn.Module]]) -> Iterator[torch.Tensor]:
     """The values `[held]`, once for each way in which the worker computes with them; none if they cannot be read."""
     parameter = getattr(held.layer, held.parameter)
     method = getattr(held.layer, "quant_method", None)
     if held.parameter == "weight" and len(held.shape) == 2:
         for layer in users[id(parameter)]:
-            if isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+            if _has_product(layer):
                 yield _through_product(layer, held)
     if parameter.shape == held.shape and (
         method is None or held.parameter == "bias" or isinstance(method, UnquantizedEmbeddingMethod)

@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 
 from rlhfless.functions.generation.vllm import generators
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
+from rlhfless.functions.generation.vllm.charts import kept_or_made, key_of
 from rlhfless.functions.generation.vllm.read_back import Chart, chart
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
 from rlhfless.weights.address import StoreAddress
@@ -93,8 +94,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         assert self._reader is not None, "init_transfer_engine comes first"
         load_weights: Callable[..., set[str] | None] = self.model.load_weights  # type: ignore[assignment]
         if update_info.probe_tokens and self.chart is None:
-            published = self._reader.read(update_info.location)
-            self.chart = chart(self.model, load_weights, published, update_info.probe_tokens)
+            self.chart = self._charted(list(self._reader.read(update_info.location)), update_info.probe_tokens)
         tensors = self.consumed.passing(self._reader.read(update_info.location))
         loaded = load_weights(tensors)
         missing = self._expected - set(loaded or ())
@@ -103,6 +103,14 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
                 f"{update_info.location} holds nothing for {len(missing)} parameters of the model, such as "
                 f"{sorted(missing)[:3]}"
             )
+
+    def _charted(self, published: list[tuple[str, torch.Tensor]], tokens: tuple[int, ...]) -> Chart:
+        """`published` are mapped: no byte of them is read here."""
+        return kept_or_made(
+            key_of(self.vllm_config, self.model, published, tokens),
+            self.model,
+            lambda: chart(self.model, self.model.load_weights, published, tokens, self.device),  # type: ignore[arg-type]
+        )
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
