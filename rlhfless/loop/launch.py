@@ -31,7 +31,7 @@ from rlhfless.functions.reward_model.deployment import RewardModelFunction
 from rlhfless.functions.reward_model.settings import RewardModelSettings
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.loop.host import DevicesWanted
-from rlhfless.prepare.memory.assumed import planned
+from rlhfless.prepare.memory.assumed import planned, shared_kv_bytes
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, Prompt
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, Placement, place_run, ranks_of
@@ -122,6 +122,7 @@ class Launcher:
                     "cpu" if allocation.devices[0].kind == CPU_KIND else "cuda",
                     self._store_address(),
                     self.prepared.max_model_len,
+                    shared_kv_bytes(spec, self.prepared.shape, allocation.devices[0].kind),
                 ),
                 probe_tolerance=spec.weights.probe_tolerance or PROBE_TOLERANCE[spec.model.dtype],
                 binding=binding(allocation.devices, exclusive=True),

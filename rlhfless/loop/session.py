@@ -37,6 +37,7 @@ from rlhfless.records.journal import Journal
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
 from rlhfless.scaling.latency.shape import DTYPE_BYTES
+from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
 from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
@@ -220,12 +221,32 @@ async def _begin(session: Session, run: Run, cluster: Cluster, devices: RunDevic
             await clear(run, run.call(0))
 
 
+async def start_functions(run: Run, actors: int) -> None:
+    """Start the fewest replicas that a run needs, all at once; on GPUs that they share, engines last: an engine counts
+    as its own what its neighbours take while it measures how much memory is free, and needs its share to be free when
+    it starts."""
+    others = (*run.helpers, run.learner)
+    ready = [pool.ready(run.call(0)) for pool in others]
+    if _on_one_gpu(run.generation, others):
+        await gather_or_cancel(*ready)
+        await run.generation.fill(actors)
+    else:
+        await gather_or_cancel(run.generation.fill(actors), *ready)
+
+
+def _on_one_gpu(pool: Pool, others: Sequence[Pool]) -> bool:
+    def gpus(pool: Pool) -> set[str]:
+        devices = (device for allocation in pool.allocations for device in allocation.devices)
+        return {device.name for device in devices if device.kind != CPU_KIND}
+
+    return any(gpus(pool) & gpus(other) for other in others)
+
+
 async def _start(session: Session, run: Run) -> int:
     """Start the missing replicas of the fleet, and load the weights to continue from; returns the first step."""
     actors = session.spec.scaling.generation.min_actors
     with session.console.waiting(f"starting {actors} generation actor(s), learner and helpers"):
-        others = [pool.ready(run.call(0)) for pool in (*run.helpers, run.learner)]
-        await gather_or_cancel(run.generation.fill(actors), *others, asyncio.to_thread(warm_up))
+        await gather_or_cancel(start_functions(run, actors), asyncio.to_thread(warm_up))
     with session.console.waiting("checking that weight loads reach every tensor"):
         step = await run.restore()
         await run.open_weights(step)

@@ -1,6 +1,7 @@
 """Arguments, environment, version check and frames: all that needs no process."""
 
 import asyncio
+import dataclasses
 import socket
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rlhfless.functions.generation.vllm.arguments import (
     has_core_process,
 )
 from rlhfless.functions.generation.vllm.messages import EngineSettings
-from rlhfless.spec import EngineSpec, RunSpec
+from rlhfless.spec import EngineSpec, RunSpec, TimeoutsSpec
 from rlhfless.weights.address import StoreAddress
 
 
@@ -50,6 +51,18 @@ def test_cuda_arguments() -> None:
     assert arguments["tensor_parallel_size"] == 2
     assert arguments["enforce_eager"] is False
     assert "block_size" not in arguments
+
+
+def test_an_engine_beside_others_gets_its_kv_from_the_plan_and_measures_nothing() -> None:
+    settings = dataclasses.replace(_settings("cuda"), kv_bytes=3 << 30)
+    assert engine_arguments(settings)["kv_cache_memory_bytes"] == 3 << 30
+
+
+def test_the_limits_of_vllm_are_no_shorter_than_the_runs() -> None:
+    timeouts = TimeoutsSpec(start_s=2000.5, sync_s=900, generate_s=700)
+    environment = engine_environment(dataclasses.replace(_settings("cuda"), timeouts=timeouts), {})
+    assert environment["VLLM_ENGINE_READY_TIMEOUT_S"] == "2001"
+    assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "900"
 
 
 def test_the_processes_of_an_engine() -> None:

@@ -10,6 +10,7 @@ process of its own.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -68,6 +69,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = int((spec.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_fraction
+        if settings.kv_bytes is not None:
+            arguments["kv_cache_memory_bytes"] = settings.kv_bytes
     if spec.kv_connector is not None:
         arguments["kv_transfer_config"] = _kv_transfer(settings)
     return arguments | spec.extra
@@ -125,6 +128,12 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         "TOKENIZERS_PARALLELISM": "false",
         # An engine runs on one node; the node's host name may resolve to an address of the network.
         "VLLM_HOST_IP": LOOPBACK,
+        # vLLM's own limits must not end what the run still waits for: reading and compiling a large model at the start,
+        # and loading weights, which is a call to the workers like an iteration.
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(settings.timeouts.start_s)),
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(
+            math.ceil(max(settings.timeouts.sync_s, settings.timeouts.generate_s))
+        ),
         **loopback_environment(),
     }
     if settings.device == "cpu":

@@ -50,9 +50,13 @@ class EngineSettings:
     store: StoreAddress
     engine: EngineSpec
     timeouts: TimeoutsSpec
+    kv_bytes: int | None = None
+    """KV cache on each GPU. None: vLLM measures what is free, which is right only where the engine is alone."""
 
     @classmethod
-    def of(cls, run: RunSpec, device: Device, store: StoreAddress, max_model_len: int) -> EngineSettings:
+    def of(
+        cls, run: RunSpec, device: Device, store: StoreAddress, max_model_len: int, kv_bytes: int | None = None
+    ) -> EngineSettings:
         """The settings that a run asks for; vLLM takes seeds of 32 bits."""
         return cls(
             model=run.model.path,
@@ -65,6 +69,7 @@ class EngineSettings:
             store=store,
             engine=run.generation.engine,
             timeouts=run.timeouts,
+            kv_bytes=kv_bytes,
         )
 
     @property

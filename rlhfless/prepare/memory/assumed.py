@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.prepare.memory.changes import Question, nearest_change
-from rlhfless.prepare.memory.plan import phases_of
+from rlhfless.prepare.memory.plan import kv_bytes, phases_of
 from rlhfless.prepare.memory.settled import format_problems, placed, settled, timed
 from rlhfless.prepare.model import missing_on_hub
 from rlhfless.records import FunctionName
@@ -132,6 +132,14 @@ def planned(
         }
         for function in functions
     }
+
+
+def shared_kv_bytes(spec: RunSpec, shape: ModelShape | None, kind: str) -> int | None:
+    """The KV cache of an engine whose GPU other functions use, too: what the plan says, because a measurement of such a
+    GPU would count their memory as the engine's. None where an engine is alone, or the plan cannot say."""
+    if spec.placement.mode != "colocated" or kind == CPU_KIND or shape is None or kind not in load_devices():
+        return None
+    return kv_bytes(spec, shape, device_of(kind))
 
 
 def host_memory_bytes() -> int:

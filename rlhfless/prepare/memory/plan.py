@@ -254,9 +254,14 @@ def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple
     return parts, budget - sum(part.size_bytes for part in parts)
 
 
+def kv_bytes(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
+    """Of the KV cache on each device of an engine."""
+    return _engine(spec, shape, sheet)[1]
+
+
 def _kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
     per_token = kv_token_bytes(shape, spec.model.dtype, spec.generation.engine.tensor_parallel_size)
-    return _engine(spec, shape, sheet)[1] // per_token
+    return kv_bytes(spec, shape, sheet) // per_token
 
 
 def _learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[Phase, ...]:
