@@ -11,7 +11,7 @@ import httpx
 import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
-from standing import RUN, NoDrivers, Pushes, served, there_is_ray, until
+from standing import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray, until
 
 from rlhfless.control.database.tables import KeyRow, RunRow
 from rlhfless.control.retention import sweep
@@ -150,7 +150,7 @@ def test_secrets_are_in_no_answer(service: tuple[httpx.Client, Service], drivers
     object.__setattr__(state.settings, "code", ("mine",))
     rewards = [
         {"type": "python", "target": "mine:score", "kwargs": {"api_key": SECRET, "depth": {"token": SECRET}}},
-        {"type": "http", "url": f"https://user:{SECRET}@rewards.example/?token={SECRET}"},
+        {"type": "http", "url": f"https://rewards.example/?token={SECRET}"},
     ]
     run = client.post("/v1/runs", json=RUN | {"rewards": rewards}).json()["id"]
     until(lambda: drivers.orders)
@@ -160,12 +160,23 @@ def test_secrets_are_in_no_answer(service: tuple[httpx.Client, Service], drivers
     failure = {"code": "invalid", "message": text, "param": None, "problems": []}
     push(("message", {"level": "error", "message": text}), reason=text)
     push(("resolved", {"spec": RUN | {"rewards": rewards}}))
+    sample = SAMPLE | {"failures": {"http": text}}
+    push(("rollouts", {"step": 1, "samples": [sample]}))
     push(("ended", {"status": "failed", "reason": text, "error": failure, "retry": False}))
-    for path in ("", "/events"):
+    for path in ("", "/events", "/rollouts"):
         answer = client.get(f"/v1/runs/{run}{path}")
         assert answer.status_code == 200
+        assert "***" in answer.text
         assert SECRET not in answer.text
     assert SECRET not in client.get("/v1/runs").text
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated(client: httpx.Client) -> None:
+    url = f"https://user:{SECRET}@rewards.example/score"
+    for changes in ({"rewards": [{"type": "http", "url": url}]}, {"checkpoint": {"url": url}}):
+        answer = client.post("/v1/runs", json=RUN | changes)
+        assert (answer.status_code, SECRET in answer.text) == (422, False)
+        assert "a user or a password in a URL would show" in answer.json()["error"]["message"]
 
 
 async def test_retention_removes_what_is_over_for_long_enough(tmp_path: Path) -> None:
