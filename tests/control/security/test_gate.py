@@ -95,13 +95,44 @@ def test_off_loopback_a_service_is_not_open_when_its_last_key_is_revoked(
         assert client.get("/v1/runs").status_code == 401
 
 
-def test_pages_of_other_sites_reach_nothing(client: httpx.Client) -> None:
-    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
+STRANGE = [
+    "evil.example",
+    "127.0.0.1:{port}.evil.example",
+    "127.0.0.1.evil.example:{port}",
+    "evil.example@127.0.0.1:{port}",
+    "127.0.0.1:{port}@evil.example",
+    "127.0.0.1:{port}#.evil.example",
+    "127.0.0.1:{port}\\.evil.example",
+    "localhost:{other}",
+    "localhost",
+    "[::1]:{port}.evil.example",
+    "127.0.0.1:{port} evil.example",
+]
+"""What is no authority, or another one than the service's."""
+
+
+@pytest.mark.parametrize("authority", STRANGE)
+def test_pages_of_other_sites_reach_nothing(client: httpx.Client, authority: str) -> None:
+    port = client.base_url.port
+    assert port is not None
+    authority = authority.format(port=port, other=port + 1)
+    for headers in ({"Host": authority}, {"Origin": f"http://{authority}"}, {"Origin": f"https://{authority}"}):
         answer = client.post("/v1/runs", json=RUN, headers=headers)
         assert answer.status_code == 403, headers
+
+
+def test_its_own_pages_reach_it(service: tuple[httpx.Client, Service]) -> None:
+    client, state = service
     port = client.base_url.port
-    assert client.get("/v1/runs", headers={"Host": f"localhost:{port}"}).status_code == 200
-    assert client.get("/v1/runs", headers={"Origin": f"http://localhost:{port}"}).status_code == 200
+    for own in (f"localhost:{port}", f"LOCALHOST:{port}", f"127.0.0.1:{port}", f"[::1]:{port}"):
+        headers = {"Host": own, "Origin": f"http://{own}"}
+        assert client.get("/v1/runs", headers=headers).status_code == 200, own
+    for origin in ("null", "file://", f"ftp://localhost:{port}"):
+        assert client.get("/v1/runs", headers={"Origin": origin}).status_code == 403, origin
+    object.__setattr__(state.settings, "public_url", "https://rlhfless.example/")
+    for origin, code in (("https://rlhfless.example", 200), ("http://rlhfless.example", 403)):
+        headers = {"Host": "rlhfless.example", "Origin": origin}
+        assert client.get("/v1/runs", headers=headers).status_code == code, origin
 
 
 def test_bodies_are_bounded_also_in_chunks(small: tuple[httpx.Client, Service]) -> None:
