@@ -1,7 +1,9 @@
 """What holds for all tests."""
 
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -57,3 +59,39 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, Any], Awaitab
         return function
 
     return start
+
+
+class Listener(ThreadingHTTPServer):
+    """On loopback; counts connections, and answers each request with an empty JSON object."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.connections = 0
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def verify_request(self, *_: Any) -> bool:
+        self.connections += 1
+        return True
+
+
+class _Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    do_POST = do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    """A server that what a user has written names, and that must not be asked."""
+    server = Listener()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()

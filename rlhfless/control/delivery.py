@@ -147,5 +147,9 @@ class DriverOrder(_Message):
     """The Ray cluster is this machine alone."""
     http_hosts: list[str]
     """See ServiceSettings.http_hosts."""
+    roots: list[str] | None = None
+    """See ServiceSettings.roots; None of a service that does not say."""
+    allow_hub: bool = True
+    """See ServiceSettings.allow_hub."""
     spec: dict[str, Any]
     """As it was POSTed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlhfless.redaction import redacted
 from rlhfless.spec.errors import Problem
 
 
@@ -30,10 +31,10 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, object]:
-        """The answer's body."""
+        """The answer's body, without secrets."""
         problems = [{"param": p.where or None, "message": p.what, "mend": p.mend or None} for p in self.problems]
         error = {"code": self.code, "message": self.message, "param": self.param, "problems": problems}
-        return {"error": error}
+        return {"error": redacted(error)}
 
 
 def not_found(what: str, name: str) -> ApiError:

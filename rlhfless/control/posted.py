@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,6 +27,12 @@ OWN = {
 }
 """Keys of a spec that are the service's own, and why."""
 
+RESOLVE_S = 0.8
+"""Longest wait for the addresses of names: what must be refused is refused within a second of the POST."""
+
+_RESOLVERS = ThreadPoolExecutor(8, "resolve")
+"""Of their own: the system's resolver may take half a minute, and nothing else of the service waits for it."""
+
 
 def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
     """The spec. Raises ApiError (422) with every wrong field."""
@@ -44,6 +52,26 @@ def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
     problems += file_problems(spec, settings)
     if problems:
         raise refused("the spec", problems)
+    return spec
+
+
+async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
+    """As `posted_spec`; the addresses of HTTP rewards are looked at, too. A name without an answer in time is looked at
+    by the driver, and every address again where the connection is made."""
+    from rlhfless.rewards.guard import refusal
+
+    spec = posted_spec(values, settings)
+    loop, hosts = asyncio.get_running_loop(), settings.http_hosts
+    urls = {f"rewards.{index}.url": reward.url for index, reward in enumerate(spec.rewards) if reward.type == "http"}
+    asked = {loop.run_in_executor(_RESOLVERS, refusal, url, hosts): place for place, url in urls.items()}
+    if not asked:
+        return spec
+    done, late = await asyncio.wait(asked, timeout=RESOLVE_S)
+    for answer in late:
+        answer.cancel()
+    problems = [Problem(asked[answer], answer.result(), "name another host") for answer in done if answer.result()]
+    if problems:
+        raise refused("the spec", sorted(problems, key=lambda problem: problem.where))
     return spec
 
 

@@ -191,6 +191,8 @@ class Supervisor(Looker):
             ray_address=self._service.ray_address(),
             one_machine=settings.ray_address is None,
             http_hosts=list(settings.http_hosts),
+            roots=list(settings.roots),
+            allow_hub=settings.allow_hub,
             spec=begun.spec,
         )
 

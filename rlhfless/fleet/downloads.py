@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlhfless.fleet.each_node import on_each_node
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import UserError
+from rlhfless.spec.locations import is_path, shadowed
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.py", "*.jinja")
 """What transformers and vLLM read of a model. Other formats of the same weights, which may be as large, are left."""
@@ -20,7 +20,7 @@ class ModelNotThere(UserError):
 def hub_models(spec: RunSpec) -> tuple[str, ...]:
     """The models and tokenizers of a run that are not folders."""
     named = {spec.model.path, spec.model.tokenizer, *(model.path for model in spec.reward_models)}
-    return tuple(sorted(name for name in named if name and not Path(name).is_dir()))
+    return tuple(sorted(name for name in named if name and not is_path(name)))
 
 
 def fetch_on_nodes(models: Sequence[str], timeout_s: float) -> None:
@@ -38,6 +38,8 @@ def fetch_fault(models: Sequence[str]) -> str | None:
     from huggingface_hub import snapshot_download
 
     for model in models:
+        if why := shadowed(model):
+            return why
         try:
             snapshot_download(model, allow_patterns=list(FILES))
         except Exception as error:  # of the hub, its HTTP library, or the disk

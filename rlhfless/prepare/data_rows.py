@@ -1,23 +1,28 @@
 """Rows of a data set, each with its place in the source, so that messages can name it.
 
-A path is a JSONL or Parquet file if there is one; anything else is given to `datasets` (a hub name, with
-its configuration after a colon as in `openai/gsm8k:main`, or a local data set folder).
+An absolute path is a JSONL or Parquet file, or a data set folder. Anything else is a name of the hub, with its
+configuration after a colon as in `openai/gsm8k:main`, and is only asked of the hub. Folders and names are given to
+`datasets`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhfless.prepare.data_card import foreign_files
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
+from rlhfless.spec.locations import is_path
 from rlhfless.text import parsed_json
 
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+# With an owner: without one, `datasets` takes `json` and `text` for its own readers of files in the working directory.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".txt")
 # The number of faulty lines that a message names; the others are counted.
 _MAX_NAMED = 3
@@ -37,12 +42,12 @@ def read_rows(field: str, path: str, split: str) -> list[Row]:
     Raises InputError if it does not exist, cannot be read, or is empty.
     """
     file = Path(path)
-    if file.is_file():
+    if is_path(path) and os.path.isfile(path):
         rows = _parquet(field, file) if _is_parquet(field, file) else _jsonl(field, file)
-    elif file.is_dir() or (_HUB_NAME.fullmatch(path) and not path.endswith(_FILE_SUFFIXES)):
+    elif os.path.isdir(path) if is_path(path) else _HUB_NAME.fullmatch(path) and not path.endswith(_FILE_SUFFIXES):
         rows = _dataset(field, path, split)
     else:
-        siblings = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
+        siblings = os.listdir(file.parent) if is_path(path) and os.path.isdir(file.parent) else []
         mend = f"{nearest(file.name, siblings)}Relative paths in a spec count from the spec's folder"
         raise _error(field, f"{path!r}: no such file", mend)
     if not rows:
@@ -102,11 +107,19 @@ def _dataset(field: str, path: str, split: str) -> list[Row]:
         raise _error(field, f"{path!r} is no file here, and hub data sets need the package `datasets`", mend)
     import datasets
 
-    name, _, configuration = path.partition(":") if not Path(path).exists() else (path, "", "")
+    name, _, configuration = (path, "", "") if is_path(path) else path.partition(":")
     try:
-        rows = datasets.load_dataset(name, configuration or None, split=split).to_list()
+        revision, foreign = foreign_files(name)
+        if foreign:
+            what = f"the card of {path!r} names data outside of it: {shown(foreign)}"
+            raise _error(field, what, "copy the file into the data set, or fetch it and name it as prompts.path")
+        # What begins so is not looked for in the working directory.
+        source = name if is_path(path) else f"hf://datasets/{name}"
+        rows = datasets.load_dataset(source, configuration or None, split=split, revision=revision).to_list()
+    except InputError:
+        raise
     except Exception as error:  # datasets raises dozens of kinds of error, including network errors
-        what = f"{path!r} is no file here, and could not be loaded as a data set: {_first_line(error)}"
+        what = f"{path!r} could not be loaded as a data set: {_first_line(error)}"
         mend = "check the name, the split and the network; a configuration is given as `name:configuration`"
         raise _error(field, what, mend) from error
     return [Row(f"{path} ({split}) row {i}", values) for i, values in enumerate(rows, start=1)]

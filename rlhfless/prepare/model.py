@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.spec import ModelSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest
+from rlhfless.spec.locations import NOT_HERE, is_path, shadowed
 
 T = TypeVar("T")
 
@@ -48,6 +50,8 @@ class Policy:
 def load_policy(spec: ModelSpec) -> Policy:
     """Read configuration and tokenizer, from a folder or the hub. Raises InputError with all problems."""
     _check_folder(spec.path, "model.path")
+    if spec.tokenizer:
+        require_name(spec.tokenizer, "model.tokenizer")
     config = _config(spec)
     tokenizer = _tokenizer(spec)
     info, warnings = _tokenizer_info(spec, tokenizer)
@@ -62,20 +66,29 @@ def load_policy(spec: ModelSpec) -> Policy:
 
 
 def _check_folder(path: str, field: str) -> None:
-    """A local folder must hold a model; a name that may be a hub name is left to the hub. Raises InputError."""
+    """A local folder must hold a model; any other name is left to the hub. Raises InputError."""
+    require_name(path, field)
+    if is_path(path):
+        _check_files(Path(path), field)
+    elif missing := missing_on_hub(path):
+        what = f"{path!r}: no such folder, and {missing}"
+        raise _error(field, what, f"{_RELATIVE}; a hub name needs the network")
+
+
+_RELATIVE = "Relative paths in a spec count from the spec's folder"
+
+
+def require_name(path: str, field: str) -> None:
+    """A folder that is there, or what may be a name of the hub and nothing else. Raises InputError."""
     folder = Path(path)
-    if folder.is_dir():
-        _check_files(folder, field)
-    elif folder.exists():
+    if why := shadowed(path):
+        raise _error(field, why, NOT_HERE)
+    if os.path.isfile(path):
         raise _error(field, f"{path!r} is a file", "name the folder that holds config.json")
-    else:
-        siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        mend = f"{nearest(folder.name, siblings)}Relative paths in a spec count from the spec's folder"
-        if not _HUB_NAME.fullmatch(path):
-            raise _error(field, f"{path!r}: no such folder, and not a hub name such as `Qwen/Qwen3-0.6B`", mend)
-        missing = missing_on_hub(path)
-        if missing:
-            raise _error(field, f"{path!r}: no such folder, and {missing}", f"{mend}; a hub name needs the network")
+    if not (os.path.isdir(path) if is_path(path) else _HUB_NAME.fullmatch(path)):
+        siblings = os.listdir(folder.parent) if is_path(path) and os.path.isdir(folder.parent) else []
+        what = f"{path!r}: no such folder, and not a hub name such as `Qwen/Qwen3-0.6B`"
+        raise _error(field, what, f"{nearest(folder.name, siblings)}{_RELATIVE}")
 
 
 def missing_on_hub(name: str) -> str:

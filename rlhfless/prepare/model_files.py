@@ -110,9 +110,10 @@ def _weight_map(index: Path, field: str) -> dict[str, str]:
     """Tensor to file. Raises InputError."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if weight_map and all(isinstance(file, str) for file in weight_map.values()):
+        # transformers would open what leads out of the folder, too.
+        if weight_map and all(isinstance(file, str) and file == Path(file).name for file in weight_map.values()):
             return dict(weight_map)
-        what = "its `weight_map` names no files"
+        what = "its `weight_map` names no files of its folder"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
     raise InputError("model", [Problem(field, f"{index.name} is no index of weight files: {what}", RESTORE)])

@@ -6,12 +6,14 @@ checked when the functions load it (rlhfless.functions.loading), by the same rep
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhfless.prepare.model_files import RESTORE, ModelFiles, all_there, read_model_files
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import counted
+from rlhfless.spec.locations import is_path
 
 READ_BYTES = 256 * 2**20
 """Weights up to this size are searched for NaN and infinity here, in well under a second. Larger ones are searched when
@@ -41,10 +43,8 @@ def weight_problems(
 
 def _folder(path: str) -> Path | None:
     """Where the files are; None if they are not on this machine."""
-    if (Path(path) / "config.json").is_file():
-        return Path(path)
-    if Path(path).exists():
-        return None
+    if is_path(path):
+        return Path(path) if os.path.isfile(os.path.join(path, "config.json")) else None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -43,7 +43,7 @@ def try_rewards(spec: RunSpec, path: Path) -> Trial:
     """Score every row of a JSONL or Parquet file. Raises InputError for rows or rewards that cannot be used."""
     if not path.is_file():
         raise InputError("the samples cannot be read", [Problem("", f"no such file: {str(path)!r}")])
-    rows = [Row(row.where, storable_values(row.values)) for row in read_rows("samples", str(path), "train")]
+    rows = [Row(row.where, storable_values(row.values)) for row in read_rows("samples", str(path.absolute()), "train")]
     reader = _Reader(spec)
     samples = reader.samples(rows)
     prompts = [Prompt(sample.prompt_id, (), sample.prompt, sample.columns) for sample in samples]

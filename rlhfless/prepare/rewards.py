@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlhfless.prepare.model import require_name
 from rlhfless.prepare.model_weights import Head, weight_problems
 from rlhfless.records import Prompt
 from rlhfless.rewards import RewardError, checker
 from rlhfless.rewards.confinement import protection
 from rlhfless.spec import CodeSpec, HttpSpec, LengthPenaltySpec, PythonRewardSpec, RewardModelSpec, RewardSpec, RunSpec
-from rlhfless.spec.errors import Problem
+from rlhfless.spec.errors import InputError, Problem
 
 
 def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
@@ -54,6 +55,10 @@ def _faults(reward: RewardSpec, prompts: Sequence[Prompt], hosts: tuple[str, ...
 def _model_faults(reward: RewardModelSpec) -> list[str]:
     from transformers import AutoConfig
 
+    try:
+        require_name(reward.path, "")
+    except InputError as error:
+        return [f"{problem.what}; {problem.mend}" for problem in error.problems]
     try:
         config = AutoConfig.from_pretrained(reward.path, trust_remote_code=reward.trust_remote_code)
     except Exception as error:  # transformers raises many kinds of error, including network errors

@@ -42,6 +42,7 @@ from rlhfless.records.parts import check_version, read_part, write_part, write_w
 from rlhfless.records.rollouts import FinishReason, Rollout, Score, VersionSpan
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.schema import TABLES, TRACE_VERSION, TraceError
+from rlhfless.redaction import redacted
 from rlhfless.text import parsed_json
 
 META_FILE = "meta.json"
@@ -126,7 +127,8 @@ class TraceWriter:
         _refuse_other_run(self._folder, meta)
         for name in TABLES:
             (self._folder / name).mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"trace_version": TRACE_VERSION, **asdict(meta)}, indent=2)
+        # A trace is handed on; its reader needs no secrets of the spec.
+        text = json.dumps(redacted({"trace_version": TRACE_VERSION, **asdict(meta)}), indent=2)
         write_whole(self._folder / META_FILE, text.encode())
 
     def add_holding(self, holding: Holding) -> None:

@@ -55,7 +55,7 @@ def refusal(url: str, hosts: Collection[str]) -> str:
         return ""
     try:
         addresses = _addresses(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    except OSError:
+    except (OSError, UnicodeError):  # the latter of a name with a label that is too long
         return ""
     return _refused(host, addresses)
 
@@ -99,7 +99,7 @@ class Guarded(httpx.AsyncBaseTransport):
     async def _checked(self, host: str, port: int) -> Address:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise httpx.ConnectError(f"{host} cannot be resolved: {error}") from error
         addresses = _addresses(found)
         if why := _refused(host, addresses):

@@ -8,22 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import jsonschema
 from jsonschema.protocols import Validator
-from jsonschema.validators import validator_for
 
 from rlhfless.records import Prompt
-from rlhfless.rewards.protocol import (
-    Begin,
-    Done,
-    RewardError,
-    Sample,
-    Unscorable,
-    attempt,
-    column_problems,
-    quote,
-)
+from rlhfless.rewards.protocol import Begin, Done, Sample, Unscorable, attempt, column_problems, quote
 from rlhfless.spec import JsonSchemaSpec
+from rlhfless.spec.json_schemas import schema_validator
 
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 # Number of distinct schemas that a worker caches.
@@ -33,21 +23,18 @@ _OPENINGS = 64
 
 
 class JsonSchemaReward:
-    """1 if the JSON in the response is valid, else 0. Raises RewardError for an invalid schema."""
+    """1 if the JSON in the response is valid, else 0."""
 
     whole = False
 
     def __init__(self, spec: JsonSchemaSpec) -> None:
         self._spec = spec
-        if spec.json_schema is not None:
-            try:
-                _validator(json.dumps(spec.json_schema))
-            except Unscorable as error:
-                raise RewardError(spec.label, str(error)) from error
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:
         field = self._spec.schema_field
-        return [] if field is None else column_problems(field, prompts, _is_schema)
+        if field is None:
+            return []
+        return column_problems(field, prompts, _is_schema) or _schema_problems(field, prompts)
 
     def prepare(self) -> None:
         """Nothing to prepare."""
@@ -65,7 +52,10 @@ class JsonSchemaReward:
                 found = json.loads(text)
             except (ValueError, RecursionError):
                 continue
-            return float(validator.is_valid(found))
+            try:
+                return float(validator.is_valid(found))
+            except Exception as error:  # of a pattern, or of a schema that leads back to itself for ever
+                raise Unscorable(f"the schema cannot be applied: {type(error).__name__}: {error}") from error
         return 0.0
 
     def _validator_of(self, sample: Sample) -> Validator:
@@ -74,24 +64,38 @@ class JsonSchemaReward:
         value = sample.columns.get(self._spec.schema_field)
         if not _is_schema(value):
             raise Unscorable(f"the column `{self._spec.schema_field}` holds no schema: {quote(str(value))}")
-        return _validator(value if isinstance(value, str) else json.dumps(value))
+        return _validator(_text(value))
 
 
 def _is_schema(value: Any) -> bool:
     return isinstance(value, str | Mapping)
 
 
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _schema_problems(field: str, prompts: Sequence[Prompt]) -> list[str]:
+    """A message if the schemas of some rows cannot be used; each distinct one is looked at once."""
+    faults: dict[str, str] = {}
+    texts = [_text(prompt.columns[field]) for prompt in prompts]
+    for text in dict.fromkeys(texts):
+        try:
+            _validator(text)
+        except Unscorable as error:
+            faults[text] = str(error)
+    bad = [text for text in texts if text in faults]
+    return [f"the column `{field}`: {faults[bad[0]]} (in {len(bad)} of {len(prompts)} prompts)"] if bad else []
+
+
 @lru_cache(maxsize=_SCHEMA_CACHE)
 def _validator(text: str) -> Validator:
     """Raises Unscorable if the text is no JSON schema."""
     try:
-        schema = json.loads(text)
-        kind = validator_for(schema, default=jsonschema.Draft202012Validator)
-        kind.check_schema(schema)
-    except (ValueError, jsonschema.SchemaError) as error:
-        raise Unscorable(f"{quote(text)} is no JSON schema: {str(error).splitlines()[0]}") from error
-    validator: Validator = kind(schema)
-    return validator
+        return schema_validator(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        what = f"is no JSON: {error}" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)
+        raise Unscorable(f"{quote(text)} {what}") from error
 
 
 def _candidates(response: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhfless.records import FinishReason, Prompt
+from rlhfless.redaction import redacted_text
 from rlhfless.spec.errors import UserError
 from rlhfless.text import legible
 
@@ -43,10 +44,10 @@ class Failed:
     """The outcome of a sample for which a reward gave no number, with the cause."""
 
     cause: str
-    """The cause with unprintable characters escaped: it goes into the trace and the log."""
+    """The cause without secrets, with unprintable characters escaped: it goes into the trace and the log."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cause", legible(self.cause))
+        object.__setattr__(self, "cause", redacted_text(legible(self.cause)))
 
 
 Outcome = float | Failed
@@ -128,7 +129,7 @@ class RewardError(UserError):
     """A reward cannot be made, or its failures stop the run. The message names the reward and the cause."""
 
     def __init__(self, reward: str, what: str) -> None:
-        what = legible(what)
+        what = redacted_text(legible(what))
         super().__init__(reward, what)
         self.reward = reward
         self.what = what

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rlhfless.redaction import user_in
+
 Ranks = Annotated[int, Field(ge=1)] | Literal["auto"]
 """Processes that share a model; `auto` is decided by the memory plan."""
 
@@ -13,6 +15,13 @@ Ranks = Annotated[int, Field(ge=1)] | Literal["auto"]
 def count_of(ranks: Ranks) -> int:
     """`ranks` as a number: 1 where `auto` is still to be decided."""
     return 1 if ranks == "auto" else ranks
+
+
+def without_user(url: str, mend: str) -> str:
+    """The URL. Raises ValueError, with the mend, if it has a user or a password: URLs are shown and logged."""
+    if user_in(url):
+        raise ValueError(f"a user or a password in a URL would show in logs and traces; {mend}")
+    return url
 
 
 class SpecModel(BaseModel):

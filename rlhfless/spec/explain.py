@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from rlhfless.redaction import redacted
 from rlhfless.spec.document import Path, dotted
 from rlhfless.spec.errors import Problem
 
@@ -49,8 +50,8 @@ def explain(
 
 
 def shown(value: object) -> str:
-    """The `repr` of the value, cut to a length that fits a message."""
-    text = repr(value)
+    """The `repr` of the value without its secrets, cut to a length that fits a message."""
+    text = repr(redacted(value))
     return text if len(text) <= _MAX_QUOTE else text[: _MAX_QUOTE - 1] + "…"
 
 

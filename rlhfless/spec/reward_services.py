@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from rlhfless.spec.base import without_user
 from rlhfless.spec.data import DType
 from rlhfless.spec.scoring import RewardPart
 
@@ -15,7 +16,7 @@ class HttpSpec(RewardPart):
 
     type: Literal["http"]
     url: Annotated[str, Field(pattern=r"^https?://")]
-    """Samples are POSTed here as JSON."""
+    """Samples are POSTed here as JSON. Without a user or a password."""
     token_env: str | None = None
     """Environment variable of the scoring replica that holds the bearer token to send."""
     batch_size: Annotated[int, Field(ge=1)] = 32
@@ -27,6 +28,11 @@ class HttpSpec(RewardPart):
     retries: Annotated[int, Field(ge=0)] = 3
     """Further attempts if there is no connection, no answer in time, or status 408, 429 or 5xx; after 0.5, 1, 2, ...
     s."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_no_password(cls, url: str) -> str:
+        return without_user(url, "send a token instead: name its environment variable as `token_env`")
 
 
 class RewardModelSpec(RewardPart):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlhfless.spec.json_schemas import schema_validator
 from rlhfless.spec.scoring import RewardPart
 
 
@@ -68,7 +69,7 @@ class JsonSchemaSpec(RewardPart):
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] | None = None
-    """The schema, in the draft that its `$schema` names (2020-12 without one)."""
+    """The schema, in the draft that its `$schema` names (2020-12 without one). It may refer to its own parts only."""
     schema_field: str | None = None
     """Column with each row's own schema, as a mapping or as JSON text."""
     extraction: Literal["any", "whole"] = "any"
@@ -81,4 +82,9 @@ class JsonSchemaSpec(RewardPart):
     def _one_schema(self) -> JsonSchemaSpec:
         if (self.json_schema is None) == (self.schema_field is None):
             raise ValueError("give either `json_schema` or `schema_field`")
+        if self.json_schema is not None:
+            try:
+                schema_validator(self.json_schema)
+            except ValueError as error:
+                raise ValueError(f"`json_schema`: it {error}") from error
         return self

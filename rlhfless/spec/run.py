@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec
-from rlhfless.spec.base import SpecModel
+from rlhfless.spec.base import SpecModel, without_user
 from rlhfless.spec.data import ModelSpec, PromptsSpec
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
 from rlhfless.spec.generation import GenerationSpec
@@ -54,6 +54,11 @@ class CheckpointSpec(SpecModel):
     best_by: str = "reward_mean"
     """Metric that decides which checkpoint is the best, such as `eval/exact_match`; between evaluations its last value
     counts."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_no_password(cls, url: str | None) -> str | None:
+        return url and without_user(url, "give it to the package of the store in its environment variables")
 
 
 class LimitsSpec(SpecModel):

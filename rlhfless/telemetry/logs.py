@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from rlhfless.redaction import redacted_text
 from rlhfless.text import legible
 
 LOG_FILE = "run.log"
@@ -56,10 +57,10 @@ class RunLog:
 
 
 class _Legible(logging.Formatter):
-    """Escapes messages: they may quote any text of rewards, libraries and replicas."""
+    """Escapes messages, and hides secrets: they may quote any text of rewards, libraries and replicas."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return legible(super().format(record))
+        return redacted_text(legible(super().format(record)))
 
 
 class _RunId(logging.Filter):

@@ -32,6 +32,13 @@ RUN: dict[str, Any] = {
 }
 
 
+SAMPLE: dict[str, Any] = {
+    "prompt_id": "p", "sample_index": 0, "prompt": "1+1", "response": "2", "finish_reason": "stop",
+    "response_tokens": 1, "weights": "v3", "rewards": {}, "reward": 1.0, "failures": {},
+}  # fmt: skip
+"""As a driver tells it."""
+
+
 def there_is_ray(folder: Path, cores: int = 2, at: float | None = None) -> None:
     """Write what a Ray host would write. Far in the future: it is not renewed."""
     folder.mkdir(parents=True, exist_ok=True)

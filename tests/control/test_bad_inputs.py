@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from typing import Any
 
 import httpx
@@ -47,6 +49,38 @@ def test_a_body_that_is_none(client: httpx.Client, content: bytes, headers: dict
 )
 def test_what_no_database_keeps_is_named(client: httpx.Client, changes: dict[str, Any], param: str) -> None:
     assert refused(client.post("/v1/runs", json=RUN | changes))["param"] == param
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "2130706433", "169.254.169.254"])
+def test_an_address_that_no_reward_may_reach_is_refused_at_once(
+    client: httpx.Client, drivers: NoDrivers, listener: Any, host: str
+) -> None:
+    rewards = [{"type": "http", "url": f"http://{host}:{listener.server_address[1]}/score"}]
+    samples = [{"prompt": "p", "response": "r"}]
+    for path, body in (
+        ("runs", RUN | {"rewards": rewards}),
+        ("runs:plan", {"spec": RUN | {"rewards": rewards}}),
+        ("rewards:test", {"rewards": rewards, "samples": samples}),
+    ):
+        error = refused(client.post(f"/v1/{path}", json=body))
+        assert error["param"] == "rewards.0.url"
+        assert "HTTP rewards may not reach it" in error["message"]
+    assert (drivers.orders, listener.connections) == ([], 0)
+
+
+def test_a_post_does_not_wait_for_a_slow_resolver(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, resolve = threading.Event(), socket.getaddrinfo
+
+    def slow(host: Any, *given: Any, **named: Any) -> Any:
+        return resolve(host, *given, **named) if host != "slow.example" else answers.wait(60) and []
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    try:
+        reward = {"type": "http", "url": "http://slow.example/score"}
+        assert client.post("/v1/runs", json=RUN | {"rewards": [reward]}).status_code == 201
+        assert not answers.is_set()
+    finally:
+        answers.set()
 
 
 def test_half_a_surrogate_pair_is_named(client: httpx.Client) -> None:

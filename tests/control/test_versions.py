@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from standing import RUN, NoDrivers, Pushes, until
+from standing import RUN, SAMPLE, NoDrivers, Pushes, until
 
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, PushAnswer
 from rlhfless.control.driver.main import ENDED, drive
@@ -20,10 +20,6 @@ from rlhfless.control.ray_host import RAY_FILE, read_ray
 REPLICA = {
     "function": "generation", "replica": "g-0", "state": "serving", "since": 1.0, "weights": "v3",
     "devices": ["cpu-core-0"], "kind": "cpu-core", "node": "n", "usd_per_hour": 0.1,
-}  # fmt: skip
-SAMPLE = {
-    "prompt_id": "p", "sample_index": 0, "prompt": "1+1", "response": "2", "finish_reason": "stop",
-    "response_tokens": 1, "weights": "v3", "rewards": {}, "reward": 1.0, "failures": {},
 }  # fmt: skip
 USAGE = {
     "function": "learner", "kind": "cpu-core", "busy_device_s": 1.0, "idle_device_s": 0.0, "cold_device_s": 0.0,

@@ -258,8 +258,9 @@ def test_odd_tensors_are_told_with_their_shard(sharded):
 def test_an_index_that_cannot_be_read(sharded):
     (sharded / INDEX).write_text("{")
     assert "model.safetensors.index.json is no index of weight files: JSONDecodeError" in faults(sharded)
-    (sharded / INDEX).write_text('{"weight_map": {}}')
-    assert "is no index of weight files" in faults(sharded)
+    for weight_map in ("{}", '{"a": "../other/model.safetensors"}', f'{{"a": "{sharded}/../x.safetensors"}}'):
+        (sharded / INDEX).write_text(f'{{"weight_map": {weight_map}}}')
+        assert "is no index of weight files" in faults(sharded)
 
 
 def test_files_are_read_although_the_config_is_wrong(llama):

@@ -99,9 +99,27 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(fault, monkeypatch):
 def test_a_mistyped_folder_that_could_be_a_hub_name(fault, model_folder, monkeypatch):
     hub_answers(monkeypatch, OSError("no route"))
     monkeypatch.chdir(model_folder.parent)
-    message = fault(model={"path": "modle"})
-    assert "'modle': no such folder" in message
+    assert "'modle': no such folder" in fault(model={"path": "modle"})
+    message = fault(model={"path": str(model_folder.with_name("modle"))})
     assert "did you mean `model`?" in message
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_no_name_of_the_hub_is_looked_for_in_the_working_directory(fault, model_folder, monkeypatch, kind, tmp_path):
+    """Libraries would take it from there, without the hub."""
+    here = tmp_path / "here"
+    (here / "owner").mkdir(parents=True)
+    if kind == "link":
+        (here / "owner" / "name").symlink_to(model_folder)
+    else:
+        model_folder.rename(here / "owner" / "name")
+    monkeypatch.chdir(here)
+    hub_answers(monkeypatch, OSError("no route"))
+    for field in ("path", "tokenizer"):
+        there = {"path": str((here / "owner" / "name").resolve()), field: "owner/name"}
+        assert f"model.{field}: 'owner/name' is no absolute path" in fault(model=there)
+    reward = {"type": "reward_model", "path": "owner/name"}
+    assert "'owner/name' is no absolute path" in fault(rewards=[reward])
 
 
 def test_a_hub_name_whose_files_cannot_be_read_says_why(fault, monkeypatch):
@@ -317,6 +335,10 @@ def test_a_price_book_that_cannot_be_read(fault, tmp_path):
 def test_a_reward_model_that_cannot_be_read_or_is_none(fault, model_folder, tmp_path):
     reward = {"type": "reward_model", "name": "judge"}
     message = fault(rewards=[{**reward, "path": str(tmp_path / "none")}])
+    assert "rewards.0: reward 'judge': " in message
+    assert "none': no such folder" in message
+    (tmp_path / "empty").mkdir()
+    message = fault(rewards=[{**reward, "path": str(tmp_path / "empty")}])
     assert "rewards.0: reward 'judge': cannot read the configuration of" in message
     message = fault(rewards=[{**reward, "path": str(model_folder)}])
     assert (

@@ -1,10 +1,12 @@
 """Prompts as users keep them: what is read, what is refused, and whether the message helps."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from huggingface_hub.errors import EntryNotFoundError
 
 from rlhfless.prepare.prompts import load_prompts
 from rlhfless.spec import PromptsSpec
@@ -237,15 +239,66 @@ def test_hub_data_sets_need_datasets(fault, monkeypatch):
 def test_a_hub_that_cannot_be_reached_is_named(fault, monkeypatch):
     import datasets
 
-    def unreachable(name, configuration, split):
-        assert (name, configuration, split) == ("openai/gsm8k", "main", "train")
+    def unreachable(name, configuration, **options):
+        assert (name, configuration) == ("hf://datasets/openai/gsm8k", "main")
+        assert options == {"split": "train", "revision": "abc"}
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub\nand more")
 
+    monkeypatch.setattr("rlhfless.prepare.data_rows.foreign_files", lambda name: ("abc", ""))
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     message = fault("openai/gsm8k:main")
-    assert "ConnectionError: Couldn't reach 'openai/gsm8k' on the Hub" in message
+    assert "ConnectionError: Couldn't reach 'hf://datasets/openai/gsm8k' on the Hub" in message
     assert "and more" not in message
     assert "name:configuration" in message
+
+
+CARD = "---\nconfigs:\n- config_name: default\n  data_files:\n  - {{split: train, path: {}}}\n---\n"
+
+
+@pytest.mark.parametrize("card", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize("where", ["{url}/rows.jsonl", "[a.jsonl, '{url}/rows.jsonl']", "{file}", "../secret.jsonl"])
+def test_a_data_set_names_no_files_outside_of_itself(fault, tmp_path, write_rows, listener, card, where):
+    """`datasets` would ask any server, and open any file."""
+    write_rows(rows(1), "secret.jsonl")
+    (tmp_path / "set").mkdir()
+    write_rows(rows(1), "set/a.jsonl")
+    named = where.format(url=listener.url, file=tmp_path / "secret.jsonl")
+    (tmp_path / "set" / card).write_text(CARD.format(named) if card == "README.md" else CARD.format(named)[4:-4])
+    assert "names data outside of it" in fault(tmp_path / "set")
+    assert listener.connections == 0
+
+
+@pytest.mark.parametrize("card", ["README.md", ".huggingface.yaml"])
+def test_the_card_of_a_hub_data_set_is_looked_at_first(fault, tmp_path, listener, monkeypatch, card):
+    def given(name, file, *, repo_type, revision):
+        assert (name, repo_type, revision) == ("owner/name", "dataset", "abc")
+        if file != card:
+            raise EntryNotFoundError(file)
+        text = CARD.format(f"{listener.url}/x.jsonl")
+        (tmp_path / file).write_text(text if card == "README.md" else text[4:-4])
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="abc"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", given)
+    assert "the card of 'owner/name' names data outside of it" in fault("owner/name")
+    assert listener.connections == 0
+
+
+def test_a_data_set_may_name_its_own_files(load, tmp_path, write_rows):
+    (tmp_path / "set").mkdir()
+    write_rows(rows(3), "set/a.jsonl")
+    (tmp_path / "set" / "README.md").write_text(CARD.format("a.jsonl"))
+    assert len(load(tmp_path / "set").train) == 3
+
+
+@pytest.mark.parametrize("name", ["secret.jsonl", "secret", "text", "json", "json:default"])
+def test_no_name_is_looked_for_in_the_working_directory(fault, tmp_path, write_rows, monkeypatch, name):
+    write_rows(rows(1), "secret.jsonl")
+    (tmp_path / "secret").symlink_to(tmp_path)
+    (tmp_path / "rows.txt").write_text("w1")
+    monkeypatch.chdir(tmp_path)
+    assert f"{name!r}: no such file" in fault(name)
 
 
 # -- held-out prompts

@@ -84,6 +84,14 @@ def write_one_of_each(folder: Path, record_tokens: bool = False, meta: TraceMeta
         writer.flush(1)
 
 
+def test_a_trace_has_no_secrets_of_the_spec(tmp_path):
+    rewards = [{"type": "python", "kwargs": {"api_key": "hunter2"}}, {"type": "http", "url": "http://a/?token=hunter2"}]
+    with TraceWriter(tmp_path, replace(META, spec={"rewards": rewards}), record_tokens=False):
+        pass
+    assert "hunter2" not in (tmp_path / "meta.json").read_text()
+    assert read_trace(tmp_path).meta.spec["rewards"][1]["url"] == "http://a/?token=***"
+
+
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     write_one_of_each(tmp_path)
     trace = read_trace(tmp_path)

@@ -138,3 +138,9 @@ def test_a_token_that_is_not_there_is_found_before_the_run(server):
     assert checker(spec(server, token_env="NO_SUCH_TOKEN"), None).problems([]) == [
         "the environment variable 'NO_SUCH_TOKEN' is not set"
     ]
+
+
+async def test_a_failure_shows_no_secrets(scored):
+    spec = HttpSpec(type="http", url="http://127.0.0.1:9/?token=hunter2", retries=0)
+    (score,) = await scored([spec], samples_of("x"))
+    assert score.failures["http"].startswith("http://127.0.0.1:9/?token=*** ConnectError")

@@ -29,6 +29,12 @@ def test_everything_goes_to_the_file_with_time_and_run(log: RunLog) -> None:
     assert second.endswith("WARNING demo-1 somebody.else: disk is slow")
 
 
+def test_passwords_are_not_logged(log: RunLog, capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("rlhfless.fleet").error("%s", "cannot ask http://user:p@ssw0rd@host/x?api_key=hunter2 today")
+    for text in (log.path.read_text(), capsys.readouterr().err):
+        assert "cannot ask http://***@host/x?api_key=*** today" in text
+
+
 def test_only_warnings_reach_the_terminal(log: RunLog, capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("rlhfless.fleet").info("quiet")
     logging.getLogger("rlhfless.fleet").warning("replica is suspect")

@@ -23,7 +23,7 @@ from rlhfless.control.objects import (
     SimulationObject,
     TimelineObject,
 )
-from rlhfless.control.posted import posted_spec, unstorable
+from rlhfless.control.posted import accepted_spec, unstorable
 from rlhfless.control.run_files import trace_of
 from rlhfless.control.security.named import simulation_problems
 from rlhfless.control.service import Service, service_of
@@ -59,7 +59,7 @@ async def plan_run(
     """Answers without starting anything: memory per device and phase, time and cost of a step and of the run with a
     band, the same for other devices, and what is missing for a better answer."""
     service = service_of(request.app)
-    posted_spec(question.spec, service.settings)
+    await accepted_spec(question.spec, service.settings)
     answer = await service.runner.run("plan", await plan_question(service, question), PLAN_S)
     return PlanObject.model_validate(answer)
 
@@ -102,7 +102,8 @@ async def try_rewards(
 ) -> RewardTrialObject:
     """Every part of the reward of every sample, and why parts have failed."""
     service = service_of(request.app)
-    posted_spec({"model": {"path": "none"}, "prompts": {"path": "none"}, "rewards": question.rewards}, service.settings)
+    spec = {"model": {"path": "none"}, "prompts": {"path": "none"}, "rewards": question.rewards}
+    await accepted_spec(spec, service.settings)
     asked = question.model_dump() | {"http_hosts": list(service.settings.http_hosts)}
     return RewardTrialObject.model_validate(await service.runner.run("rewards", asked, REWARDS_S))
 

@@ -21,7 +21,7 @@ from rlhfless.control.database.tables import IdempotencyRow, RunRow
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import ENDED, NotPossible, Status, Wish, asked
 from rlhfless.control.objects import ListObject, RunObject
-from rlhfless.control.posted import posted_spec
+from rlhfless.control.posted import accepted_spec, posted_spec
 from rlhfless.control.retention import remove_folder
 from rlhfless.control.security.access import Caller, requires
 from rlhfless.control.service import Service, service_of
@@ -73,7 +73,7 @@ async def create_run(
     if idempotency_key is not None and (known := await service.database.read(answered)) is not None:
         response.status_code = 200
         return known
-    checked = posted_spec(spec, service.settings)
+    checked = await accepted_spec(spec, service.settings)
     row = new_run(service, caller.owner, spec, checked)
 
     def create(session: Session) -> RunObject:

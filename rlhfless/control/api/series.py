@@ -33,10 +33,10 @@ from rlhfless.control.objects import (
     StaticFleet,
     UsageObject,
 )
-from rlhfless.control.security.redaction import redacted_text
 from rlhfless.control.service import service_of
 from rlhfless.control.tails import tail
 from rlhfless.control.thinning import FEWEST
+from rlhfless.redaction import redacted_text
 from rlhfless.telemetry.logs import LOG_FILE as RUN_LOG
 
 router = APIRouter(tags=["runs"])

@@ -14,7 +14,7 @@ from rlhfless.control.objects import (
     RolloutObject,
     RunObject,
 )
-from rlhfless.control.security.redaction import redacted, redacted_text
+from rlhfless.redaction import redacted, redacted_text
 from rlhfless.scaling.prices import SECONDS_PER_HOUR
 
 
@@ -73,7 +73,8 @@ def usage_row(row: UsageRow) -> FunctionUsage:
 
 def rollout_object(row: RolloutRow) -> RolloutObject:
     """One sample."""
-    return RolloutObject(run_id=row.run_id, step=row.step, **_known(RolloutObject, row.data))
+    told = _known(RolloutObject, row.data)
+    return RolloutObject(run_id=row.run_id, step=row.step, **told | {"failures": redacted(told.get("failures", {}))})
 
 
 def _known(kind: type[ApiObject], told: dict[str, Any]) -> dict[str, Any]:

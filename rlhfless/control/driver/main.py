@@ -22,13 +22,14 @@ from rlhfless.control.drivers import read_order
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.run_files import leave_mark
 from rlhfless.control.security.access import hashed
+from rlhfless.control.security.named import location_problems
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.tasks import is_stopping, to_the_end
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_MEND, WRONG_RESULT, ending_of, told
 from rlhfless.loop.host import Cause, RunPaused
 from rlhfless.loop.session import JOURNAL_FILE, Session
-from rlhfless.prepare.preflight import preflight
+from rlhfless.prepare.preflight import Prepared, preflight
 from rlhfless.records.journal import has_rollouts
 from rlhfless.signals import Interrupted, OrderlyStop
 from rlhfless.spec import RunSpec
@@ -140,6 +141,16 @@ class _Attempt:
         changes = {"scoring": scoring, "placement": placement, "weights": weights, "limits": posted.limits}
         return spec.model_copy(update=changes | {"output": str(self._folder.parent)})
 
+    def _prepare(self, spec: RunSpec) -> Prepared:
+        """Check the spec. The service has checked where its files are; since then, links may have changed. Raises
+        InputError."""
+        order, runs = self._order, str(self._folder.parent)
+        if order.roots is not None:
+            problems = location_problems(order.spec, order.roots, runs, hub=order.allow_hub, inside=True)
+            if problems:
+                raise InputError("the run cannot start", problems)
+        return preflight(spec)
+
     def _call_off(self, cause: Cause | None) -> None:
         if not self._called_off:
             self._called_off.append(cause)
@@ -157,7 +168,7 @@ class _Attempt:
         sinks = None
         try:
             with reporter.waiting("checking model, prompts and rewards"):
-                prepared = await asyncio.to_thread(preflight, spec)
+                prepared = await asyncio.to_thread(self._prepare, spec)
             if not (self._folder / SPEC_FILE).exists():
                 for warning in prepared.warnings:
                     reporter.tell("message", level="warning", message=warning)

@@ -6,10 +6,10 @@ ASGI middleware, because it must not hold streams back.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from limits import RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
@@ -26,6 +26,10 @@ REFUSALS_PER_MINUTE = 60
 
 FREE = ("/healthz", "/readyz", "/internal/")
 """Paths that are not counted: probes, and drivers, which are as many as the service has started."""
+
+_PORTS = {"http": 80, "https": 443}
+
+_ORIGIN = re.compile(r"(https?)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
 
 STREAM = b"text/event-stream"
 
@@ -68,7 +72,7 @@ class Gate:
     async def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raises ApiError."""
         if self._open_to_all() and not scope["path"].startswith(FREE):
-            self._check_origin(headers)
+            self._check_origin(scope["server"][1] if scope.get("server") else None, headers)
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
             raise ApiError(422, "invalid_request", "a NUL character is in the URL; no name has one")
         length = headers.get(b"content-length", b"0")
@@ -87,22 +91,23 @@ class Gate:
         if self._streams >= self._settings.requests.streams and STREAM in headers.get(b"accept", b""):
             raise ApiError(429, "too_many_streams", f"{self._streams} streams are open", retry_after_s=5.0)
 
-    def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
-        """A page of another site may send requests to loopback, under a name of its own that resolves to it."""
+    def _check_origin(self, port: int | None, headers: Mapping[bytes, bytes]) -> None:
+        """A page of another site may send requests to loopback, under a name of its own that resolves to it. `port`:
+        where this connection has arrived."""
         host = headers.get(b"host", b"").decode("latin-1")
-        if not self._is_own(f"http://{host}"):
-            raise ApiError(403, "wrong_host", f"{host!r} is not this service; ask it under its own address", "Host")
+        if not any(self._is_own(f"{scheme}://{host}", port) for scheme in _PORTS):
+            mend = "ask it under its own address; behind a tunnel or a proxy, start it with --public-url"
+            raise ApiError(403, "wrong_host", f"{host!r} is not this service; {mend}", "Host")
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and not self._is_own(origin):
+        if origin and not self._is_own(origin, port):
             raise ApiError(403, "wrong_origin", f"requests of pages of {origin!r} are refused", "Origin")
 
-    def _is_own(self, url: str) -> bool:
-        try:
-            name = urlsplit(url).hostname or ""
-        except ValueError:
+    def _is_own(self, origin: str, port: int | None) -> bool:
+        end = _end(origin)
+        if end is None:
             return False
-        public = urlsplit(self._settings.public_url or "").hostname
-        return is_loopback(name) or name in (self._settings.host, public)
+        here = end[1] == port and (is_loopback(end[0]) or end[0] == self._settings.host)
+        return here or end == _end((self._settings.public_url or "").rstrip("/"))
 
     def _too_large(self) -> ApiError:
         most = self._settings.requests.body_bytes
@@ -134,6 +139,16 @@ class Gate:
             return next(given, None) or await receive()
 
         return again
+
+
+def _end(origin: str) -> tuple[str, int] | None:
+    """Host and port of `http://host:port`; None of any other text. Stricter than a parser of URLs, which finds a host
+    in `http://127.0.0.1:80.evil.example` and in `http://evil.example@127.0.0.1`."""
+    found = _ORIGIN.fullmatch(origin)
+    if found is None:
+        return None
+    scheme, host, port = found.groups()
+    return host.lower().strip("[]"), int(port or _PORTS[scheme.lower()])
 
 
 def _address(scope: Scope) -> str:

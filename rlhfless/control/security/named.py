@@ -10,12 +10,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from rlhfless.control.settings import ServiceSettings
+from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import shown
 from rlhfless.spec.imports import IMPORT_PATH
+from rlhfless.spec.locations import NOT_HERE, is_path, shadowed
 
 TOKEN_PREFIX = "RLHFLESS_REWARD_"
 """Environment variables that a reward may send as its token begin so: a spec must not be able to send any other secret
@@ -87,15 +90,32 @@ def _texts(values: Any, place: str = "", key: str = "") -> Iterator[tuple[str, s
 def file_problems(spec: RunSpec, settings: ServiceSettings) -> list[Problem]:
     """Files, folders and URLs that a spec names outside the roots; and what else a service does not leave to a spec."""
     values = spec.model_dump(mode="json")
+    problems = location_problems(values, settings.roots, str(settings.runs), hub=settings.allow_hub)
+    return [*problems, *_other_problems(values, settings)]
+
+
+def location_problems(
+    values: Mapping[str, Any], roots: Sequence[str], runs: str, *, hub: bool, inside: bool = False
+) -> list[Problem]:
+    """Files, folders and URLs that a spec names below no root, nor among the checkpoints of `runs`.
+
+    `hub`: names of the hub are allowed. `inside`: look for links out of the roots in the folders that are named, too.
+    """
+    mend = f"name one below {', '.join(roots)}" if roots else "ask its operator for a root"
+    allowed = _Allowed(roots, runs)
     problems = []
     for field in FILES:
         for place, value in _at(values, field.split(".")):
-            if isinstance(value, str) and (what := _outside(value, field in FROM_HUB, settings)):
-                mend = (
-                    f"name one below {', '.join(settings.roots)}" if settings.roots else "ask its operator for a root"
-                )
+            if not isinstance(value, str):
+                continue
+            if is_path(value) or "://" in value or "::" in value or field not in FROM_HUB:
+                what = allowed.refusal(value) or (inside and field in FROM_HUB and allowed.link_out_of(value))
+                problems += [Problem(place, what, mend)] if what else []
+            elif what := _no_name(value, hub):
                 problems.append(Problem(place, what, mend))
-    return [*problems, *_other_problems(values, settings)]
+            elif what := shadowed(value):
+                problems.append(Problem(place, what, NOT_HERE))
+    return problems
 
 
 def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Iterator[Problem]:
@@ -113,30 +133,62 @@ def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Ite
             yield Problem(place, f"{value!r} may not be sent", f"name a variable that begins with {TOKEN_PREFIX}")
 
 
-def _outside(value: str, hub: bool, settings: ServiceSettings) -> str:
-    """Why a location is not allowed; empty if it is."""
-    if "::" in value:
-        return f"{value!r} chains file systems, which this service does not allow"
-    if "://" in value:
-        return "" if _below_url(value, settings.roots) else f"{value!r} is below none of the service's roots"
-    path = Path(value).expanduser()
-    if not path.is_absolute():
-        # The client has made paths absolute that are there. What is left is a name of the hub.
-        plain = not value.startswith(("~", ".")) and ".." not in path.parts
-        if hub and plain and settings.allow_hub:
-            return ""
-        return f"{value!r} is no absolute path" + ("" if settings.allow_hub else ", and this service uses no hub")
-    resolved = Path(os.path.realpath(path))
-    for root in (*settings.roots, str(settings.runs)):
-        if "://" not in root and resolved.is_relative_to(os.path.realpath(root)):
-            return ""
-    return f"{value!r} is below none of the service's roots"
+def _no_name(value: str, hub: bool) -> str:
+    """Why what is no path cannot be a name of the hub. What is there on the client's machine, it has made absolute."""
+    if not hub:
+        return f"{value!r} is no absolute path, and this service uses no hub"
+    plain = not value.startswith(("~", ".")) and ".." not in value.split("/")
+    return "" if plain else f"{value!r} is no absolute path"
 
 
-def _below_url(value: str, roots: Sequence[str]) -> bool:
-    if ".." in value.split("/") or value.startswith(("file:", "local:")):
-        return False
-    return any("://" in root and f"{value}/".startswith(f"{root.rstrip('/')}/") for root in roots)
+class _Allowed:
+    """Where files may be."""
+
+    def __init__(self, roots: Sequence[str], runs: str) -> None:
+        self._urls = [f"{root.rstrip('/')}/" for root in roots if "://" in root]
+        self._folders = [Path(os.path.realpath(root)) for root in roots if "://" not in root]
+        self._runs = Path(os.path.realpath(runs))
+        self._data = self._runs.parent
+
+    def refusal(self, value: str) -> str:
+        """Why a location is not allowed; empty if it is."""
+        if "::" in value:
+            return f"{value!r} chains file systems, which this service does not allow"
+        if "://" in value:
+            plain = ".." not in unquote(value).split("/") and not value.startswith(("file:", "local:"))
+            inside = plain and any(f"{value}/".startswith(root) for root in self._urls)
+        elif not is_path(value):
+            return f"{value!r} is no absolute path"
+        else:
+            inside = self._has(value)
+        return "" if inside else f"{value!r} is below none of the service's roots"
+
+    def _has(self, path: str) -> bool:
+        resolved = Path(os.path.realpath(path))
+        of_runs = resolved.is_relative_to(self._runs)
+        if of_runs and resolved.relative_to(self._runs).parts[1:2] == (CHECKPOINTS_FOLDER,):
+            return True
+        # Keys, specs of others and the secrets of drivers are in the data folder, which may be below a root.
+        of_service = resolved.is_relative_to(self._data)
+        return any(
+            resolved.is_relative_to(folder) and (not of_service or folder.is_relative_to(self._data))
+            for folder in self._folders
+        )
+
+    def link_out_of(self, value: str) -> str:
+        """Names the first link in a folder, or below it, that leads out of what is allowed; empty if none does."""
+        left, seen = [os.path.realpath(value)], set[str]()
+        while left:
+            folder = left.pop()
+            if folder in seen or not os.path.isdir(folder):
+                continue
+            seen.add(folder)
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_symlink() and not self._has(entry.path):
+                        return f"{entry.path!r} is a link out of the service's roots"
+                    left.append(os.path.realpath(entry.path))
+        return ""
 
 
 def _at(values: Any, path: Sequence[str], place: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,7 @@ from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError, device_ki
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RewardModelSpec, RunSpec
 from rlhfless.spec.errors import InputError, Problem, UserError
+from rlhfless.spec.locations import is_path
 from rlhfless.text import parsed_json
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | Non
 def settled_on(spec: RunSpec, kind: str, count: int) -> RunSpec:
     """A spec with all that so many devices of a kind decide; of a model whose sizes are not known, what the kind alone
     decides. On CPU cores the hub is not asked for them."""
-    if kind == CPU_KIND and not Path(spec.model.path).is_dir():
+    if kind == CPU_KIND and not is_path(spec.model.path):
         return settled(spec, kind)
     try:
         return question_of(spec, kind, count).spec
@@ -183,9 +184,8 @@ def _mapping(config: Any) -> Mapping[str, Any]:
 
 def config_file(model: str) -> Path:
     """Raises OSError if neither a folder nor the hub has it."""
-    local = Path(model) / "config.json"
-    if local.is_file():
-        return local
+    if is_path(model):
+        return Path(model) / "config.json"
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(model, "config.json")

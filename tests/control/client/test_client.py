@@ -15,6 +15,7 @@ from standing import RUN, NoDrivers, Pushes, until
 import rlhfless
 from rlhfless.client import calls
 from rlhfless.client.errors import Conflict, Invalid, NotFound, ServiceAway
+from rlhfless.control.service import Service
 
 
 def message(n: int) -> tuple[str, dict[str, Any]]:
@@ -64,10 +65,12 @@ class Breaks:
 
 
 @pytest.fixture
-def breaking(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[Breaks]:
+def breaking(service: tuple[httpx.Client, Service], monkeypatch: pytest.MonkeyPatch) -> Iterator[Breaks]:
     monkeypatch.setattr(calls, "FIRST_WAIT_S", 0.01)
+    client, state = service
     assert client.base_url.port is not None
     proxy = Breaks(client.base_url.port, after_bytes=3000)
+    object.__setattr__(state.settings, "public_url", f"http://127.0.0.1:{proxy.port}")
     yield proxy
     proxy.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from standing import NoDrivers, Pushes, until
+from standing import RUN, NoDrivers, Pushes, until
 
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.control.service import Service
@@ -110,6 +110,19 @@ def test_rewards_are_tried(client: httpx.Client) -> None:
     code = question | {"rewards": [{"type": "python", "target": "os:system"}]}
     refused = client.post("/v1/rewards:test", json=code)
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "rewards.0.target")
+
+
+def test_no_schema_makes_the_service_ask_another_server(client: httpx.Client, listener: Any) -> None:
+    elsewhere = {"type": "json_schema", "json_schema": {"$ref": f"{listener.url}/s.json"}}
+    of_rows = {"type": "json_schema", "schema_field": "schema"}
+    sample = {"prompt": "p", "response": "{}", "schema": elsewhere["json_schema"]}
+    for reward, where in ((elsewhere, "rewards.0"), (of_rows, "rewards.0")):
+        answer = client.post("/v1/rewards:test", json={"rewards": [reward], "samples": [sample]}, timeout=60)
+        assert answer.status_code == 422, answer.text
+        assert "is not in the schema itself" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"].startswith(where)
+    assert client.post("/v1/runs", json=RUN | {"rewards": [elsewhere]}).status_code == 422
+    assert listener.connections == 0
 
 
 SCENARIO = {

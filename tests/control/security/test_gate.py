@@ -11,7 +11,7 @@ import httpx
 import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
-from standing import RUN, NoDrivers, Pushes, served, there_is_ray, until
+from standing import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray, until
 
 from rlhfless.control.database.tables import KeyRow, RunRow
 from rlhfless.control.retention import sweep
@@ -95,13 +95,44 @@ def test_off_loopback_a_service_is_not_open_when_its_last_key_is_revoked(
         assert client.get("/v1/runs").status_code == 401
 
 
-def test_pages_of_other_sites_reach_nothing(client: httpx.Client) -> None:
-    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
+STRANGE = [
+    "evil.example",
+    "127.0.0.1:{port}.evil.example",
+    "127.0.0.1.evil.example:{port}",
+    "evil.example@127.0.0.1:{port}",
+    "127.0.0.1:{port}@evil.example",
+    "127.0.0.1:{port}#.evil.example",
+    "127.0.0.1:{port}\\.evil.example",
+    "localhost:{other}",
+    "localhost",
+    "[::1]:{port}.evil.example",
+    "127.0.0.1:{port} evil.example",
+]
+"""What is no authority, or another one than the service's."""
+
+
+@pytest.mark.parametrize("authority", STRANGE)
+def test_pages_of_other_sites_reach_nothing(client: httpx.Client, authority: str) -> None:
+    port = client.base_url.port
+    assert port is not None
+    authority = authority.format(port=port, other=port + 1)
+    for headers in ({"Host": authority}, {"Origin": f"http://{authority}"}, {"Origin": f"https://{authority}"}):
         answer = client.post("/v1/runs", json=RUN, headers=headers)
         assert answer.status_code == 403, headers
+
+
+def test_its_own_pages_reach_it(service: tuple[httpx.Client, Service]) -> None:
+    client, state = service
     port = client.base_url.port
-    assert client.get("/v1/runs", headers={"Host": f"localhost:{port}"}).status_code == 200
-    assert client.get("/v1/runs", headers={"Origin": f"http://localhost:{port}"}).status_code == 200
+    for own in (f"localhost:{port}", f"LOCALHOST:{port}", f"127.0.0.1:{port}", f"[::1]:{port}"):
+        headers = {"Host": own, "Origin": f"http://{own}"}
+        assert client.get("/v1/runs", headers=headers).status_code == 200, own
+    for origin in ("null", "file://", f"ftp://localhost:{port}"):
+        assert client.get("/v1/runs", headers={"Origin": origin}).status_code == 403, origin
+    object.__setattr__(state.settings, "public_url", "https://rlhfless.example/")
+    for origin, code in (("https://rlhfless.example", 200), ("http://rlhfless.example", 403)):
+        headers = {"Host": "rlhfless.example", "Origin": origin}
+        assert client.get("/v1/runs", headers=headers).status_code == code, origin
 
 
 def test_bodies_are_bounded_also_in_chunks(small: tuple[httpx.Client, Service]) -> None:
@@ -150,7 +181,7 @@ def test_secrets_are_in_no_answer(service: tuple[httpx.Client, Service], drivers
     object.__setattr__(state.settings, "code", ("mine",))
     rewards = [
         {"type": "python", "target": "mine:score", "kwargs": {"api_key": SECRET, "depth": {"token": SECRET}}},
-        {"type": "http", "url": f"https://user:{SECRET}@rewards.example/?token={SECRET}"},
+        {"type": "http", "url": f"https://rewards.example/?token={SECRET}"},
     ]
     run = client.post("/v1/runs", json=RUN | {"rewards": rewards}).json()["id"]
     until(lambda: drivers.orders)
@@ -160,12 +191,23 @@ def test_secrets_are_in_no_answer(service: tuple[httpx.Client, Service], drivers
     failure = {"code": "invalid", "message": text, "param": None, "problems": []}
     push(("message", {"level": "error", "message": text}), reason=text)
     push(("resolved", {"spec": RUN | {"rewards": rewards}}))
+    sample = SAMPLE | {"failures": {"http": text}}
+    push(("rollouts", {"step": 1, "samples": [sample]}))
     push(("ended", {"status": "failed", "reason": text, "error": failure, "retry": False}))
-    for path in ("", "/events"):
+    for path in ("", "/events", "/rollouts"):
         answer = client.get(f"/v1/runs/{run}{path}")
         assert answer.status_code == 200
+        assert "***" in answer.text
         assert SECRET not in answer.text
     assert SECRET not in client.get("/v1/runs").text
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated(client: httpx.Client) -> None:
+    url = f"https://user:{SECRET}@rewards.example/score"
+    for changes in ({"rewards": [{"type": "http", "url": url}]}, {"checkpoint": {"url": url}}):
+        answer = client.post("/v1/runs", json=RUN | changes)
+        assert (answer.status_code, SECRET in answer.text) == (422, False)
+        assert "a user or a password in a URL would show" in answer.json()["error"]["message"]
 
 
 async def test_retention_removes_what_is_over_for_long_enough(tmp_path: Path) -> None:

@@ -56,6 +56,9 @@ def test_hub_names_and_files_below_roots_are_fine(settings: ServiceSettings, tmp
         "~/model",
         "./model",
         "{data}/driver.json",
+        "{data}/runs/earlier/driver.json",
+        "{data}/runs/earlier/checkpoints/../driver.json",
+        "s3://ours/%2e%2e/theirs/x",
         "file:///etc",
         "simplecache::file:///etc/passwd",
         "s3://theirs/x",
@@ -74,6 +77,29 @@ def test_no_path_leaves_the_roots(settings: ServiceSettings, tmp_path: Path, pat
     assert wrong(settings, scaling={"prices": path}) == {"scaling.prices"}
     assert wrong(settings, checkpoint={"url": path}) == {"checkpoint.url"}
     assert wrong(settings, weights={"folder": path}) == {"weights.folder"}
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_the_working_directory_has_is_no_name_of_the_hub(
+    settings: ServiceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "secret.jsonl").write_text("{}")
+    (tmp_path / "cwd" / "owner").mkdir(parents=True)
+    here = tmp_path / "cwd" / "owner" / "name"
+    here.write_text("{}") if kind == "file" else here.symlink_to(tmp_path / "secret.jsonl")
+    monkeypatch.chdir(tmp_path / "cwd")
+    assert wrong(settings, model={"path": "owner/name"}) == {"model.path"}
+    assert wrong(settings, model={"tokenizer": "owner/name"}) == {"model.tokenizer"}
+    assert wrong(settings, prompts={"path": "owner/name"}) == {"prompts.path"}
+    assert wrong(settings, prompts={"path": "owner/other"}) == set()
+
+
+def test_the_data_folder_is_closed_although_it_is_below_a_root(settings: ServiceSettings, tmp_path: Path) -> None:
+    wide = settings.model_copy(update={"roots": (str(tmp_path),)})
+    assert wrong(wide, prompts={"path": str(tmp_path / "root" / "a.jsonl")}) == set()
+    assert wrong(wide, model={"path": f"{settings.runs}/earlier/checkpoints/step-000010"}) == set()
+    for path in ("service.sqlite", "runs/earlier/driver.json"):
+        assert wrong(wide, prompts={"path": str(settings.folder / path)}) == {"prompts.path"}
 
 
 def test_without_the_hub_names_are_refused(settings: ServiceSettings) -> None:

@@ -1,4 +1,4 @@
-"""Secrets in what users see: values of keys that are called so, and passwords in URLs. Pure."""
+"""Secrets in what users see, and in what is kept: values of keys that are called so, and passwords in URLs. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 HIDDEN = "***"
 
 _SECRET_KEY = re.compile(r"(?i)(^|_|-)(token|secret|password|passwd|api_?key|authorization|credentials?)s?$")
-_USER_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/@'\"]+@")
+_USER_IN_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^\s/?#'\"]+@")
 _SECRET_IN_QUERY = re.compile(r"(?i)([?&](?:[\w-]*(?:token|secret|password|signature|api_?key))=)[^&\s'\"]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
 _OWN_KEY = re.compile(r"\brlk_[\w-]{8,}")
@@ -21,8 +21,8 @@ def redacted(value: Any) -> Any:
             key: HIDDEN if _is_secret(key, inner) else redacted(inner)
             for key, inner in value.items()
         }  # fmt: skip
-    if isinstance(value, list | tuple):
-        return [redacted(inner) for inner in value]
+    if type(value) in (list, tuple):
+        return type(value)(map(redacted, value))
     return redacted_text(value) if isinstance(value, str) else value
 
 
@@ -36,3 +36,8 @@ def redacted_text(text: str) -> str:
 def _is_secret(key: Any, value: Any) -> bool:
     # Numbers of tokens are no secrets: max_tokens, response_tokens_mean.
     return isinstance(key, str) and isinstance(value, str) and bool(_SECRET_KEY.search(key))
+
+
+def user_in(url: str) -> bool:
+    """A URL has a user, or a password, before its host."""
+    return bool(_USER_IN_URL.match(url))

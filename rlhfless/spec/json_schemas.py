@@ -1,0 +1,59 @@
+"""JSON schemas of users: each is resolved within itself. What it refers to is never fetched, nor opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+def schema_validator(schema: Any) -> Validator:
+    """Of the draft that the schema names. Raises ValueError if it is no JSON schema, or refers to something that is
+    not in the schema itself (nor is one of the drafts, which are in memory)."""
+    # Here, because a spec without such a reward should not wait for the imports.
+    import jsonschema
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    try:
+        kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+        kind.check_schema(schema)
+        outside = next(_outside(schema, str(kind.META_SCHEMA["$schema"])), None)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"is no JSON schema: {str(error).splitlines()[0]}") from error
+    except (AttributeError, TypeError, RecursionError) as error:  # in parts that the draft's own schema does not check
+        raise ValueError(f"is no JSON schema: {type(error).__name__}: {error}") from error
+    if outside is not None:
+        raise ValueError(f"refers to {outside!r}, which is not in the schema itself; copy it under `$defs`")
+    # The default registry fetches what it does not have.
+    validator: Validator = kind(schema, registry=Registry())
+    return validator
+
+
+def _outside(schema: Any, draft: str) -> Iterator[str]:
+    """References that lead out of the schema, of all parts that a reference or a keyword reaches."""
+    from jsonschema_specifications import REGISTRY
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import specification_with
+
+    specification = specification_with(draft)
+    root = specification.create_resource(schema)
+    left = [(REGISTRY.resolver_with_root(root), root)]
+    seen = set()
+    while left:
+        resolver, part = left.pop()
+        if id(part.contents) in seen or not isinstance(part.contents, Mapping):
+            continue
+        seen.add(id(part.contents))
+        for reference in filter(None, map(part.contents.get, _REFERENCES)):
+            try:
+                found = resolver.lookup(reference)
+            except (Unresolvable, ValueError):
+                yield str(reference)
+                continue
+            left.append((found.resolver, specification.create_resource(found.contents)))
+        left += [(resolver.in_subresource(inner), inner) for inner in part.subresources()]
