@@ -100,6 +100,7 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
 
 def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     from rlhfless.cli.report import final_report
+    from rlhfless.fleet import private_ray
     from rlhfless.loop.driver import Driver
     from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, told
     from rlhfless.loop.launch import remove_stores
@@ -115,7 +116,12 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     console = Console(spec.logging.console, f"run {run_id}", spec.steps)
     sinks = open_sinks(spec.logging, folder, run_id, console)
     resume = f"rlhfless run --resume {shown(folder)}"
-    stop = OrderlyStop(spec.timeouts.stop_s, console.show, lambda: remove_stores(spec, run_id))
+
+    def remove_left() -> None:
+        remove_stores(spec, run_id)
+        private_ray.remove(folder)
+
+    stop = OrderlyStop(spec.timeouts.stop_s, console.show, remove_left)
     try:
         for warning in prepared.warnings:
             console.show(f"warning: {warning}")

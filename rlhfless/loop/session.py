@@ -83,7 +83,7 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
         code = gathered(session.spec, session.folder) if joined else None
         prices = load_price_book(session.spec.scaling.prices)
         with session.console.waiting("starting Ray"):
-            cluster = await Cluster.start(session.spec.placement, prices.kinds, code)
+            cluster = await Cluster.start(session.spec.placement, session.folder, prices.kinds, code)
         try:
             await _reach_nodes(session)
             if joined:
