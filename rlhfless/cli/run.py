@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhfless.cli.options import OptionalSpecFile, Overrides
+from rlhfless.folders import OTHERS, private
 from rlhfless.text import storable
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def run(
     from rlhfless.prepare.preflight import preflight
     from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
 
+    os.umask(OTHERS)
     # The user's own rewards are in the folder in which the command is called.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -53,7 +55,7 @@ def run(
     _require_unicode(folder)
     loaded, _ = on_these_devices(loaded)
     prepared = preflight(loaded)
-    folder.mkdir(parents=True, exist_ok=True)
+    private(folder)
     (folder / SPEC_FILE).write_text(resolved_yaml(loaded), "utf-8")
     _run(loaded, prepared, folder)
 

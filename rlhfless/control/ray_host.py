@@ -29,6 +29,7 @@ import psutil
 
 from rlhfless.control.delivery import HostAnswer
 from rlhfless.fleet.private_ray import remove
+from rlhfless.folders import OTHERS
 
 BEHIND = ("nice", "-n", "5")
 """Runs leave the machine's cores to the service for the milliseconds that an answer takes, and lose nothing by it: all
@@ -244,6 +245,7 @@ def _only_one(folder: Path) -> IO[str] | None:
 
 def main() -> None:
     """See the module."""
+    os.umask(OTHERS)
     if sys.argv[1] == "--tell":
         asyncio.run(tell_for_ever(sys.argv[2], os.environ[HOST_TOKEN]))
         return

@@ -17,14 +17,15 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rlhfless.fleet.each_node import on_each_node
+from rlhfless.folders import private
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import UserError
 from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.imports import TargetError, load_target
 from rlhfless.spec.rewards import PythonRewardSpec
 
-SUFFIXES = frozenset({".py", ".json", ".toml", ".txt", ".yaml", ".yml"})
-"""Modules, and small files that modules read. Models and data sets do not travel this way."""
+SUFFIX = ".py"
+"""Modules alone: what else lies beside them may be data, models or secrets."""
 
 MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 2_000, 32 << 20, 1 << 20
 """Bounds on what travels: Ray keeps it in its control store, and unpacks it once on each node."""
@@ -59,7 +60,9 @@ def _targets(value: object) -> Iterator[str]:
 
 
 def gathered(spec: RunSpec, run_folder: Path) -> Path | None:
-    """A folder in the run's with the modules that the spec names and what lies beside them; None if all are installed.
+    """A folder in the run's, for its user alone, with the modules that the spec names and those beside them.
+
+    None if all are installed.
 
     Raises CodeNotThere if it is too much.
     """
@@ -68,6 +71,7 @@ def gathered(spec: RunSpec, run_folder: Path) -> Path | None:
         return None
     code = run_folder / "code"
     shutil.rmtree(code, ignore_errors=True)
+    private(code)
     left = [MOST_FILES, MOST_BYTES]
     for folder in sorted(folders):
         _copy(folder, code, left)
@@ -117,7 +121,7 @@ def _copy(folder: Path, into: Path, left: list[int]) -> None:
         ]
         for name in names:
             file, target = Path(here, name), into / Path(here).relative_to(folder) / name
-            if file.suffix not in SUFFIXES or target.exists() or file.stat().st_size > MOST_FILE_BYTES:
+            if file.suffix != SUFFIX or target.exists() or file.stat().st_size > MOST_FILE_BYTES:
                 continue
             left[0], left[1] = left[0] - 1, left[1] - file.stat().st_size
             if min(left) < 0:
@@ -126,4 +130,4 @@ def _copy(folder: Path, into: Path, left: list[int]) -> None:
                     f"{MOST_BYTES >> 20} MiB of code. Move the modules to a folder of their own, or install them"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(file, target)
+            shutil.copyfile(file, target)

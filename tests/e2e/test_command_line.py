@@ -85,6 +85,7 @@ def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -
     released = [decision for decision in trace.decisions if decision.kind == "release"]
     assert sum(decision.inputs["function"] == "reference" for decision in released) >= 2
     assert not list(Path("/dev/shm").glob(f"rlhfless-{folder.name}*"))
+    assert not [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o077]
     summary = subprocess.run(
         [*COMMAND, "trace", "summary", str(folder)], capture_output=True, text=True, check=True, timeout=60
     )

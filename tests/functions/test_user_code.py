@@ -21,12 +21,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     (folder / "travelling_package" / "__init__.py").write_text("")
     (folder / "travelling_package" / "words.py").write_text("SCORE = 0.5")
-    (folder / "travelling_package" / "table.json").write_text("{}")
+    for name in ("travelling_package/table.json", "secrets.yaml", "prompts.txt", "model.pt"):
+        (folder / name).write_text("{}")
     for name in (".git/config.json", "venv/lib/site.py", "__pycache__/x.py", "model/model.safetensors"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("x")
     (folder / "venv" / "pyvenv.cfg").write_text("")
-    (folder / "large.json").write_bytes(b" " * (user_code.MOST_FILE_BYTES + 1))
+    (folder / "large.py").write_bytes(b" " * (user_code.MOST_FILE_BYTES + 1))
     monkeypatch.syspath_prepend(folder)
     return folder
 
@@ -43,9 +44,9 @@ def test_the_modules_travel_with_what_lies_beside_them(folder: Path, tmp_path: P
     assert targets(run) == ("travelling_package.words:SCORE.real", "travelling_reward:score")
     code = gathered(run, tmp_path / "run")
     assert code is not None
+    assert code.stat().st_mode & 0o7777 == 0o700
     assert sorted(str(file.relative_to(code)) for file in code.rglob("*") if file.is_file()) == [
         "travelling_package/__init__.py",
-        "travelling_package/table.json",
         "travelling_package/words.py",
         "travelling_reward.py",
     ]
