@@ -13,16 +13,20 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhfless.control.settings import DATA_FOLDER, ServiceSettings, address_of, default_roots, open_data
+from rlhfless.control.settings import (
+    DATA_FOLDER,
+    DATABASE_VARIABLE,
+    ServiceSettings,
+    address_of,
+    default_roots,
+    open_data,
+)
 from rlhfless.folders import OTHERS
 
 UP_S = 120.0
 """Longest wait for a service in the background to answer: it opens its database, which another machine may have."""
 
 LOG_FILE = "service.log"
-
-DATABASE_VARIABLE = "RLHFLESS_DATABASE"
-"""The database's URL, which has a password, in place of --database."""
 
 Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
 

@@ -28,6 +28,7 @@ import httpx
 import psutil
 
 from rlhfless.control.delivery import HostAnswer
+from rlhfless.control.settings import environment_of_runs
 from rlhfless.fleet.private_ray import remove
 from rlhfless.folders import OTHERS
 
@@ -126,6 +127,7 @@ class HostKeeper:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env=environment_of_runs(),
             )
 
 

@@ -20,6 +20,18 @@ SERVICE_FILE = "service.json"
 """Where the service of a data folder answers: its drivers and the command line find it there."""
 
 
+DATABASE_VARIABLE = "RLHFLESS_DATABASE"
+"""The database's URL, which has a password, in place of --database."""
+
+SECRETS = (DATABASE_VARIABLE, "PGPASSWORD", "PGPASSFILE", "RLHFLESS_API_KEY")
+"""Variables of the service alone."""
+
+
+def environment_of_runs() -> dict[str, str]:
+    """The environment for what the service starts: drivers, and its Ray with all that runs there."""
+    return {name: value for name, value in os.environ.items() if name not in SECRETS}
+
+
 class LimitsOfRequests(SpecModel):
     """Bounds on what clients send."""
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import ray
 from ray._private import ray_constants, worker
 
-from rlhfless.fleet.private_ray import FOLDER
+from rlhfless.fleet.private_ray import FOLDER, remove
 from rlhfless.functions.loopback import is_loopback
 from rlhfless.spec import PlacementSpec
 from rlhfless.spec.errors import UserError
@@ -95,6 +95,7 @@ async def started(start: Callable[[], T], address: str | None, folder: Path) -> 
         if not address:
             await asyncio.wait_for(done.wait(), START_S)
             await asyncio.to_thread(end)
+            await asyncio.to_thread(remove, folder)
         raise
     if isinstance(found[0], ConnectionError):
         raise NoCluster(f"no Ray cluster at placement.ray_address {address!r}: {found[0]}") from found[0]

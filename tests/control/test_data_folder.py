@@ -1,7 +1,8 @@
-"""The data folder is for its user alone: made so, corrected where it is a service's, refused where it is not."""
+"""The data folder is for its user alone, without what a Ray has left; the service's secrets stay with it."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from rlhfless.control import settings as settings_module
+from rlhfless.control.ray_host import LOCK_FILE, stop_host
 from rlhfless.control.service import lock_data
-from rlhfless.control.settings import ServiceSettings, open_data
+from rlhfless.control.settings import ServiceSettings, environment_of_runs, open_data
+from rlhfless.fleet import private_ray
 from rlhfless.folders import NotPrivate
 
 
@@ -66,3 +69,27 @@ def test_a_folder_that_any_user_can_replace_or_another_has_is_refused(
         opened(shared / "data")
     monkeypatch.setattr(settings_module.os.path, "ismount", lambda path: path == shared / "data")
     assert opened(shared / "data") == shared / "data", "a volume of a pod belongs to root"
+
+
+def test_down_removes_what_a_killed_ray_has_left(tmp_path: Path) -> None:
+    data = tmp_path / ("data" * 20)
+    session = private_ray.make(data)
+    (session / "logs").mkdir()
+    (session / "logs" / "worker.err").write_text("a reward's output")
+    with (data / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stop_host(data, 1)
+        assert session.exists(), "a host is there that does not answer"
+    stop_host(data, 1)
+    assert not session.parent.exists()
+    assert os.listdir(data) == [LOCK_FILE]
+    assert stop_host(tmp_path / "none", 1)
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_the_service_starts_does_not_get_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RLHFLESS_DATABASE", "PGPASSWORD", "RLHFLESS_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    found = environment_of_runs()
+    assert [name for name, value in found.items() if value == "secret"] == ["AWS_SECRET_ACCESS_KEY"], "for checkpoints"
+    assert found["PATH"] == os.environ["PATH"]

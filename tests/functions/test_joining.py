@@ -118,6 +118,7 @@ async def test_a_private_start_that_is_called_off_is_waited_for_and_ended(
 
     monkeypatch.setattr(Cluster, "_start", start)
     monkeypatch.setattr(ray_session, "end", lambda: ended.append("ended"))
+    (tmp_path / "ray" / "session").mkdir(parents=True)
     starting = asyncio.create_task(Cluster.start(PlacementSpec(), tmp_path))
     await asyncio.sleep(0.05)
     starting.cancel()
@@ -127,6 +128,7 @@ async def test_a_private_start_that_is_called_off_is_waited_for_and_ended(
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert ended == ["started", "ended"]
+    assert not (tmp_path / "ray").exists()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])

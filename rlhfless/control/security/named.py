@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.control.settings import ServiceSettings
+from rlhfless.rewards.surroundings import OWN_PREFIX
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import shown
 from rlhfless.spec.imports import IMPORT_PATH
-
-TOKEN_PREFIX = "RLHFLESS_REWARD_"
-"""Environment variables that a reward may send as its token begin so: a spec must not be able to send any other secret
-of the machine to a host of its choice."""
 
 FILES = (
     "model.path",
@@ -109,8 +106,9 @@ def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Ite
         if value and not settings.engine_extra:
             yield Problem(place, f"{shown(value)}: this service passes no unchecked arguments to vLLM", "leave it out")
     for place, value in _at(values, ["rewards", "*", "token_env"]):
-        if value and not value.startswith(TOKEN_PREFIX):
-            yield Problem(place, f"{value!r} may not be sent", f"name a variable that begins with {TOKEN_PREFIX}")
+        # A spec must not be able to send any other secret of the machine to a host of its choice.
+        if value and not value.startswith(OWN_PREFIX):
+            yield Problem(place, f"{value!r} may not be sent", f"name a variable that begins with {OWN_PREFIX}")
 
 
 def _outside(value: str, hub: bool, settings: ServiceSettings) -> str:
