@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlhfless.fleet import user_code
-from rlhfless.fleet.user_code import CodeNotThere, gathered, import_faults, targets
+from rlhfless.fleet.user_code import CodeNotThere, gathered, import_faults, node_faults, targets
 from rlhfless.spec import RunSpec
 
 
@@ -66,3 +68,28 @@ def test_too_much_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_what_a_node_cannot_import_is_said(folder: Path) -> None:
     assert import_faults(["travelling_reward:score"]) is None
     assert "there is no module 'not_there'" in str(import_faults(["travelling_reward:score", "not_there:score"]))
+
+
+def test_what_another_user_has_changed_on_a_node_is_not_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = spec("travelling_reward:score")
+    code = gathered(run, tmp_path / "run")
+    assert code is not None
+    sent = user_code._digests(code)
+    resources = tmp_path / "runtime_resources"
+    unpacked = resources / "working_dir_files" / "package"
+    shutil.copytree(code, unpacked)
+    (unpacked / "__pycache__").mkdir()
+    resources.chmod(0o777)
+    node = SimpleNamespace(get_runtime_env_dir_path=lambda: str(resources))
+    monkeypatch.setattr(user_code.worker, "_global_node", node)
+    monkeypatch.chdir(unpacked)
+    assert node_faults(targets(run), sent) is None
+    assert resources.stat().st_mode & 0o7777 == 0o700
+    assert not (unpacked / "__pycache__").exists()
+    for name in ("travelling_reward.py", "added.py"):
+        before = (unpacked / name).read_bytes() if (unpacked / name).exists() else None
+        (unpacked / name).write_text("import os; os.abort()")
+        assert f"has changed what Ray unpacked in {unpacked}: {name}" in str(node_faults(targets(run), sent))
+        (unpacked / name).unlink() if before is None else (unpacked / name).write_bytes(before)
