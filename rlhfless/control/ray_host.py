@@ -29,7 +29,7 @@ import psutil
 
 from rlhfless.control.delivery import HostAnswer
 from rlhfless.control.settings import environment_of_runs
-from rlhfless.fleet.private_ray import remove
+from rlhfless.fleet.private_ray import FOLDER, remove
 from rlhfless.folders import OTHERS
 
 BEHIND = ("nice", "-n", "5")
@@ -135,7 +135,7 @@ def stop_host(folder: Path, timeout_s: float) -> bool:
     """End the host, and a private Ray with it, and remove what that has left; returns whether the host has ended in
     order, or there was none."""
     ended = _end_host(folder, timeout_s)
-    if folder.is_dir() and (lock := _only_one(folder)) is not None:
+    if (folder / FOLDER).is_dir() and (lock := _only_one(folder)) is not None:
         with lock:
             remove(folder)
     return ended
