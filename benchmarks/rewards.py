@@ -17,9 +17,11 @@ import asyncio
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 from math_verify import parse, verify
@@ -141,7 +143,7 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
     groups = code_groups_of(prompts) if code else groups_of(prompts)
     loop = plain_code_loop if code else plain_loop
     samples = prompts * SAMPLES
-    cluster = await Cluster.start(PlacementSpec())
+    cluster = await Cluster.start(PlacementSpec(), Path(tempfile.mkdtemp()))
     nodes = await cluster.nodes(None)
     placement = place(
         PlacementSpec(devices=1),

@@ -21,7 +21,7 @@ _ENGINE = re.compile(
 )
 """What vLLM 0.32 says of memory when an engine starts (vllm/v1/core/kv_cache_utils.py, vllm/v1/worker)."""
 
-MEND = "`rlhfless plan` shows the phases and the nearest change that fits"
+MEND = "`rlhfless plan`, or `POST /v1/runs:plan`, shows the phases and the nearest change that fits"
 
 Planned = Mapping[str, int]
 """Bytes that the memory plan counts on a device, by phase."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 
 from rlhfless.cli.service import Data, Database
 from rlhfless.control.settings import DATA_FOLDER, ServiceSettings
+from rlhfless.folders import OTHERS
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -136,6 +138,7 @@ def _session(data: str, database: str | None) -> Session:
     from rlhfless.control.database.access import database_of
     from rlhfless.control.database.migrate import migrate
 
+    os.umask(OTHERS)
     found = database_of(ServiceSettings(data=data, database=database))
     migrate(found.engine)
     return Session(found.engine, expire_on_commit=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhfless.cli.options import OptionalSpecFile, Overrides
+from rlhfless.folders import OTHERS, private
 from rlhfless.text import storable
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def run(
     from rlhfless.prepare.preflight import preflight
     from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
 
+    os.umask(OTHERS)
     # The user's own rewards are in the folder in which the command is called.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -53,7 +55,7 @@ def run(
     _require_unicode(folder)
     loaded, _ = on_these_devices(loaded)
     prepared = preflight(loaded)
-    folder.mkdir(parents=True, exist_ok=True)
+    private(folder)
     (folder / SPEC_FILE).write_text(resolved_yaml(loaded), "utf-8")
     _run(loaded, prepared, folder)
 
@@ -100,6 +102,7 @@ def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tu
 
 def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     from rlhfless.cli.report import final_report
+    from rlhfless.fleet import private_ray
     from rlhfless.loop.driver import Driver
     from rlhfless.loop.endings import INTERRUPTED, RunStopped, ending_of, hint, told
     from rlhfless.loop.launch import remove_stores
@@ -115,7 +118,12 @@ def _run(spec: RunSpec, prepared: Prepared, folder: Path) -> None:
     console = Console(spec.logging.console, f"run {run_id}", spec.steps)
     sinks = open_sinks(spec.logging, folder, run_id, console)
     resume = f"rlhfless run --resume {shown(folder)}"
-    stop = OrderlyStop(spec.timeouts.stop_s, console.show, lambda: remove_stores(spec, run_id))
+
+    def remove_left() -> None:
+        remove_stores(spec, run_id)
+        private_ray.remove(folder)
+
+    stop = OrderlyStop(spec.timeouts.stop_s, console.show, remove_left)
     try:
         for warning in prepared.warnings:
             console.show(f"warning: {warning}")

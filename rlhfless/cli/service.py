@@ -13,15 +13,20 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhfless.control.settings import DATA_FOLDER, ServiceSettings, address_of, default_roots
+from rlhfless.control.settings import (
+    DATA_FOLDER,
+    DATABASE_VARIABLE,
+    ServiceSettings,
+    address_of,
+    default_roots,
+    open_data,
+)
+from rlhfless.folders import OTHERS
 
 UP_S = 120.0
 """Longest wait for a service in the background to answer: it opens its database, which another machine may have."""
 
 LOG_FILE = "service.log"
-
-DATABASE_VARIABLE = "RLHFLESS_DATABASE"
-"""The database's URL, which has a password, in place of --database."""
 
 Data = Annotated[str, typer.Option("--data", metavar="DIR", help="Folder with runs, database and logs.")]
 
@@ -101,6 +106,7 @@ def up(
         "retention": {"days": retention_days},
     }
     settings = ServiceSettings.model_validate(values)
+    os.umask(OTHERS)
     if detach:
         _detached(settings)
         return
@@ -125,7 +131,7 @@ def _detached(settings: ServiceSettings) -> None:
     """The same command in the background, in a session of its own; returns when it answers."""
     from rlhfless.spec.errors import UserError
 
-    settings.folder.mkdir(parents=True, exist_ok=True)
+    open_data(settings)
     if (url := address_of(settings)) is not None and _answers(url):
         typer.echo(f"rlhfless is at {url} already (data: {settings.folder})", err=True)
         return
@@ -163,6 +169,7 @@ def down(data: Data = DATA_FOLDER) -> None:
     """Stop the service of a data folder with its runs, in order. They go on at the next `up`."""
     from rlhfless.control.serve import stop_service
 
+    os.umask(OTHERS)
     there = stop_service(ServiceSettings(data=data))
     typer.echo("stopped" if there else f"no service runs for {Path(data).absolute()}", err=True)
 
@@ -172,6 +179,7 @@ def migrate(data: Data = DATA_FOLDER, database: Database = None) -> None:
     from rlhfless.control.database.access import database_of
     from rlhfless.control.database.migrate import migrate as bring_up_to_date
 
+    os.umask(OTHERS)
     found = database_of(ServiceSettings(data=data, database=database))
     bring_up_to_date(found.engine)
     typer.echo(f"the tables of {found.engine.url.render_as_string(hide_password=True)} are up to date", err=True)

@@ -27,8 +27,9 @@ def refusal(driver: int, service: int) -> str:
     """Why a driver and a service of different protocols do not work together, and the mend."""
     return (
         f"the run's driver speaks protocol {driver}, and the service protocol {service}: the images of the Ray cluster "
-        "and of the service are of different versions of rlhfless. What was drawn and learned is kept. Bring both to "
-        "one version (the chart: helm upgrade with ray.takeNewImage=true), then resume the run"
+        "and of the service are of different versions of rlhfless. What was drawn and learned is kept. The "
+        "service's operator brings both to one version (the chart: helm upgrade with ray.takeNewImage=true); then "
+        "resume the run"
     )
 
 

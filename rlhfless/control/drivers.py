@@ -15,6 +15,7 @@ import psutil
 
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, OtherProtocol
 from rlhfless.control.ray_host import BEHIND
+from rlhfless.control.settings import environment_of_runs
 
 ORDER_FILE = "driver.json"
 LOG_FILE = "driver.log"
@@ -100,7 +101,7 @@ class LocalDrivers:
 
 
 def _environment(order: DriverOrder) -> dict[str, str]:
-    environment = dict(os.environ)
+    environment = environment_of_runs()
     if order.one_machine:  # the service's own Ray asks for a token
         environment["RAY_AUTH_MODE"] = "token"
     return environment

@@ -75,7 +75,7 @@ def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
 def _now(session: Session, run: RunRow, now: Now) -> None:
     if Status(run.status) not in DRIVEN:
         return  # the driver has just said that the run has ended
-    if run.status_reason != now.reason and now.reason:
+    if run.status_reason != now.reason and now.reason and run.status != Status.CANCELLING:
         run.status_reason = now.reason
         store.touch(session, run)
     if run.left_s != now.left_s:
@@ -176,9 +176,10 @@ def end(session: Session, run: RunRow, ending: Ending) -> None:
             status, reason = Status.FAILED, f"{reason}, as did {MOST_DEATHS} before it; see the run's logs"
         else:
             reason = f"{reason}; another driver goes on"
-    if status is Status.QUEUED and run.wish != Wish.RUN:
-        status = Status.CANCELLED if run.wish == Wish.CANCEL else Status.PAUSED
-        reason = "cancelled" if run.wish == Wish.CANCEL else f"paused: {ending.reason}"
+    if status in (Status.QUEUED, Status.PAUSED) and run.wish == Wish.CANCEL:
+        status, reason = Status.CANCELLED, "cancelled"
+    elif status is Status.QUEUED and run.wish == Wish.PAUSE:
+        status, reason = Status.PAUSED, f"paused: {ending.reason}"
     if status is Status.PAUSED:
         run.wish = Wish.PAUSE
     if status in FOLLOWING[Status(run.status)]:

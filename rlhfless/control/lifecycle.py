@@ -2,6 +2,7 @@
 
     queued -> validating -> provisioning -> running -> succeeded | failed | cancelled
                                  running -> pausing -> paused -> queued (resumed)
+                    any with a driver -> cancelling -> cancelled
 
 A run waits as `queued` for its turn, as `provisioning` for devices and for its functions to start. `paused` keeps the
 checkpoint and holds no device. A run that gives way to another of higher priority is `queued` again.
@@ -21,6 +22,7 @@ class Status(StrEnum):
     RUNNING = "running"
     PAUSING = "pausing"
     PAUSED = "paused"
+    CANCELLING = "cancelling"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -40,15 +42,14 @@ ENDED = frozenset({Status.SUCCEEDED, Status.FAILED, Status.CANCELLED})
 AT_REST = ENDED | {Status.PAUSED}
 """No driver, no device."""
 
-DRIVEN = frozenset({Status.VALIDATING, Status.PROVISIONING, Status.RUNNING, Status.PAUSING})
+DRIVEN = frozenset({Status.VALIDATING, Status.PROVISIONING, Status.RUNNING, Status.PAUSING, Status.CANCELLING})
 """A driver is at work, or should be."""
 
 FOLLOWING: dict[Status, frozenset[Status]] = {
     Status.QUEUED: frozenset({Status.VALIDATING, Status.PAUSED, Status.CANCELLED, Status.FAILED}),
-    Status.VALIDATING: frozenset({Status.PROVISIONING, Status.PAUSING}) | AT_REST | {Status.QUEUED},
-    Status.PROVISIONING: frozenset({Status.RUNNING, Status.PAUSING, Status.VALIDATING}) | AT_REST | {Status.QUEUED},
-    Status.RUNNING: frozenset({Status.PAUSING, Status.VALIDATING, Status.PROVISIONING}) | AT_REST | {Status.QUEUED},
-    Status.PAUSING: frozenset({Status.VALIDATING, Status.PROVISIONING, Status.RUNNING}) | AT_REST | {Status.QUEUED},
+    **{status: (DRIVEN - {status}) | AT_REST | {Status.QUEUED} for status in DRIVEN},
+    Status.VALIDATING: (DRIVEN - {Status.VALIDATING, Status.RUNNING}) | AT_REST | {Status.QUEUED},
+    Status.CANCELLING: ENDED,
     Status.PAUSED: frozenset({Status.QUEUED, Status.CANCELLED}),
     Status.SUCCEEDED: frozenset(),
     Status.FAILED: frozenset(),
@@ -69,8 +70,8 @@ def asked(status: Status, wanted: Wish, wish: Wish) -> tuple[Status, Wish]:
     if wish is Wish.CANCEL:
         if status in ENDED - {Status.CANCELLED}:
             raise NotPossible(f"the run has {_ended(status)}; there is nothing left to cancel")
-        return (status, wish) if status in DRIVEN else (Status.CANCELLED, wish)
-    if wanted is Wish.CANCEL:
+        return (Status.CANCELLING if status in DRIVEN else Status.CANCELLED), wish
+    if wanted is Wish.CANCEL or status is Status.CANCELLING:
         raise NotPossible("the run is cancelled; start a new one, from its newest checkpoint if it should go on there")
     if status in ENDED:
         raise NotPossible(f"the run has {_ended(status)}; start a new one")

@@ -28,6 +28,9 @@ import httpx
 import psutil
 
 from rlhfless.control.delivery import HostAnswer
+from rlhfless.control.settings import environment_of_runs
+from rlhfless.fleet.private_ray import FOLDER, remove
+from rlhfless.folders import OTHERS
 
 BEHIND = ("nice", "-n", "5")
 """Runs leave the machine's cores to the service for the milliseconds that an answer takes, and lose nothing by it: all
@@ -124,11 +127,21 @@ class HostKeeper:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env=environment_of_runs(),
             )
 
 
 def stop_host(folder: Path, timeout_s: float) -> bool:
-    """End the host, and a private Ray with it; returns whether it is gone."""
+    """End the host, and a private Ray with it, and remove what that has left; returns whether the host has ended in
+    order, or there was none."""
+    ended = _end_host(folder, timeout_s)
+    if (folder / FOLDER).is_dir() and (lock := _only_one(folder)) is not None:
+        with lock:
+            remove(folder)
+    return ended
+
+
+def _end_host(folder: Path, timeout_s: float) -> bool:
     found = read_ray(folder / RAY_FILE)
     if found is None:
         return True
@@ -148,8 +161,9 @@ class NotWanted(Exception):
     """The service has another host."""
 
 
-async def host(ray_address: str | None, say: Callable[[RayNow], Awaitable[None]]) -> None:
-    """Start or join Ray, and say what is there until SIGTERM, until Ray has ended, or until `say` raises."""
+async def host(ray_address: str | None, folder: Path, say: Callable[[RayNow], Awaitable[None]]) -> None:
+    """Start or join Ray, and say what is there until SIGTERM, until Ray has ended, or until `say` raises. The files of
+    a private Ray are in `folder`."""
     from rlhfless.fleet.cluster import Cluster
     from rlhfless.scaling.prices import load_price_book
     from rlhfless.spec import PlacementSpec
@@ -158,7 +172,7 @@ async def host(ray_address: str | None, say: Callable[[RayNow], Awaitable[None]]
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     spec = PlacementSpec(ray_address=ray_address)
-    cluster = await Cluster.start(spec, load_price_book(None).kinds)
+    cluster = await Cluster.start(spec, folder, load_price_book(None).kinds)
     try:
         while not stop.is_set() and not cluster.lost:
             await say(await _seen(cluster, ray_address))
@@ -191,7 +205,7 @@ async def write_for_ever(folder: Path, ray_address: str | None) -> None:
         new.replace(folder / RAY_FILE)
 
     try:
-        await host(ray_address, write)
+        await host(ray_address, folder, write)
     finally:
         (folder / RAY_FILE).unlink(missing_ok=True)
 
@@ -217,7 +231,7 @@ async def tell_for_ever(service_url: str, token: str) -> None:
 
     async with client:
         with contextlib.suppress(NotWanted):
-            await host("auto", tell)
+            await host("auto", Path(), tell)
 
 
 def _only_one(folder: Path) -> IO[str] | None:
@@ -233,6 +247,7 @@ def _only_one(folder: Path) -> IO[str] | None:
 
 def main() -> None:
     """See the module."""
+    os.umask(OTHERS)
     if sys.argv[1] == "--tell":
         asyncio.run(tell_for_ever(sys.argv[2], os.environ[HOST_TOKEN]))
         return

@@ -51,7 +51,7 @@ def not_shared(folder: Path, what: str) -> str:
     """Why a run cannot work, and the mend. `what`: which side does not see what."""
     return (
         f"the folder of the run, {folder}, must be one folder for the service and the Ray cluster, because journal, "
-        f"outbox and checkpoints outlive both: {what}. Mount one volume at {folder.parent} on both sides, writable by "
-        "both (the chart: the claim of volumes.runs, whose accessMode must be ReadWriteMany where the pods are on "
-        "several nodes)"
+        f"outbox and checkpoints outlive both: {what}. The service's operator mounts one volume at "
+        f"{folder.parent} on both sides, writable by both (the chart: the claim of "
+        "volumes.runs, whose accessMode must be ReadWriteMany where the pods are on several nodes)"
     )

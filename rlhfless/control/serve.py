@@ -44,11 +44,11 @@ async def serve(settings: ServiceSettings, say: Callable[[str], None], drivers: 
     """Serve until a signal; unless other drivers are given, they are jobs of the cluster if that is elsewhere, and
     otherwise processes of this machine.
 
-    Raises DataInUse, SecondService, NewerDatabase, NotSafe, or InputError if the port is taken.
+    Raises DataInUse, NotPrivate, SecondService, NewerDatabase, NotSafe, or InputError if the port is taken.
     """
     come_first()
     asyncio.get_running_loop().set_default_executor(workers())
-    with lock_data(settings.folder):
+    with lock_data(settings):
         database = await asyncio.to_thread(open_database, settings)
         try:
             await asyncio.to_thread(require_safe, settings, database)

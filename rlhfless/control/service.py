@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import IO, Any
 
 from rlhfless.control.bus import Bus
@@ -25,7 +24,7 @@ from rlhfless.control.pods import PodWatch, lister
 from rlhfless.control.ray_host import RAY_FILE, STALE_S, RayNow, read_ray
 from rlhfless.control.retention import sweep_for_ever
 from rlhfless.control.security.keys import Keys
-from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
+from rlhfless.control.settings import SERVICE_FILE, ServiceSettings, open_data
 from rlhfless.control.supervisor import Supervisor
 from rlhfless.functions.loopback import is_loopback
 from rlhfless.spec.errors import UserError
@@ -118,9 +117,9 @@ def open_database(settings: ServiceSettings) -> Database:
     return database
 
 
-def lock_data(folder: Path) -> IO[str]:
-    """Lock a data folder for as long as the file is open. Raises DataInUse."""
-    folder.mkdir(parents=True, exist_ok=True)
+def lock_data(settings: ServiceSettings) -> IO[str]:
+    """Lock the data folder for as long as the file is open. Raises DataInUse or NotPrivate."""
+    folder = open_data(settings)
     file = (folder / LOCK_FILE).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

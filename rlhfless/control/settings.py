@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 from pydantic import Field
 
+from rlhfless.folders import OTHERS, NotPrivate, private, require_safe_place
 from rlhfless.spec.base import SpecModel
 
 DATA_FOLDER = "rlhfless-data"
+DATABASE_FILE = "service.sqlite"
 SERVICE_FILE = "service.json"
 """Where the service of a data folder answers: its drivers and the command line find it there."""
+
+
+DATABASE_VARIABLE = "RLHFLESS_DATABASE"
+"""The database's URL, which has a password, in place of --database."""
+
+SECRETS = (DATABASE_VARIABLE, "PGPASSWORD", "PGPASSFILE", "RLHFLESS_API_KEY")
+"""Variables of the service alone."""
+
+
+def environment_of_runs() -> dict[str, str]:
+    """The environment for what the service starts: drivers, and its Ray with all that runs there."""
+    return {name: value for name, value in os.environ.items() if name not in SECRETS}
 
 
 class LimitsOfRequests(SpecModel):
@@ -90,6 +105,28 @@ class ServiceSettings(SpecModel):
     def runs(self) -> Path:
         """The folder that has a folder per run."""
         return self.folder / "runs"
+
+
+OF_A_SERVICE = frozenset({DATABASE_FILE, SERVICE_FILE, "service.lock", "service.log", "ray.json", "runs"})
+"""What is in the data folder of a service, also of one that ran before data folders were for their user alone."""
+
+
+def open_data(settings: ServiceSettings) -> Path:
+    """The data folder, made if it is missing, for its user alone. Raises NotPrivate if it cannot be, or is no folder of
+    a service, whose mode is left as it is."""
+    folder = settings.folder
+    require_safe_place(folder)
+    if folder.is_dir():
+        found, there = folder.stat(), set(os.listdir(folder))
+        if found.st_mode & OTHERS and there - {"lost+found"} and not there & OF_A_SERVICE:
+            raise NotPrivate(
+                f"{folder} cannot be the data folder: other users can enter it (mode "
+                f"{stat.S_IMODE(found.st_mode):04o}), and it has other files; name a folder of its own with --data, or "
+                f"`chmod 700 {folder}`"
+            )
+        if os.path.ismount(folder) and found.st_uid != os.getuid():
+            return folder  # a volume, such as a pod's: who can reach it is up to what mounts it
+    return private(folder)
 
 
 def announced(data: str | Path) -> dict[str, Any] | None:

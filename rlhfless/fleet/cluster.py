@@ -25,7 +25,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from rlhfless.fleet import ray_session
+from rlhfless.fleet import private_ray, ray_session
 from rlhfless.fleet.causes import innermost
 from rlhfless.fleet.each_node import on_node
 from rlhfless.fleet.nodes import NODE_LABEL, ambiguous, nodes_of
@@ -65,8 +65,10 @@ class FleetError(RuntimeError):
 class Cluster:
     """A running Ray with Serve: made by `await Cluster.start(...)`, ended by `await stop()`."""
 
-    def __init__(self, private: bool = False) -> None:
-        self.private = private
+    def __init__(self, private_in: Path | None = None) -> None:
+        """`private_in`: the folder that has the files of a private Ray; None: the cluster was joined."""
+        self._private_in = private_in
+        self.private = private_in is not None
         """The cluster ends with this run."""
         self._kinds: Collection[str] = ()
         self._memory_bytes: dict[str, int] = {}
@@ -75,30 +77,33 @@ class Cluster:
         self._reading = asyncio.Lock()
 
     @classmethod
-    async def start(cls, spec: PlacementSpec, kinds: Collection[str] = (), code: Path | None = None) -> Cluster:
-        """Start a private Ray on this machine, or join the one at `spec.ray_address`, with the user's code if it is to
-        travel (rlhfless.fleet.user_code). `kinds` are the device kinds that the price book has.
+    async def start(
+        cls, spec: PlacementSpec, folder: Path, kinds: Collection[str] = (), code: Path | None = None
+    ) -> Cluster:
+        """Start a private Ray on this machine, whose files are in `folder`, or join the one at `spec.ray_address`, with
+        the user's code if it is to travel (rlhfless.fleet.user_code). `kinds` are the device kinds that the price book
+        has.
 
         Raises NoCluster if there is no cluster at that address, or if it would be joined
-        over a network without a token.
+        over a network without a token; NotPrivate if other users could change a private Ray's files.
         """
         if spec.ray_address:
             ray_session.require_token(spec, os.environ)
             await ray_session.reach(spec.ray_address)
-        cluster = await ray_session.started(lambda: cls._start(spec, code), spec.ray_address)
+        cluster = await ray_session.started(lambda: cls._start(spec, folder, code), spec.ray_address, folder)
         cluster._kinds = kinds
         return cluster
 
     @classmethod
-    def _start(cls, spec: PlacementSpec, code: Path | None) -> Cluster:
+    def _start(cls, spec: PlacementSpec, folder: Path, code: Path | None) -> Cluster:
         if spec.ray_address:
             ray_session.join(spec.ray_address, code)
         else:
-            ray_session.start_private(cores=len(os.sched_getaffinity(0)))
+            ray_session.start_private(private_ray.make(folder), cores=len(os.sched_getaffinity(0)))
         _make_router_configs_one_at_a_time()
         # No replica is reached by HTTP, so no proxy is started.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
-        return cls(private=not spec.ray_address)
+        return cls(None if spec.ray_address else folder)
 
     @property
     def lost(self) -> bool:
@@ -187,9 +192,11 @@ class Cluster:
         await asyncio.gather(*(asyncio.to_thread(serve.delete, name) for name in names))
 
     async def stop(self) -> None:
-        """Leave the cluster; a private one ends, with every process it started."""
+        """Leave the cluster; a private one ends, with every process it started and every file."""
         # A private Ray ends as a whole, with Serve; in a joined cluster other runs use Serve too.
         await asyncio.to_thread(ray_session.end)
+        if self._private_in is not None:
+            await asyncio.to_thread(private_ray.remove, self._private_in)
 
 
 def _gpu_memory_bytes(node: str) -> int | None:

@@ -29,6 +29,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, OutOfMemoryError, RayActorError
 
+from rlhfless.folders import private
 from rlhfless.functions.lease import Lease, LeaseTerms
 
 NAMESPACE = "rlhfless"
@@ -110,13 +111,8 @@ def _in_order(local_id: str) -> tuple[int, str]:
 
 
 def core_folder() -> Path:
-    """The folder of this user's core locks, for the user alone. Raises PermissionError if it belongs to another."""
-    folder = Path(tempfile.gettempdir()) / f"rlhfless-cores-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
-        raise PermissionError(f"{folder} belongs to another user; remove it")
-    return folder
+    """The folder of this user's core locks, for the user alone. Raises NotPrivate if it belongs to another."""
+    return private(Path(tempfile.gettempdir()) / f"rlhfless-cores-{os.getuid()}")
 
 
 def lock_cores(wanted: int, cores: Collection[int], folder: Path) -> list[tuple[int, int]]:

@@ -29,6 +29,8 @@ from typing import Any, TypeVar
 import ray
 from ray._private import ray_constants, worker
 
+from rlhfless.fleet.private_ray import FOLDER, remove
+from rlhfless.folders import private
 from rlhfless.functions.loopback import is_loopback
 from rlhfless.spec import PlacementSpec
 from rlhfless.spec.errors import UserError
@@ -63,8 +65,9 @@ class NoRay(RuntimeError):
     """Something called Ray before the run's Ray was there, or after it had ended."""
 
 
-async def started(start: Callable[[], T], address: str | None) -> T:
+async def started(start: Callable[[], T], address: str | None, folder: Path) -> T:
     """Run `start`, which begins a session, in a thread of its own; returns what it returns.
+    `folder` has the private Ray's files, if there is no address.
 
     Raises NoCluster after START_S; the thread, in which Ray may go on trying, is abandoned. If the start of a private
     Ray is cancelled, it is waited for and the Ray is ended: a start cannot be stopped half-way.
@@ -87,16 +90,20 @@ async def started(start: Callable[[], T], address: str | None) -> T:
         await asyncio.wait_for(done.wait(), START_S)
     except TimeoutError:
         where = f"at placement.ray_address {address!r} to let this run in" if address else "to start on this machine"
-        raise NoCluster(f"waited {START_S:.0f} s for Ray {where}; see the logs in /tmp/ray") from None
+        logs = "" if address else f"; see the logs in {folder / FOLDER}"
+        raise NoCluster(f"waited {START_S:.0f} s for Ray {where}{logs}") from None
     except asyncio.CancelledError:
         if not address:
             await asyncio.wait_for(done.wait(), START_S)
             await asyncio.to_thread(end)
+            await asyncio.to_thread(remove, folder)
         raise
     if isinstance(found[0], ConnectionError):
         raise NoCluster(f"no Ray cluster at placement.ray_address {address!r}: {found[0]}") from found[0]
     if type(found[0]) is Exception:  # Ray's own, where one of its processes is not up in time
-        raise NoCluster(f"Ray did not start: {found[0]} See the logs in /tmp/ray, and start again.") from found[0]
+        raise NoCluster(
+            f"Ray did not start: {found[0]} See the logs in {folder / FOLDER}, and start again."
+        ) from found[0]
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
@@ -140,10 +147,12 @@ def join(address: str, code: Path | None = None) -> None:
     _after_start()
 
 
-def start_private(cores: int) -> None:
-    """Start a Ray on this machine that other machines cannot reach, and other users cannot use. It has `cores` CPU
-    cores, and the GPUs that it finds."""
+def start_private(folder: Path, cores: int) -> None:
+    """Start a Ray on this machine that other machines cannot reach, and other users cannot use. Its files are in
+    `folder` (rlhfless.fleet.private_ray). It has `cores` CPU cores, and the GPUs that it finds."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # By default a folder below /tmp with a name that others can guess, and it holds code.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     # Ray runs its workers at niceness 15; here the workers are the run itself, so they get the normal priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Without the variable Ray asks for a token; "disabled" may be inherited from the environment of another cluster.
@@ -151,7 +160,8 @@ def start_private(cores: int) -> None:
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         private_token(Path.home())
     with _own_handler(), _known_by_loopback():
-        _init(address="local", include_dashboard=False, num_cpus=cores, **_QUIET)
+        _init(address="local", include_dashboard=False, num_cpus=cores, _temp_dir=str(folder), **_QUIET)
+    private(folder)  # Ray has given all users the right to write there
     _after_start()
 
 

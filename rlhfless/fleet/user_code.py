@@ -7,24 +7,29 @@ A module that is installed (in an image, say) is imported from there.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.machinery
 import importlib.util
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
+from ray._private import worker
 
 from rlhfless.fleet.each_node import on_each_node
+from rlhfless.folders import NotPrivate, private
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import UserError
 from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.imports import TargetError, load_target
 from rlhfless.spec.rewards import PythonRewardSpec
 
-SUFFIXES = frozenset({".py", ".json", ".toml", ".txt", ".yaml", ".yml"})
-"""Modules, and small files that modules read. Models and data sets do not travel this way."""
+SUFFIX = ".py"
+"""Modules alone: what else lies beside them may be data, models or secrets."""
 
 MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 2_000, 32 << 20, 1 << 20
 """Bounds on what travels: Ray keeps it in its control store, and unpacks it once on each node."""
@@ -59,7 +64,9 @@ def _targets(value: object) -> Iterator[str]:
 
 
 def gathered(spec: RunSpec, run_folder: Path) -> Path | None:
-    """A folder in the run's with the modules that the spec names and what lies beside them; None if all are installed.
+    """A folder in the run's, for its user alone, with the modules that the spec names and those beside them.
+
+    None if all are installed.
 
     Raises CodeNotThere if it is too much.
     """
@@ -68,21 +75,50 @@ def gathered(spec: RunSpec, run_folder: Path) -> Path | None:
         return None
     code = run_folder / "code"
     shutil.rmtree(code, ignore_errors=True)
+    private(code)
     left = [MOST_FILES, MOST_BYTES]
     for folder in sorted(folders):
         _copy(folder, code, left)
     return code
 
 
-def check_on_nodes(spec: RunSpec) -> None:
-    """Every node can import what the spec names. Raises CodeNotThere, with the node."""
-    faults = on_each_node(import_faults, targets(spec), timeout_s=IMPORT_S)
+def check_on_nodes(spec: RunSpec, code: Path | None) -> None:
+    """Every node can import what the spec names, and has what was sent to it (`code`). Raises CodeNotThere, with the
+    node."""
+    digests = {} if code is None else _digests(code)
+    faults = on_each_node(node_faults, targets(spec), digests, timeout_s=IMPORT_S)
     for node, fault in faults.items():
         if fault is not None:
             raise CodeNotThere(
                 f"node {node}: {fault}. What a spec's own modules import must lie beside them, or be installed on all "
                 "nodes"
             )
+
+
+def node_faults(paths: Sequence[str], digests: Mapping[str, str]) -> str | None:
+    """To be called on a node, in the folder where Ray has unpacked the modules: what is wrong there.
+
+    Ray lets all users write there. From here on its user alone can; what another has changed before is found.
+    """
+    if digests:
+        ray_node: Any = worker._global_node
+        try:
+            private(Path(ray_node.get_runtime_env_dir_path()))
+        except NotPrivate as error:
+            return str(error)
+        for cache in Path.cwd().rglob("__pycache__"):
+            shutil.rmtree(cache, ignore_errors=True)  # a run beside this one may have begun to fill it again
+        changed = [name for name, digest in _digests(Path.cwd()).items() if digests.get(name) != digest]
+        if changed:
+            return f"another process has changed what Ray unpacked in {Path.cwd()}: {', '.join(sorted(changed))}"
+    return import_faults(paths)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Of all that Python could import, by the path below the folder."""
+    kinds = tuple(importlib.machinery.all_suffixes())
+    files = [file for file in folder.rglob("*") if file.name.endswith(kinds) and file.parent.name != "__pycache__"]
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def import_faults(paths: Sequence[str]) -> str | None:
@@ -117,7 +153,7 @@ def _copy(folder: Path, into: Path, left: list[int]) -> None:
         ]
         for name in names:
             file, target = Path(here, name), into / Path(here).relative_to(folder) / name
-            if file.suffix not in SUFFIXES or target.exists() or file.stat().st_size > MOST_FILE_BYTES:
+            if file.suffix != SUFFIX or target.exists() or file.stat().st_size > MOST_FILE_BYTES:
                 continue
             left[0], left[1] = left[0] - 1, left[1] - file.stat().st_size
             if min(left) < 0:
@@ -126,4 +162,4 @@ def _copy(folder: Path, into: Path, left: list[int]) -> None:
                     f"{MOST_BYTES >> 20} MiB of code. Move the modules to a folder of their own, or install them"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(file, target)
+            shutil.copyfile(file, target)

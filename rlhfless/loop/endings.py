@@ -104,13 +104,16 @@ def ending_of(error: BaseException) -> Ending:
     return UNEXPECTED
 
 
-def told(error: Exception, folder: Path) -> str:
-    """The message that the user gets for an error."""
+IN_TERMINAL = "Run it again with --debug for the traceback."
+
+
+def told(error: Exception, folder: Path, traceback: str = IN_TERMINAL) -> str:
+    """The message that the user gets for an error. `traceback` says where that of an unexpected one is."""
     ending = ending_of(error)
     if ending is DISK_FULL and isinstance(error, OSError):
         return f"the disk is full: {error.filename or folder} could not be written"
     if ending is UNEXPECTED:
-        return f"unexpected {type(error).__name__}: {error}\nRun it again with --debug for the traceback."
+        return f"unexpected {type(error).__name__}: {error}\n{traceback}"
     if isinstance(error, UserError | WeightCheckFailed):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -83,9 +83,9 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
         code = gathered(session.spec, session.folder) if joined else None
         prices = load_price_book(session.spec.scaling.prices)
         with session.console.waiting("starting Ray"):
-            cluster = await Cluster.start(session.spec.placement, prices.kinds, code)
+            cluster = await Cluster.start(session.spec.placement, session.folder, prices.kinds, code)
         try:
-            await _reach_nodes(session)
+            await _reach_nodes(session, code)
             if joined:
                 session = await _settled(session, cluster)
             # Opened here, because the trace keeps the spec as the devices have settled it.
@@ -96,12 +96,12 @@ async def open_session(session: Session) -> AsyncIterator[tuple[Run, int]]:
             await to_the_end(cluster.stop())
 
 
-async def _reach_nodes(session: Session) -> None:
+async def _reach_nodes(session: Session, code: Path | None) -> None:
     """Bring code and models to the nodes that are there. Raises CodeNotThere, ModelNotThere."""
     spec = session.spec
     if spec.placement.ray_address and targets(spec):
         with session.console.waiting("importing your modules on every node"):
-            await asyncio.to_thread(check_on_nodes, spec)
+            await asyncio.to_thread(check_on_nodes, spec, code)
     if models := hub_models(spec):
         with session.console.waiting(f"fetching {', '.join(models)} on every node"):
             await asyncio.to_thread(fetch_on_nodes, models, spec.timeouts.download_s)

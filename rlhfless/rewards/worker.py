@@ -27,8 +27,8 @@ def main() -> None:
     processes.die_with(int(sys.argv[2]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)  # not for processes that rewards start
-    os.dup2(2, 1)  # output of rewards goes to the log, and must not make them fail
-    tolerant(sys.stdout)
+    tolerant(sys.stdout)  # output of rewards goes to the log, and must not make them fail
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with suppress(EOFError):
         verifiers = _make(channel, processes.receive(channel))
         while verifiers is not None:

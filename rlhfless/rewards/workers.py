@@ -24,6 +24,7 @@ from typing import Any
 from rlhfless import processes
 from rlhfless.rewards.messages import Broken, End, Ready, Task
 from rlhfless.rewards.protocol import Begin, Done, Failed, Report, RewardError, Sample, pieces
+from rlhfless.rewards.surroundings import Output, environment_of_rewards
 from rlhfless.rewards.tasks import all_of
 from rlhfless.rewards.verifiers import VerifierSpec
 
@@ -132,6 +133,8 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
+        self._at_work = self._specs[0].label
+        self._output = Output(lambda: self._at_work)
         self.whole: tuple[bool, ...] = ()
         """Per reward, whether it needs all samples in one task."""
 
@@ -167,6 +170,7 @@ class _Worker:
     async def run(self, reward: int, samples: Sequence[Sample], indices: tuple[int, ...], report: Report) -> None:
         """Report samples as they are done. Raises WorkerLost, or RewardError if it cannot be started."""
         await self.ensure()
+        self._at_work = self._specs[reward].label
         begun: tuple[int, ...] = ()
         limit_s = FIRST_WORD_S
         try:
@@ -213,11 +217,16 @@ class _Worker:
             command = [sys.executable, "-P", "-m", "rlhfless.rewards.worker", str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=environment_of_rewards(os.environ)
+                | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        assert self._process.stdout is not None
+        self._output.follow(self._process.stdout)
         return ours
 
     def _send(self, message: Any) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from uuid import uuid4
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rlhfless.folders import private
 from rlhfless.records import WeightVersion
 from rlhfless.weights.digest import dtype_name, tensor_bytes
 from rlhfless.weights.errors import WeightFileError
@@ -48,10 +48,6 @@ _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
 }
 _HEADER_ALIGNMENT_BYTES = 64  # a cache line: mapped tensors then start aligned for every dtype
-
-
-PRIVATE_MODE = 0o700
-"""For the owner only: weights may be secret, and a process that can write them controls the actors' weights."""
 
 
 def file_name(version: WeightVersion) -> str:
@@ -137,13 +133,6 @@ def _header(layout: Layout, metadata: Mapping[str, str]) -> tuple[bytes, int]:
     return len(encoded).to_bytes(8, "little") + encoded, size_bytes
 
 
-def make_private(folder: Path) -> None:
-    """Make a folder that only its owner can list, read or write, whatever the umask."""
-    folder.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
-    if stat.S_IMODE(folder.stat().st_mode) != PRIVATE_MODE:
-        folder.chmod(PRIVATE_MODE)
-
-
 @dataclass(slots=True)
 class Draft:
     """A file that is being written."""
@@ -156,7 +145,7 @@ class Draft:
 @contextmanager
 def replacing(folder: Path, path: Path | None = None) -> Iterator[Draft]:
     """Gives a temporary file in `folder` to fill; it takes the draft's `path` there if the block succeeds."""
-    make_private(folder)
+    private(folder)  # weights may be secret, and a process that can write them controls the actors' weights
     temporary = folder / (TEMPORARY_PREFIX + uuid4().hex)
     draft: Draft | None = None
     try:

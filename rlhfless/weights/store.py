@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from rlhfless.folders import private
 from rlhfless.records import WeightVersion
 from rlhfless.weights.digest import Digest, digest_of
 from rlhfless.weights.errors import WeightFileError
@@ -28,7 +29,6 @@ from rlhfless.weights.files import (
     TEMPORARY_PREFIX,
     TensorStream,
     file_name,
-    make_private,
     read_file,
     replacing,
     version_of,
@@ -89,7 +89,7 @@ class FolderStore:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        make_private(self.folder)
+        private(self.folder)
 
     def path(self, version: WeightVersion) -> Path:
         """Where the version is, or would be."""

@@ -39,6 +39,29 @@ def test_a_secret_is_a_key_until_another_one_takes_its_name(tmp_path: Path, monk
         assert (status(first), status(second)) == (401, 200)
 
 
+def test_the_last_key_that_is_revoked_does_not_open_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "KEPT_S", 0.0)
+    there_is_ray(tmp_path)
+    settings = ServiceSettings(data=str(tmp_path))
+    with served(settings, NoDrivers()) as (client, _):
+        assert client.get("/v1/runs").status_code == 200, "no key was ever made"
+        secret = "d" * 43
+        put(tmp_path, secret)
+        authorized = {"Authorization": f"Bearer {secret}"}
+        assert (client.get("/v1/runs").status_code, client.get("/v1/runs", headers=authorized).status_code) == (
+            401,
+            200,
+        )
+        assert CliRunner().invoke(app, ["keys", "revoke", "installed", "--data", str(tmp_path)]).exit_code == 0
+        refused = client.get("/v1/runs")
+        assert (refused.status_code, client.get("/v1/runs", headers=authorized).status_code) == (401, 401)
+        assert refused.json()["error"]["message"].endswith("with a key from its operator")
+    with served(settings, NoDrivers()) as (client, _):
+        assert client.get("/v1/runs").status_code == 401, "nor does a new start"
+
+
 def test_a_secret_that_could_be_guessed_is_refused(tmp_path: Path) -> None:
     code, said = put(tmp_path, "short")
     assert code == 2

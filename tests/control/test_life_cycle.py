@@ -19,7 +19,9 @@ from rlhfless.control.lifecycle import AT_REST, DRIVEN, ENDED, FOLLOWING, NotPos
         ("paused", "pause", "pause", ("paused", "pause")),
         ("paused", "pause", "cancel", ("cancelled", "cancel")),
         ("running", "run", "run", ("running", "run")),
-        ("running", "run", "cancel", ("running", "cancel")),
+        ("running", "run", "cancel", ("cancelling", "cancel")),
+        ("pausing", "pause", "cancel", ("cancelling", "cancel")),
+        ("cancelling", "cancel", "cancel", ("cancelling", "cancel")),
         ("cancelled", "cancel", "cancel", ("cancelled", "cancel")),
     ],
 )
@@ -33,7 +35,7 @@ def test_what_is_asked_for(status: str, wanted: str, wish: str, expected: tuple[
         ("succeeded", "run", "cancel", "has succeeded"),
         ("failed", "run", "pause", "has failed"),
         ("cancelled", "cancel", "run", "is cancelled"),
-        ("running", "cancel", "pause", "is cancelled"),
+        ("cancelling", "cancel", "pause", "is cancelled"),
     ],
 )
 def test_what_is_not_possible(status: str, wanted: str, wish: str, message: str) -> None:

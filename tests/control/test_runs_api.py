@@ -64,7 +64,7 @@ def test_lists_go_page_by_page_newest_first_and_are_filtered(client: httpx.Clien
     client.post(f"/v1/runs/{made[0]}/cancel")
     cancelled = client.get("/v1/runs", params={"status": "cancelled"}).json()["data"]
     assert made[0] in {run["id"] for run in cancelled} | {
-        run["id"] for run in client.get("/v1/runs").json()["data"] if run["status"] == "validating"
+        run["id"] for run in client.get("/v1/runs").json()["data"] if run["status"] == "cancelling"
     }
     assert client.get("/v1/runs", params={"after": "no-such"}).status_code == 404
     assert client.get("/v1/runs", params={"limit": 0}).status_code == 422
@@ -119,8 +119,11 @@ def test_pause_resume_and_cancel_are_idempotent_and_reach_the_driver(client: htt
     assert client.post(f"/v1/runs/{run}/resume", json={"steps": 3}).status_code == 422
     second = Pushes(client, drivers.orders[1])
     second.seq = push.seq
-    client.post(f"/v1/runs/{run}/cancel")
-    assert second().json()["wish"] == "cancel"
+    assert [client.post(f"/v1/runs/{run}/cancel").json()["status"] for _ in range(2)] == ["cancelling"] * 2
+    assert second(("status", {"status": "running", "reason": ""}), reason="step 1").json()["wish"] == "cancel"
+    told = client.get(f"/v1/runs/{run}").json()
+    assert (told["status"], told["status_reason"].partition(";")[0]) == ("cancelling", "cancelled")
+    assert client.post(f"/v1/runs/{run}/pause").status_code == 409
     second(("ended", {"status": "cancelled", "reason": "cancelled", "error": None, "retry": False}))
     assert [client.post(f"/v1/runs/{run}/cancel").json()["status"] for _ in range(2)] == ["cancelled"] * 2
     assert client.post(f"/v1/runs/{run}/resume").status_code == 409

@@ -60,11 +60,11 @@ def test_a_run_is_made_shown_steered_and_deleted(cli: Cli, spec: str, client: ht
     assert (run["object"], run["steps"]) == ("run", 3)
     assert run["id"] in cli("create", spec, "--set", "steps=3", "--idempotency-key", "one").stdout
     until(lambda: drivers.orders)
-    for words, status in ((["pause"], "pausing"), (["resume"], "validating"), (["cancel"], None)):
+    for words, status in ((["pause"], "pausing"), (["resume"], "validating"), (["cancel"], "cancelling")):
         for _ in range(2):
             found = parsed(cli(*words, run["id"], "--json"))
-            assert status in (None, found["status"]) or status == "validating"
-    assert "told to cancel" in cli("events", run["id"]).stdout
+            assert found["status"] == status or status == "validating"
+    assert "cancelled; its driver stops in order" in cli("events", run["id"]).stdout
     end(client, drivers, "cancelled")
     assert parsed(cli("show", "last", "--json"))["status"] == "cancelled"
     assert [one["id"] for one in parsed(cli("list", "--json", "--label", "team=a"))["data"]] == [run["id"]]

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from standing import RUN, SAMPLE, NoDrivers, Pushes, until
 
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, PushAnswer
+from rlhfless.control.driver import main as driver
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import ORDER_FILE, read_order, write_order
 from rlhfless.control.ray_host import RAY_FILE, read_ray
+from rlhfless.fleet.ray_session import NoCluster
 
 REPLICA = {
     "function": "generation", "replica": "g-0", "state": "serving", "since": 1.0, "weights": "v3",
@@ -128,6 +131,33 @@ def test_a_driver_that_does_not_know_the_spec_says_so(tmp_path: Path) -> None:
     (said,) = undelivered(tmp_path, 0)
     assert (said.kind, said.data["status"], said.data["error"]["code"]) == ("ended", "paused", "other_version")
     assert "of_a_newer_version" in said.data["reason"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "reason"),
+    [
+        (KeyError("x"), "failed", "unexpected KeyError: 'x'\nThe traceback is in the run's logs."),
+        (
+            NoCluster("no Ray cluster answers; start it there (`ray start --head`)"),
+            "queued",
+            "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can mend that",
+        ),
+    ],
+)
+def test_a_user_of_the_api_is_not_asked_for_what_only_an_operator_can_do(
+    fault: Exception, status: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def preflight(_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(driver, "preflight", preflight)
+    monkeypatch.setattr(driver, "DELIVER_S", 0.0)
+    write_order(tmp_path, DriverOrder.model_validate(order_of()))
+    assert drive(tmp_path) == ENDED
+    said = undelivered(tmp_path, 0)[-1]
+    assert (said.kind, said.data["status"], said.data["reason"]) == ("ended", status, reason)
+    assert said.data["error"]["message"] == reason
+    assert f"{type(fault).__name__}: " in (tmp_path / "run.log").read_text()
 
 
 def test_the_host_of_a_newer_version_is_read(tmp_path: Path) -> None:

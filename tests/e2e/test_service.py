@@ -80,6 +80,8 @@ def up(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     service.start()
     yield service
     subprocess.run([COMMAND, "down", "--data", str(service.data)], check=True, timeout=200)
+    assert not [path for path in (service.data, *service.data.rglob("*")) if path.stat().st_mode & 0o077]
+    assert not (service.data / "ray").exists()
     left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(service.data) in str(p.info["cmdline"])]
     assert left == []
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhfless.fleet.holders import core_folder, lock_cores
+from rlhfless.folders import NotPrivate
 from rlhfless.functions.base import DeviceBinding
 
 
@@ -43,9 +44,9 @@ def test_the_folder_is_for_the_user_alone(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     folder = core_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
-    folder.rmdir()
-    folder.symlink_to(tmp_path)
-    with pytest.raises(PermissionError, match="remove it"):
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    folder.rename(tmp_path / "rlhfless-cores-12345")
+    with pytest.raises(NotPrivate, match="remove it"):
         core_folder()
 
 

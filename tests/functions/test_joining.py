@@ -21,47 +21,54 @@ from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.spec import PlacementSpec
 
 
-async def test_an_address_where_nothing_listens_is_named() -> None:
+async def test_an_address_where_nothing_listens_is_named(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         with pytest.raises(NoCluster, match=f"no Ray cluster answers at placement.ray_address '{address}'"):
-            await Cluster.start(PlacementSpec(ray_address=address))
+            await Cluster.start(PlacementSpec(ray_address=address), tmp_path)
 
 
 @pytest.mark.parametrize("address", ["auto", "ray://head:10001"])
-async def test_other_forms_of_addresses_are_left_to_ray(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_forms_of_addresses_are_left_to_ray(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Cluster, "_start", starts(fails_with=ConnectionError("could not find any running Ray")))
     with pytest.raises(NoCluster, match=f"no Ray cluster at placement.ray_address '{address}': could not find"):
-        await Cluster.start(PlacementSpec(ray_address=address))
+        await Cluster.start(PlacementSpec(ray_address=address), tmp_path)
 
 
-async def test_a_listener_that_is_no_ray_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_listener_that_is_no_ray_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_session, "START_S", 0.05)
     never = threading.Event()
     monkeypatch.setattr(Cluster, "_start", starts(waits_for=never))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(NoCluster, match=rf"waited 0 s for Ray at placement.ray_address '{address}' to let this"):
-            await Cluster.start(PlacementSpec(ray_address=address))
+            await Cluster.start(PlacementSpec(ray_address=address), tmp_path)
     never.set()
 
 
-async def test_a_ray_that_is_not_up_in_time_is_no_fault_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ray_that_is_not_up_in_time_is_no_fault_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray raises a bare Exception, and has no setting for how long it waits."""
     monkeypatch.setattr(Cluster, "_start", starts(fails_with=Exception("The current node timed out during startup.")))
-    with pytest.raises(NoCluster, match=r"Ray did not start: The current node timed out .* start again"):
-        await Cluster.start(PlacementSpec())
+    with pytest.raises(
+        NoCluster,
+        match=rf"Ray did not start: The current node timed out .* See the logs in {tmp_path}/ray, and start again",
+    ):
+        await Cluster.start(PlacementSpec(), tmp_path)
 
 
-async def test_what_else_goes_wrong_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_else_goes_wrong_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cluster, "_start", starts(fails_with=PermissionError("/tmp/ray")))
     with pytest.raises(PermissionError, match="/tmp/ray"):
-        await Cluster.start(PlacementSpec())
+        await Cluster.start(PlacementSpec(), tmp_path)
 
 
 def starts(*, fails_with: Exception | None = None, waits_for: threading.Event | None = None) -> Callable[..., Cluster]:
-    def start(_: PlacementSpec, __: Path | None = None) -> Cluster:
+    def start(_: PlacementSpec, __: Path, ___: Path | None = None) -> Cluster:
         if waits_for is not None:
             waits_for.wait(10)
         raise fails_with or PermissionError("nothing hears this")
@@ -71,11 +78,11 @@ def starts(*, fails_with: Exception | None = None, waits_for: threading.Event | 
 
 @pytest.mark.parametrize("address", ["10.1.2.3:6379", "head.example:6379", "ray://head:10001", "auto"])
 async def test_a_cluster_on_the_network_is_not_joined_without_a_token(
-    address: str, monkeypatch: pytest.MonkeyPatch
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(NoCluster) as refused:
-        await Cluster.start(PlacementSpec(ray_address=address))
+        await Cluster.start(PlacementSpec(ray_address=address), tmp_path)
     text = str(refused.value)
     assert text.startswith(f"RAY_AUTH_MODE is 'disabled', and placement.ray_address '{address}' is not on loopback")
     assert "Set RAY_AUTH_MODE=token" in text
@@ -98,18 +105,21 @@ def test_others_are(address: str, mode: str, trusted: bool) -> None:
     ray_session.require_token(spec, {"RAY_AUTH_MODE": mode})
 
 
-async def test_a_private_start_that_is_called_off_is_waited_for_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_private_start_that_is_called_off_is_waited_for_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended: list[str] = []
     up = threading.Event()
 
-    def start(_: PlacementSpec, __: Path | None = None) -> Cluster:
+    def start(_: PlacementSpec, __: Path, ___: Path | None = None) -> Cluster:
         up.wait(10)
         ended.append("started")
         raise PermissionError("nothing hears this")
 
     monkeypatch.setattr(Cluster, "_start", start)
     monkeypatch.setattr(ray_session, "end", lambda: ended.append("ended"))
-    starting = asyncio.create_task(Cluster.start(PlacementSpec()))
+    (tmp_path / "ray" / "session").mkdir(parents=True)
+    starting = asyncio.create_task(Cluster.start(PlacementSpec(), tmp_path))
     await asyncio.sleep(0.05)
     starting.cancel()
     await asyncio.sleep(0.05)
@@ -118,6 +128,7 @@ async def test_a_private_start_that_is_called_off_is_waited_for_and_ended(monkey
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert ended == ["started", "ended"]
+    assert not (tmp_path / "ray").exists()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlhfless.fleet import user_code
-from rlhfless.fleet.user_code import CodeNotThere, gathered, import_faults, targets
+from rlhfless.fleet.user_code import CodeNotThere, gathered, import_faults, node_faults, targets
 from rlhfless.spec import RunSpec
 
 
@@ -21,12 +23,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     (folder / "travelling_package" / "__init__.py").write_text("")
     (folder / "travelling_package" / "words.py").write_text("SCORE = 0.5")
-    (folder / "travelling_package" / "table.json").write_text("{}")
+    for name in ("travelling_package/table.json", "secrets.yaml", "prompts.txt", "model.pt"):
+        (folder / name).write_text("{}")
     for name in (".git/config.json", "venv/lib/site.py", "__pycache__/x.py", "model/model.safetensors"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("x")
     (folder / "venv" / "pyvenv.cfg").write_text("")
-    (folder / "large.json").write_bytes(b" " * (user_code.MOST_FILE_BYTES + 1))
+    (folder / "large.py").write_bytes(b" " * (user_code.MOST_FILE_BYTES + 1))
     monkeypatch.syspath_prepend(folder)
     return folder
 
@@ -43,9 +46,9 @@ def test_the_modules_travel_with_what_lies_beside_them(folder: Path, tmp_path: P
     assert targets(run) == ("travelling_package.words:SCORE.real", "travelling_reward:score")
     code = gathered(run, tmp_path / "run")
     assert code is not None
+    assert code.stat().st_mode & 0o7777 == 0o700
     assert sorted(str(file.relative_to(code)) for file in code.rglob("*") if file.is_file()) == [
         "travelling_package/__init__.py",
-        "travelling_package/table.json",
         "travelling_package/words.py",
         "travelling_reward.py",
     ]
@@ -65,3 +68,28 @@ def test_too_much_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_what_a_node_cannot_import_is_said(folder: Path) -> None:
     assert import_faults(["travelling_reward:score"]) is None
     assert "there is no module 'not_there'" in str(import_faults(["travelling_reward:score", "not_there:score"]))
+
+
+def test_what_another_user_has_changed_on_a_node_is_not_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = spec("travelling_reward:score")
+    code = gathered(run, tmp_path / "run")
+    assert code is not None
+    sent = user_code._digests(code)
+    resources = tmp_path / "runtime_resources"
+    unpacked = resources / "working_dir_files" / "package"
+    shutil.copytree(code, unpacked)
+    (unpacked / "__pycache__").mkdir()
+    resources.chmod(0o777)
+    node = SimpleNamespace(get_runtime_env_dir_path=lambda: str(resources))
+    monkeypatch.setattr(user_code.worker, "_global_node", node)
+    monkeypatch.chdir(unpacked)
+    assert node_faults(targets(run), sent) is None
+    assert resources.stat().st_mode & 0o7777 == 0o700
+    assert not (unpacked / "__pycache__").exists()
+    for name in ("travelling_reward.py", "added.py"):
+        before = (unpacked / name).read_bytes() if (unpacked / name).exists() else None
+        (unpacked / name).write_text("import os; os.abort()")
+        assert f"has changed what Ray unpacked in {unpacked}: {name}" in str(node_faults(targets(run), sent))
+        (unpacked / name).unlink() if before is None else (unpacked / name).write_bytes(before)

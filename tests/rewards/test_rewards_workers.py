@@ -9,7 +9,7 @@ import sys
 import pytest
 from reward_samples import samples_of
 
-from rlhfless.rewards import RewardError, Rewards
+from rlhfless.rewards import RewardError, Rewards, surroundings
 from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, ScoringSpec
 
 NAUGHTY = """
@@ -43,8 +43,8 @@ BAD = {
 }
 
 
-def spec(name, function, **options):
-    return PythonRewardSpec(type="python", name="mine", target=f"{name}:{function}", timeout_s=0.5, **options)
+def spec(name, function, timeout_s=0.5, **options):
+    return PythonRewardSpec(type="python", name="mine", target=f"{name}:{function}", timeout_s=timeout_s, **options)
 
 
 def alive(pid):
@@ -156,3 +156,55 @@ async def test_a_parent_that_is_killed_takes_busy_workers_along(module, tmp_path
     parent.send_signal(signal.SIGKILL)
     parent.wait(10)
     await gone(worker)
+
+
+CHATTY = """
+import os, subprocess, sys
+def score(response):
+    print("a line of stdout")
+    print("a line of stderr", file=sys.stderr)
+    subprocess.run("yes | head -c 20000000", shell=True)
+    return 1
+def environment(response):
+    return response in os.environ
+"""
+
+
+async def test_what_a_reward_prints_is_named_and_has_an_end(module, scored, capfd):
+    (score,) = await scored([spec(module(CHATTY), "score", timeout_s=60)], samples_of("x"))
+    assert score.parts == {"mine": 1.0}
+    printed = ""
+    async with asyncio.timeout(30):
+        while "left out" not in printed:
+            printed += capfd.readouterr().err
+            await asyncio.sleep(0.02)
+    lines = printed.splitlines()
+    assert lines[:2] == ["[reward mine] a line of stdout", "[reward mine] a line of stderr"]
+    assert lines[2] == "[reward mine] y"
+    assert lines[-1] == "[reward mine] has printed more than 256 KiB; what it prints after this is left out"
+
+
+async def test_the_limit_of_what_is_printed_holds_over_all_processes_of_a_worker(module, capfd, monkeypatch):
+    monkeypatch.setattr(surroundings, "PRINTED_KIB", 1)
+    source = "import os\ndef score(response):\n    print('y' * 700)\n    os._exit(3)"
+    rewards = Rewards([spec(module(source), "score")], ScoringSpec(workers=1))
+    await rewards.score(samples_of("a", "b", "c", "d"))
+    rewards.close()
+    printed = ""
+    async with asyncio.timeout(30):
+        while "left out" not in printed:
+            printed += capfd.readouterr().err
+            await asyncio.sleep(0.02)
+    assert printed.count("yyy" * 200) == 2
+    assert printed.count("has printed more than 1 KiB") == 1
+
+
+async def test_a_reward_has_no_variable_that_it_does_not_need(module, scored, monkeypatch):
+    kept = {"HOME": "/home/x", "LC_ALL": "C.UTF-8", "HF_HOME": "/cache", "RLHFLESS_REWARD_KEY": "for it", "TZ": "UTC"}
+    secrets = ("RLHFLESS_DATABASE", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN", "WANDB_API_KEY", "ANYTHING")
+    for name, value in (kept | dict.fromkeys(secrets, "secret")).items():
+        monkeypatch.setenv(name, value)
+    names = [*kept, "PATH", *secrets]
+    scores = await scored([spec(module(CHATTY), "environment")], samples_of(*names))
+    found = {name: score.parts["mine"] == 1 for name, score in zip(names, scores, strict=True)}
+    assert found == dict.fromkeys([*kept, "PATH"], True) | dict.fromkeys(secrets, False)

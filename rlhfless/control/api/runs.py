@@ -254,10 +254,12 @@ async def _ask(
             before(session)
         if row.wish != wanted:
             row.wish, row.wished_at = wanted, time.time()
-            if status == row.status and wanted is Wish.CANCEL:
-                store.add_event(session, row, "message", "told to cancel")
         if status != row.status:
-            reason = {Status.PAUSING: "pausing after this step", Status.QUEUED: "waiting for its turn again"}
+            reason = {
+                Status.PAUSING: "pausing after this step",
+                Status.QUEUED: "waiting for its turn again",
+                Status.CANCELLING: "cancelled; its driver stops in order, and gives its devices back",
+            }
             store.set_status(session, row, status, reason.get(status, words[wish]))
         return run_object(row)
 

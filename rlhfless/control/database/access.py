@@ -22,7 +22,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
 
 from rlhfless.control.promptness import come_first
-from rlhfless.control.settings import ServiceSettings
+from rlhfless.control.settings import DATABASE_FILE, ServiceSettings, open_data
 from rlhfless.spec.errors import InputError, Problem, UserError
 
 T = TypeVar("T")
@@ -184,9 +184,9 @@ def _is_away(error: DBAPIError | PoolTimeout) -> bool:
 
 
 def database_of(settings: ServiceSettings) -> Database:
-    """The database of a service's settings: SQLite in the data folder, unless they name another. Raises InputError."""
-    settings.folder.mkdir(parents=True, exist_ok=True)
-    return Database(settings.database or f"sqlite:///{settings.folder / 'service.sqlite'}")
+    """The database of a service's settings: SQLite in the data folder, unless they name another. Raises InputError or
+    NotPrivate."""
+    return Database(settings.database or f"sqlite:///{open_data(settings) / DATABASE_FILE}")
 
 
 def _engine(url: str) -> Engine:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from rlhfless.control.driver.main import drive
+from rlhfless.folders import OTHERS
 
 if __name__ == "__main__":
+    os.umask(OTHERS)
     sys.exit(drive(Path(sys.argv[1])))

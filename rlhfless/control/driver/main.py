@@ -189,7 +189,7 @@ class _Attempt:
         return Ending(status=Status.SUCCEEDED, reason=reason)
 
     def _ended_by(self, error: Exception, spec: RunSpec) -> Ending:
-        text = told(error, self._folder)
+        text = RAY_AWAY if isinstance(error, NoCluster) else told(error, self._folder, IN_LOGS)
         if isinstance(error, RunPaused):
             return _paused(error, spec)
         ending = ending_of(error)
@@ -207,6 +207,11 @@ class _Attempt:
             return Ending(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
         return Ending(status=Status.FAILED, reason=text, error=what)
 
+
+IN_LOGS = "The traceback is in the run's logs."
+
+RAY_AWAY = "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can mend that"
+"""Of a cluster that the user of the API has not chosen, and cannot start."""
 
 CODES = {
     TO_MEND: "invalid",

@@ -41,7 +41,7 @@ export function runView(root, id, firstTab) {
     return [
       ["queued", "validating", "provisioning", "running"].includes(run.status) && button("Pause", () => act("pause")),
       ["paused", "pausing"].includes(run.status) && button("Resume", () => act("resume"), "primary"),
-      !ENDED.includes(run.status) && button("Cancel", () => act("cancel", cancel), "danger"),
+      ![...ENDED, "cancelling"].includes(run.status) && button("Cancel", () => act("cancel", cancel), "danger"),
       ENDED.includes(run.status) && button("Delete", remove, "danger"),
     ];
   }

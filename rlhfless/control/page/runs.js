@@ -7,7 +7,7 @@ import { ago, DASH, dateTime, duration, number, usd } from "./format.js";
 const PER_PAGE = 50;
 const GROUPS = {
   all: [],
-  active: ["queued", "validating", "provisioning", "running", "pausing"],
+  active: ["queued", "validating", "provisioning", "running", "pausing", "cancelling"],
   paused: ["paused"],
   ended: ["succeeded", "failed", "cancelled"],
 };

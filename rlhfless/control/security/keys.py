@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import KeyRow
@@ -20,20 +19,24 @@ class Keys:
     """Reads the table of keys now and then."""
 
     def __init__(self, database: Database, *, required: bool) -> None:
-        """`required`: ask for a key even when there is none any more, because others reach the service."""
+        """`required`: ask for a key even when none was ever made, because others reach the service."""
         self._database = database
         self._required = required
         self._known: dict[str, Caller] = {}
+        self._any_was_made = False
         self._read_s = 0.0
 
     @property
     def asked_for(self) -> bool:
-        """Whether requests need a key, as far as is known."""
-        return self._required or bool(self._known)
+        """Whether requests need a key, as far as is known. Once one was made they do: to revoke the last key must not
+        open the service to all."""
+        return self._required or self._any_was_made
 
     async def read(self) -> None:
         """Read the table. Raises Unavailable."""
-        self._known = await self._database.read(_known)
+        rows = await self._database.read(lambda session: list(session.scalars(select(KeyRow))))
+        self._any_was_made = bool(rows)
+        self._known = {row.hash: Caller(row.id, frozenset(row.scopes)) for row in rows if row.revoked_at is None}
         self._read_s = time.monotonic()
 
     async def caller(self, authorization: str | None) -> Caller:
@@ -46,11 +49,6 @@ class Keys:
         found = self._known.get(hashed(secret.strip())) if scheme.lower() == "bearer" else None
         if found is None:
             what = "it does not know this API key, or it was revoked" if secret else "this service asks for an API key"
-            message = f"{what}: send `Authorization: Bearer rlk_...` (rlhfless keys create)"
+            message = f"{what}: send `Authorization: Bearer rlk_...`, with a key from its operator"
             raise ApiError(401, "unauthorized", message)
         return found
-
-
-def _known(session: Session) -> dict[str, Caller]:
-    rows = session.scalars(select(KeyRow).where(KeyRow.revoked_at.is_(None)))
-    return {row.hash: Caller(row.id, frozenset(row.scopes)) for row in rows}

@@ -14,15 +14,12 @@ from urllib.parse import unquote
 
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.records.checkpoints import CHECKPOINTS_FOLDER
+from rlhfless.rewards.surroundings import OWN_PREFIX
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import shown
 from rlhfless.spec.imports import IMPORT_PATH
 from rlhfless.spec.locations import NOT_HERE, is_path, shadowed
-
-TOKEN_PREFIX = "RLHFLESS_REWARD_"
-"""Environment variables that a reward may send as its token begin so: a spec must not be able to send any other secret
-of the machine to a host of its choice."""
 
 FILES = (
     "model.path",
@@ -129,8 +126,9 @@ def _other_problems(values: Mapping[str, Any], settings: ServiceSettings) -> Ite
         if value and not settings.engine_extra:
             yield Problem(place, f"{shown(value)}: this service passes no unchecked arguments to vLLM", "leave it out")
     for place, value in _at(values, ["rewards", "*", "token_env"]):
-        if value and not value.startswith(TOKEN_PREFIX):
-            yield Problem(place, f"{value!r} may not be sent", f"name a variable that begins with {TOKEN_PREFIX}")
+        # A spec must not be able to send any other secret of the machine to a host of its choice.
+        if value and not value.startswith(OWN_PREFIX):
+            yield Problem(place, f"{value!r} may not be sent", f"name a variable that begins with {OWN_PREFIX}")
 
 
 def _no_name(value: str, hub: bool) -> str:

@@ -1,0 +1,81 @@
+"""The folder of a private Ray: its sockets, its logs, and the code that it unpacks for its workers.
+
+Ray gives all users the right to write into its folders (0777, not sticky), by default below /tmp: a user of the machine
+could put other code there, which the next worker runs as this user. So they lie in a folder that this user alone can
+enter, in the data folder of a service or in the folder of a run.
+
+    ray/session/            what Ray calls its temporary folder
+    ray/short -> /tmp/...   only where the path is too long for sockets: a new folder of this user, with a link `r` to
+                            ray/session, by which Ray knows it
+
+This module does not import Ray: a service removes what its private Ray has left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from rlhfless.folders import NotPrivate, private, require_safe_place
+
+FOLDER = "ray"
+
+SOCKET_BYTES = 103 if sys.platform == "darwin" else 107
+"""Longest path of a socket (sun_path of sys/un.h)."""
+
+LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""Below Ray's temporary folder; the last number is a process id."""
+
+GONE_S = 5.0
+"""Longest wait until processes that have been killed write into the folder no more."""
+
+
+def make(owner: Path) -> Path:
+    """A new folder for a private Ray in `owner`, which belongs to this user; returns the path that Ray is given as its
+    temporary folder. What an earlier Ray has left is removed. Raises NotPrivate."""
+    require_safe_place(owner / FOLDER)
+    remove(owner)
+    home = private(owner / FOLDER)
+    session = private(home / "session").absolute()
+    if _fits(session):
+        return session
+    short = next(_short_folders(), None)
+    if short is None:
+        raise NotPrivate(
+            f"the path {session} is too long for Ray's sockets, and there is no temporary folder with a short path "
+            "that can be written; give the data folder or the run's folder a path of at most "
+            f"{SOCKET_BYTES - len(LONGEST_SOCKET) - 1 - len(f'/{FOLDER}/session')} bytes"
+        )
+    (home / "short").symlink_to(short)
+    (short / "r").symlink_to(session)
+    return short / "r"
+
+
+def _short_folders() -> Iterator[Path]:
+    for place in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
+        if _fits(Path(place) / "rlhfless-12345678" / "r"):
+            with suppress(OSError, NotPrivate):
+                require_safe_place(Path(place) / "any")
+                yield Path(tempfile.mkdtemp(prefix="rlhfless-", dir=place))  # new, of this user, 0700
+
+
+def _fits(folder: Path) -> bool:
+    return len(os.fsencode(folder / LONGEST_SOCKET)) <= SOCKET_BYTES
+
+
+def remove(owner: Path) -> None:
+    """Remove the private Ray's folder in `owner`, if there is one; its processes have ended, or are about to."""
+    home, end_s = owner / FOLDER, time.monotonic() + GONE_S
+    with suppress(OSError):
+        if home.lstat().st_uid != os.getuid():
+            return
+        shutil.rmtree(os.readlink(home / "short"), ignore_errors=True)
+    while home.exists() and time.monotonic() < end_s:
+        shutil.rmtree(home, ignore_errors=True)
+        time.sleep(0.05)

@@ -1,0 +1,52 @@
+"""Folders that one user alone can enter: made so, corrected, or refused.
+
+A folder with a name that another user can guess, below a folder that all users may write to, may be the other user's:
+what is in it is not trusted before its owner is checked.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from rlhfless.spec.errors import UserError
+
+PRIVATE = 0o700
+
+OTHERS = 0o077
+"""The rights of the group and of all others; as an umask, what is made has none of them."""
+
+
+class NotPrivate(UserError):
+    """A folder belongs to another user, or another user could put other content in its place."""
+
+
+def private(folder: Path) -> Path:
+    """The folder, made if it is missing, with mode 0700, whatever the umask. Raises NotPrivate if it, or the link that
+    leads to it, is another user's."""
+    folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    for found, what in ((folder.lstat(), "it"), (folder.stat(), "what it leads to")):
+        is_link = stat.S_ISLNK(found.st_mode)
+        if found.st_uid not in ({os.getuid(), 0} if is_link else {os.getuid()}):
+            raise NotPrivate(
+                f"{folder} cannot be used: {what} belongs to another user (uid {found.st_uid}); remove it, or name "
+                "another folder"
+            )
+    if stat.S_IMODE(folder.stat().st_mode) != PRIVATE:
+        folder.chmod(PRIVATE)
+    return folder
+
+
+def require_safe_place(folder: Path) -> None:
+    """Raises NotPrivate if a user other than the owners of the folders above could move it away, and put another in
+    its place: a folder above it is writable for all users, and is not sticky as /tmp is."""
+    path = folder.absolute()
+    above_it = {each.resolve() for each in (*path.parents, *path.resolve().parents) if each.exists()}
+    for above in sorted(above_it):
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise NotPrivate(
+                f"{folder} cannot be used: any user can replace what is in {above} (mode "
+                f"{stat.S_IMODE(mode):04o}); `chmod o-w {above}`, or name another folder"
+            )
