@@ -83,6 +83,12 @@ def replay_table(again: Replay) -> RenderableType:
         "above: predicted / measured seconds. of the mean: the median error of always predicting the mean of the "
         "fitted steps."
     )
+    faults = [str(step.step) for step in again.steps if step.done_again]
+    if faults:
+        legend += (
+            f" Steps {', '.join(faults)} were done again after a fault: measured is their last try, and the errors and "
+            "means leave them out."
+        )
     title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}")
     last: tuple[RenderableType, ...] = (f"cost of these steps  {cost}", *prompts, Text(legend, style="dim"))
     return Group(title, "", steps, "", over_all, "", *last)
