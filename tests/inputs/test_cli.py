@@ -13,7 +13,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from rlhfless.cli import main
+from rlhfless.cli import main, service
 from rlhfless.prepare import preflight
 from rlhfless.spec.errors import UserError
 
@@ -276,3 +276,36 @@ def test_devices_that_are_none(sized, devices, message):
     result = invoke("plan", sized, "--devices", devices)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "what"),
+    [
+        ("mine.rewards", None),
+        ("numpy.linalg", None),
+        ("mien", "there is no package 'mien'"),
+        ("mine.others", "there is no package 'mine.others'"),
+        ("mine.rewards.deeper", "there is no package 'mine.rewards.deeper'"),
+        ("mine/rewards.py", "is not the name of a package"),
+        ("mine.rewards:score", "is not the name of a package"),
+        ("", "is not the name of a package"),
+    ],
+)
+def test_code_that_is_not_there_is_refused_when_the_service_starts(tmp_path, monkeypatch, package, what):
+    """Nothing is imported, and a service elsewhere has packages of its own."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "mine" / "rewards.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(service, "_detached", started.append)
+    result = invoke("up", "--detach", "--code", package)
+    if what is None:
+        assert [settings.code for settings in started] == [(package,)], result.output
+    else:
+        assert result.exit_code == 2
+        assert "--code" in result.output
+        assert what in " ".join(result.output.replace("│", " ").split())
+        assert not started
+    if package == "mien":
+        assert invoke("up", "--detach", "--code", package, "--ray-address", "http://head:8265").exit_code == 0
