@@ -14,8 +14,10 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from rlhfless.cli import main, service
+from rlhfless.control.compute.planning import planned
 from rlhfless.prepare import preflight
 from rlhfless.spec.errors import UserError
+from rlhfless.spec.load import load_spec
 
 
 @pytest.fixture
@@ -247,6 +249,23 @@ def test_a_plan_that_fits(sized):
     assert "nearest change" not in result.stdout
     found = json.loads(invoke("plan", sized, "--devices", "2xh100", "--json").stdout)
     assert (found["fits"], found["device"], found["nearest_change"]) == (True, {"kind": "h100", "count": 2}, None)
+
+
+def test_a_plan_shows_time_and_cost_as_the_service_does_and_no_line_twice(sized):
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+    (sized.parent / "sized" / "config.json").write_text(json.dumps(QWEN_05B | small))
+    asked = [sized, "--devices", "2xcpu-core"]
+    found = json.loads(invoke("plan", *asked, "--json").stdout)
+    spec = load_spec(sized).model_dump(mode="json")
+    service_plan = planned({"spec": spec, "there": {"cpu-core": 2}, "alone": True})
+    assert found["predicted"] == service_plan["chosen"]["predicted"]
+    assert found["lengths"] == service_plan["lengths"]
+    text = invoke("plan", *asked).stdout
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"{found['predicted']['step_s']:,.2f}" in text
+    assert "response lengths: assumed: a median of" in " ".join(lines)
+    for phase in ("generate", "learn", "publish"):
+        assert sum(f" {phase} " in f" {line} " for line in lines) == 1, text
 
 
 def test_a_plan_that_does_not_fit_names_the_nearest_change(sized):
