@@ -35,7 +35,8 @@ def calibrate(folders: Sequence[Path], out: Path) -> None:
 def replay(folder: Path, policy: str | None, latency: Path | None) -> None:
     """Prints predicted and measured seconds; with a policy, the seconds that it would have taken."""
     folder = trace_folder(folder)
-    trace = read_trace(folder)
+    trace = read_trace(folder, tokens=False)
+    typer.echo(f"replaying {len(trace.steps)} steps of {trace.meta.run_id}", err=True)
     chosen = None if policy is None else (policy, _policy(policy, trace))
     again = simulate_again(trace, read_runtime(folder), load_latency(latency) if latency else None, chosen)
     Console(highlight=False).print(replay_table(again))
