@@ -1,9 +1,11 @@
-"""`rlhfless plan`: the memory of a run on given devices, before anything is started."""
+"""`rlhfless plan`: memory, time and cost of a run on given devices, before anything is started."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,23 +32,37 @@ def plan(
         str | None,
         typer.Option("--devices", metavar="NxKIND", help="Such as 8xh100; by default this machine's."),
     ] = None,
+    lengths_of: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Take response lengths and latencies of this recorded run."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Memory per device and phase: what fits, the largest micro-batch and KV cache, the nearest change that fits."""
+    """Memory per device and phase, the nearest change that fits, and the time and cost of the run.
+
+    `rlhfless runs plan` asks a service, and compares other devices.
+    """
+    from rlhfless.control.compute.planning import planned_on
     from rlhfless.prepare.memory.assumed import local_devices, parsed_devices, question_of
     from rlhfless.prepare.memory.changes import nearest_change
     from rlhfless.prepare.memory.settled import plan_problems
+    from rlhfless.records.traces import read_trace, trace_folder
     from rlhfless.spec.load import load_spec
 
     loaded = load_spec(spec, overrides or ())
+    trace = None if lengths_of is None else read_trace(trace_folder(lengths_of), tokens=False)
     asked = question_of(loaded, *(parsed_devices(devices) if devices is not None else local_devices(loaded)))
     found = asked.plan()
     problems = plan_problems(asked, found)
     change = None if found.fits else nearest_change(asked)
     if as_json:
-        typer.echo(json.dumps(_as_json(asked, found, problems, change), indent=2))
+        row, lengths = planned_on(asked, trace)
+        cost = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
+        typer.echo(json.dumps(_as_json(asked, found, problems, change) | cost, indent=2))
     else:
         _show(asked, found, problems, change)
+        if not problems:
+            _show_cost(*planned_on(asked, trace), "" if trace else "; --lengths-of takes them from a recorded run")
     if problems:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -79,15 +95,16 @@ def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change:
     table.add_column("GiB", justify="right")
     for device in found.devices:
         name = f"{device.count} x {device.kind}"
-        for part in device.functions:
+        for part, ranks in Counter(device.functions).items():
+            function = str(part.function) if ranks == 1 else f"{ranks} x {part.function}"
             for phase in part.phases:
                 largest = phase is part.largest
                 parts = ", ".join(f"{p.name} {p.size_bytes / GIB:.1f}" for p in phase.parts if p.size_bytes)
                 size = f"{phase.size_bytes / GIB:.1f}"
                 table.add_row(
-                    name, part.function, phase.name, parts if largest else "", size, style="" if largest else "dim"
+                    name, function, phase.name, parts if largest else "", size, style="" if largest else "dim"
                 )
-                name = ""
+                name = function = ""
         state = "fits in" if device.fits else "[red]does not fit in[/red]"
         table.add_row("", f"{state} {device.memory_bytes / GIB:.1f}", "", "", f"{device.size_bytes / GIB:.1f}")
     console.print(table)
@@ -109,3 +126,16 @@ def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change:
             "no one or two changes that are known here make it fit. The states of the learner are "
             f"{16 * asked.shape.parameters / GIB:.1f} GiB, which its ranks share: see docs/sizing.md"
         )
+
+
+def _show_cost(row: dict[str, Any], lengths: str, hint: str) -> None:
+    """Time and cost, as the service's plan has them."""
+    from rich.console import Console
+
+    from rlhfless.cli.runs_tables import devices_table
+    from rlhfless.control.objects import PlannedDevices
+
+    console = Console(highlight=False)
+    console.print()
+    console.print(devices_table([PlannedDevices.model_validate(row)]))
+    console.print(f"response lengths: {lengths}{hint}")

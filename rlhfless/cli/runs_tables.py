@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfless.control.objects import PlanObject, RunObject, UsageObject
+from rlhfless.control.objects import PlannedDevices, PlanObject, RunObject, UsageObject
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.report import FunctionRow, functions_table
 from rlhfless.text import legible
@@ -56,10 +56,17 @@ def run_lines(run: RunObject) -> RenderableType:
 
 def plan_lines(plan: PlanObject) -> RenderableType:
     """The run's own devices first, then others, and what would make a better answer."""
+    parts: list[RenderableType] = [devices_table([plan.chosen, *plan.alternatives])]
+    parts.append(Text(f"\nresponse lengths: {plan.lengths}"))
+    return Group(*parts, *(Text(f"missing: {legible(text)}") for text in plan.missing))
+
+
+def devices_table(rows: Sequence[PlannedDevices]) -> Table:
+    """Time and cost of a run, by devices, each with its band."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("devices", "placement", "step", "run", "band", "cost", "band", ""):
         table.add_column(name, justify="left" if name in ("devices", "placement", "") else "right")
-    for row in (plan.chosen, *plan.alternatives):
+    for row in rows:
         cells, found = [f"{row.count} x {row.kind}", row.placement], row.predicted
         if found is None:
             why = row.reason or row.nearest_change or next(iter(row.problems), "")
@@ -68,8 +75,7 @@ def plan_lines(plan: PlanObject) -> RenderableType:
         cells += [f"{decimal(found.step_s, 2)} s", clock(found.wall_s)]
         cells += [f"{clock(found.wall_low_s)} to {clock(found.wall_high_s)}", money(found.cost_usd)]
         table.add_row(*cells, f"{money(found.cost_low_usd)} to {money(found.cost_high_usd)}")
-    parts: list[RenderableType] = [table, Text(f"\nresponse lengths: {plan.lengths}")]
-    return Group(*parts, *(Text(f"missing: {legible(text)}") for text in plan.missing))
+    return table
 
 
 def usage_table(usage: UsageObject) -> RenderableType:

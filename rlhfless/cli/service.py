@@ -107,6 +107,7 @@ def up(
     }
     settings = ServiceSettings.model_validate(values)
     os.umask(OTHERS)
+    _require_code(settings)
     if detach:
         _detached(settings)
         return
@@ -125,6 +126,24 @@ def _capacity(text: str) -> tuple[str, int]:
     if not kind or not count.isdecimal():
         raise typer.BadParameter(f"{text!r} is not of the form KIND=N, such as h100=64", param_hint="--capacity")
     return kind, int(count)
+
+
+def _require_code(settings: ServiceSettings) -> None:
+    """A package of --code that is not there would fail every run that names it. Drivers in a Ray cluster elsewhere have
+    their own packages, so there only the form of the names is checked."""
+    from rlhfless.spec.imports import is_there
+
+    for name in settings.code:
+        what = ""
+        if not all(part.isidentifier() for part in name.split(".")):
+            what = f"{name!r} is not the name of a package, such as `mine` for mine.rewards:score"
+        elif not settings.elsewhere and not is_there(name):
+            what = (
+                f"there is no package {name!r}, installed or in {os.getcwd()}; "
+                "start from its folder, or add that to PYTHONPATH"
+            )
+        if what:
+            raise typer.BadParameter(what, param_hint="--code")
 
 
 def _detached(settings: ServiceSettings) -> None:

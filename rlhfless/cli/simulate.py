@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from rlhfless.sim.experiment.compare import Comparison
-    from rlhfless.sim.scenarios import Scenario
-
 
 PIPED_COLUMNS = 160
 """Width of the tables in a pipe or a file: all columns with the longest labels of policies."""
@@ -73,7 +68,9 @@ def _some(given: list[Path], what: str) -> list[Path]:
 def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, jobs: int, step: int | None) -> None:
     from rich.console import Console
 
+    from rlhfless.cli.simulate_progress import shown
     from rlhfless.cli.simulate_table import comparison_table
+    from rlhfless.sim.experiment.compare import compare
     from rlhfless.sim.report import write_report
     from rlhfless.sim.scenarios import load_scenario
 
@@ -82,7 +79,9 @@ def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, job
         scenario = scenario.model_copy(update={"seeds": seeds})
     if step is not None and step > scenario.steps:
         raise typer.BadParameter(f"--step is {step}; the scenario has steps 1 to {scenario.steps}")
-    comparison = _run(scenario, policies.split(",") if policies else None, jobs)
+    labels = policies.split(",") if policies else [entry.shown for entry in scenario.policies]
+    with shown(scenario, len(labels), jobs) as progress:
+        comparison = compare(scenario, labels, jobs, progress)
     console = Console(highlight=False)
     if not console.is_terminal:  # rich takes a pipe for 80 columns, and would cut the last ones
         console.width = max(console.width, PIPED_COLUMNS)
@@ -90,18 +89,3 @@ def _compare(path: Path, policies: str | None, seeds: int | None, out: Path, job
     folder = out / scenario.name
     write_report(comparison, folder, step)
     console.print(f"\n{folder / 'report.html'}", soft_wrap=True)
-
-
-def _run(scenario: Scenario, policies: list[str] | None, jobs: int) -> Comparison:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from rlhfless.sim.experiment.compare import compare
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(scenario.name, total=None)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        return compare(scenario, policies, jobs, show)

@@ -35,7 +35,8 @@ def calibrate(folders: Sequence[Path], out: Path) -> None:
 def replay(folder: Path, policy: str | None, latency: Path | None) -> None:
     """Prints predicted and measured seconds; with a policy, the seconds that it would have taken."""
     folder = trace_folder(folder)
-    trace = read_trace(folder)
+    trace = read_trace(folder, tokens=False)
+    typer.echo(f"replaying {len(trace.steps)} steps of {trace.meta.run_id}", err=True)
     chosen = None if policy is None else (policy, _policy(policy, trace))
     again = simulate_again(trace, read_runtime(folder), load_latency(latency) if latency else None, chosen)
     Console(highlight=False).print(replay_table(again))
@@ -83,6 +84,12 @@ def replay_table(again: Replay) -> RenderableType:
         "above: predicted / measured seconds. of the mean: the median error of always predicting the mean of the "
         "fitted steps."
     )
+    faults = [str(step.step) for step in again.steps if step.done_again]
+    if faults:
+        legend += (
+            f" Steps {', '.join(faults)} were done again after a fault: measured is their last try, and the errors and "
+            "means leave them out."
+        )
     title = Text.assemble((again.run_id, "bold"), f"  {again.policy}; fitted to {again.fitted_to}")
     last: tuple[RenderableType, ...] = (f"cost of these steps  {cost}", *prompts, Text(legend, style="dim"))
     return Group(title, "", steps, "", over_all, "", *last)

@@ -20,6 +20,7 @@ from rlhfless.prepare.model import Policy, TokenizerInfo, load_policy
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.prepare.prompts import PromptSets, load_prompts
 from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warnings
+from rlhfless.prepare.trial_calls import trial_calls
 from rlhfless.records import Prompt
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.prices import load_price_book
@@ -72,7 +73,10 @@ def _preflight(spec: RunSpec) -> Prepared:
         _try(lambda: read_rows("prompts.path", spec.prompts.path, spec.prompts.split), problems)
     everything = [*prompts.train, *prompts.held_out] if prompts else []
     problems += _weight_problems(spec, config_is_right=policy is not None)
-    problems += reward_problems(spec, everything)
+    reward_faults, doubts = reward_problems(spec, everything), list[str]()
+    if not reward_faults:
+        reward_faults, doubts = trial_calls(spec, everything)
+    problems += reward_faults
     problems += _price_problems(spec)
     problems += _device_problems(spec)
     problems += _port_problems(spec)
@@ -88,7 +92,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     if problems or policy is None or prompts is None:
         raise InputError("the run cannot start", problems)
     max_model_len = _longest(spec, everything, policy)
-    warnings = [*policy.warnings, *prompts.warnings, *_warnings(spec, everything, max_model_len)]
+    warnings = [*policy.warnings, *prompts.warnings, *_warnings(spec, everything, max_model_len), *doubts]
     return Prepared(
         policy.tokenizer_info, prompts.train, prompts.held_out, max_model_len, policy.shape, tuple(warnings)
     )

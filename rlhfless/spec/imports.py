@@ -13,6 +13,8 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import Any
 
 from rlhfless.spec.explain import nearest
@@ -62,6 +64,24 @@ def cause(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = next((frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)), None)
     return f"{text} ({theirs.filename}:{theirs.lineno})" if theirs else text
+
+
+def is_there(module: str) -> bool:
+    """Whether a module or package can be found, as `load_target` would; nothing of the user's is imported."""
+    here = os.getcwd()
+    folders: Iterable[str] | None = [*sys.path, *([here] if here not in sys.path else [])]
+    name = ""
+    for part in module.split("."):
+        first, name = not name, f"{name}.{part}".lstrip(".")
+        if folders is None:
+            return False  # below a module that is no package
+        found = PathFinder.find_spec(name, list(folders))
+        if found is None and first and part != "__main__":
+            found = find_spec(name)  # installed in an own way, such as editable
+        if found is None:
+            return False
+        folders = found.submodule_search_locations
+    return True
 
 
 def import_paths() -> tuple[str, ...]:

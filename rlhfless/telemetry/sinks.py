@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Container, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -52,16 +52,23 @@ class MetricSinks:
 class JsonlSink:
     """One JSON object per emission: `step`, `time_s` (unix), the values, and the samples as lists.
 
-    Appends, so that a resumed run goes on in the same file. NaN and infinity are `null`, because JSON cannot
-    write them.
+    Appends, so that a resumed run goes on in the same file; a step that is done again is not written again. NaN and
+    infinity are `null`, because JSON cannot write them.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.read_text("utf-8", "replace") if path.exists() else ""
+        self._written = _emissions_in(before)
         # Line buffering: a run that dies leaves whole lines.
         self._file = path.open("a", encoding="utf-8", buffering=1)
+        if before and not before.endswith("\n"):  # a full disk has cut the last line off
+            self._file.write("\n")
 
     def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
+        if (which := emission(step, values)) in self._written:
+            return
+        self._written.add(which)
         line: dict[str, object] = {"step": step, "time_s": time.time()}
         line |= {name: finite(value) for name, value in values.items()}
         line |= {name: [finite(value) for value in many] for name, many in samples.items()}
@@ -69,6 +76,21 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+def emission(step: int, names: Container[str]) -> tuple[int, bool]:
+    """Identifies an emission: the metrics of a step, or the evaluation after it."""
+    return step, "step_s" in names
+
+
+def _emissions_in(lines: str) -> set[tuple[int, bool]]:
+    """The emissions that earlier attempts of a run have written. A line that was cut off does not count."""
+    found = set()
+    for text in lines.splitlines():
+        with suppress(ValueError):
+            line = json.loads(text)
+            found.add(emission(line["step"], line))
+    return found
 
 
 def finite(value: float) -> float | None:

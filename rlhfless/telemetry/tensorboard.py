@@ -11,19 +11,23 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from rlhfless.telemetry.sinks import NO_SAMPLES
+from rlhfless.telemetry.sinks import NO_SAMPLES, emission
 
 # TensorBoard always draws 30 buckets; more would only make the file larger.
 _BUCKETS = 30
 
 
 class TensorBoardSink:
-    """Scalars and histograms under the names of the metrics."""
+    """Scalars and histograms under the names of the metrics. A step that is done again is not written again."""
 
     def __init__(self, folder: Path) -> None:
+        self._written = _emissions_in(folder)
         self._writer = EventFileWriter(str(folder))
 
     def emit(self, step: int, values: Mapping[str, float], samples: Mapping[str, Sequence[float]] = NO_SAMPLES) -> None:
+        if (which := emission(step, values)) in self._written:
+            return
+        self._written.add(which)
         rows = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         rows += [Summary.Value(tag=name, histo=_histogram(many)) for name, many in samples.items() if many]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=rows)))
@@ -31,6 +35,14 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _emissions_in(folder: Path) -> set[tuple[int, bool]]:
+    """The emissions that earlier attempts of a run have written."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    events = (event for path in folder.glob("events.out.tfevents.*") for event in EventFileLoader(str(path)).Load())
+    return {emission(event.step, {value.tag for value in event.summary.value}) for event in events}
 
 
 def _histogram(samples: Sequence[float]) -> HistogramProto:

@@ -81,10 +81,9 @@ def compare(
     with Workers(jobs, on_progress) as workers:
         for index, entries in enumerate(rounds):
             tasks = {entry.shown: _tasks(scenario, entry, found) for entry in entries}
-            later = scenario.seeds * sum(
-                _runs_of_seed(scenario, each) for after in rounds[index + 1 :] for each in after
-            )
-            results = iter(workers.run([task for each in tasks.values() for task in each], later))
+            later = sum(_runs_of_seed(scenario, each) for after in rounds[index + 1 :] for each in after)
+            later_steps = scenario.steps * scenario.seeds * later
+            results = iter(workers.run([task for each in tasks.values() for task in each], later_steps))
             for entry in entries:
                 mine = [[next(results) for _ in range(_runs_of_seed(scenario, entry))] for _ in range(scenario.seeds)]
                 chosen = [_judged(scenario, entry, found, tried) for tried in mine]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -152,8 +153,11 @@ def supply_of(scenario: Scenario, layout: Layout, *, reserved: bool) -> DeviceSu
     return DeviceSupply(count, reserved, spare)
 
 
-def run(task: Task) -> RunResult:
-    """Simulates it. Raises InputError for a scenario that does not fit, SimulationError for a fault of the policy."""
+def run(task: Task, on_step: Callable[[], None] = lambda: None) -> RunResult:
+    """Simulates it; `on_step` is called after each step.
+
+    Raises InputError for a scenario that does not fit, SimulationError for a fault of the policy.
+    """
     scenario, entry = task.scenario, task.entry
     kind = kind_of(scenario, entry)
     layout = layout_of(scenario, task.fleet)
@@ -170,6 +174,7 @@ def run(task: Task) -> RunResult:
     simulation = Simulation(setup(scenario, layout, task.seed, reserved=kind.reserved), policy, prices)
     for batch in drawn:
         simulation.step(batch)
+        on_step()
     trace = simulation.close()
     figures = step_figures(trace, prices, supply_of(scenario, layout, reserved=kind.reserved))
     kept = (trace, tuple(drawn)) if task.traced else (None, ())

@@ -4,29 +4,51 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing import active_children, get_context
 from types import TracebackType
+from typing import Any
 
 from rlhfless.sim.experiment.run import RunResult, Task, run
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of runs done, and the number of runs known to be needed."""
+"""Called with the number of steps done, of all runs together, and the number of steps known to be needed."""
+
+LOOK_S = 0.5
+"""Between two looks at what other processes have done."""
+
+_done: Any = None
+"""Steps that the processes have done together; set in each of them."""
 
 
-def leave_ctrl_c_to_parent() -> None:
-    """Ignore Ctrl-C, which a terminal sends to all processes: the parent ends its workers."""
+def _begin(done: Any) -> None:
+    """Of a process. Ctrl-C, which a terminal sends to all processes, is left to the parent, which ends its workers."""
+    global _done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _done = done
+
+
+def _run(task: Task) -> RunResult:
+    return run(task, _count)
+
+
+def _count() -> None:
+    with _done.get_lock():
+        _done.value += 1
 
 
 class Workers:
     """One or more processes. With one, everything is done in this process."""
 
     def __init__(self, jobs: int, on_progress: OnProgress | None) -> None:
-        # A new interpreter for each: a fork would copy this process without its threads.
-        self._pool = ProcessPoolExecutor(jobs, get_context("spawn"), leave_ctrl_c_to_parent) if jobs > 1 else None
-        self._on_progress = on_progress
+        self._pool: ProcessPoolExecutor | None = None
+        if jobs > 1:
+            context = get_context("spawn")  # new interpreters: a fork would copy this process without its threads
+            self._shared = context.Value("q", 0)
+            self._pool = ProcessPoolExecutor(jobs, context, _begin, (self._shared,))
+        self._on_progress = on_progress or (lambda *_: None)
         self._done = 0
+        self._total = 0
 
     def __enter__(self) -> Workers:
         return self
@@ -42,12 +64,21 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[Task], later: int) -> list[RunResult]:
-        """Does all tasks; `later`: how many more will follow these. Raises what a run raised."""
-        total = self._done + len(tasks) + later
-        results = []
-        for result in map(run, tasks) if self._pool is None else self._pool.map(run, tasks):
-            results.append(result)
-            self._done += 1
-            if self._on_progress is not None:
-                self._on_progress(self._done, total)
-        return results
+        """Does all tasks; `later`: the steps of tasks that will follow these. Raises what a run raised."""
+        self._total = self._done + sum(task.scenario.steps for task in tasks) + later
+        self._on_progress(self._done, self._total)
+        if self._pool is None:
+            return [run(task, self._step) for task in tasks]
+        futures = [self._pool.submit(_run, task) for task in tasks]
+        pending = set(futures)
+        while pending:
+            ended, pending = wait(pending, LOOK_S)
+            for future in ended:
+                future.result()
+            self._done = self._shared.value
+            self._on_progress(self._done, self._total)
+        return [future.result() for future in futures]
+
+    def _step(self) -> None:
+        self._done += 1
+        self._on_progress(self._done, self._total)

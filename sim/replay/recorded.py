@@ -1,26 +1,26 @@
 """A recorded run as a setup of the simulator: its actors on their devices, with fitted latencies. Pure.
 
 Limits that a trace does not contain are assumed not to apply: KV memory suffices, and no actor was interrupted. The
-start of the fleet is before the first step, and no part of a replay.
+start of the fleet, and the replacement of lost replicas, are no part of a replay.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from rlhfless.prefixes.packing import expected_to_pay_below
 from rlhfless.prefixes.precompute import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from rlhfless.prefixes.shared_forward import SharedForward
-from rlhfless.records import FunctionName, Holding, Work
-from rlhfless.records.schema import TraceError
+from rlhfless.records import FunctionName, Work
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
+from rlhfless.scaling.placement import CPU_KIND, Allocation
 from rlhfless.scaling.policy import Action, Assign, Event, Ints, Start, StepBegan, StepView
 from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.replay.calibrate import device_kind, max_sequences
+from rlhfless.sim.replay.fleet import RecordedFleet
 from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec import LearnerSpec
@@ -32,26 +32,17 @@ MOVE_S = 0.01
 """Seconds until a sample is at another actor: one request."""
 
 
-def actors_of(trace: Trace) -> tuple[str, ...]:
-    """Names of the generation replicas, by slot. Raises TraceError if there are none."""
-    names = {holding.replica for holding in trace.holdings if holding.function is FunctionName.GENERATION}
-    if not names:
-        raise TraceError(f"the trace of {trace.meta.run_id} has no generation actor; name the trace of a whole run")
-    return tuple(sorted(names))
-
-
 def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
     """The run's fleet. Raises TraceError if the trace lacks a part of it."""
-    allocations = _allocations(trace)
-    actors = actors_of(trace)
-    services = [_service(allocations, FunctionName.SCORING, Work.SCORE, latency.group_s, 0.0)]
+    fleet = RecordedFleet(trace)
+    services = [_service(fleet, FunctionName.SCORING, Work.SCORE, latency.group_s, 0.0)]
     if latency.reference is not None:
         line = latency.reference
-        services.append(_service(allocations, FunctionName.REFERENCE, Work.LOGPROBS, line.fixed_s, line.token_s))
+        services.append(_service(fleet, FunctionName.REFERENCE, Work.LOGPROBS, line.fixed_s, line.token_s))
     evaluates = latency.evaluate
     ranks = trace.meta.spec.get("learner", {}).get("ranks", 1)
     learner = LearnerShape(
-        _slot_setup(_one(allocations, FunctionName.LEARNER)),
+        _slot_setup(fleet.allocation(FunctionName.LEARNER)),
         latency.learn.fixed_s + (evaluates.fixed_s if evaluates else 0.0),
         evaluates.token_s if evaluates else 0.0,
         latency.learn.token_s,
@@ -61,7 +52,7 @@ def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
     shape = _engine_shape(trace)
     prices = PricedModel(latency.engine, shape.max_sequences)
     return Setup(
-        tuple(ActorShape(_slot_setup(allocations[FunctionName.GENERATION, name]), shape, prices) for name in actors),
+        tuple(ActorShape(_slot_setup(allocation), shape, prices) for allocation in fleet.actors),
         tuple(services),
         learner,
         Transport("folder", 1.0, latency.load_weights_s, 0),
@@ -88,7 +79,7 @@ class AsRecorded:
     """The policy of the run, as far as the trace shows it: every sample goes to the actor that finished it."""
 
     def __init__(self, trace: Trace) -> None:
-        self._slot = {name: slot for slot, name in enumerate(actors_of(trace))}
+        self._fleet = RecordedFleet(trace)
         self._rows: dict[tuple[int, str], list[TracedRollout]] = defaultdict(list)
         for row in sorted(trace.rollouts, key=lambda row: row.sample_index):
             self._rows[row.step, row.prompt_id].append(row)
@@ -104,7 +95,7 @@ class AsRecorded:
         begun: dict[int, list[tuple[float, int]]] = defaultdict(list)
         for sample, group in enumerate(view.group.tolist()):
             row = self._rows[view.step, view.prompt_ids[group]][sample - first[group]]
-            begun[self._slot[row.actor]].append((row.started_s, sample))
+            begun[self._fleet.slot_of(row.actor, row.finished_s)].append((row.started_s, sample))
         return [Assign(slot, _samples(of)) for slot, of in sorted(begun.items())]
 
 
@@ -113,35 +104,8 @@ def _samples(begun: list[tuple[float, int]]) -> Ints:
     return np.array([sample for _, sample in sorted(begun)], dtype=np.int64)
 
 
-def _allocations(trace: Trace) -> Mapping[tuple[FunctionName, str], Allocation]:
-    """The allocation of each replica in its first life."""
-    by_replica: dict[tuple[FunctionName, str], dict[str, Holding]] = {}
-    for holding in trace.holdings:
-        by_replica.setdefault((holding.function, holding.replica), {}).setdefault(holding.device, holding)
-    return {
-        name: Allocation(
-            tuple(Device(device, of.device_kind, index) for index, (device, of) in enumerate(sorted(held.items()))),
-            tuple(of.share for _, of in sorted(held.items())),
-        )
-        for name, held in by_replica.items()
-    }
-
-
-def _one(allocations: Mapping[tuple[FunctionName, str], Allocation], function: FunctionName) -> Allocation:
-    found = [allocation for (of, _), allocation in sorted(allocations.items()) if of is function]
-    if not found:
-        raise TraceError(f"the trace has no {function}; name the trace of a whole run")
-    return found[0]
-
-
-def _service(
-    allocations: Mapping[tuple[FunctionName, str], Allocation],
-    function: FunctionName,
-    work: Work,
-    group_s: float,
-    token_s: float,
-) -> ServiceShape:
-    return ServiceShape(_slot_setup(_one(allocations, function)), function, work, group_s, token_s)
+def _service(fleet: RecordedFleet, function: FunctionName, work: Work, group_s: float, token_s: float) -> ServiceShape:
+    return ServiceShape(_slot_setup(fleet.allocation(function)), function, work, group_s, token_s)
 
 
 def _slot_setup(allocation: Allocation) -> SlotSetup:

@@ -39,6 +39,8 @@ class ReplayedStep:
     step: int
     predicted_s: Mapping[str, float]
     measured_s: Mapping[str, float]
+    done_again: bool = False
+    """It was done again after a fault: only its last try was measured, which may have drawn nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +86,17 @@ class Replay:
 
     @property
     def errors(self) -> list[StageError]:
-        """By stage; stages that the run did not have are left out."""
+        """By stage; stages that the run did not have are left out, and so are steps that were done again, unless all
+        were."""
+        steps = [step for step in self.steps if not step.done_again] or self.steps
         return [
-            self._error(stage)
+            self._error(stage, [step for step in steps if step.measured_s[stage] > 0])
             for stage in (*map(str, STAGES), WALL)
-            if any(step.measured_s[stage] > 0 for step in self.steps)
+            if any(step.measured_s[stage] > 0 for step in steps)
         ]
 
-    def _error(self, stage: str) -> StageError:
-        pairs = [(step.predicted_s[stage], step.measured_s[stage]) for step in self.steps if step.measured_s[stage] > 0]
+    def _error(self, stage: str, steps: Sequence[ReplayedStep]) -> StageError:
+        pairs = [(step.predicted_s[stage], step.measured_s[stage]) for step in steps]
         constant = self.mean_s[stage]
         return StageError(
             stage,
@@ -133,6 +137,7 @@ def replay(
             record.step,
             _predicted_s(again, simulated, latency, batches[record.step], cores),
             measured_s(record, trace),
+            done_again=record.resumed_s > record.start_s,
         )
         for record, again in zip(judged, simulated.steps, strict=True)
     ]

@@ -13,9 +13,11 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from rlhfless.cli import main
+from rlhfless.cli import main, service
+from rlhfless.control.compute.planning import planned
 from rlhfless.prepare import preflight
 from rlhfless.spec.errors import UserError
+from rlhfless.spec.load import load_spec
 
 
 @pytest.fixture
@@ -249,6 +251,23 @@ def test_a_plan_that_fits(sized):
     assert (found["fits"], found["device"], found["nearest_change"]) == (True, {"kind": "h100", "count": 2}, None)
 
 
+def test_a_plan_shows_time_and_cost_as_the_service_does_and_no_line_twice(sized):
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+    (sized.parent / "sized" / "config.json").write_text(json.dumps(QWEN_05B | small))
+    asked = [sized, "--devices", "2xcpu-core"]
+    found = json.loads(invoke("plan", *asked, "--json").stdout)
+    spec = load_spec(sized).model_dump(mode="json")
+    service_plan = planned({"spec": spec, "there": {"cpu-core": 2}, "alone": True})
+    assert found["predicted"] == service_plan["chosen"]["predicted"]
+    assert found["lengths"] == service_plan["lengths"]
+    text = invoke("plan", *asked).stdout
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"{found['predicted']['step_s']:,.2f}" in text
+    assert "response lengths: assumed: a median of" in " ".join(lines)
+    for phase in ("generate", "learn", "publish"):
+        assert sum(f" {phase} " in f" {line} " for line in lines) == 1, text
+
+
 def test_a_plan_that_does_not_fit_names_the_nearest_change(sized):
     told = ["--set", "generation.engine.gpu_memory_fraction=0.95", "--set", "placement.mode=colocated"]
     result = invoke("plan", sized, "--devices", "1xl40s", *told)
@@ -276,3 +295,36 @@ def test_devices_that_are_none(sized, devices, message):
     result = invoke("plan", sized, "--devices", devices)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "what"),
+    [
+        ("mine.rewards", None),
+        ("numpy.linalg", None),
+        ("mien", "there is no package 'mien'"),
+        ("mine.others", "there is no package 'mine.others'"),
+        ("mine.rewards.deeper", "there is no package 'mine.rewards.deeper'"),
+        ("mine/rewards.py", "is not the name of a package"),
+        ("mine.rewards:score", "is not the name of a package"),
+        ("", "is not the name of a package"),
+    ],
+)
+def test_code_that_is_not_there_is_refused_when_the_service_starts(tmp_path, monkeypatch, package, what):
+    """Nothing is imported, and a service elsewhere has packages of its own."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "mine" / "rewards.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(service, "_detached", started.append)
+    result = invoke("up", "--detach", "--code", package)
+    if what is None:
+        assert [settings.code for settings in started] == [(package,)], result.output
+    else:
+        assert result.exit_code == 2
+        assert "--code" in result.output
+        assert what in " ".join(result.output.replace("│", " ").split())
+        assert not started
+    if package == "mien":
+        assert invoke("up", "--detach", "--code", package, "--ray-address", "http://head:8265").exit_code == 0

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from safetensors.numpy import save_file
 from transformers import AutoConfig
 
 from rlhfless.prepare import rewards as reward_checks
+from rlhfless.prepare import trial_calls
 from rlhfless.prepare.memory.assumed import question_of, settled_on
 from rlhfless.prepare.preflight import preflight
 from rlhfless.rewards.confinement import Protection
@@ -276,6 +278,74 @@ def test_a_reward_that_does_not_fit_the_prompts(fault):
     )
     assert "rewards.0: reward 'exact_match': the column `solution` is missing (columns there: answer)" in message
     assert "rewards.1: reward 'python': 'json:loads' requires `s`" in message
+
+
+FAULTY = """
+def raises(response): raise KeyError("gold")
+def none(response): return None
+def nan(response): return float("nan")
+def text(response): return "0.5"
+def huge(response): return 1e12
+def stops(response): raise SystemExit(3)
+def few(response, answer): return 1 / int(answer)
+def sound(response, answer): return float(str(answer) in response)
+def siblings(response, prompt_id):
+    assert len(set(zip(prompt_id, response))) == len(response) == 2 * len(set(prompt_id))
+    return [0.5] * len(response)
+def hangs(response):
+    import time
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    """Spec parts with a reward of a module whose functions are broken in one way each."""
+    (tmp_path / "faulty_rewards.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "faulty_rewards", raising=False)
+
+    def parts(name, **keys):
+        return {"rewards": [{"type": "python", "name": "judge", "target": f"faulty_rewards:{name}", **keys}]}
+
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("raises", "'faulty_rewards:raises' raised KeyError: 'gold'"),
+        ("none", "returned 'None', not a finite number"),
+        ("nan", "returned 'nan', not a finite number"),
+        ("text", "returned \"'0.5'\", not a finite number"),
+        ("huge", "'judge' gave 1e+12, beyond the range"),
+        ("stops", "raised SystemExit: 3"),
+    ],
+)
+def test_a_reward_that_gives_no_number_is_found_by_a_trial_call(fault, faulty, name, cause):
+    message = fault(**faulty(name))
+    assert "rewards.0: reward 'judge': 8 of 8 trial calls on made responses failed; the first: sample 0 of" in message
+    assert cause in message
+    assert "return a finite number for every response" in message
+
+
+def test_a_trial_call_stops_a_run_by_the_rule_of_its_steps(check, fault, faulty):
+    """The first of eight rows has the answer 0, by which the reward divides."""
+    assert check(**faulty("sound")).warnings == ()
+    (warning,) = check(**faulty("few")).warnings
+    assert warning.startswith("rewards.0: reward 'judge': 1 of 8 trial calls on made responses failed; the first: ")
+    assert "1 of 8 trial calls" in fault(**faulty("few"), scoring={"on_failure": "fail"})
+    assert "8 of 8 trial calls" in check(**faulty("raises"), scoring={"max_failed": 1.0}).warnings[0]
+
+
+def test_a_reward_of_lists_is_tried_with_siblings(check, faulty):
+    assert check(**faulty("siblings", batch=True), samples_per_prompt=2).warnings == ()
+
+
+def test_a_reward_that_hangs_is_not_waited_for(check, faulty, monkeypatch):
+    monkeypatch.setattr(trial_calls, "TRIAL_S", 0.5)
+    (warning,) = check(**faulty("hangs")).warnings
+    assert warning == "rewards.0: reward 'judge': 8 of 8 trial calls did not end within 0.5 s"
 
 
 def test_evaluation_without_prompts(fault):

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from recorded_run import ENGINE, EVALUATE_TOKEN_S, LEARN_S, LEARN_TOKEN_S, LOAD_S, PUBLISH_S, record
 
+from rlhfless.control.compute.static_fleet import best_static
 from rlhfless.records import Work
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.policies import make_policy
 from rlhfless.sim.replay.calibrate import calibrate, line_through
+from rlhfless.sim.replay.fleet import RecordedFleet
 from rlhfless.sim.replay.latency_file import LatencyFile, LineFit, load_latency, write_latency
 from rlhfless.sim.replay.measured import helper_cores, shared_s
 from rlhfless.sim.replay.replay import replay
@@ -69,6 +71,74 @@ def test_half_of_a_trace_foretells_the_other(one_actor: Path) -> None:
     assert wall.error < 0.03
     assert wall.error < wall.error_of_mean
     assert again.predicted_usd == pytest.approx(again.measured_usd, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def with_losses(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("losses"), actors=2)
+
+
+def lose(trace: Trace, name: str, after_step: int, successor: str, device: str | None = None) -> Trace:
+    """The trace of a run that lost a replica after a step; its successor holds the same share of the same or another
+    device."""
+    at_s = next(step.end_s for step in trace.steps if step.step == after_step)
+    holdings = []
+    for holding in trace.holdings:
+        if holding.replica != name or holding.end_s <= at_s:
+            holdings.append(holding)
+            continue
+        follows = replace(
+            holding, replica=successor, incarnation=successor, start_s=at_s + 0.01, device=device or holding.device
+        )
+        holdings += [*([replace(holding, end_s=at_s)] if holding.start_s < at_s else []), follows]
+    calls = [
+        replace(call, replica=successor) if call.replica == name and call.step > after_step else call
+        for call in trace.invocations
+    ]
+    rows = [
+        replace(row, actor=successor) if row.actor == name and row.step > after_step else row for row in trace.rollouts
+    ]
+    return replace(trace, holdings=tuple(holdings), invocations=tuple(calls), rollouts=tuple(rows))
+
+
+def test_successors_of_lost_replicas_have_their_place(with_losses: Path) -> None:
+    """Shares of all that ever were on a core add up to 1.5; the replay is the one of the run without losses."""
+    whole, drawn = read_trace(with_losses), read_runtime(with_losses)
+    broken = lose(whole, "generation-0", 2, "generation-2")
+    broken = lose(broken, "generation-2", 5, "generation-10")
+    broken = lose(broken, "scoring-2", 3, "scoring-7")
+    fleet = RecordedFleet(broken)
+    assert len(fleet.actors) == 2
+    assert [fleet.slot_of(name, whole.steps[-1].end_s) for name in ("generation-10", "generation-1")] == [0, 1]
+    for again, unbroken in zip(replay(broken, drawn).steps, replay(whole, drawn).steps, strict=True):
+        assert again.predicted_s == pytest.approx(unbroken.predicted_s)
+    assert best_static(broken, drawn) == pytest.approx(best_static(whole, drawn))
+
+
+def test_an_actor_that_came_back_elsewhere_has_the_free_place(with_losses: Path) -> None:
+    """Also under its own name, which a later attempt of a run gives again."""
+    broken = lose(read_trace(with_losses), "generation-0", 4, "generation-0", device="cpu-9")
+    again = replay(broken, read_runtime(with_losses))
+    assert len(RecordedFleet(broken).actors) == 2
+    assert again.errors[-1].error < 0.05
+
+
+def test_steps_that_were_done_again_are_no_part_of_the_error(with_losses: Path) -> None:
+    whole, drawn = read_trace(with_losses), read_runtime(with_losses)
+    steps = [
+        replace(
+            step,
+            start_s=step.start_s - 60,
+            metrics={**step.metrics, "recovery_s": 60.0 + (step.end_s - step.start_s) / 2},
+        )
+        if step.step == 6
+        else step
+        for step in whole.steps
+    ]
+    again = replay(replace(whole, steps=tuple(steps)), drawn)
+    assert [step.step for step in again.steps if step.done_again] == [6]
+    others_s = [step.measured_s["step"] for step in again.steps if not step.done_again]
+    assert again.errors[-1].measured_s == pytest.approx(sum(others_s) / 3)
 
 
 def test_another_policy_is_asked(one_actor: Path, latency: LatencyFile) -> None:

@@ -63,8 +63,10 @@ def test_the_same_seeds_give_the_same_summary_in_any_number_of_processes(compari
     told: list[tuple[int, int]] = []
     again = compare(scenario(), jobs=2, on_progress=lambda done, total: told.append((done, total)))
     assert json.dumps(summary(again)) == json.dumps(summary(comparison))
-    runs = 2 * (3 + 3)  # per seed: three policies, and the three static fleets of two devices
-    assert told == [(done, runs) for done in range(1, runs + 1)]
+    steps = 4 * 2 * (3 + 3)  # per seed: three policies, and the three static fleets of two devices
+    assert {total for _, total in told} == {steps}
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == ((0, steps), (steps, steps))
 
 
 def test_policies_of_one_seed_drew_the_same_lengths(comparison: Comparison) -> None:

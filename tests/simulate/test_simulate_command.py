@@ -14,6 +14,7 @@ from tiny import values
 from typer.testing import CliRunner
 
 from rlhfless.cli import main
+from rlhfless.cli.simulate_progress import Estimates
 
 
 def invoke(*arguments: Any) -> Result:
@@ -39,8 +40,33 @@ def test_a_comparison_is_shown_and_written(scenario: Path, tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     assert "static_colocated" in result.stdout
     assert "best_static" not in result.stdout
+    assert "simulating tiny: 2 policies, 1 seeds, runs of 2 steps, --jobs 1" in result.stderr
     written = {path.name for path in (tmp_path / "out" / "tiny").iterdir()}
     assert {"report.html", "summary.json", "scenario.yaml", "pareto.png", "perfetto-clairvoyant.json"} <= written
+
+
+def test_the_time_that_is_left_is_said_soon_and_again_when_it_has_doubled() -> None:
+    said: list[str] = []
+    now_s = 0.0
+    estimates = Estimates(said.append, lambda: now_s)
+    estimates.progress(0, 101)
+    now_s = 2.0
+    estimates.progress(1, 101)
+    assert said == []
+    now_s = 3.0
+    estimates.due()  # by the clock: the second step takes longer
+    now_s = 4.0
+    estimates.progress(2, 101)
+    estimates.progress(2, 101)
+    now_s = 42.0
+    estimates.progress(21, 101)  # 2 s each, as foreseen
+    now_s = 600.0
+    estimates.progress(22, 101)
+    assert said == [
+        "1 of 101 steps in 3 s: too few for an estimate, which follows",
+        "2 of 101 steps in 4 s: about 3:18 left",
+        "22 of 101 steps in 10:00: about 37:30 left",
+    ]
 
 
 def test_a_contract_that_cannot_be_kept_is_said(tmp_path: Path) -> None:

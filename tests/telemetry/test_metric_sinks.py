@@ -100,6 +100,17 @@ def test_jsonl_has_a_line_per_emission_and_appends(tmp_path: Path) -> None:
     assert lines[1]["time_s"] >= lines[0]["time_s"]
 
 
+def test_a_line_that_a_full_disk_has_cut_off_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "step_s": 4.0}\n{"step": 2, "st')
+    sink = JsonlSink(path)
+    for step in (1, 2):
+        sink.emit(step, VALUES)
+    sink.close()
+    first, cut, again = path.read_text().splitlines()
+    assert (json.loads(first)["step"], cut, json.loads(again)["step"]) == (1, '{"step": 2, "st', 2)
+
+
 def test_jsonl_lines_are_whole_before_it_is_closed(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.emit(1, VALUES)
@@ -119,6 +130,27 @@ def test_tensorboard_reads_back_scalars_and_histograms(tmp_path: Path) -> None:
     histogram = lengths.histogram_value
     assert (histogram.min, histogram.max, histogram.num, histogram.sum) == (10, 600, 3, 630)
     assert sum(histogram.bucket) == 3
+
+
+@pytest.mark.parametrize("kind", [JsonlSink, TensorBoardSink])
+def test_a_step_that_is_done_again_is_written_once(
+    kind: type[JsonlSink] | type[TensorBoardSink], tmp_path: Path
+) -> None:
+    """By the driver that did it first, or by its successor after a kill; an evaluation after the step is apart."""
+    path = tmp_path / ("metrics.jsonl" if kind is JsonlSink else "tensorboard")
+    for steps in ((1, 2, 2), (2, 3)):
+        sink = kind(path)
+        for step in steps:
+            sink.emit(step, VALUES, SAMPLES)
+            sink.emit(step, {"eval/greedy": 0.5})
+        sink.close()
+    if kind is JsonlSink:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        written = [[line["step"] for line in lines if name in line] for name in ("reward_mean", "eval/greedy")]
+    else:
+        events = EventAccumulator(str(path)).Reload()
+        written = [[event.step for event in events.Scalars(name)] for name in ("reward_mean", "eval/greedy")]
+    assert written == [[1, 2, 3], [1, 2, 3]]
 
 
 def test_prometheus_serves_what_was_emitted(exporter: PrometheusSink, port: int) -> None:

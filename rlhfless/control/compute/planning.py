@@ -29,8 +29,7 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     """
     spec = RunSpec.model_validate(question["spec"])
     trace = read_trace(question["trace"], tokens=False) if question.get("trace") else None
-    lengths = lengths_of(spec, trace)
-    config = json.loads(config_file(spec.model.path).read_text("utf-8")) if _has_config(spec) else None
+    lengths, config = lengths_of(spec, trace), _config(spec)
     kind, count = _chosen(spec, question["there"])
     main = question_of(spec, kind, count)
     rows = [_row(main, config, lengths, trace)]
@@ -55,11 +54,19 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _has_config(spec: RunSpec) -> bool:
+def planned_on(asked: Question, trace: Trace | None) -> tuple[dict[str, Any], str]:
+    """`chosen` and `lengths` of a plan, for these devices alone."""
+    lengths = lengths_of(asked.spec, trace)
+    return _row(asked, _config(asked.spec), lengths, trace), lengths.source
+
+
+def _config(spec: RunSpec) -> dict[str, Any] | None:
+    """The model's config.json; None if it cannot be read."""
     try:
-        return config_file(spec.model.path).is_file()
+        path = config_file(spec.model.path)
+        return json.loads(path.read_text("utf-8")) if path.is_file() else None
     except OSError:
-        return False
+        return None
 
 
 def _chosen(spec: RunSpec, there: Mapping[str, int]) -> tuple[str, int]:

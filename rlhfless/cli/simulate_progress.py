@@ -1,0 +1,87 @@
+"""What `rlhfless simulate` does and how long it will take, on standard error: a bar in a terminal, lines elsewhere.
+
+Policies take different times per step, so a first estimate is rough; it is said again when it has doubled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress
+
+from rlhfless.sim.scenarios import Scenario
+from rlhfless.telemetry.numbers import clock, count
+
+FIRST_S = 3.0
+"""Until the first estimate: enough steps of a small scenario, and no long wait."""
+
+
+class Estimates:
+    """When to say how much time is left, and what. `due` may be called from another thread.
+
+    The pace is counted from the end of the first step, because that one also has the starts of processes.
+    """
+
+    def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._now = now
+        self._began_s = now()
+        self._first: tuple[float, int] | None = None
+        self._said_s: float | None = None
+        self._told_to_wait = False
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+
+    def progress(self, done: int, total: int) -> None:
+        """So many steps are done, of so many."""
+        if done and self._first is None:
+            self._first = self._now(), done
+        self._done, self._total = done, total
+        if self._now() - self._began_s >= FIRST_S:
+            self.due()
+
+    def due(self) -> None:
+        """Say what is known, if that is new: FIRST_S are over."""
+        with self._lock:
+            left_s = self._left_s()
+            done = f"{count(self._done)} of {count(self._total)} steps in {clock(self._now() - self._began_s)}"
+            if left_s is None:
+                if not self._told_to_wait:
+                    self._told_to_wait = True
+                    self._say(f"{done}: too few for an estimate, which follows")
+            elif self._said_s is None or left_s > 2 * self._said_s:
+                self._said_s = left_s
+                self._say(f"{done}: about {clock(left_s)} left")
+
+    def _left_s(self) -> float | None:
+        if self._first is None or self._done == self._first[1]:
+            return None
+        since_s, first = self._first
+        return (self._now() - since_s) * (self._total - self._done) / (self._done - first)
+
+
+@contextmanager
+def shown(scenario: Scenario, policies: int, jobs: int) -> Iterator[Callable[[int, int], None]]:
+    """Shows the progress of a comparison, which calls what this gives with the steps done and all steps."""
+    console = Console(stderr=True, highlight=False)
+    runs = f"{policies} policies, {scenario.seeds} seeds, runs of {scenario.steps} steps, --jobs {jobs}"
+    console.print(f"simulating {scenario.name}: {runs}", soft_wrap=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(scenario.name, total=None)
+        estimates = Estimates(lambda text: bar.console.print(text, soft_wrap=True))
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            estimates.progress(done, total)
+
+        timer = threading.Timer(FIRST_S, estimates.due)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield show
+        finally:
+            timer.cancel()

@@ -1,0 +1,110 @@
+"""The fleet of a recorded run, without its losses: replicas that followed each other share one slot. Pure.
+
+A replica that was lost is replaced by another one, under another name and usually on the same devices. So the fleet is
+taken as it was at one moment, when most functions, and of these moments most actors, held devices: what was held at the
+same time fits its devices. Actors of other times count as the actor whose place they had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhfless.records import FunctionName, Holding, ReplicaState
+from rlhfless.records.schema import TraceError
+from rlhfless.records.traces import Trace
+from rlhfless.scaling.placement import Allocation, Device
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One incarnation of a replica that has been up."""
+
+    function: FunctionName
+    replica: str
+    allocation: Allocation
+    start_s: float  # unix time
+    end_s: float
+
+
+class RecordedFleet:
+    """The slots of a run's actors. Raises TraceError for a trace without generation actors."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._run_id = trace.meta.run_id
+        self._lives = _lives(trace)
+        self._together = _most_at_once(self._lives)
+        self._slots: dict[str, list[tuple[Life, int]]] = defaultdict(list)
+        """By actor: its lives with their slots. A later attempt of a run may use a name again."""
+        chosen = [life for life in self._together if life.function is FunctionName.GENERATION]
+        if not chosen:
+            raise TraceError(f"the trace of {self._run_id} has no generation actor; name the trace of a whole run")
+        self.actors = tuple(life.allocation for life in sorted(chosen, key=lambda life: life.replica))
+        """By slot."""
+        self._take_slots(sorted(chosen, key=lambda life: life.replica))
+
+    def allocation(self, function: FunctionName) -> Allocation:
+        """The allocation of a function's replica. Raises TraceError if the run had none."""
+        of_function = (life for life in (*self._together, *self._lives) if life.function is function)
+        found = next(of_function, None)
+        if found is None:
+            raise TraceError(f"the trace of {self._run_id} has no {function}; name the trace of a whole run")
+        return found.allocation
+
+    def slot_of(self, actor: str, at_s: float) -> int:
+        """The slot of the actor with this name at a time (unix)."""
+        return min(self._slots[actor], key=lambda one: max(one[0].start_s - at_s, at_s - one[0].end_s, 0.0))[1]
+
+    def _take_slots(self, chosen: Sequence[Life]) -> None:
+        """Every other actor takes a slot with its own devices before any other slot, and a free slot before one that is
+        in use."""
+        until_s = [-math.inf] * len(chosen)
+        slot_of = {id(life): slot for slot, life in enumerate(chosen)}
+        for life in self._lives:
+            if life.function is not FunctionName.GENERATION:
+                continue
+            slot = slot_of.get(id(life))
+            if slot is None:
+                slot = min(
+                    range(len(chosen)),
+                    key=lambda index: (self.actors[index] != life.allocation, until_s[index] > life.start_s, index),
+                )
+            until_s[slot] = max(until_s[slot], life.end_s)
+            self._slots[life.replica].append((life, slot))
+
+
+def _lives(trace: Trace) -> list[Life]:
+    """In the order of their starts."""
+    held: dict[tuple[FunctionName, str, str], list[Holding]] = defaultdict(list)
+    for holding in trace.holdings:
+        held[holding.function, holding.replica, holding.incarnation].append(holding)
+    lives = [
+        Life(function, replica, _allocation(of), min(h.start_s for h in of), max(h.end_s for h in of))
+        for (function, replica, _), of in held.items()
+        if any(holding.state is not ReplicaState.STARTING for holding in of)
+    ]
+    return sorted(lives, key=lambda life: (life.start_s, life.function, life.replica))
+
+
+def _allocation(held: Sequence[Holding]) -> Allocation:
+    by_device = {holding.device: holding for holding in reversed(held)}
+    in_order = sorted(by_device.items())
+    return Allocation(
+        tuple(Device(name, holding.device_kind, index) for index, (name, holding) in enumerate(in_order)),
+        tuple(holding.share for _, holding in in_order),
+    )
+
+
+def _most_at_once(lives: Sequence[Life]) -> list[Life]:
+    """The lives at the first moment with the most functions, and of such moments with the most actors."""
+    now: list[Life] = []
+    best: list[Life] = []
+    most = 0, 0
+    for life in lives:
+        now = [*(other for other in now if other.end_s > life.start_s), life]
+        count = len({other.function for other in now}), sum(each.function is FunctionName.GENERATION for each in now)
+        if count > most:
+            most, best = count, now
+    return best
