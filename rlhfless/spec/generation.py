@@ -65,6 +65,12 @@ class GenerationSpec(SpecModel):
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, in addition to the end-of-sequence token."""
 
+    batch_invariant: bool = False
+    """On GPUs: kernels whose result for a sequence does not depend on what else is in the batch
+    (VLLM_BATCH_INVARIANT), so that a sample has the same tokens on however many actors and after a move. Engines are
+    slower with them, and vLLM refuses models and attention kernels that have none. CPU engines draw the same tokens
+    without it."""
+
     progress_interval_s: Annotated[float, Field(gt=0)] = 0.5
     """How often an actor reports the tokens produced so far."""
 

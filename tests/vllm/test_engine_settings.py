@@ -65,6 +65,12 @@ def test_the_limits_of_vllm_are_no_shorter_than_the_runs() -> None:
     assert environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "900"
 
 
+def test_kernels_that_do_not_depend_on_the_batch_are_asked_for_on_gpus_alone() -> None:
+    for device, wanted, found in (("cuda", True, "1"), ("cuda", False, "0"), ("cpu", True, None)):
+        settings = dataclasses.replace(_settings(device), batch_invariant=wanted)
+        assert engine_environment(settings, {}).get("VLLM_BATCH_INVARIANT") == found
+
+
 def test_the_processes_of_an_engine() -> None:
     """One on a CPU core; on a GPU, and for several devices, more than one."""
     assert not has_core_process(_settings())

@@ -149,6 +149,8 @@ def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
+    if settings.device != "cpu":
+        fixed["VLLM_BATCH_INVARIANT"] = str(int(settings.batch_invariant))
     if settings.is_local:
         fixed["HF_HUB_OFFLINE"] = "1"
     if is_eager(settings):

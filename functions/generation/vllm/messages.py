@@ -52,6 +52,8 @@ class EngineSettings:
     timeouts: TimeoutsSpec
     kv_bytes: int | None = None
     """KV cache on each GPU. None: vLLM measures what is free, which is right only where the engine is alone."""
+    batch_invariant: bool = False
+    """See GenerationSpec."""
 
     @classmethod
     def of(
@@ -70,6 +72,7 @@ class EngineSettings:
             engine=run.generation.engine,
             timeouts=run.timeouts,
             kv_bytes=kv_bytes,
+            batch_invariant=run.generation.batch_invariant,
         )
 
     @property
