@@ -38,7 +38,7 @@ from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, Placement, 
 from rlhfless.spec import Hold, RunSpec
 from rlhfless.spec.imports import import_paths
 from rlhfless.weights.address import StoreAddress
-from rlhfless.weights.check import PROBE_TOLERANCE
+from rlhfless.weights.check import default_tolerance
 
 PROBE_TOKENS = 128
 """Length of the probe: long enough for a steady mean over its tokens, short enough to cost one small prefill."""
@@ -106,6 +106,10 @@ class Launcher:
         return Pool(self.cluster, self.devices, blueprint, self.call, self.spec.timeouts, self.recorder)
 
     @property
+    def _layers(self) -> int | None:
+        return None if self.prepared.shape is None else self.prepared.shape.layers
+
+    @property
     def _lease(self) -> LeaseTerms:
         lease_s = self.spec.recovery.lease_s
         return LeaseTerms(first_s=self.spec.timeouts.start_s + lease_s, renewed_s=lease_s)
@@ -124,7 +128,7 @@ class Launcher:
                     self.prepared.max_model_len,
                     shared_kv_bytes(spec, self.prepared.shape, allocation.devices[0].kind),
                 ),
-                probe_tolerance=spec.weights.probe_tolerance or PROBE_TOLERANCE[spec.model.dtype],
+                probe_tolerance=spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, self._layers),
                 binding=binding(allocation.devices, exclusive=True),
                 planned=self._planned(FunctionName.GENERATION, allocation),
             )

@@ -12,6 +12,7 @@ from rlhfless.weights.check import (
     check_moved,
     check_probe,
     check_read_back,
+    default_tolerance,
     largest_difference,
 )
 from rlhfless.weights.errors import WeightCheckFailed
@@ -107,6 +108,18 @@ def test_the_failure_survives_a_process_border() -> None:
 def test_every_dtype_has_a_tolerance() -> None:
     # Ordered by the bits of the mantissa: 23, 10, 7.
     assert PROBE_TOLERANCE["float32"] < PROBE_TOLERANCE["float16"] < PROBE_TOLERANCE["bfloat16"]
+
+
+def test_the_tolerance_grows_with_depth_and_leaves_a_margin_of_two_at_64_layers() -> None:
+    # Largest mean differences of random bfloat16 models, as a share of what 4 layers are allowed (measured).
+    for layers, share in ((4, 0.25), (28, 0.50), (64, 0.61)):
+        assert share * PROBE_TOLERANCE["bfloat16"] < default_tolerance("bfloat16", layers) / 2
+    assert default_tolerance("float32", None) == default_tolerance("float32", 2) == PROBE_TOLERANCE["float32"]
+
+
+def test_a_probe_that_fails_says_what_it_saw() -> None:
+    with pytest.raises(WeightCheckFailed, match=r"learner's and engine's logprobs: -2 and -2.5 of token 3"):
+        check_probe(VERSION, Probe((1, 2, 3), (-1.0, -2.0)), [-1.0, -2.5], tolerance=0.25)
 
 
 def test_perturbed_moves_every_floating_tensor_by_its_own_scale() -> None:
