@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from rlhfless.control.settings import (
     DATA_FOLDER,
@@ -22,6 +23,9 @@ from rlhfless.control.settings import (
     open_data,
 )
 from rlhfless.folders import OTHERS
+from rlhfless.spec.errors import InputError
+from rlhfless.spec.explain import explain
+from rlhfless.spec.sizes import MOST_SIZES
 
 UP_S = 120.0
 """Longest wait for a service in the background to answer: it opens its database, which another machine may have."""
@@ -71,6 +75,14 @@ def up(
         typer.Option(metavar="KIND=N", help="Devices for runs, where nodes come when they are needed."),
     ] = None,
     max_drivers: Annotated[int, typer.Option(min=1, help="Runs with a driver at a time; others are queued.")] = 4,
+    driver_memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", min=0.5, help="Memory of a driver; by default a quarter of what there is."),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=N", help="The largest runs that specs may ask for, by the keys of `sizes`."),
+    ] = None,
     root: Annotated[
         list[str] | None,
         typer.Option(metavar="PATH", help="Folder that specs may name files in; by default the current one."),
@@ -98,14 +110,19 @@ def up(
         "ray_address": ray_address,
         "ray_cluster": ray_cluster,
         "watch_nodes": watch_nodes,
-        "capacity": dict(_capacity(text) for text in capacity or ()),
+        "capacity": dict(_counted(text, "--capacity", "h100=64") for text in capacity or ()),
         "max_drivers": max_drivers,
+        "driver_memory_gib": driver_memory,
+        "sizes": MOST_SIZES.model_dump() | dict(_counted(text, "--size", "step_samples=4096") for text in size or ()),
         "roots": tuple(str(Path(path).absolute()) if "://" not in path else path for path in root or default_roots()),
         "code": tuple(code or ()),
         "public_url": public_url,
         "retention": {"days": retention_days},
     }
-    settings = ServiceSettings.model_validate(values)
+    try:
+        settings = ServiceSettings.model_validate(values)
+    except ValidationError as error:
+        raise InputError("the service cannot start", explain(error, ServiceSettings, {}, values)) from error
     os.umask(OTHERS)
     _require_code(settings)
     if detach:
@@ -121,11 +138,11 @@ def up(
     asyncio.run(serve(settings, lambda text: typer.echo(text, err=True)))
 
 
-def _capacity(text: str) -> tuple[str, int]:
-    kind, _, count = text.partition("=")
-    if not kind or not count.isdecimal():
-        raise typer.BadParameter(f"{text!r} is not of the form KIND=N, such as h100=64", param_hint="--capacity")
-    return kind, int(count)
+def _counted(text: str, option: str, example: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    if not name or not count.isdecimal():
+        raise typer.BadParameter(f"{text!r} is not of the form NAME=N, such as {example}", param_hint=option)
+    return name, int(count)
 
 
 def _require_code(settings: ServiceSettings) -> None:

@@ -154,3 +154,7 @@ class DriverOrder(_Message):
     """See ServiceSettings.allow_hub."""
     spec: dict[str, Any]
     """As it was POSTed."""
+    sizes: dict[str, int] = {}
+    """See ServiceSettings.sizes."""
+    memory_gib: float | None = None
+    """See ServiceSettings.driver_memory_gib."""

@@ -16,6 +16,7 @@ from rlhfless.control.settings import ServiceSettings
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import explain, shown
+from rlhfless.spec.sizes import size_problems
 from rlhfless.text import storable
 
 OWN = {
@@ -49,6 +50,7 @@ def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
         for path, why in OWN.items()
         if _has(values, path)
     ]
+    problems += size_problems(spec.asked(), settings.sizes, "this service")
     problems += file_problems(spec, settings)
     if problems:
         raise refused("the spec", problems)

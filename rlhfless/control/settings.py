@@ -12,7 +12,9 @@ import psutil
 from pydantic import Field
 
 from rlhfless.folders import OTHERS, NotPrivate, private, require_safe_place
+from rlhfless.spec import SizesSpec
 from rlhfless.spec.base import SpecModel
+from rlhfless.spec.sizes import MOST_SIZES
 
 DATA_FOLDER = "rlhfless-data"
 DATABASE_FILE = "service.sqlite"
@@ -74,6 +76,11 @@ class ServiceSettings(SpecModel):
     autoscaler brings nodes."""
     max_drivers: Annotated[int, Field(ge=1)] = 4
     """Runs with a driver at a time; others are queued. A driver takes about a gigabyte of host memory."""
+    driver_memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory that a driver may have; a run that needs more ends. By default a quarter of what the machine or container
+    has that the driver is on, and at least 2 GiB."""
+    sizes: SizesSpec = MOST_SIZES
+    """The largest runs that a spec may ask for, whatever its own `sizes` are."""
     roots: tuple[str, ...] = ()
     """Folders, and URL prefixes, that a spec may name files in, beside the data folder."""
     code: tuple[str, ...] = ()

@@ -194,6 +194,8 @@ class Supervisor(Looker):
             roots=list(settings.roots),
             allow_hub=settings.allow_hub,
             spec=begun.spec,
+            sizes=settings.sizes.model_dump(),
+            memory_gib=settings.driver_memory_gib,
         )
 
         def start() -> dict[str, object]:

@@ -16,14 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless.prepare.data_card import foreign_files
+from rlhfless.spec import SizesSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.spec.locations import is_path
+from rlhfless.spec.sizes import too_large
 from rlhfless.text import parsed_json
 
 # With an owner: without one, `datasets` takes `json` and `text` for its own readers of files in the working directory.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".txt")
+PARQUET_ROWS = 256
+"""Rows that are uncompressed at a time."""
+
 # The number of faulty lines that a message names; the others are counted.
 _MAX_NAMED = 3
 
@@ -36,16 +41,17 @@ class Row:
     values: Mapping[str, Any]
 
 
-def read_rows(field: str, path: str, split: str) -> list[Row]:
+def read_rows(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
     """All rows of a data set. `field` is the spec's field that named it, for messages.
 
-    Raises InputError if it does not exist, cannot be read, or is empty.
+    Raises InputError if it does not exist, cannot be read, is empty, or is above `sizes`: that is looked at before its
+    rows are made.
     """
     file = Path(path)
     if is_path(path) and os.path.isfile(path):
-        rows = _parquet(field, file) if _is_parquet(field, file) else _jsonl(field, file)
+        rows = _parquet(field, file, sizes) if _is_parquet(field, file) else _jsonl(field, file, sizes)
     elif os.path.isdir(path) if is_path(path) else _HUB_NAME.fullmatch(path) and not path.endswith(_FILE_SUFFIXES):
-        rows = _dataset(field, path, split)
+        rows = _dataset(field, path, split, sizes)
     else:
         siblings = os.listdir(file.parent) if is_path(path) and os.path.isdir(file.parent) else []
         mend = f"{nearest(file.name, siblings)}Relative paths in a spec count from the spec's folder"
@@ -65,12 +71,21 @@ def _is_parquet(field: str, file: Path) -> bool:
         ) from error
 
 
-def _jsonl(field: str, file: Path) -> list[Row]:
+def _require_size(field: str, path: str, sizes: SizesSpec, data_bytes: int, rows: int = 0) -> None:
+    """Raises InputError."""
+    for bound, figure, noun in (("data_mib", -(-data_bytes // 2**20), "MiB"), ("prompts", rows, "rows")):
+        if figure > getattr(sizes, bound):
+            raise _error(field, *too_large(f"the number of {noun} of {path!r}", figure, bound, sizes))
+
+
+def _jsonl(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
     rows, faults = [], []
     try:
+        _require_size(field, str(file), sizes, file.stat().st_size)
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise _error(field, f"{str(file)!r} cannot be read as UTF-8 text: {error}", _FORMATS) from error
+    _require_size(field, str(file), sizes, 0, rows=text.count("\n"))
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -89,19 +104,26 @@ def _jsonl(field: str, file: Path) -> list[Row]:
     return rows
 
 
-def _parquet(field: str, file: Path) -> list[Row]:
+def _parquet(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with file.open("rb") as stream:  # pyarrow itself takes no path that is not UTF-8
-            table = pyarrow.parquet.read_table(stream)
+            table = pyarrow.parquet.ParquetFile(stream)
+            _require_size(field, str(file), sizes, 0, rows=table.metadata.num_rows)
+            values: list[dict[str, Any]] = []
+            size_bytes = 0
+            for batch in table.iter_batches(PARQUET_ROWS):  # what is compressed can be a thousand times as large
+                size_bytes += batch.nbytes
+                _require_size(field, str(file), sizes, size_bytes)
+                values += batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise _error(field, f"{str(file)!r} cannot be read as Parquet: {error}", _FORMATS) from error
-    return [Row(f"{file.name} row {i}", values) for i, values in enumerate(table.to_pylist(), start=1)]
+    return [Row(f"{file.name} row {i}", row) for i, row in enumerate(values, start=1)]
 
 
-def _dataset(field: str, path: str, split: str) -> list[Row]:
+def _dataset(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
     if importlib.util.find_spec("datasets") is None:
         mend = "install it with `pip install 'rlhfless[data]'`, or name a file"
         raise _error(field, f"{path!r} is no file here, and hub data sets need the package `datasets`", mend)
@@ -115,7 +137,9 @@ def _dataset(field: str, path: str, split: str) -> list[Row]:
             raise _error(field, what, "copy the file into the data set, or fetch it and name it as prompts.path")
         # What begins so is not looked for in the working directory.
         source = name if is_path(path) else f"hf://datasets/{name}"
-        rows = datasets.load_dataset(source, configuration or None, split=split, revision=revision).to_list()
+        data = datasets.load_dataset(source, configuration or None, split=split, revision=revision)
+        _require_size(field, path, sizes, data.data.nbytes, rows=data.num_rows)
+        rows = data.to_list()
     except InputError:
         raise
     except Exception as error:  # datasets raises dozens of kinds of error, including network errors

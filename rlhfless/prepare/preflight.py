@@ -70,7 +70,7 @@ def _preflight(spec: RunSpec) -> Prepared:
         prompts = _try(lambda: _prompts(spec, policy), problems)
     else:
         prompts = None
-        _try(lambda: read_rows("prompts.path", spec.prompts.path, spec.prompts.split), problems)
+        _try(lambda: read_rows("prompts.path", spec.prompts.path, spec.prompts.split, spec.sizes), problems)
     everything = [*prompts.train, *prompts.held_out] if prompts else []
     problems += _weight_problems(spec, config_is_right=policy is not None)
     reward_faults, doubts = reward_problems(spec, everything), list[str]()
@@ -129,6 +129,7 @@ def _prompts(spec: RunSpec, policy: Policy) -> PromptSets:
         policy.tokenizer,
         max_context_tokens=policy.context_tokens,
         seed=spec.seed,
+        sizes=spec.sizes,
         read=columns_read(spec.rewards),
     )
 

@@ -18,7 +18,7 @@ import numpy as np
 from rlhfless.prepare.data_rows import Row, read_rows
 from rlhfless.prepare.prompt_warnings import prompt_warnings
 from rlhfless.records import IntArray, Prompt
-from rlhfless.spec import PromptsSpec
+from rlhfless.spec import PromptsSpec, SizesSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.text import storable, storable_values
@@ -42,6 +42,7 @@ def load_prompts(
     *,
     max_context_tokens: int | None,
     seed: int,
+    sizes: SizesSpec,
     read: frozenset[str] | None = None,
 ) -> PromptSets:
     """Read all prompts that a spec names. `tokenizer` is a tokenizer of transformers; a context of None is no limit.
@@ -57,7 +58,7 @@ def load_prompts(
     warnings: list[str] = []
     sets: list[list[Prompt]] = []
     for source in sources:
-        rows, prompts = _load(*source, spec, tokenizer, max_context_tokens, problems)
+        rows, prompts = _load(*source, spec, sizes, tokenizer, max_context_tokens, problems)
         sets.append(prompts)
         if not problems:
             warnings += prompt_warnings(source[0], rows, prompts, tokenizer, read)
@@ -122,13 +123,14 @@ def _load(
     path: str,
     split: str,
     spec: PromptsSpec,
+    sizes: SizesSpec,
     tokenizer: Any,
     max_context_tokens: int | None,
     problems: list[Problem],
 ) -> tuple[list[Row], list[Prompt]]:
     """The rows and prompts of one source; adds to `problems`, and returns nothing usable if it did."""
     try:
-        rows = read_rows(field, path, split)
+        rows = read_rows(field, path, split, sizes)
     except InputError as error:
         problems += error.problems
         return [], []

@@ -43,7 +43,8 @@ def try_rewards(spec: RunSpec, path: Path) -> Trial:
     """Score every row of a JSONL or Parquet file. Raises InputError for rows or rewards that cannot be used."""
     if not path.is_file():
         raise InputError("the samples cannot be read", [Problem("", f"no such file: {str(path)!r}")])
-    rows = [Row(row.where, storable_values(row.values)) for row in read_rows("samples", str(path.absolute()), "train")]
+    read = read_rows("samples", str(path.absolute()), "train", spec.sizes)
+    rows = [Row(row.where, storable_values(row.values)) for row in read]
     reader = _Reader(spec)
     samples = reader.samples(rows)
     prompts = [Prompt(sample.prompt_id, (), sample.prompt, sample.columns) for sample in samples]
@@ -72,7 +73,9 @@ class _Reader:
 
     @cached_property
     def _prompts(self) -> Mapping[str, Prompt]:
-        sets = load_prompts(self._spec.prompts, self._tokenizer, max_context_tokens=None, seed=self._spec.seed)
+        sets = load_prompts(
+            self._spec.prompts, self._tokenizer, max_context_tokens=None, seed=self._spec.seed, sizes=self._spec.sizes
+        )
         return {prompt.prompt_id: prompt for prompt in (*sets.train, *sets.held_out)}
 
     def _sample(self, row: Row) -> Iterator[Sample]:

@@ -33,6 +33,7 @@ from rlhfless.spec.rewards import (
 from rlhfless.spec.run import CheckpointSpec, EvaluationSpec, LimitsSpec, LoggingSpec, RunSpec
 from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import OnFailure, ScoringSpec
+from rlhfless.spec.sizes import SizesSpec
 
 __all__ = [
     "AdamWSpec",
@@ -79,6 +80,7 @@ __all__ = [
     "ScalingSpec",
     "ScheduleSpec",
     "ScoringSpec",
+    "SizesSpec",
     "SyncSpec",
     "TimeoutsSpec",
     "WeightedSpec",

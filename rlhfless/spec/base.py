@@ -8,7 +8,24 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rlhfless.redaction import user_in
 
-Ranks = Annotated[int, Field(ge=1)] | Literal["auto"]
+MOST_PROCESSES = 4096
+"""Replicas, ranks, devices or workers of one function: the driver keeps an object, and a connection, for each."""
+
+MOST_TOKENS = 1 << 24
+"""Of a sequence or a batch: 16 times the longest context of a model."""
+
+MOST_STEPS = 10_000_000
+
+MOST_S = 1e8
+"""Three years. Timers and locks of Python raise OverflowError for times much longer than that."""
+
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Duration = Annotated[float, Field(gt=0, le=MOST_S)]
+"""Seconds."""
+
+Ranks = Processes | Literal["auto"]
 """Processes that share a model; `auto` is decided by the memory plan."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless.spec.base import SpecModel
+from rlhfless.spec.base import MOST_TOKENS, SpecModel
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -23,7 +23,7 @@ class ModelSpec(SpecModel):
     dtype: DType = "float32"
     """Number format in which the learner publishes the weights and the engine serves them."""
 
-    max_context_tokens: Annotated[int, Field(ge=2)] | None = None
+    max_context_tokens: Annotated[int, Field(ge=2, le=MOST_TOKENS)] | None = None
     """Longest prompt + response; by default the model's own limit."""
 
     trust_remote_code: bool = False

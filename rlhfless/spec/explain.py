@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin, runtime_checkable
@@ -25,6 +25,9 @@ _MAX_QUOTE = 80
 _TYPING_ERROR = 0.8
 # The number of items that a message names; the others are counted.
 _MAX_COUNTED = 8
+
+PROBLEMS_ERROR = "problems"
+"""Pydantic's error type for `several` problems that a section's own check has found; its context holds them."""
 
 EXTENSION_ERROR = "extension"
 """Pydantic's error type for a `type` that names nothing; its context holds `what` and `mend`."""
@@ -46,7 +49,13 @@ def explain(
     # If its items are refused, pydantic also calls the list too short; that would only mislead.
     below = {loc[:length] for loc in (details["loc"] for details in errors) for length in range(len(loc))}
     told = [details for details in errors if not (details["type"] == "too_short" and details["loc"] in below)]
-    return [_problem(details, _Spot(model, data, details["loc"]), origins) for details in told]
+    return [problem for details in told for problem in _problems(details, _Spot(model, data, details["loc"]), origins)]
+
+
+def several(problems: Sequence[Problem]) -> PydanticCustomError:
+    """An error of a section's own check, each problem at a field below the section."""
+    text = "; ".join(f"{problem.where}: {problem.what}; {problem.mend}" for problem in problems)
+    return PydanticCustomError(PROBLEMS_ERROR, "{text}", {"text": text, "problems": tuple(problems)})
 
 
 def shown(value: object) -> str:
@@ -126,6 +135,16 @@ def _below(value: Any, key: int | str) -> Any:
         return value[key]
     except (TypeError, LookupError):
         return None
+
+
+def _problems(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) -> Iterator[Problem]:
+    if details["type"] != PROBLEMS_ERROR:
+        yield _problem(details, spot, origins)
+        return
+    section, _ = spot.locate()
+    for problem in details["ctx"]["problems"]:
+        path = (*section, *problem.where.split("."))
+        yield dataclasses.replace(problem, where=dotted(path), origin=origin_of(path, origins))
 
 
 def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) -> Problem:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfless.spec.base import SpecModel
+from rlhfless.spec.base import MOST_PROCESSES, Duration, Processes, SpecModel
 from rlhfless.spec.policies import CostAwareSpec, PolicySpec
 
 
@@ -22,7 +22,7 @@ class PlacementSpec(SpecModel):
     """Allow `float32` in `model.dtype` or `learner.dtype` on GPUs, which is refused otherwise: it takes twice the
     memory and several times the time of bfloat16."""
 
-    devices: Annotated[int, Field(ge=1)] | None = None
+    devices: Processes | None = None
     """Devices of the run (GPUs, or CPU cores); by default all devices of the cluster. A run that joins a cluster may
     ask for more than there are: a cluster autoscaler sees the demand, and the run says what it waits for."""
 
@@ -30,7 +30,7 @@ class PlacementSpec(SpecModel):
     """Kind of the devices, as the price book names it, such as `h100` or `cpu-core`. By default the GPUs of the
     cluster, which must be of one kind then, or CPU cores where it has no GPU."""
 
-    learner_devices: Annotated[int, Field(ge=1)] = 1
+    learner_devices: Processes = 1
     """Devices set aside for the learner side when disaggregated."""
 
     ray_address: str | None = None
@@ -44,8 +44,8 @@ class PlacementSpec(SpecModel):
 class GenerationScalingSpec(SpecModel):
     """Bounds on the number of generation actors. A static fleet is min = max."""
 
-    min_actors: Annotated[int, Field(ge=1)] = 1
-    max_actors: Annotated[int, Field(ge=1)] = 1
+    min_actors: Processes = 1
+    max_actors: Processes = 1
 
     @model_validator(mode="after")
     def _ordered(self) -> GenerationScalingSpec:
@@ -72,7 +72,7 @@ class CheapestSpec(SpecModel):
 
     type: Literal["cheapest"] = "cheapest"
 
-    deadline_s: Annotated[float, Field(gt=0)]
+    deadline_s: Duration
     """Wall-clock seconds."""
 
     per: Per = "step"
@@ -157,22 +157,22 @@ class WeightsSpec(SpecModel):
 class TimeoutsSpec(SpecModel):
     """Limits of every wait. When a wait exceeds its limit, the error names the limit and what was waited for."""
 
-    devices_s: Annotated[float, Field(gt=0)] = 1800.0
+    devices_s: Duration = 1800.0
     """Until the devices of a replica are there: another run has to give them back, or an autoscaler has to bring a
     node. What is waited for is said after 5 s, and again until it ends."""
-    start_s: Annotated[float, Field(gt=0)] = 600.0
+    start_s: Duration = 600.0
     """A replica's start: process, model, engine; without fetching the model from the hub."""
-    download_s: Annotated[float, Field(gt=0)] = 3600.0
+    download_s: Duration = 3600.0
     """Fetching models from the hub, at the start of the run, once on each node."""
-    generate_s: Annotated[float, Field(gt=0)] = 3600.0
+    generate_s: Duration = 3600.0
     """One step's generation on one actor."""
-    call_s: Annotated[float, Field(gt=0)] = 600.0
+    call_s: Duration = 600.0
     """One scoring, reference or learner call."""
-    sync_s: Annotated[float, Field(gt=0)] = 120.0
+    sync_s: Duration = 120.0
     """One actor's weight load with its checks."""
-    drain_s: Annotated[float, Field(gt=0)] = 30.0
+    drain_s: Duration = 30.0
     """A replica's orderly stop; after that it is killed."""
-    stop_s: Annotated[float, Field(gt=0)] = 25.0
+    stop_s: Duration = 25.0
     """The orderly stop of the whole run after Ctrl-C or SIGTERM; after that all its processes are killed. Kubernetes
     and Slurm kill the remaining processes 30 s after SIGTERM, and `docker stop` after 10 s unless told otherwise."""
 
@@ -180,12 +180,12 @@ class TimeoutsSpec(SpecModel):
 class RecoverySpec(SpecModel):
     """Replicas that die are noticed and replaced, and no finished sample is lost (docs/faults.md)."""
 
-    lease_s: Annotated[float, Field(gt=0)] = 60.0
+    lease_s: Duration = 60.0
     """A replica that gets no message from the run for this long gives its device back; a replica that does not answer
     the run for this long is replaced."""
 
-    beat_s: Annotated[float, Field(gt=0)] = 60.0
+    beat_s: Duration = 60.0
     """A generation engine that has work and is silent for this long is replaced. One iteration must take less."""
 
-    per_step: Annotated[int, Field(ge=0)] = 3
+    per_step: Annotated[int, Field(ge=0, le=MOST_PROCESSES)] = 3
     """Most recoveries of one step; the next fault stops the run. The run can then be resumed."""

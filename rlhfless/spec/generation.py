@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhfless.spec.base import SpecModel
+from rlhfless.spec.base import MOST_TOKENS, Duration, Processes, SpecModel, Tokens
+
+MOST_SEQUENCES = 65_536
+"""Far above what an engine decodes at a time; it allocates its tables for so many."""
+
+MOST_STOPS = 256
+"""The engine compares each token with all of them."""
 
 
 class EngineSpec(SpecModel):
@@ -18,13 +24,13 @@ class EngineSpec(SpecModel):
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Share of a GPU's memory that the engine may use. Ignored on CPU."""
 
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel_size: Processes = 1
     """Devices per actor."""
 
-    max_sequences: Annotated[int, Field(ge=1)] = 256
+    max_sequences: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] = 256
     """Most sequences decoded at the same time."""
 
-    max_batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    max_batch_tokens: Tokens = 8192
     """Most tokens in one iteration of the engine, prefill included."""
 
     eager: bool | None = None
@@ -47,7 +53,7 @@ class EngineSpec(SpecModel):
 class GenerationSpec(SpecModel):
     """Sampling."""
 
-    max_tokens: Annotated[int, Field(ge=1)] = 1024
+    max_tokens: Tokens = 1024
     """Longest response."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -56,13 +62,13 @@ class GenerationSpec(SpecModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling. Any value but 1 biases the ratio between learner and engine, and gives a warning."""
 
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
     """Sample among the k likeliest tokens; 0 for all. Any value but 0 biases the ratio, and gives a warning."""
 
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Field(max_length=MOST_STOPS)] = ()
     """Texts that end a response, in addition to the end-of-sequence token."""
 
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Field(max_length=MOST_STOPS)] = ()
     """Tokens that end a response, in addition to the end-of-sequence token."""
 
     batch_invariant: bool = False
@@ -71,7 +77,7 @@ class GenerationSpec(SpecModel):
     slower with them, and vLLM refuses models and attention kernels that have none. CPU engines draw the same tokens
     without it."""
 
-    progress_interval_s: Annotated[float, Field(gt=0)] = 0.5
+    progress_interval_s: Duration = 0.5
     """How often an actor reports the tokens produced so far."""
 
     engine: EngineSpec = EngineSpec()

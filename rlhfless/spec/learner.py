@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhfless.spec.base import Ranks, SpecModel, count_of
+from rlhfless.spec.base import MOST_STEPS, Processes, Ranks, SpecModel, Tokens, count_of
 
 
 class AdamWSpec(SpecModel):
@@ -19,7 +19,7 @@ class AdamWSpec(SpecModel):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients are scaled down to this norm; `null` for no clipping."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """The learning rate grows linearly over this many optimiser steps."""
 
 
@@ -30,7 +30,7 @@ class LearnerSpec(SpecModel):
     """Ranks that share the model's states and the batch, each a process of its own. `auto`: on GPUs as many as the
     memory plan asks for, on CPU cores 1."""
 
-    micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    micro_batch_tokens: Tokens = 8192
     """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -51,7 +51,7 @@ class LearnerSpec(SpecModel):
     """Learner and reference compute prompt tokens that samples share once per micro-batch, and not once per sample,
     where that saves time: long prompts, many samples per prompt. The results are the same up to rounding."""
 
-    threads: Annotated[int, Field(ge=1)] | None = None
+    threads: Processes | None = None
     """CPU threads per rank; by default all cores, divided among the ranks. Fixed, because the order of
     sums, and with it the last bits of the weights, depends on it."""
 

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhfless.spec.base import SpecModel
+from rlhfless.spec.base import MOST_S, Duration, Processes, SpecModel, Steps
 from rlhfless.spec.extension import OwnSpec, Seam
 
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
 
 
 class CostAwareSpec(SpecModel):
@@ -30,7 +30,7 @@ class StaticSpec(SpecModel):
 
     type: Literal["static"] = "static"
 
-    actors: Annotated[int, Field(ge=1)] | None = None
+    actors: Processes | None = None
     """Number of generation actors; by default as many as the devices allow."""
 
 
@@ -43,9 +43,9 @@ class RayServeSpec(SpecModel):
     """Running and queued requests per replica."""
     upscale_delay_s: Seconds = 30.0
     downscale_delay_s: Seconds = 600.0
-    look_back_period_s: Annotated[float, Field(gt=0)] = 30.0
+    look_back_period_s: Duration = 30.0
     """Window over which requests are averaged."""
-    interval_s: Annotated[float, Field(gt=0)] = 0.1
+    interval_s: Duration = 0.1
     """Between two decisions: `CONTROL_LOOP_INTERVAL_S` (ray/serve/_private/constants.py)."""
 
 
@@ -58,7 +58,7 @@ class KnativeSpec(SpecModel):
     """`container-concurrency-target-default`."""
     target_share: Annotated[float, Field(gt=0, le=1)] = 0.7
     """`container-concurrency-target-percentage`."""
-    stable_window_s: Annotated[float, Field(gt=0)] = 60.0
+    stable_window_s: Duration = 60.0
     panic_window_share: Annotated[float, Field(gt=0, le=1)] = 0.1
     """`panic-window-percentage`: a panic window of 6 s."""
     panic_threshold: Annotated[float, Field(ge=1)] = 2.0
@@ -67,7 +67,7 @@ class KnativeSpec(SpecModel):
     max_scale_down_rate: Annotated[float, Field(gt=1)] = 2.0
     scale_to_zero_grace_s: Seconds = 30.0
     """How long the last replica is kept after the decision to scale to zero."""
-    interval_s: Annotated[float, Field(gt=0)] = 2.0
+    interval_s: Duration = 2.0
     """`tick-interval`."""
 
 
@@ -79,17 +79,17 @@ class KedaSpec(SpecModel):
 
     target_value: Annotated[float, Field(gt=0)] = 5.0
     """Queue length per replica. KEDA's scalers differ; most of its scalers for message queues use 5."""
-    polling_s: Annotated[float, Field(gt=0)] = 30.0
+    polling_s: Duration = 30.0
     """`pollingInterval`: how often KEDA checks for work while there is no replica."""
     cooldown_s: Seconds = 300.0
     """`cooldownPeriod`: the last replica is released after this long without work."""
-    sync_s: Annotated[float, Field(gt=0)] = 15.0
+    sync_s: Duration = 15.0
     """`--horizontal-pod-autoscaler-sync-period`."""
     tolerance: Annotated[float, Field(ge=0)] = 0.1
     """`--horizontal-pod-autoscaler-tolerance`: a ratio this close to 1 changes nothing."""
     downscale_window_s: Seconds = 300.0
     """`behavior.scaleDown.stabilizationWindowSeconds`: the highest recommendation of this time counts."""
-    upscale_pods: Annotated[int, Field(ge=1)] = 4
+    upscale_pods: Processes = 4
     """`behavior.scaleUp`: in each 15 s at most this many replicas more, or twice as many, whichever is more."""
 
 
@@ -109,7 +109,7 @@ class RLHFlessPaperSpec(SpecModel):
 
     time_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Lambda: the weight of the normalised time against the normalised cost."""
-    window: Annotated[int, Field(ge=1)] = 1
+    window: Steps = 1
     """Window of the EWMA of a prompt's lengths: alpha = 2 / (window + 1), so with 1 only the last visit counts."""
     cut_share: Annotated[float, Field(gt=0, le=1)] = 0.7
     """Tau: an actor is cut when this share of its samples has ended."""

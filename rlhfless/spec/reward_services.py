@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlhfless.spec.base import without_user
+from rlhfless.spec.base import MOST_TOKENS, Duration, Processes, Tokens, without_user
 from rlhfless.spec.data import DType
 from rlhfless.spec.scoring import RewardPart
 
@@ -19,13 +19,13 @@ class HttpSpec(RewardPart):
     """Samples are POSTed here as JSON. Without a user or a password."""
     token_env: str | None = None
     """Environment variable of the scoring replica that holds the bearer token to send."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
+    batch_size: Annotated[int, Field(ge=1, le=65_536)] = 32
     """Samples per request."""
-    concurrency: Annotated[int, Field(ge=1)] = 8
+    concurrency: Processes = 8
     """Requests in flight at a time."""
-    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    timeout_s: Duration = 30.0
     """Longest time one request may take."""
-    retries: Annotated[int, Field(ge=0)] = 3
+    retries: Annotated[int, Field(ge=0, le=20)] = 3
     """Further attempts if there is no connection, no answer in time, or status 408, 429 or 5xx; after 0.5, 1, 2, ...
     s."""
 
@@ -48,9 +48,9 @@ class RewardModelSpec(RewardPart):
     prompt_field: str | None = None
     """Column with the prompt for this model, as text or chat messages. When left out it is the prompt as the
     policy saw it; a policy with a chat template of its own keeps the raw prompt under `prompts.prompt_field`."""
-    max_tokens: Annotated[int, Field(ge=2)] = 4096
+    max_tokens: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = 4096
     """Longer sequences lose tokens at their beginning, so that the end of the response is always scored."""
-    micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    micro_batch_tokens: Tokens = 8192
     """Padded tokens per forward pass; bounds the memory."""
     trust_remote_code: bool = False
     """Run model code that comes with the path."""

@@ -9,8 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlhfless.spec.base import Duration
 from rlhfless.spec.json_schemas import schema_validator
 from rlhfless.spec.scoring import RewardPart
+
+MOST_MIB = 1 << 20
+"""1 TiB."""
 
 
 class MathSpec(RewardPart):
@@ -22,7 +26,7 @@ class MathSpec(RewardPart):
     extraction: Literal["any", "boxed"] = "any"
     """Where the response's answer may be. `any`: a boxed answer if there is one, else the last LaTeX expression or
     plain number. `boxed`: only in `\\boxed{...}`. If there are tags `<answer>...</answer>`, only within them."""
-    cpu_s: Annotated[float, Field(gt=0)] = 5.0
+    cpu_s: Duration = 5.0
     """CPU time to parse and compare one answer; a response that takes longer is wrong. CPU time, because on a busy
     machine wall time would make right answers wrong."""
 
@@ -36,24 +40,24 @@ class CodeSpec(RewardPart):
     score: Literal["all", "fraction"] = "all"
     """`all`: 1 if every test passes, else 0, and the first test that fails ends the scoring. `fraction`: share of tests
     passed."""
-    max_tests: Annotated[int, Field(ge=1)] | None = None
+    max_tests: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Use only this many tests, the first in the list; by default all."""
-    cpu_s: Annotated[int, Field(ge=1)] = 5
+    cpu_s: Annotated[int, Field(ge=1, le=86_400)] = 5
     """CPU time of one test."""
-    timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    timeout_s: Duration = 30.0
     """Wall time of one test, for code that waits. Much longer than `cpu_s`, because correct code takes longer on a
     busy machine."""
-    memory_mib: Annotated[int, Field(ge=64)] = 512
+    memory_mib: Annotated[int, Field(ge=64, le=MOST_MIB)] = 512
     """Address space of one test; Python itself takes some 30 MiB."""
-    file_mib: Annotated[int, Field(ge=0)] = 16
+    file_mib: Annotated[int, Field(ge=0, le=MOST_MIB)] = 16
     """Largest file a test may write."""
-    folder_mib: Annotated[int, Field(ge=1)] = 64
+    folder_mib: Annotated[int, Field(ge=1, le=MOST_MIB)] = 64
     """Total size of the files in a test's folder. The folder is in memory if the kernel allows it."""
-    folder_files: Annotated[int, Field(ge=1)] = 1024
+    folder_files: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     """Most files and folders in a test's folder."""
-    open_files: Annotated[int, Field(ge=16)] = 64
+    open_files: Annotated[int, Field(ge=16, le=65_536)] = 64
     """Most files that a test may have open."""
-    output_kib: Annotated[int, Field(ge=1)] = 256
+    output_kib: Annotated[int, Field(ge=1, le=MOST_MIB)] = 256
     """A test with a longer output fails."""
 
     @model_validator(mode="after")
@@ -75,7 +79,7 @@ class JsonSchemaSpec(RewardPart):
     extraction: Literal["any", "whole"] = "any"
     """`any`: the whole response, else its last fenced block, else the last object or list in its text. `whole`:
     the response must be JSON and nothing else."""
-    timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    timeout_s: Duration = 5.0
     """Longest time for one response: patterns in a schema can backtrack for ever."""
 
     @model_validator(mode="after")

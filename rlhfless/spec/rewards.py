@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rlhfless.spec.base import MOST_TOKENS, Duration, Tokens
 from rlhfless.spec.imports import IMPORT_PATH
 from rlhfless.spec.reward_services import HttpSpec, RewardModelSpec
 from rlhfless.spec.reward_verifiers import CodeSpec, JsonSchemaSpec, MathSpec
@@ -35,7 +36,7 @@ class RegexSpec(RewardPart):
     """The whole response must match."""
     answer_field: str | None = None
     """If given, the first group of the match must equal this column."""
-    timeout_s: Annotated[float, Field(gt=0)] = 1.0
+    timeout_s: Duration = 1.0
     """Longest time one match may take: a pattern can backtrack for ever."""
 
     @field_validator("pattern")
@@ -54,11 +55,16 @@ class RegexSpec(RewardPart):
         return self
 
 
+Tag = Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")]
+
+
 class FormatSpec(RewardPart):
     """1 if the response is made of the tags, each once and in this order, with text in each; else 0."""
 
     type: Literal["format"]
-    tags: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")], ...], Field(min_length=1)] = (
+    tags: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")], ...], Field(min_length=1, max_length=64)
+    ] = (
         "think",
         "answer",
     )
@@ -82,9 +88,9 @@ class LengthPenaltySpec(RewardPart):
     arXiv 2503.14476, eq. 13)."""
 
     type: Literal["length_penalty"]
-    free_tokens: Annotated[int, Field(ge=0)]
+    free_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)]
     """Responses up to this long cost nothing."""
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Tokens
     """Responses this long or longer get -1."""
 
     @model_validator(mode="after")
@@ -104,7 +110,7 @@ class PythonRewardSpec(RewardPart):
     """Call it once with lists, instead of once per sample."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments for every call."""
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    timeout_s: Duration = 60.0
     """Longest time one call may take."""
 
     @field_validator("target")

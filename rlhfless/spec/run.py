@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec
-from rlhfless.spec.base import SpecModel, without_user
+from rlhfless.spec.base import Duration, SpecModel, Steps, without_user
 from rlhfless.spec.data import ModelSpec, PromptsSpec
+from rlhfless.spec.explain import several
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
 from rlhfless.spec.generation import GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec, ReferenceSpec
@@ -16,6 +18,7 @@ from rlhfless.spec.reward_services import RewardModelSpec
 from rlhfless.spec.rewards import RewardSpec
 from rlhfless.spec.schedule import ScheduleSpec, SyncSpec
 from rlhfless.spec.scoring import ScoringSpec
+from rlhfless.spec.sizes import Size, SizesSpec, size_problems
 
 Labels = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -25,7 +28,7 @@ Labels = Annotated[
 class EvaluationSpec(SpecModel):
     """Evaluation on the held-out prompts, before and after the run and in between."""
 
-    every_steps: Annotated[int, Field(ge=1)] | None = None
+    every_steps: Steps | None = None
     """Also evaluate each time this many steps are done."""
 
     samples_per_prompt: Annotated[int, Field(ge=1)] = 1
@@ -40,7 +43,7 @@ class CheckpointSpec(SpecModel):
     `gs://...`; with its package installed). The learner writes there, from whichever node it is on, and the run lists
     them. By default they are under the output folder, which the learner's node must share then."""
 
-    every_steps: Annotated[int, Field(ge=1)] | None = 20
+    every_steps: Steps | None = 20
     """Save each time this many steps are done, and always at the end. A resumed run learns at most this many steps
     again, from its journal; without a number, all of them."""
 
@@ -48,7 +51,7 @@ class CheckpointSpec(SpecModel):
     """Write checkpoints while the run goes on, where the learner's nodes have memory for a copy of its state (12 bytes
     per parameter over all nodes, in at most half of what is free on each); otherwise the run waits for each."""
 
-    keep_last: Annotated[int, Field(ge=1)] = 2
+    keep_last: Steps = 2
     """The number of newest checkpoints that are kept, in addition to the best."""
 
     best_by: str = "reward_mean"
@@ -71,7 +74,7 @@ class LimitsSpec(SpecModel):
     max_device_hours: Annotated[float, Field(gt=0)] | None = None
     """Devices held, whether busy or not."""
 
-    max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
+    max_wall_clock_s: Duration | None = None
     """Time in which the run held devices; neither queues nor pauses count."""
 
     then: Literal["pause", "stop"] = "pause"
@@ -105,7 +108,7 @@ class RunSpec(SpecModel):
 
     model: ModelSpec
     prompts: PromptsSpec
-    rewards: Annotated[tuple[RewardSpec, ...], Field(min_length=1)]
+    rewards: Annotated[tuple[RewardSpec, ...], Field(min_length=1, max_length=64)]
     scoring: ScoringSpec = ScoringSpec()
     algorithm: AlgorithmSpec = GRPOSpec()
     generation: GenerationSpec = GenerationSpec()
@@ -136,6 +139,7 @@ class RunSpec(SpecModel):
     logging: LoggingSpec = LoggingSpec()
 
     limits: LimitsSpec = LimitsSpec()
+    sizes: SizesSpec = SizesSpec()
 
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     """Among the runs of a service: runs of a higher priority get devices first, and runs of a lower one give way."""
@@ -143,7 +147,7 @@ class RunSpec(SpecModel):
     metadata: Labels = Field(default_factory=dict)
     """Labels of your own, to find runs by."""
 
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Every random choice of the run follows from it."""
 
     output: str = "runs"
@@ -160,6 +164,30 @@ class RunSpec(SpecModel):
         if needs.values:
             raise ValueError(f"{name} needs values, and no function of a run computes them; name another algorithm")
         return self
+
+    @model_validator(mode="after")
+    def _is_within_its_sizes(self) -> RunSpec:
+        if problems := size_problems(self.asked(), self.sizes):
+            raise several(problems)
+        return self
+
+    def asked(self) -> Iterator[Size]:
+        """How large a run the spec asks for."""
+        prompts, samples, tokens = self.prompts_per_step, self.samples_per_prompt, self.generation.max_tokens
+        yield Size("steps", "steps", self.steps, "steps")
+        made = f"prompts_per_step ({prompts:,}) x samples_per_prompt ({samples:,})"
+        where = "samples_per_prompt" if samples > prompts else "prompts_per_step"
+        yield Size("step_samples", where, prompts * samples, made)
+        made = f"{made} x generation.max_tokens ({tokens:,})"
+        yield Size("step_tokens", "generation.max_tokens", prompts * samples * tokens, made)
+        if self.prompts.held_out is None:
+            return
+        prompts, samples = self.prompts.held_out.max_prompts, self.evaluation.samples_per_prompt
+        made = f"prompts.held_out.max_prompts ({prompts:,}) x evaluation.samples_per_prompt ({samples:,})"
+        where = "evaluation.samples_per_prompt" if samples > prompts else "prompts.held_out.max_prompts"
+        yield Size("held_out_samples", where, prompts * samples, made)
+        made = f"{made} x generation.max_tokens ({tokens:,})"
+        yield Size("step_tokens", "generation.max_tokens", prompts * samples * tokens, made)
 
     @property
     def reward_models(self) -> tuple[RewardModelSpec, ...]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhfless.spec.base import Ranks, SpecModel
+from rlhfless.spec.base import Duration, Processes, Ranks, SpecModel
 
 
 class RewardPart(SpecModel):
@@ -29,7 +29,7 @@ OnFailure = Literal["drop", "zero", "fail"]
 class ScoringSpec(SpecModel):
     """The worker processes of rewards that run code, and what a failing reward means."""
 
-    workers: Annotated[int, Field(ge=1)] = 2
+    workers: Processes = 2
     """Worker processes for rewards of type python, math, code and json_schema; none are started without such a
     reward. Two, so that one slow sample does not hold up all others; more for slow rewards, up to a core each."""
 
@@ -46,10 +46,10 @@ class ScoringSpec(SpecModel):
     """The run stops when more than this share of a step's samples has failed. If half of them fail, the cause is more
     likely the reward than the responses."""
 
-    http_hosts: tuple[str, ...] | None = None
+    http_hosts: Annotated[tuple[str, ...], Field(max_length=1024)] | None = None
     """If given, HTTP rewards reach no loopback, link-local or metadata address but these, as `host:port`; redirects and
     names that resolve to such addresses are refused as well. A service sets this for the runs of its users."""
 
-    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    timeout_s: Duration = 300.0
     """Longest time for one batch of finished groups; samples that are not scored by then have failed. Half of
     `timeouts.call_s`, so that a reward that hangs on every sample costs samples and not the run."""

@@ -14,8 +14,10 @@ from rlhfless.control.settings import ServiceSettings
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> ServiceSettings:
-    return ServiceSettings(data=str(tmp_path / "data"), port=0, roots=(str(tmp_path),))
+def settings(tmp_path: Path, request: pytest.FixtureRequest) -> ServiceSettings:
+    """A test that lowers `sizes` gives them as parameter."""
+    given = {"sizes": request.param} if hasattr(request, "param") else {}
+    return ServiceSettings(data=str(tmp_path / "data"), port=0, roots=(str(tmp_path),), **given)
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ import httpx
 import pytest
 from standing import RUN, NoDrivers, Pushes, until
 
+from rlhfless.spec import SizesSpec
+
 JSON = {"Content-Type": "application/json"}
 TOO_LARGE = 2**63
 
@@ -188,3 +190,22 @@ def test_a_run_that_has_reached_a_limit_is_resumed_with_a_higher_one(client: htt
         assert "the run has used 1.5" in answer.json()["error"]["message"]
     assert client.get(f"/v1/runs/{run}").json()["status"] == "paused"
     assert client.post(resume, json={"limits": {"max_cost_usd": 2.0}}).status_code == 200
+
+
+@pytest.mark.parametrize("samples", [2**31, 2**31 - 1, 10**18])
+def test_a_step_of_too_many_samples_is_refused(client: httpx.Client, samples: int) -> None:
+    error = refused(client.post("/v1/runs", json=RUN | {"samples_per_prompt": samples}))
+    assert error["param"] == "samples_per_prompt"
+    assert (
+        f"samples_per_prompt ({samples:,}) is {64 * samples:,}, above sizes.step_samples (65,536)" in error["message"]
+    )
+
+
+@pytest.mark.parametrize("settings", [SizesSpec(step_samples=100)], indirect=True)
+def test_the_operator_lowers_what_a_spec_may_ask_for(client: httpx.Client, drivers: NoDrivers) -> None:
+    error = refused(client.post("/v1/runs", json=RUN | {"sizes": {"step_samples": 1000}}))
+    assert error["message"].endswith("is 512, and this service allows at most 100; ask for less")
+    small = RUN | {"prompts_per_step": 10}
+    assert client.post("/v1/runs", json=small).status_code == 201
+    until(lambda: len(drivers.orders) == 1)
+    assert drivers.orders[0].sizes["step_samples"] == 100

@@ -9,15 +9,15 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError
 
 from rlhfless.prepare.prompts import load_prompts
-from rlhfless.spec import PromptsSpec
+from rlhfless.spec import PromptsSpec, SizesSpec
 from rlhfless.spec.errors import InputError
 
 
 @pytest.fixture
 def load(tokenizer):
-    def load_with(path, *, tokenizer=tokenizer, seed=0, context=32, **options):
+    def load_with(path, *, tokenizer=tokenizer, seed=0, context=32, sizes=None, **options):
         spec = PromptsSpec(path=str(path), **options)
-        return load_prompts(spec, tokenizer, max_context_tokens=context, seed=seed)
+        return load_prompts(spec, tokenizer, max_context_tokens=context, seed=seed, sizes=sizes or SizesSpec())
 
     return load_with
 
@@ -345,3 +345,20 @@ def test_faults_of_both_files_are_told_at_once(fault, write_rows, tmp_path):
     assert "prompts.path: `prompt` is not a string" in message
     assert "prompts.held_out.path" in message
     assert "no such file" in message
+
+
+# -- how large it may be
+
+
+def test_data_above_the_bounds_is_refused_before_its_rows_are_made(fault, write_rows, tmp_path):
+    few, small = SizesSpec(prompts=2), SizesSpec(data_mib=1)
+    mend = "ask for less, or raise sizes.prompts; it can be 10,000,000 at most"
+    path = str(write_rows(rows(3)))
+    assert f"the number of rows of {path!r} is 3, above sizes.prompts (2)\n    {mend}" in fault(path, sizes=few)
+    path = str(write_rows([{"prompt": "w1", "text": "x" * 2**20}]))
+    assert f"the number of MiB of {path!r} is 2, above sizes.data_mib (1)" in fault(path, sizes=small)
+    packed = tmp_path / "packed.parquet"
+    pa.parquet.write_table(pa.table({"prompt": ["w1"] * 1000, "text": ["x" * 10_000] * 1000}), packed)
+    assert packed.stat().st_size < 2**20
+    assert "above sizes.data_mib (1)" in fault(packed, sizes=small)
+    assert "is 1,000, above sizes.prompts (2)" in fault(packed, sizes=few)

@@ -9,7 +9,7 @@ from conftest import make_tokenizer
 
 from rlhfless.prepare.prompts import load_prompts
 from rlhfless.prepare.rewards import columns_read
-from rlhfless.spec import PromptsSpec, RunSpec
+from rlhfless.spec import PromptsSpec, RunSpec, SizesSpec
 
 NAN = float("nan")
 
@@ -18,7 +18,7 @@ NAN = float("nan")
 def warnings(tokenizer):
     def load(path, tokenizer=tokenizer, read=None, **options):
         spec = PromptsSpec(path=str(path), **options)
-        return load_prompts(spec, tokenizer, max_context_tokens=32, seed=0, read=read).warnings
+        return load_prompts(spec, tokenizer, max_context_tokens=32, seed=0, sizes=SizesSpec(), read=read).warnings
 
     return load
 

@@ -35,6 +35,7 @@ from rlhfless.signals import Interrupted, OrderlyStop
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, SpecError, UserError
 from rlhfless.spec.load import SPEC_FILE, load_spec, resolved_yaml
+from rlhfless.spec.sizes import MOST_SIZES
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.logs import RunLog
 from rlhfless.telemetry.open_sinks import open_sinks
@@ -139,7 +140,8 @@ class _Attempt:
             weights = weights.model_copy(update={"store": "folder"})
         scoring = spec.scoring.model_copy(update={"http_hosts": tuple(self._order.http_hosts)})
         changes = {"scoring": scoring, "placement": placement, "weights": weights, "limits": posted.limits}
-        return spec.model_copy(update=changes | {"output": str(self._folder.parent)})
+        sizes = spec.sizes.at_most(MOST_SIZES.model_copy(update=self._order.sizes))
+        return spec.model_copy(update=changes | {"sizes": sizes, "output": str(self._folder.parent)})
 
     def _prepare(self, spec: RunSpec) -> Prepared:
         """Check the spec. The service has checked where its files are; since then, links may have changed. Raises
