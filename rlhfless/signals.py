@@ -31,6 +31,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_ONCE = 3
 """The number of the signal, counted from 1, that ends the orderly stop."""
 
+UNHEARD_S = 1.0
+"""A run whose event loop has not heard the first signal by then is busy with one long computation, which is broken
+off."""
+
 KILL_ROUNDS = 5
 KILL_S = 2.0
 """A killed process is gone within milliseconds. A process that it was just starting is found in the next round."""
@@ -98,6 +102,8 @@ class OrderlyStop:
         self._at_once = at_once
         self._count = 0
         self._first: int | None = None
+        self._heard = threading.Event()
+        """Nothing is left to break off: the event loop has heard the first signal, or has ended."""
         self._task: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -110,6 +116,8 @@ class OrderlyStop:
                 if self._first is None:
                     raise
                 raise Interrupted(self._first) from error
+            finally:
+                self._heard.set()
 
     async def _main(self, main: Coroutine[Any, Any, T]) -> T:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
@@ -138,9 +146,8 @@ class OrderlyStop:
         self._count += 1
         if self._count == 1:
             self._first = number
-            clock = threading.Timer(self._grace_s, self._end, [f"the stop took longer than {self._grace_s:g} s"])
-            clock.daemon = True
-            clock.start()
+            _after(self._grace_s, self._end, f"the stop took longer than {self._grace_s:g} s")
+            _after(UNHEARD_S, self._break_off, threading.get_ident())
             self._in_loop(self._stop)
         elif self._count < AT_ONCE:
             self._in_loop(lambda: self._say("stopping in order already; one more signal ends everything at once"))
@@ -154,9 +161,21 @@ class OrderlyStop:
 
     def _stop(self) -> None:
         assert self._task is not None
-        assert self._first is not None
-        self._say(f"{signal.Signals(self._first).name}: stopping in order, for at most {self._grace_s:g} s")
+        self._answer()
         self._task.cancel()
+
+    def _answer(self) -> None:
+        assert self._first is not None
+        if not self._heard.is_set():
+            self._heard.set()
+            self._say(f"{signal.Signals(self._first).name}: stopping in order, for at most {self._grace_s:g} s")
+
+    def _break_off(self, thread: int) -> None:
+        """Raise CancelledError in whatever the event loop's thread is computing: the task that it belongs to ends as
+        if it had been cancelled."""
+        if not self._heard.is_set():
+            self._answer()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(asyncio.CancelledError))
 
     def _end(self, why: str) -> NoReturn:
         # No print and no log: the interrupted thread may hold one of their locks.
@@ -168,6 +187,12 @@ class OrderlyStop:
             self._at_once()
         finally:
             os._exit(128 + (self._first or signal.SIGINT))
+
+
+def _after(wait_s: float, act: Callable[..., object], *given: object) -> None:
+    clock = threading.Timer(wait_s, act, given)
+    clock.daemon = True
+    clock.start()
 
 
 def kill_offspring() -> None:

@@ -75,6 +75,10 @@ def failure(code: str, message: str) -> dict[str, Any]:
     return {"code": code, "message": message, "param": None, "problems": []}
 
 
+OUT_OF_MEMORY = "out_of_memory"
+"""Code of the error of a run whose driver needed more memory than it may have."""
+
+
 class LeaseWanted(_Message):
     """Devices that a run needs to work, and those that it could use."""
 

@@ -21,6 +21,9 @@ ORDER_FILE = "driver.json"
 LOG_FILE = "driver.log"
 """What the driver's process prints, beside the run's own log."""
 
+LOG_START = "log_start"
+"""Key of a handle: where in its log the driver began to write."""
+
 Handle = dict[str, Any]
 """How a driver is found again, also by a later service: kept in the database."""
 
@@ -60,6 +63,7 @@ class LocalDrivers:
         write_order(folder, order)
         command = [*BEHIND, sys.executable, "-m", self._module, str(folder)]
         with (folder / LOG_FILE).open("ab") as log:
+            log_start = log.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -69,7 +73,7 @@ class LocalDrivers:
                 env=_environment(order),
             )
         self._started[process.pid] = process
-        return {"pid": process.pid, "created": psutil.Process(process.pid).create_time()}
+        return {"pid": process.pid, "created": psutil.Process(process.pid).create_time(), LOG_START: log_start}
 
     def alive(self, handle: Handle) -> bool:
         """See Drivers."""

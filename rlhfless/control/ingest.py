@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from rlhfless.control import store
 from rlhfless.control.database.tables import LeaseRow, MetricsRow, RolloutRow, RunRow, UsageRow
-from rlhfless.control.delivery import PROTOCOL, Ending, Item, LeaseWanted, Now, Push, failure, refusal
+from rlhfless.control.delivery import OUT_OF_MEMORY, PROTOCOL, Ending, Item, LeaseWanted, Now, Push, failure, refusal
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import DRIVEN, FOLLOWING, Status, Wish
 
@@ -46,8 +46,18 @@ def refuse(session: Session, run: RunRow, protocol: int) -> ApiError:
 
 def refuse_folder(session: Session, run: RunRow, message: str) -> ApiError:
     """The driver does not have the run's folder: no driver can work. What has been done already is kept."""
-    _put_to_rest(session, run, Status.FAILED if run.resolved is None else Status.PAUSED, "not_shared", message)
+    _put_to_rest(session, run, _at_rest(run), "not_shared", message)
     return ApiError(409, "not_shared", message)
+
+
+def ran_out_of_memory(session: Session, run: RunRow) -> None:
+    """The driver died of it: another one would, too. What has been done already is kept."""
+    message = "out of memory: the run's driver needed more than it may have. Ask for fewer samples, or for smaller data"
+    _put_to_rest(session, run, _at_rest(run), OUT_OF_MEMORY, message)
+
+
+def _at_rest(run: RunRow) -> Status:
+    return Status.FAILED if run.resolved is None else Status.PAUSED
 
 
 def _put_to_rest(session: Session, run: RunRow, status: Status, code: str, message: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Self
 import httpx
 
 from rlhfless.control.delivery import DriverOrder
-from rlhfless.control.drivers import LOG_FILE, ORDER_FILE, Handle, write_order
+from rlhfless.control.drivers import LOG_FILE, LOG_START, ORDER_FILE, Handle, write_order
 from rlhfless.control.ray_host import AGAIN_S, HOST_TOKEN, LOOK_S
 from rlhfless.control.run_files import not_shared
 
@@ -111,15 +111,16 @@ class JobDrivers:
     def start(self, folder: Path, order: DriverOrder) -> Handle:
         """See Drivers. Raises OSError if the head does not answer, or refuses the job."""
         write_order(folder, order)
-        job = f"{order.run_id}-{order.attempt}"
-        output, given = shlex.quote(str(folder / LOG_FILE)), shlex.quote(str(folder / ORDER_FILE))
+        job, log_file = f"{order.run_id}-{order.attempt}", folder / LOG_FILE
+        log_start = log_file.stat().st_size if log_file.exists() else 0
+        output, given = shlex.quote(str(log_file)), shlex.quote(str(folder / ORDER_FILE))
         shared = f"test -r {given} -a -w {shlex.quote(str(folder))} || exit {NOT_SHARED}"
         command = f"{shared}; exec {PYTHON} -m {self._module} {shlex.quote(str(folder))} >> {output} 2>&1"
         try:
             self._jobs.submit(job, command, {})
         except httpx.HTTPError as error:
             raise OSError(f"the cluster's head has not taken the driver's job: {error}") from error
-        return {"job": job, "folder": str(folder)}
+        return {"job": job, "folder": str(folder), LOG_START: log_start}
 
     def alive(self, handle: Handle) -> bool:
         """See Drivers. While the head does not answer, its jobs may work."""

@@ -22,10 +22,11 @@ from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import RunRow
 from rlhfless.control.delivery import DriverOrder, Ending, failure
 from rlhfless.control.driver.outbox import undelivered
-from rlhfless.control.drivers import Drivers
-from rlhfless.control.ingest import end, refuse_folder, take_items
+from rlhfless.control.drivers import LOG_FILE, LOG_START, Drivers
+from rlhfless.control.ingest import end, ran_out_of_memory, refuse_folder, take_items
 from rlhfless.control.lifecycle import DRIVEN, Status, Wish
 from rlhfless.control.looks import Looker
+from rlhfless.control.memory import says_out_of_memory
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 from rlhfless.spec import TimeoutsSpec
 
@@ -91,8 +92,10 @@ class Supervisor(Looker):
 
     async def _gone(self, run: RunRow) -> None:
         """The driver is not there any more: what it left is taken; if it had not ended the run, another one follows."""
-        why, hindrance = "its driver was not started", ""
+        why, hindrance, out_of_memory = "its driver was not started", "", False
         if run.driver is not None:
+            log_file, log_start = Path(run.folder) / LOG_FILE, run.driver.get(LOG_START, 0)
+            out_of_memory = await asyncio.to_thread(says_out_of_memory, log_file, log_start)
             why = await asyncio.to_thread(self._drivers.ended_by, run.driver)
             hindrance = await asyncio.to_thread(self._drivers.hindrance, run.driver)
         left = await asyncio.to_thread(undelivered, Path(run.folder), run.pushed)
@@ -104,6 +107,8 @@ class Supervisor(Looker):
             take_items(session, row, left)
             if row.status in DRIVEN and hindrance:
                 refuse_folder(session, row, hindrance)
+            elif row.status in DRIVEN and out_of_memory:
+                ran_out_of_memory(session, row)
             elif row.status in DRIVEN:
                 error = failure("driver_died", why)
                 end(session, row, Ending(status=Status.QUEUED, reason=why, error=error, retry=True))

@@ -6,6 +6,7 @@ One table. A run can be resumed only if its folder holds something to resume fro
 from __future__ import annotations
 
 import errno
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,8 @@ WRONG_RESULT = 3
 MACHINES_FAILED = 4
 STOPPED = 5
 """A limit of the spec was reached."""
+
+LESS = "Ask for fewer samples (prompts_per_step, samples_per_prompt, prompts.held_out.max_prompts) or for smaller data"
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
@@ -83,6 +86,10 @@ ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
         Ending(MACHINES_FAILED, True, "what was drawn and learned is kept. Once the machines are well, go on with"),
     ),
     ((NoCluster,), Ending(TO_MEND, True, "what was drawn and learned is kept. Once the cluster is there, go on with")),
+    (
+        (MemoryError,),
+        Ending(TO_MEND, True, "what was drawn and learned is kept. Once the run asks for less, go on with"),
+    ),
     ((UserError,), Ending(TO_MEND, True, "what was drawn and learned is kept. Once that is mended, go on with")),
 )
 """The first entry that matches an error is its ending. An error without an entry is a fault of the program."""
@@ -112,6 +119,10 @@ def told(error: Exception, folder: Path, traceback: str = IN_TERMINAL) -> str:
     ending = ending_of(error)
     if ending is DISK_FULL and isinstance(error, OSError):
         return f"the disk is full: {error.filename or folder} could not be written"
+    if isinstance(error, MemoryError):
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        may = "" if limit == resource.RLIM_INFINITY else f" than the {limit / 2**30:.1f} GiB that it may have"
+        return f"out of memory: the run's driver needs more{may}. {LESS}"
     if ending is UNEXPECTED:
         return f"unexpected {type(error).__name__}: {error}\n{traceback}"
     if isinstance(error, UserError | WeightCheckFailed):

@@ -31,6 +31,10 @@ OUTER = (
 def say(text):
     print(text, flush=True)
 
+async def compute():
+    while True:
+        pass
+
 async def main():
     if {children}:
         await asyncio.to_thread(subprocess.Popen, [sys.executable, "-c", OUTER])
@@ -127,6 +131,17 @@ def test_a_second_signal_does_not_break_the_clean_up(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         assert process.ends() == 143
         assert "cleaned up" in process.text
+
+
+@pytest.mark.parametrize("busy", ["for _ in iter(int, 1): pass", "await asyncio.gather(asyncio.sleep(600), compute())"])
+def test_a_run_that_computes_without_end_is_broken_off(busy: str, tmp_path: Path) -> None:
+    """Its event loop hears no signal: it builds a list of 2^31 samples, for example."""
+    with run(tmp_path, work=busy) as process:
+        process.wait_for("working")
+        process.send(signal.SIGTERM)
+        process.wait_for("SIGTERM: stopping in order")
+        assert process.ends() == 143
+        assert process.text.split()[-3:] == ["cleaned", "up", "interrupted"]
 
 
 def test_a_fault_of_the_clean_up_is_no_other_ending(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from rlhfless.control.driver.main import drive
+from rlhfless.control.memory import limit_driver
 from rlhfless.folders import OTHERS
 
 if __name__ == "__main__":
     os.umask(OTHERS)
-    sys.exit(drive(Path(sys.argv[1])))
+    sys.exit(drive(Path(sys.argv[1]), limit_driver))

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from rlhfless import __version__
-from rlhfless.control.delivery import DriverOrder, Ending, OtherProtocol, failure
+from rlhfless.control.delivery import OUT_OF_MEMORY, DriverOrder, Ending, OtherProtocol, failure
 from rlhfless.control.driver.link import Link
 from rlhfless.control.driver.outbox import Outbox, StaleOutbox
 from rlhfless.control.driver.reporter import Reporter
 from rlhfless.control.drivers import read_order
 from rlhfless.control.lifecycle import Status
+from rlhfless.control.memory import use_reserve
 from rlhfless.control.run_files import leave_mark
 from rlhfless.control.security.access import hashed
 from rlhfless.control.security.named import location_problems
@@ -49,12 +51,14 @@ ENDED, STALE = 0, 3
 """Exit codes: how the run ended is in the outbox."""
 
 
-def drive(folder: Path) -> int:
-    """Drive the run in a folder as its order says; returns the exit code."""
+def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) -> int:
+    """Drive the run in a folder as its order says; returns the exit code. `limit` limits the process's memory, to the
+    GiB of the order if it says any."""
     try:
         order = read_order(folder)
     except OtherProtocol as error:
         return _refused(folder, error)
+    limit(order.memory_gib)
     run_log = RunLog(folder, order.run_id)
     try:
         with contextlib.closing(Outbox(folder, order.attempt)) as outbox:
@@ -191,6 +195,8 @@ class _Attempt:
         return Ending(status=Status.SUCCEEDED, reason=reason)
 
     def _ended_by(self, error: Exception, spec: RunSpec) -> Ending:
+        if isinstance(error, MemoryError):
+            use_reserve(error)
         text = RAY_AWAY if isinstance(error, NoCluster) else told(error, self._folder, IN_LOGS)
         if isinstance(error, RunPaused):
             return _paused(error, spec)
@@ -200,7 +206,7 @@ class _Attempt:
         problems = [
             {"param": problem.where or None, "message": problem.what, "mend": problem.mend or None} for problem in found
         ]
-        code = CODES.get(ending.exit_code, "failed")
+        code = OUT_OF_MEMORY if isinstance(error, MemoryError) else CODES.get(ending.exit_code, "failed")
         what = failure(code, text) | {"param": param or None, "problems": problems}
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
             return Ending(status=Status.QUEUED, reason=text, error=what, retry=True)

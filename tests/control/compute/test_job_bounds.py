@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from rlhfless.control.compute import jobs
-from rlhfless.control.compute.job import main, memory_bytes
+from rlhfless.control.compute.job import LEAST_BYTES, main
 from rlhfless.control.compute.runner import FORKS, Runner
 from rlhfless.control.errors import ApiError
+from rlhfless.control.memory import memory_bytes
 
 SCENARIOS = Path(__file__).parents[3] / "examples" / "scenarios"
 
@@ -34,7 +35,7 @@ def job_of(connection: Connection) -> None:
     [(24 * GIB, "", 6 * GIB), (24 * GIB, "max\n", 6 * GIB), (256 * GIB, f"{8 * GIB}\n", 2 * GIB), (2 * GIB, "", GIB)],
 )
 def test_a_quarter_of_what_there_is(machine: int, container: str, found: int) -> None:
-    assert memory_bytes(machine, container) == found
+    assert memory_bytes(machine, container, LEAST_BYTES) == found
 
 
 def test_a_job_that_needs_more_says_so() -> None:

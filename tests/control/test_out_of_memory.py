@@ -1,0 +1,76 @@
+"""A driver that needs more memory than it may have ends, and nothing else does; its run says why, and is not tried
+again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from standing import RUN, NoDrivers, Pushes, until
+from test_versions import order_of
+
+from rlhfless.control.delivery import OUT_OF_MEMORY, DriverOrder
+from rlhfless.control.driver.main import ENDED, drive
+from rlhfless.control.driver.outbox import undelivered
+from rlhfless.control.drivers import LOG_FILE, write_order
+from rlhfless.control.memory import says_out_of_memory
+from rlhfless.control.settings import ServiceSettings
+
+FILLS = """
+import resource
+from rlhfless.control.memory import limit_driver, use_reserve
+limit_driver(0.25)
+try:
+    filled = [{number} for number in range(2**31)]
+except MemoryError as error:
+    use_reserve(error)
+    print("said", len([{number} for number in range(10_000)]), resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30)
+"""
+
+
+def test_a_driver_has_a_limit_and_can_say_that_it_was_reached() -> None:
+    done = subprocess.run([sys.executable, "-c", FILLS], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["said", "10000", "0.25"]
+
+
+def test_a_run_that_is_out_of_memory_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fills(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("rlhfless.control.driver.main.preflight", fills)
+    monkeypatch.setattr("rlhfless.control.driver.main.DELIVER_S", 0.1)
+    write_order(tmp_path, DriverOrder.model_validate(order_of(spec=RUN)))
+    assert drive(tmp_path) == ENDED
+    ended = undelivered(tmp_path, 0)[-1].data
+    assert (ended["status"], ended["error"]["code"], ended["retry"]) == ("failed", OUT_OF_MEMORY, False)
+    assert "out of memory: the run's driver needs more. Ask for fewer samples" in ended["reason"]
+
+
+@pytest.mark.parametrize(("has_begun", "status"), [(False, "failed"), (True, "paused")])
+def test_a_driver_that_was_aborted_for_memory_has_no_successor(
+    client: httpx.Client, drivers: NoDrivers, settings: ServiceSettings, has_begun: bool, status: str
+) -> None:
+    run = client.post("/v1/runs", json=RUN).json()
+    until(lambda: drivers.orders)
+    if has_begun:
+        Pushes(client, drivers.orders[0])(("resolved", {"spec": RUN}))
+    log_file = settings.runs / run["id"] / LOG_FILE
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    log_file.write_text("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
+    drivers.dead.add(0)
+    until(lambda: client.get(f"/v1/runs/{run['id']}").json()["status"] == status)
+    seen = client.get(f"/v1/runs/{run['id']}").json()
+    assert seen["error"]["code"] == OUT_OF_MEMORY
+    assert "out of memory" in seen["status_reason"]
+    assert len(drivers.orders) == 1
+
+
+def test_what_an_earlier_driver_has_written_does_not_count(tmp_path: Path) -> None:
+    log_file = tmp_path / LOG_FILE
+    log_file.write_text("MemoryError\n")
+    assert says_out_of_memory(log_file, 0)
+    assert not says_out_of_memory(log_file, log_file.stat().st_size)
+    assert not says_out_of_memory(tmp_path / "none", 0)
