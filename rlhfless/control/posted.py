@@ -14,6 +14,7 @@ from rlhfless.control.objects import MOST_INTEGER
 from rlhfless.control.security.named import code_problems, file_problems
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.spec import RunSpec
+from rlhfless.spec.document import MOST_DEPTH
 from rlhfless.spec.errors import Problem
 from rlhfless.spec.explain import explain, shown
 from rlhfless.spec.sizes import size_problems
@@ -33,6 +34,10 @@ RESOLVE_S = 0.8
 
 _RESOLVERS = ThreadPoolExecutor(8, "resolve")
 """Of their own: the system's resolver may take half a minute, and nothing else of the service waits for it."""
+
+
+MOST_PLACE = 200
+"""Characters of a field's name that are told."""
 
 
 def posted_spec(values: dict[str, Any], settings: ServiceSettings) -> RunSpec:
@@ -77,15 +82,17 @@ async def accepted_spec(values: dict[str, Any], settings: ServiceSettings) -> Ru
     return spec
 
 
-def unstorable(values: Any, place: str = "") -> Iterator[Problem]:
-    """Texts and integers that no database keeps as they are."""
-    if isinstance(values, Mapping):
+def unstorable(values: Any, place: str = "", depth: int = 0) -> Iterator[Problem]:
+    """Texts and integers that no database keeps as they are, and what is nested too deeply to be walked through."""
+    if depth > MOST_DEPTH:
+        yield Problem(place[:MOST_PLACE], f"nested more than {MOST_DEPTH} deep", "write it flat")
+    elif isinstance(values, Mapping):
         for key, inner in values.items():
-            yield from unstorable(key, place)
-            yield from unstorable(inner, f"{place}.{key}" if place else str(key))
+            yield from unstorable(key, place, depth)
+            yield from unstorable(inner, f"{place}.{key}" if place else str(key), depth + 1)
     elif isinstance(values, list):
         for index, inner in enumerate(values):
-            yield from unstorable(inner, f"{place}.{index}")
+            yield from unstorable(inner, f"{place}.{index}", depth + 1)
     elif isinstance(values, str) and storable(values) != values:
         yield Problem(place, f"{shown(values)}: has a NUL or half a surrogate pair", "leave it out")
     elif isinstance(values, int) and abs(values) > MOST_INTEGER:

@@ -18,6 +18,9 @@ from rlhfless.spec.errors import Problem
 
 Path = tuple[str | int, ...]
 
+MOST_DEPTH = 64
+"""Of sections and lists in each other. The deepest of a spec are some JSON schemas in it."""
+
 # YAML in braces seldom starts with a quoted key.
 _JSON_START = re.compile(r'\s*\{\s*["}]')
 

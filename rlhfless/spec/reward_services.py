@@ -10,6 +10,8 @@ from rlhfless.spec.base import MOST_TOKENS, Duration, Processes, Tokens, without
 from rlhfless.spec.data import DType
 from rlhfless.spec.scoring import RewardPart
 
+MOST_PORT = 65_535
+
 
 class HttpSpec(RewardPart):
     """Numbers from an HTTP endpoint. docs/rewards.md has the protocol."""
@@ -31,8 +33,20 @@ class HttpSpec(RewardPart):
 
     @field_validator("url")
     @classmethod
-    def _has_no_password(cls, url: str) -> str:
-        return without_user(url, "send a token instead: name its environment variable as `token_env`")
+    def _has_a_host_and_no_password(cls, url: str) -> str:
+        import httpx  # not needed for specs without such a reward
+
+        without_user(url, "send a token instead: name its environment variable as `token_env`")
+        try:
+            host, port = httpx.URL(url).host, httpx.URL(url).port
+            host.encode("idna")  # as it is looked up
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ValueError(f"not a URL: {error}") from error
+        if not host:
+            raise ValueError("not a URL: it names no host")
+        if port is not None and port > MOST_PORT:
+            raise ValueError(f"not a URL: its port {port} is above {MOST_PORT}")
+        return url
 
 
 class RewardModelSpec(RewardPart):

@@ -209,3 +209,12 @@ def test_the_operator_lowers_what_a_spec_may_ask_for(client: httpx.Client, drive
     assert client.post("/v1/runs", json=small).status_code == 201
     until(lambda: len(drivers.orders) == 1)
     assert drivers.orders[0].sizes["step_samples"] == 100
+
+
+def test_a_document_that_is_nested_too_deeply_is_refused(client: httpx.Client) -> None:
+    nested: Any = {}
+    for _ in range(200):
+        nested = {"a": [nested]}
+    reward = {"type": "python", "target": "a:b", "kwargs": nested}
+    error = refused(client.post("/v1/runs", json=RUN | {"rewards": [reward]}))
+    assert "nested more than 64 deep; write it flat" in error["message"]

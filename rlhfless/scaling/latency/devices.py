@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from rlhfless.spec import document
 from rlhfless.spec.base import SpecModel
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError, Problem, UserError
 from rlhfless.spec.explain import explain, nearest
 
 
@@ -72,8 +72,10 @@ class _DeviceTable(SpecModel):
     devices: tuple[DeviceSheet, ...]
 
 
-class UnknownDevice(ValueError):
+class UnknownDevice(UserError, ValueError):
     """A device kind that the table does not have. The message names it and the nearest kind."""
+
+    where = "placement.kind"
 
 
 @cache

@@ -82,6 +82,14 @@ def test_devices_that_do_not_exist_are_named(client: httpx.Client, spec: dict[st
     assert "h1000" in answer.json()["error"]["message"]
 
 
+def test_a_kind_of_the_spec_that_does_not_exist_is_named(client: httpx.Client, spec: dict[str, Any]) -> None:
+    answer = client.post("/v1/runs:plan", json={"spec": spec | {"placement": {"kind": "h1000"}}}, timeout=60)
+    assert answer.status_code == 422, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == "placement.kind"
+    assert "nothing is known of device kind 'h1000'; did you mean `h100`?" in error["message"]
+
+
 def test_devices_that_were_asked_for_and_cannot_be_have_a_row_that_says_why(
     client: httpx.Client, spec: dict[str, Any]
 ) -> None:
