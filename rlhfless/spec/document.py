@@ -21,6 +21,10 @@ Path = tuple[str | int, ...]
 MOST_DEPTH = 64
 """Of sections and lists in each other. The deepest of a spec are some JSON schemas in it."""
 
+MOST_VALUES = 100_000
+MOST_CHARACTERS = 4 << 20
+"""Of a document whose aliases are written out: 400 bytes of nested ones stand for more than any memory holds."""
+
 # YAML in braces seldom starts with a quoted key.
 _JSON_START = re.compile(r'\s*\{\s*["}]')
 
@@ -40,6 +44,17 @@ _CORE_SCHEMA = (
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (PyYAML's own attribute)
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Raises DocumentError before Python's own stack ends."""
+        if self._depth > MOST_DEPTH:
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise DocumentError(_too_deep(f"line {event.start_mark.line + 1}"))
+        self._depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -80,10 +95,7 @@ class DocumentError(ValueError):
 
 def parse(text: str) -> Document:
     """Read a text as JSON or YAML. Raises DocumentError."""
-    try:
-        return _parse_json(text) if _JSON_START.match(text) else _parse_yaml(text)
-    except RecursionError as error:
-        raise DocumentError(Problem("", "nested too deeply, or an alias that holds itself", "write it flat")) from error
+    return _parse_json(text) if _JSON_START.match(text) else _parse_yaml(text)
 
 
 def parse_value(text: str) -> Any:
@@ -97,48 +109,83 @@ def dump(data: Any) -> str:
 
 
 def _parse_yaml(text: str) -> Document:
+    _require_short(len(text), "")
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise DocumentError(_syntax_problem(error)) from error
-    origins: dict[Path, str] = {}
-    return Document(None if root is None else _construct(root, (), origins), origins)
+    built = _Built()
+    return Document(None if root is None else built.value(root, ()), built.origins)
 
 
 def _parse_json(text: str) -> Document:
+    _require_short(len(text), "")
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise DocumentError(Problem("", f"not JSON: {error.msg}", origin=place)) from error
+    except RecursionError:
+        return _parse_yaml(text)  # which says the line
     except ValueError as error:  # a number of more than 4,300 digits
         raise DocumentError(Problem("", f"not JSON: {error}")) from error
     # JSON is YAML except for tabs between tokens, so the YAML reader finds the lines and keys given twice.
     return Document(data, _parse_yaml(text.replace("\t", " ")).origins)
 
 
-def _construct(node: yaml.Node, path: Path, origins: dict[Path, str]) -> Any:
-    origins.setdefault(path, _line(node))
-    if isinstance(node, yaml.SequenceNode):
-        return [_construct(item, (*path, index), origins) for index, item in enumerate(node.value)]
-    if isinstance(node, yaml.MappingNode):
-        return _mapping(node, path, origins)
-    return _scalar(node)
+class _Built:
+    """Plain data of YAML's nodes, and where each was written. An alias is written out, and counts each time."""
+
+    def __init__(self) -> None:
+        self.origins: dict[Path, str] = {}
+        self._values = 0
+        self._characters = 0
+
+    def value(self, node: yaml.Node, path: Path) -> Any:
+        """Raises DocumentError."""
+        self._count(node, path)
+        self.origins.setdefault(path, _line(node))
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        return _scalar(node)
+
+    def _count(self, node: yaml.Node, path: Path) -> None:
+        if len(path) > MOST_DEPTH:
+            raise DocumentError(_too_deep(_line(node)))
+        self._values += 1
+        if isinstance(node, yaml.ScalarNode):
+            self._characters += len(node.value)
+        if self._values > MOST_VALUES:
+            what = f"more than {MOST_VALUES:,} values, with each alias (`*name`) written out"
+            raise DocumentError(Problem("", what, "write fewer", _line(node)))
+        _require_short(self._characters, _line(node))
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is None:
+                raise DocumentError(Problem("", "a key must be a text", origin=_line(key_node)))
+            child = (*path, key)
+            if key in data:
+                what = f"the key is given twice, first in {self.origins[child]}"
+                raise DocumentError(Problem(dotted(child), what, "keep one of them", _line(key_node)))
+            self.origins[child] = _line(key_node)
+            data[key] = self.value(value_node, child)
+        return data
 
 
-def _mapping(node: yaml.MappingNode, path: Path, origins: dict[Path, str]) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-        if key is None:
-            raise DocumentError(Problem("", "a key must be a text", origin=_line(key_node)))
-        child = (*path, key)
-        if key in data:
-            what = f"the key is given twice, first in {origins[child]}"
-            raise DocumentError(Problem(dotted(child), what, "keep one of them", _line(key_node)))
-        origins[child] = _line(key_node)
-        data[key] = _construct(value_node, child, origins)
-    return data
+def _require_short(characters: int, origin: str) -> None:
+    """Raises DocumentError."""
+    if characters > MOST_CHARACTERS:
+        raise DocumentError(Problem("", f"more than {MOST_CHARACTERS:,} characters", "write less", origin))
+
+
+def _too_deep(origin: str) -> Problem:
+    what = f"nested too deeply (more than {MOST_DEPTH} levels), or an alias that holds itself"
+    return Problem("", what, "write it flat", origin)
 
 
 def _scalar(node: yaml.Node) -> Any:

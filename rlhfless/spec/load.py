@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhfless.spec import document
-from rlhfless.spec.document import dotted
+from rlhfless.spec.document import MOST_CHARACTERS, dotted
 from rlhfless.spec.errors import Problem, SpecError
 from rlhfless.spec.explain import explain, nearest, origin_of, shown
 from rlhfless.spec.run import RunSpec
@@ -120,7 +120,8 @@ def _read(path: Path) -> str:
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             raise SpecError(str(path), [Problem("", "is a folder, not a spec file")])
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as stream:  # such as /dev/zero, which has no end
+            return stream.read(MOST_CHARACTERS * 4 + 1).decode("utf-8-sig")
     except FileNotFoundError:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         mend = nearest(path.name, siblings).strip() or f"looked in {path.absolute().parent}"

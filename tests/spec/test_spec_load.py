@@ -207,17 +207,12 @@ def test_a_wrong_override_is_explained(fault, override, parts):
         ),
         ("steps: 3\nsteps: 4", ["steps (line 8)", "given twice", "line 7"]),
         ("steps: " + "1" * 5000, ["line 7", "a number of 5,000 characters"]),
-        ("kwargs: &a [*a]", ["nested too deeply, or an alias that holds itself"]),
+        ("kwargs: &a [*a]", ["line 7: nested too deeply (more than 64 levels), or an alias that holds itself"]),
     ],
 )
 def test_a_wrong_key_or_value_is_explained(fault, lines, parts):
     message = fault(MINIMAL + lines + "\n")
     assert all(part in message for part in parts), message
-
-
-@pytest.mark.parametrize("text", ["a: " + "[" * 20_000 + "]" * 20_000, '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"])
-def test_what_is_nested_too_deeply_is_refused(fault, text):
-    assert "nested too deeply" in fault(text)
 
 
 def test_a_number_that_is_too_long_is_refused_and_not_repeated(fault):
@@ -300,3 +295,36 @@ def test_a_spec_error_survives_pickling(load):
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value)
     assert copy.problems == caught.value.problems
+
+
+# -- documents that are too large
+
+
+BOMB = "\n".join(["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]"
+                                                          for i in range(1, 9))])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "line 1: more than 100,000 values, with each alias (`*name`) written out"),
+        ("a: &a [*a]", "line 1: nested too deeply (more than 64 levels), or an alias that holds itself"),
+        ("steps: 1\na: " + "[" * 2000 + "]" * 2000, "line 2: nested too deeply (more than 64 levels)"),
+        ("\n".join("  " * depth + "a:" for depth in range(100)), "line 65: nested too deeply (more than 64 levels)"),
+        ('{"a":\n' + "[" * 100 + "]" * 100 + "}", "line 2: nested too deeply (more than 64 levels)"),
+        ('{"a": ' + "[" * 200_000, "line 1: nested too deeply (more than 64 levels)"),
+        ("a: &a " + "x" * 100_000 + "\nb: [" + "*a, " * 100 + "]", "line 1: more than 4,194,304 characters"),
+        ("a: " + "x" * 5_000_000, "more than 4,194,304 characters"),
+    ],
+)
+def test_a_document_that_is_too_large_is_refused_with_its_line(text, message, tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load_spec(file)
+    assert f"{file}: 1 problem\n- {message}" in str(caught.value)
+
+
+def test_a_file_without_an_end_is_not_read_to_its_end():
+    with pytest.raises(SpecError, match="more than 4,194,304 characters"):
+        load_spec("/dev/zero")
