@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from rlhfless.prepare.capacity import capacity_problems, capacity_warnings, learning_rate_warnings
 from rlhfless.prepare.data_rows import read_rows
 from rlhfless.prepare.model import Policy, TokenizerInfo, load_policy
 from rlhfless.prepare.model_weights import weight_problems
@@ -23,6 +24,7 @@ from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warni
 from rlhfless.prepare.trial_calls import trial_calls
 from rlhfless.records import Prompt
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem, UserError
@@ -160,13 +162,27 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
 
 
 def _memory_problems(spec: RunSpec, sequence_tokens: int) -> list[Problem]:
-    from rlhfless.prepare.memory.assumed import local_devices, memory_problems
+    from rlhfless.prepare.memory.assumed import host_memory_bytes, local_devices, memory_problems
 
     try:
         kind, count = local_devices(spec)
     except UserError:
         return []  # told by _device_problems
-    return memory_problems(spec, kind, count, sequence_tokens)
+    return [
+        *memory_problems(spec, kind, count, sequence_tokens),
+        *(capacity_problems(spec, host_memory_bytes()) if kind == CPU_KIND else ()),
+    ]
+
+
+def _capacity_warnings(spec: RunSpec) -> Iterator[str]:
+    from rlhfless.prepare.memory.assumed import local_devices
+
+    yield from learning_rate_warnings(spec)
+    if spec.placement.ray_address:
+        return
+    kind, count = local_devices(spec)
+    if kind == CPU_KIND:
+        yield from capacity_warnings(spec, count)
 
 
 def _port_problems(spec: RunSpec) -> list[Problem]:
@@ -258,4 +274,4 @@ def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> l
             f"scaling.contract: is of no effect, because there are always {bounds.min_actors} generation actors; lower "
             "scaling.generation.min_actors or raise max_actors to leave the number to it"
         )
-    return [*warnings, *reward_warnings(spec)]
+    return [*warnings, *_capacity_warnings(spec), *reward_warnings(spec)]

@@ -13,7 +13,8 @@ class AdamWSpec(SpecModel):
     """AdamW (arXiv 1711.05101)."""
 
     type: Literal["adamw"] = "adamw"
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-6
+    """AdamW moves each weight by about this much in a step."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.01

@@ -441,3 +441,53 @@ def test_what_gpus_cannot_hold_is_refused_before_anything_starts(fault, check, m
     assert "placement: 1 x l40s do not hold the run: l40s: " in message
     assert "it fits with learner.micro_batch_tokens: " in message
     assert "model.dtype: float32 on l40s" in fault(**parts)
+
+
+# -- what this machine does not hold
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    monkeypatch.setattr("rlhfless.prepare.devices.local_node", lambda _: Node("", "this machine", 2, 2))
+    monkeypatch.setattr("rlhfless.prepare.memory.assumed.host_memory_bytes", lambda: 24 << 30)
+
+
+def test_processes_that_memory_does_not_hold_are_refused(fault, two_cores):
+    message = fault(
+        scaling={"generation": {"min_actors": 9, "max_actors": 64}},
+        scoring={"workers": 4000},
+    )
+    assert (
+        "scaling.generation.max_actors: 64 x at least 1 GiB (for its KV cache) is 64 GiB, and this machine has"
+        in message
+    )
+    assert "24.0 GiB\n    set it to at most 24" in message
+    assert "scoring.workers: 4000 x at least 0.0625 GiB" in message
+
+
+def test_more_processes_than_cores_are_a_warning(check, two_cores):
+    warnings = "\n".join(
+        check(
+            scaling={"generation": {"min_actors": 3, "max_actors": 9}},
+            scoring={"workers": 30},
+            optimizer={"learning_rate": 0.5},
+        ).warnings
+    )
+    assert "scaling.generation.min_actors: 3 actors share 2 core(s)" in warnings
+    assert "scaling.generation.max_actors: 9 actors share 2 core(s)" in warnings
+    assert "scoring.workers: 30 workers share 2 core(s)" in warnings
+    assert "optimizer.learning_rate: 0.5 moves each weight" in warnings
+    assert check().warnings == ()
+
+
+def test_a_learning_rate_of_a_billion_is_refused():
+    for rate in (1e9, 1.1):
+        with pytest.raises(ValueError, match="less than or equal to 1"):
+            RunSpec.model_validate(
+                {
+                    "model": {"path": "m"},
+                    "prompts": {"path": "p"},
+                    "rewards": [{"type": "exact_match"}],
+                    "optimizer": {"learning_rate": rate},
+                }
+            )
