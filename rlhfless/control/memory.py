@@ -36,20 +36,30 @@ def memory_bytes(machine: int, container: str, least: int) -> int:
     return max(there // SHARE, least)
 
 
-def limit_memory(least: int, given_gib: float | None = None) -> int:
-    """Limit this process, to `given_gib` or a share of what there is; returns the bytes."""
+def _share_bytes(least: int) -> int:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = memory_bytes(machine, CONTAINER.read_text() if CONTAINER.exists() else "", least)
-    if given_gib is not None:
-        limit = int(given_gib * 2**30)
+    return memory_bytes(machine, CONTAINER.read_text() if CONTAINER.exists() else "", least)
+
+
+def limit_memory(least: int) -> int:
+    """Limit this process to a share of what there is; returns the bytes."""
+    limit = _share_bytes(least)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return limit
 
 
 def limit_driver(given_gib: float | None) -> None:
-    """Limit this process, which drives a run."""
-    limit = limit_memory(DRIVER_LEAST_BYTES, given_gib)
+    """Limit this process, which drives a run, to `given_gib` or a share of what there is. What its imports have taken
+    does not count: threads of their libraries reserve some memory for each core, far more than is used."""
+    limit = _share_bytes(DRIVER_LEAST_BYTES) if given_gib is None else int(given_gib * 2**30)
+    limit += _data_bytes()
     resource.setrlimit(resource.RLIMIT_DATA, (limit - limit // RESERVE, limit))
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts, of this process."""
+    status = Path("/proc/self/status").read_text("utf-8")
+    return int(status.partition("VmData:")[2].split(maxsplit=1)[0]) << 10
 
 
 def use_reserve(error: MemoryError) -> None:
