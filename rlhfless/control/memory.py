@@ -18,8 +18,8 @@ service, and on one machine beside replicas."""
 RESERVE = 16
 """A driver that is out of memory still has to say so: for that it gets this part of its limit."""
 
-DRIVER_LEAST_BYTES = 2 << 30
-"""A driver with torch and Ray takes about half of it."""
+DRIVER_LEAST_BYTES = 4 << 30
+"""Ray's threads reserve 1.5 GiB of it, on two cores, and use little of that."""
 
 CONTAINER = Path("/sys/fs/cgroup/memory.max")
 

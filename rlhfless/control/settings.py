@@ -78,7 +78,7 @@ class ServiceSettings(SpecModel):
     """Runs with a driver at a time; others are queued. A driver takes about a gigabyte of host memory."""
     driver_memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory that a driver may have; a run that needs more ends. By default a quarter of what the machine or container
-    has that the driver is on, and at least 2 GiB, beyond what its program takes."""
+    has that the driver is on, and at least 4 GiB, beyond what its program takes."""
     sizes: SizesSpec = MOST_SIZES
     """The largest runs that a spec may ask for, whatever its own `sizes` are."""
     roots: tuple[str, ...] = ()
