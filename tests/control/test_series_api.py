@@ -43,6 +43,8 @@ def test_metrics_by_name_after_a_step_and_thinned(api: httpx.Client) -> None:
     later = api.get(f"{RUN}/metrics", params={"name": "step_s", "after_step": 229}).json()
     assert later["series"][0]["steps"] == [230, 231]
     assert api.get(f"{RUN}/metrics", params={"after_step": 231}).json()["series"] == []
+    between = api.get(f"{RUN}/metrics", params={"name": "step_s", "after_step": 19, "until_step": 22}).json()
+    assert (between["step"], between["series"][0]["steps"]) == (22, [20, 21, 22])
 
 
 def test_a_run_without_a_step_has_empty_answers(api: httpx.Client) -> None:

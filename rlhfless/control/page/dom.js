@@ -13,6 +13,14 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** An SVG element. */
+export function s(tag, attributes = {}, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) if (value !== null && value !== undefined) element.setAttribute(name, value);
+  element.append(...children.flat(Infinity).filter((child) => child !== null));
+  return element;
+}
+
 /** Append children; null and false are left out. */
 export function put(element, ...children) {
   for (const child of children.flat(Infinity)) {
