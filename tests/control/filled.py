@@ -30,6 +30,8 @@ USD_PER_HOUR = 3.5
 ACTORS, LEARNERS = 5, 2
 RUN_ID = "math-grpo-20261123-071502-5f1c09ab"
 
+WEIGHTS = f"{RUN_ID}/1/230/9c41f20b7d1e4a55b9c0d3e2f1a6b784"
+
 SAMPLES = (
     (
         "A train leaves at 9:40 and arrives at 13:05. How many minutes does the journey take?",
@@ -336,13 +338,13 @@ def add_usage(session: Session, run: RunRow) -> None:
 def sample(prompt: str, response: str, rewards: dict[str, float], place: int) -> dict[str, Any]:
     """A sample to read."""
     return {
-        "prompt_id": f"gsm8k-{4100 + place // 2}",
+        "prompt_id": f"gsm8k/train/{4100 + place // 2}/{'5e' * 32}",
         "sample_index": 3 * place % 8,
         "prompt": prompt,
         "response": response,
         "finish_reason": "stop" if rewards["format"] else "length",
         "response_tokens": 40 + len(response) // 3,
-        "weights": "a1-s230-9c41f2",
+        "weights": WEIGHTS,
         "rewards": rewards,
         "reward": rewards["math"] + 0.1 * rewards["format"],
         "failures": {},
@@ -443,7 +445,7 @@ def replicas(now: float) -> list[ReplicaNow]:
             replica=f"{RUN_ID}-{function}-{number}",
             state=state,
             since=now - 37.0 * (number + 1),
-            weights="a1-s230-9c41f2" if state == "serving" else None,
+            weights=WEIGHTS if state == "serving" else None,
             devices=devices,
             kind=KIND,
             node="node-1",

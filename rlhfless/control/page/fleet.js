@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { cell, fill, h, panel, pill, table, throttled } from "./dom.js";
-import { ago, byName, duration, number, usd } from "./format.js";
+import { ago, byName, duration, number, usd, version } from "./format.js";
 
 const LOOK_MS = 3000;
 
@@ -54,7 +54,7 @@ function functionsPanel(replicas) {
   const order = [...replicas].sort((a, b) => byName(a.run_id, b.run_id) || byName(a.replica, b.replica));
   const rows = order.map((one) => h("tr", { role: "row" },
     cell("Function", { class: "name" }, one.function), cell("Replica", {}, h("code", {}, one.replica.slice(one.run_id.length + 1) || one.replica)),
-    cell("State", {}, pill(one.state), h("span", { class: "muted" }, ` ${ago(one.since)}`)), cell("Weights", {}, h("code", {}, one.weights ?? "–")),
+    cell("State", {}, pill(one.state), h("span", { class: "muted" }, ` ${ago(one.since)}`)), cell("Weights", { title: one.weights }, version(one.weights)),
     cell("Devices", {}, `${one.devices.join(", ")} on ${one.node}`), cell("Run", {}, h("a", { href: `#/runs/${encodeURIComponent(one.run_id)}` }, one.run_id)),
     cell("$ per hour", { class: "num" }, one.usd_per_hour ? usd(one.usd_per_hour) : number(0))));
   const columns = ["Function", "Replica", "State", "Weights", "Devices", "Run"].map((title) => ({ title }));

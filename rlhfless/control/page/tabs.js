@@ -3,7 +3,7 @@
 import { ask, download, get, post } from "./api.js";
 import { newRun } from "./dialogs.js";
 import { cell, fill, h, note, panel, say, table } from "./dom.js";
-import { ago, clock, dateTime, number } from "./format.js";
+import { ago, clock, dateTime, number, short, version } from "./format.js";
 
 const EVENTS = 300;
 const LOG_LINES = 500;
@@ -31,7 +31,7 @@ export function samplesTab(root, { path }) {
     newer.disabled = step.selectedIndex === 0;
     const prompts = Map.groupBy(data, (one) => one.prompt_id);
     fill(list, [...prompts.values()].map((samples) => h("article", { class: "panel" },
-      h("header", {}, h("h2", {}, samples[0].prompt_id)), h("p", { class: "prompt" }, samples[0].prompt), h("div", { class: "responses" }, samples.map(response)))));
+      h("header", {}, h("h2", { title: samples[0].prompt_id }, `Prompt ${short(samples[0].prompt_id)}`)), h("p", { class: "prompt" }, samples[0].prompt), h("div", { class: "responses" }, samples.map(response)))));
   }
 
   async function refresh() {
@@ -57,7 +57,7 @@ function response(sample) {
   return h("section", { class: "response" },
     h("header", {}, h("b", { class: "total" }, number(sample.reward ?? NaN)), h("ul", { class: "parts", "aria-label": "Rewards by part" }, parts)),
     h("p", { class: "text", tabindex: "0" }, sample.response || h("span", { class: "muted" }, "(empty)")),
-    h("p", { class: "muted small" }, `sample ${sample.sample_index} · ${sample.response_tokens} tokens · ${sample.finish_reason === "length" ? "cut off" : sample.finish_reason} · weights ${sample.weights || "–"}`));
+    h("p", { class: "muted small", title: sample.weights }, `sample ${sample.sample_index} · ${sample.response_tokens} tokens · ${sample.finish_reason === "length" ? "cut off" : sample.finish_reason} · weights of ${version(sample.weights)}`));
 }
 
 /** What happened, newest first, live. */

@@ -170,6 +170,19 @@ def test_samples_of_other_steps_can_be_read(opened) -> None:  # type: ignore[no-
     expect(page.locator(".response").first).to_contain_text("math 1.00")
 
 
+def test_samples_show_no_long_ids(opened) -> None:  # type: ignore[no-untyped-def]
+    samples = live(opened(f"{RUN}/samples")).locator(".samples")
+    expect(samples).to_contain_text("Prompt gsm8k/train/")
+    expect(samples).to_contain_text("weights of step 230")
+    assert not re.search(r"\w{25}", samples.inner_text())
+
+
+def test_money_has_two_significant_digits(opened) -> None:  # type: ignore[no-untyped-def]
+    values = [0.000032, 0.0042, 0.4149, 0.999, 4.126, 43.1, 1234.4, 0]
+    shown = opened().evaluate("(values) => import('/page/format.js').then(({usd}) => values.map(usd))", values)
+    assert shown == ["$0.000032", "$0.0042", "$0.41", "$1.00", "$4.13", "$43.10", "$1,234", "$0.00"]
+
+
 def test_the_page_works_by_keyboard(opened) -> None:  # type: ignore[no-untyped-def]
     page = live(opened())
     page.wait_for_selector("table.runs a")
