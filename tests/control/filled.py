@@ -29,6 +29,8 @@ KIND = "h200"
 USD_PER_HOUR = 3.5
 ACTORS, LEARNERS = 5, 2
 RUN_ID = "math-grpo-20261123-071502-5f1c09ab"
+EARLIER_ID = "math-grpo-20261122-090011-aa10be71"
+"""A run that has succeeded, with curves of its own."""
 
 WEIGHTS = f"{RUN_ID}/1/230/9c41f20b7d1e4a55b9c0d3e2f1a6b784"
 
@@ -59,9 +61,11 @@ SAMPLES = (
 )
 
 
-def measured(steps: int, of: int, start_s: float, step_s: float = 41.0) -> list[tuple[int, float, dict[str, float]]]:
+def measured(
+    steps: int, of: int, start_s: float, step_s: float = 41.0, seed: int = 7
+) -> list[tuple[int, float, dict[str, float]]]:
     """Metrics of the first steps of a run, with an evaluation after each twentieth."""
-    random = np.random.default_rng(7)
+    random = np.random.default_rng(seed)
     found, at, cost = [], start_s, 0.0
     for step in range(1, steps + 1):
         done = 1 - math.exp(-step / (0.3 * of))
@@ -473,7 +477,7 @@ def fill_others(session: Session, folder: Path) -> None:
                 "paused: max_cost_usd: the run has cost 25.01 of 25.00 USD; raise it to resume",
                 created_at=now - 50_000, steps=300, step=188, latest={"reward_mean": 0.713, "reward_std": 0.21},
                 cost_usd=25.01, device_s=9_220.0),
-        run_row(folder, "math-grpo-20261122-090011-aa10be71", Status.SUCCEEDED,
+        run_row(folder, EARLIER_ID, Status.SUCCEEDED,
                 "all 400 steps are done; the model is in checkpoints/step-000400", created_at=now - 86_000,
                 steps=400, step=400, latest={"reward_mean": 0.764, "reward_std": 0.31}, cost_usd=41.22,
                 device_s=42_400.0, finished_at=now - 66_000),
@@ -486,6 +490,8 @@ def fill_others(session: Session, folder: Path) -> None:
     session.add_all(rows)
     session.flush()
     session.add(lease(rows[0].id, 2, now, granted=False))
+    earlier = measured(400, 300, now - 86_000, seed=8)
+    session.execute(insert(MetricsRow), [metrics_row(EARLIER_ID, *row) for row in earlier])
 
 
 def fill_crowd(session: Session, folder: Path, count: int) -> None:

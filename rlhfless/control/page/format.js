@@ -28,6 +28,9 @@ export function number(value) {
   return value.toExponential(1);
 }
 
+/** Of memory, in powers of 1000 as vendors count it. */
+export const bytes = (value) => (value < 1e9 ? `${Math.ceil(value / 1e6)} MB` : `${(value / 1e9).toFixed(value < 1e10 ? 1 : 0)} GB`);
+
 export function percent(value) {
   if (!Number.isFinite(value)) return DASH;
   return `${(100 * value).toFixed(Math.abs(value) < 0.0995 ? 1 : 0)} %`;

@@ -3,8 +3,8 @@
 import { get } from "./api.js";
 import { figure } from "./charts.js";
 import { CHARTS, NAMES } from "./curves.js";
-import { cell, fill, h, panel, s, table, throttled } from "./dom.js";
-import { duration, number, percent, usd } from "./format.js";
+import { cell, figureCell, fill, h, panel, refill, s, table, throttled } from "./dom.js";
+import { duration, percent, usd } from "./format.js";
 import { seriesOf } from "./series.js";
 import { tiles } from "./tiles.js";
 import { timelineFigure } from "./timeline.js";
@@ -53,7 +53,7 @@ export function overviewTab(root, { path }) {
 
   async function spent() {
     usage = await get(`${path}/usage`);
-    fill(bill, billOf(usage));
+    refill(bill, billOf(usage));
     if (run) update(run);
     draw();
   }
@@ -90,10 +90,11 @@ function billOf(usage) {
     return h("tr", { role: "row" },
       cell("Function", { class: "name" }, row.function), cell("Devices", {}, row.kind),
       cell("Time held", { class: "wide" }, shareBar(row, all / most)),
-      cell("Busy", { class: "num" }, percent(row.busy_device_s / all)), cell("Idle", { class: "num" }, percent(row.idle_device_s / all)), cell("Starting", { class: "num" }, percent(row.cold_device_s / all)),
-      cell("Starts", { class: "num" }, number(row.cold_starts).replace(/\.0+$/, "")), cell("Device time", { class: "num" }, duration(all)), cell("Cost", { class: "num" }, usd(row.cost_usd)));
+      figureCell("Busy", row.busy_device_s / all, percent), figureCell("Idle", row.idle_device_s / all, percent), figureCell("Starting", row.cold_device_s / all, percent),
+      figureCell("Starts", row.cold_starts, String), figureCell("Device time", all, duration), figureCell("Cost", row.cost_usd, usd));
   });
-  const columns = [{ title: "Function" }, { title: "Devices" }, { title: "Time held", class: "wide" }, ...["Busy", "Idle", "Starting", "Starts", "Device time", "Cost"].map((title) => ({ title, class: "num" }))];
+  const columns = [{ title: "Function", sort: "ascending" }, { title: "Devices", sort: "ascending" }, { title: "Time held", class: "wide" },
+    ...["Busy", "Idle", "Starting", "Starts", "Device time", "Cost"].map((title) => ({ title, class: "num", sort: "descending" }))];
   const bill = panel("Cost by function", { class: "flush" }, table("Cost by function", columns, rows, { class: "cards" }));
   const plan = plannedAndMeasured(usage);
   return plan ? [h("div", { class: "stack" }, bill, comparison(usage)), plan] : [bill, comparison(usage)];

@@ -20,6 +20,8 @@ VIEWS = {
     "checkpoints": f"{RUN}/checkpoints",
     "spec": f"{RUN}/spec",
     "fleet": "#/fleet",
+    "compare": f"#/compare/{filled.RUN_ID},{filled.EARLIER_ID}",
+    "new": "#/new",
     "failed": "#/runs/gsm-typo-20261121-120000-00c0ffee",
 }
 
@@ -32,6 +34,8 @@ THERE = {
     "checkpoints": "td.name",
     "spec": ".spec",
     "fleet": "td.name",
+    "compare": ".chart[data-drawn]",
+    "new": "textarea",
     "failed": ".failure",
 }
 """What is there when a view is complete."""

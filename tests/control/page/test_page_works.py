@@ -192,7 +192,7 @@ def test_the_page_works_by_keyboard(opened) -> None:  # type: ignore[no-untyped-
     expect(page.locator("#main")).to_be_focused()
     for _ in range(40):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.closest('table.runs') !== null"):
+        if page.evaluate("document.activeElement.matches('table.runs td a')"):
             break
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.keyboard.press("Enter")
