@@ -342,7 +342,7 @@ def add_usage(session: Session, run: RunRow) -> None:
 def sample(prompt: str, response: str, rewards: dict[str, float], place: int) -> dict[str, Any]:
     """A sample to read."""
     return {
-        "prompt_id": f"gsm8k/train/{4100 + place // 2}/{'5e' * 32}",
+        "prompt_id": f"gsm8k/train/{'5e' * 32}/{4100 + place // 2}",
         "sample_index": 3 * place % 8,
         "prompt": prompt,
         "response": response,

@@ -53,12 +53,12 @@ export function newRun(spec, checkpoint, start) {
   const steps = h("input", { id: "new-steps", type: "number", min: 1, value: spec.steps, required: true });
   const text = h("textarea", { id: "new-spec", rows: 12, spellcheck: "false" });
   text.value = JSON.stringify(spec, null, 2);
-  const problems = h("ul", { class: "problems", role: "alert" });
+  const problems = h("ul", { class: "problems" });
   const body = [
     h("p", {}, "The model is the one of ", h("code", {}, checkpoint.id), "; everything else is as in this run, unless you change it."),
     h("div", { class: "fields" }, h("div", {}, h("label", { for: "new-name" }, "Name"), name), h("div", {}, h("label", { for: "new-steps" }, "Steps"), steps)),
     h("details", {}, h("summary", {}, "The whole spec"), h("label", { for: "new-spec", class: "unseen" }, "Spec as JSON"), text),
-    problems,
+    h("div", { role: "alert" }, problems),
   ];
   const go = h("button", { class: "primary" }, "Start the run");
   const { dialog, form } = open(`Start from ${checkpoint.id}`, body, [h("button", { type: "button", onclick: () => dialog.close() }, "Back"), go], { class: "wide" });

@@ -76,8 +76,8 @@ export function measured(value, unit) {
   return number(value);
 }
 
-/** An id as far as people compare it. */
-export const short = (id) => (id.length > 20 ? `${id.slice(0, 12)}…` : id);
+/** An id as far as people compare it: what differs stands at its begin or its end. */
+export const short = (id) => (id.length > 20 ? `${id.slice(0, 10)}…${id.slice(-8)}` : id);
 
 /** Weights by the step that made them; their whole label is run/attempt/step/digest. */
 export function version(label) {

@@ -23,10 +23,10 @@ export function newView(root) {
   const earlier = h("select", { id: "earlier" }, h("option", { value: "" }, "none: lengths are assumed"));
   const plan = h("button", { class: "primary" }, "Plan");
   const start = h("button", { type: "button", disabled: true, onclick: () => begin().catch(refused) }, "Start the run");
-  const problems = h("ul", { class: "problems", role: "alert" }), answer = h("div", { class: "content plan", role: "status", "aria-label": "Plan" });
+  const problems = h("ul", { class: "problems" }), answer = h("div", { class: "content plan", role: "status", "aria-label": "Plan" });
   const form = h("form", { class: "panel", onsubmit: (event) => { event.preventDefault(); planFor(true); } },
     h("label", { for: "spec" }, "Spec, as YAML or JSON"), text,
-    h("div", { class: "tools" }, h("label", { for: "earlier", class: "check" }, "Response lengths of", earlier), h("span", { class: "buttons" }, plan, start)), problems);
+    h("div", { class: "tools" }, h("label", { for: "earlier", class: "check" }, "Response lengths of", earlier), h("span", { class: "buttons" }, plan, start)), h("div", { role: "alert" }, problems));
   root.append(h("div", { class: "head" }, h("h1", {}, "New run")), h("div", { class: "planner" }, form, answer));
   let planned = null; // the spec that was planned, and whether it fits
   const closed = new AbortController();

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import filled
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 from rlhfless.bundled.model import SMALLEST, build_random
@@ -77,6 +78,9 @@ def test_a_spec_is_planned_and_then_started(opened, site: tuple[str, Service]) -
     for shown in ("Run time", "Run cost", "$", "Memory per device and phase", "learner", "Response lengths: assumed"):
         expect(plan).to_contain_text(shown, timeout=60_000)
     expect(page.get_by_role("alert")).to_be_empty()
+    assert Axe().run(page).response["violations"] == []
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
     start.click()
     expect(page.get_by_role("heading", name="pasted")).to_be_visible()
     page.get_by_role("button", name="Cancel").click()
