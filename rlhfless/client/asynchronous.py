@@ -106,10 +106,15 @@ class AsyncClient:
         return await self.send(calls.events(run_id, after, limit))
 
     async def metrics(
-        self, run_id: str, names: Sequence[str] = (), after_step: int | None = None, points: int | None = None
+        self,
+        run_id: str,
+        names: Sequence[str] = (),
+        after_step: int | None = None,
+        points: int | None = None,
+        until_step: int | None = None,
     ) -> MetricsObject:
         """Time series; all without `names`."""
-        return await self.send(calls.metrics(run_id, names, after_step, points))
+        return await self.send(calls.metrics(run_id, names, after_step, points, until_step))
 
     async def checkpoints(self, run_id: str) -> ListObject[CheckpointObject]:
         """Newest first."""

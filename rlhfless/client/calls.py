@@ -160,10 +160,12 @@ def events(run_id: str, after: int, limit: int) -> Call[ListObject[EventObject]]
     return Call("GET", f"/v1/runs/{run_id}/events", ListObject[EventObject], params)
 
 
-def metrics(run_id: str, names: Sequence[str], after_step: int | None, points: int | None) -> Call[MetricsObject]:
+def metrics(
+    run_id: str, names: Sequence[str], after_step: int | None, points: int | None, until_step: int | None
+) -> Call[MetricsObject]:
     params = [("name", name) for name in names]
-    params += [("after_step", str(after_step))] if after_step is not None else []
-    params += [("points", str(points))] if points is not None else []
+    bounds = {"after_step": after_step, "until_step": until_step, "points": points}
+    params += [(name, str(value)) for name, value in bounds.items() if value is not None]
     return Call("GET", f"/v1/runs/{run_id}/metrics", MetricsObject, params)
 
 

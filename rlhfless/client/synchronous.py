@@ -106,10 +106,15 @@ class Client:
         return self.send(calls.events(run_id, after, limit))
 
     def metrics(
-        self, run_id: str, names: Sequence[str] = (), after_step: int | None = None, points: int | None = None
+        self,
+        run_id: str,
+        names: Sequence[str] = (),
+        after_step: int | None = None,
+        points: int | None = None,
+        until_step: int | None = None,
     ) -> MetricsObject:
         """Time series; all without `names`."""
-        return self.send(calls.metrics(run_id, names, after_step, points))
+        return self.send(calls.metrics(run_id, names, after_step, points, until_step))
 
     def checkpoints(self, run_id: str) -> ListObject[CheckpointObject]:
         """Newest first."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, delete, func, select
+from sqlalchemy import Select, delete, func, select
 from sqlalchemy.orm import Session, load_only
 
 from rlhfless.control.database.access import CHANGED
@@ -37,33 +36,7 @@ def run_if_there(session: Session, run_id: str) -> RunRow | None:
     return session.get(RunRow, run_id)
 
 
-def runs(
-    session: Session, limit: int, after: str | None, statuses: Sequence[str], metadata: Mapping[str, str]
-) -> tuple[list[RunRow], bool]:
-    """A page of runs, newest first, and whether there are more. Raises ApiError (404) if `after` is no run."""
-    query = select(RunRow).order_by(RunRow.created_at.desc(), RunRow.id.desc())
-    if statuses:
-        query = query.where(RunRow.status.in_(statuses))
-    for name, value in metadata.items():
-        query = query.where(_label(session, name) == value)
-    if after is not None:
-        last = run_of(session, after)
-        earlier = (RunRow.created_at < last.created_at) | (
-            (RunRow.created_at == last.created_at) & (RunRow.id < last.id)
-        )
-        query = query.where(earlier)
-    return _page(session, query, limit)
-
-
-def _label(session: Session, name: str) -> ColumnElement[Any]:
-    """The value of a run's label. SQLite's own paths into JSON end at a quote in a name, and read no escapes."""
-    if session.get_bind().dialect.name != "sqlite":
-        return RunRow.run_metadata[name].as_string()
-    labels = func.json_each(RunRow.run_metadata).table_valued("key", "value")
-    return select(labels.c.value).where(labels.c.key == name).scalar_subquery()
-
-
-def _page(session: Session, query: Select[Any], limit: int) -> tuple[list[Any], bool]:
+def page(session: Session, query: Select[Any], limit: int) -> tuple[list[Any], bool]:
     found = list(session.scalars(query.limit(limit + 1)))
     return found[:limit], len(found) > limit
 
@@ -120,7 +93,7 @@ def release(session: Session, run: RunRow) -> None:
 def events(session: Session, run_id: str, after: int, limit: int) -> tuple[list[EventRow], bool]:
     """Events of a run after one of them, oldest first, and whether there are more."""
     query = select(EventRow).where(EventRow.run_id == run_id, EventRow.seq > after).order_by(EventRow.seq)
-    return _page(session, query, limit)
+    return page(session, query, limit)
 
 
 def usage(session: Session, run_id: str) -> list[UsageRow]:

@@ -29,6 +29,10 @@ KIND = "h200"
 USD_PER_HOUR = 3.5
 ACTORS, LEARNERS = 5, 2
 RUN_ID = "math-grpo-20261123-071502-5f1c09ab"
+EARLIER_ID = "math-grpo-20261122-090011-aa10be71"
+"""A run that has succeeded, with curves of its own."""
+
+WEIGHTS = f"{RUN_ID}/1/230/9c41f20b7d1e4a55b9c0d3e2f1a6b784"
 
 SAMPLES = (
     (
@@ -57,9 +61,11 @@ SAMPLES = (
 )
 
 
-def measured(steps: int, of: int, start_s: float, step_s: float = 41.0) -> list[tuple[int, float, dict[str, float]]]:
+def measured(
+    steps: int, of: int, start_s: float, step_s: float = 41.0, seed: int = 7
+) -> list[tuple[int, float, dict[str, float]]]:
     """Metrics of the first steps of a run, with an evaluation after each twentieth."""
-    random = np.random.default_rng(7)
+    random = np.random.default_rng(seed)
     found, at, cost = [], start_s, 0.0
     for step in range(1, steps + 1):
         done = 1 - math.exp(-step / (0.3 * of))
@@ -105,10 +111,11 @@ def measured(steps: int, of: int, start_s: float, step_s: float = 41.0) -> list[
             "policy_loss": 0.011 + 0.004 * noise[10],
             "learning_rate": 1e-6 * min(step / 10, 1.0),
             "gradient_norm": abs(0.21 + 0.03 * noise[11]),
+            "gradient_norm_max": abs(0.21 + 0.03 * noise[11]) + 0.05 * abs(noise[1]),
             "entropy": 0.41 - 0.2 * done,
             "ratio": 1.0,
-            "clipped_low": 0.002,
-            "clipped_high": 0.004,
+            "clipped_low": 0.002 + 0.0003 * abs(noise[0]),
+            "clipped_high": 0.004 + 0.0005 * abs(noise[2]),
             "old_kl": abs(3e-4 + 1e-4 * noise[2]),
             "reference_kl": abs(0.002 + 0.052 * done + 0.002 * noise[3]),
             "rollout_logprob_difference": abs(0.0031 + 0.0003 * noise[4] + (0.006 if spike > 1 else 0)),
@@ -335,13 +342,13 @@ def add_usage(session: Session, run: RunRow) -> None:
 def sample(prompt: str, response: str, rewards: dict[str, float], place: int) -> dict[str, Any]:
     """A sample to read."""
     return {
-        "prompt_id": f"gsm8k-{4100 + place // 2}",
+        "prompt_id": f"gsm8k/train/{'5e' * 32}/{4100 + place // 2}",
         "sample_index": 3 * place % 8,
         "prompt": prompt,
         "response": response,
         "finish_reason": "stop" if rewards["format"] else "length",
         "response_tokens": 40 + len(response) // 3,
-        "weights": "a1-s230-9c41f2",
+        "weights": WEIGHTS,
         "rewards": rewards,
         "reward": rewards["math"] + 0.1 * rewards["format"],
         "failures": {},
@@ -442,7 +449,7 @@ def replicas(now: float) -> list[ReplicaNow]:
             replica=f"{RUN_ID}-{function}-{number}",
             state=state,
             since=now - 37.0 * (number + 1),
-            weights="a1-s230-9c41f2" if state == "serving" else None,
+            weights=WEIGHTS if state == "serving" else None,
             devices=devices,
             kind=KIND,
             node="node-1",
@@ -470,7 +477,7 @@ def fill_others(session: Session, folder: Path) -> None:
                 "paused: max_cost_usd: the run has cost 25.01 of 25.00 USD; raise it to resume",
                 created_at=now - 50_000, steps=300, step=188, latest={"reward_mean": 0.713, "reward_std": 0.21},
                 cost_usd=25.01, device_s=9_220.0),
-        run_row(folder, "math-grpo-20261122-090011-aa10be71", Status.SUCCEEDED,
+        run_row(folder, EARLIER_ID, Status.SUCCEEDED,
                 "all 400 steps are done; the model is in checkpoints/step-000400", created_at=now - 86_000,
                 steps=400, step=400, latest={"reward_mean": 0.764, "reward_std": 0.31}, cost_usd=41.22,
                 device_s=42_400.0, finished_at=now - 66_000),
@@ -483,6 +490,8 @@ def fill_others(session: Session, folder: Path) -> None:
     session.add_all(rows)
     session.flush()
     session.add(lease(rows[0].id, 2, now, granted=False))
+    earlier = measured(400, 300, now - 86_000, seed=8)
+    session.execute(insert(MetricsRow), [metrics_row(EARLIER_ID, *row) for row in earlier])
 
 
 def fill_crowd(session: Session, folder: Path, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import filled
 import httpx
@@ -43,6 +44,8 @@ def test_metrics_by_name_after_a_step_and_thinned(api: httpx.Client) -> None:
     later = api.get(f"{RUN}/metrics", params={"name": "step_s", "after_step": 229}).json()
     assert later["series"][0]["steps"] == [230, 231]
     assert api.get(f"{RUN}/metrics", params={"after_step": 231}).json()["series"] == []
+    between = api.get(f"{RUN}/metrics", params={"name": "step_s", "after_step": 19, "until_step": 22}).json()
+    assert (between["step"], between["series"][0]["steps"]) == (22, [20, 21, 22])
 
 
 def test_a_run_without_a_step_has_empty_answers(api: httpx.Client) -> None:
@@ -108,6 +111,39 @@ def test_replicas_of_runs_at_work(api: httpx.Client) -> None:
     assert {one["run_id"] for one in found} == {filled.RUN_ID}
     assert len(found) == 7
     assert api.get("/v1/functions", params={"run_id": "none"}).json()["data"] == []
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("sort", ["created", "started", "name", "status", "progress", "reward", "cost", "time_left"])
+def test_runs_in_an_order_page_by_page(api: httpx.Client, sort: str, order: str) -> None:
+    params = {"sort": sort, "order": order, "limit": 3}
+    page = api.get("/v1/runs", params=params).json()
+    found = page["data"]
+    while page["has_more"]:
+        page = api.get("/v1/runs", params=params | {"after": found[-1]["id"]}).json()
+        found += page["data"]
+    values = [_value(run, sort) for run in found]
+    there = [value for value in values if value is not None]
+    assert len({run["id"] for run in found}) == len(found) == 7
+    assert there == sorted(there, reverse=order == "desc")
+    assert values == [*there, *[None] * (len(values) - len(there))], "what is missing is last"
+
+
+def _value(run: dict[str, Any], sort: str) -> Any:
+    of = {
+        "created": run["created_at"],
+        "started": run["started_at"] or run["created_at"],
+        "progress": run["step"] / run["steps"],
+        "reward": run["latest"].get("reward_mean"),
+        "cost": run["cost_usd"],
+        "time_left": run["left_s"],
+    }
+    return of[sort] if sort in of else run[sort]
+
+
+def test_an_order_that_there_is_not_is_refused(api: httpx.Client) -> None:
+    answer = api.get("/v1/runs", params={"sort": "colour"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, "sort")
 
 
 def test_devices_with_their_holders(api: httpx.Client) -> None:

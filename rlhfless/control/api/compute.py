@@ -48,6 +48,8 @@ class PlanQuestion(_Question):
     """Id of an earlier run, for its response lengths and, on the same devices, its latencies."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
     """Of the whole run: what keeps it comes first."""
+    alone: bool = False
+    """Only on the run's own devices: it takes a moment, not the ten seconds of all other ones."""
 
 
 @router.post("/runs:plan", summary="What a run would need, take and cost")
@@ -66,7 +68,7 @@ async def plan_run(
 
 async def plan_question(service: Service, question: PlanQuestion) -> dict[str, Any]:
     """The question as the job takes it. Raises ApiError (404)."""
-    asked: dict[str, Any] = {"spec": question.spec, "devices": question.devices, "deadline_s": question.deadline_s}
+    asked = question.model_dump(exclude={"lengths_of"})
     trace = None if question.lengths_of is None else await trace_folder(service, question.lengths_of)
     return asked | {"there": service.devices_there() or {"cpu-core": 1}, "trace": trace}
 

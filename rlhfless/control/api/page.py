@@ -75,8 +75,8 @@ def prepare() -> None:
 
 
 def _media_type(file: Path) -> str:
-    if file.suffix == ".js":
-        return "text/javascript"  # what a machine's table of types says of .js differs
+    if file.suffix in (".js", ".mjs"):
+        return "text/javascript"  # what a machine's table of types says of them differs
     return mimetypes.guess_type(file.name)[0] or "application/octet-stream"
 
 

@@ -9,12 +9,12 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from sqlalchemy.orm import Session
 
-from rlhfless.control import store
+from rlhfless.control import run_order, store
 from rlhfless.control.api.known_query import DEEP
 from rlhfless.control.api.views import run_object
 from rlhfless.control.database.tables import IdempotencyRow, RunRow
@@ -23,6 +23,7 @@ from rlhfless.control.lifecycle import ENDED, NotPossible, Status, Wish, asked
 from rlhfless.control.objects import ListObject, RunObject
 from rlhfless.control.posted import accepted_spec, posted_spec
 from rlhfless.control.retention import remove_folder
+from rlhfless.control.run_order import RunOrder
 from rlhfless.control.security.access import Caller, requires
 from rlhfless.control.service import Service, service_of
 from rlhfless.loop.limits import Spent, reached
@@ -143,15 +144,19 @@ async def list_runs(
     after: Annotated[str | None, Query(description="Id of the last run of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     status: Annotated[list[Status] | None, Query()] = None,
+    sort: Annotated[RunOrder, Query(description="What the runs are in order of; those without it come last.")] = (
+        RunOrder.CREATED
+    ),
+    order: Annotated[Literal["asc", "desc"], Query(description="Which comes first.")] = "desc",
 ) -> ListObject[RunObject]:
-    """Newest first. `metadata[name]=value` finds runs by their labels."""
+    """Newest first, or by `sort`. `metadata[name]=value` finds runs by their labels."""
     labels = {
         name[len("metadata[") : -1]: value
         for name, value in request.query_params.items()
         if name.startswith("metadata[") and name.endswith("]")
     }
     rows, more = await service_of(request.app).database.read(
-        lambda session: store.runs(session, limit, after, status or (), labels)
+        lambda session: run_order.runs(session, limit, after, status or (), labels, sort, order == "desc")
     )
     return ListObject(data=[run_object(row) for row in rows], has_more=more)
 

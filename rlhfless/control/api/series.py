@@ -56,6 +56,9 @@ async def get_metrics(
         list[str] | None, Query(description="Metrics, or families such as `reward`; by default all.")
     ] = None,
     after_step: Annotated[int, Query(ge=-1, le=MOST_INTEGER, description="Only later steps.")] = -1,
+    until_step: Annotated[
+        int | None, Query(ge=0, le=MOST_INTEGER, description="Only up to this step; by default to the newest.")
+    ] = None,
     points: Annotated[
         int,
         Query(ge=FEWEST, le=MOST_POINTS, description="Most points per metric; first, last and extremes are kept."),
@@ -67,7 +70,7 @@ async def get_metrics(
 
     def read(session: Session) -> Sequence[Measured]:
         store.run_of(session, run_id)
-        return measured(session, run_id, after_step)
+        return measured(session, run_id, after_step, until_step)
 
     rows = await service_of(request.app).database.read(read)
     # Ten thousand steps take a tenth of a second: not in the loop, which other requests wait for.
@@ -75,13 +78,15 @@ async def get_metrics(
     return MetricsObject(run_id=run_id, step=rows[-1][0] if rows else max(after_step, 0), series=series)
 
 
-def measured(session: Session, run_id: str, after_step: int) -> Sequence[Measured]:
+def measured(session: Session, run_id: str, after_step: int, until_step: int | None) -> Sequence[Measured]:
     """Metrics by step as JSON texts: to make an object of each row would take longer than all the rest."""
     query = (
         select(MetricsRow.step, MetricsRow.at, cast(MetricsRow.values, Text))
         .where(MetricsRow.run_id == run_id, MetricsRow.step > after_step)
         .order_by(MetricsRow.step, MetricsRow.kind)
     )
+    if until_step is not None:
+        query = query.where(MetricsRow.step <= until_step)
     return [(row[0], row[1], row[2]) for row in session.execute(query)]
 
 

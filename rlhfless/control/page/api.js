@@ -42,10 +42,10 @@ async function failure(response) {
 }
 
 /** The response to a request; asks for a key where the service wants one. Throws ApiError, or TypeError without network. */
-export async function ask(path, { method = "GET", body, signal, ...more } = {}) {
+export async function ask(path, { method = "GET", body, signal, timeout = TIMEOUT_MS, ...more } = {}) {
   for (;;) {
     const used = key();
-    const limit = AbortSignal.timeout(TIMEOUT_MS);
+    const limit = AbortSignal.timeout(timeout);
     const response = await fetch(path, {
       method,
       headers: headers(body === undefined ? more : { "Content-Type": "application/json", ...more }),

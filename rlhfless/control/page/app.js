@@ -2,7 +2,9 @@
 
 import { follow } from "./api.js";
 import { fill, h, say } from "./dom.js";
+import { compareView } from "./compare.js";
 import { fleetView } from "./fleet.js";
+import { newView } from "./new.js";
 import { runView } from "./run.js";
 import { runsView } from "./runs.js";
 
@@ -13,6 +15,8 @@ let shown = null; // what the view is of: a tab of the same run is no other view
 function route() {
   const [name, id, tab] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
   if (name === "runs" && id) return { what: `run ${id}`, open: () => runView(main, id, tab), tab };
+  if (name === "compare" && id) return { what: `compare ${id}`, open: () => compareView(main, [...new Set(id.split(","))]) };
+  if (name === "new") return { what: "new", open: () => newView(main) };
   if (name === "fleet") return { what: "fleet", open: () => fleetView(main) };
   return { what: "runs", open: () => runsView(main) };
 }

@@ -1,13 +1,17 @@
 // The charts of a run over its steps: which metrics, and how they are drawn. `s` has the series by name.
 
 import { newest } from "./charts.js";
-import { duration, measured, number, percent, usd } from "./format.js";
+import { byName, duration, measured, number, usd } from "./format.js";
 
 /** Stages of a step, in their order, with their colours. */
 const STAGES = [
   ["sync_s", "weights", "slate"], ["generation_s", "generation", "blue"], ["scoring_s", "scoring", "amber"],
   ["reference_s", "reference", "teal"], ["learn_s", "learning", "violet"], ["checkpoint_s", "checkpoint", "rose"], ["outside_s", "between", "grey"],
 ];
+
+/** Colours of lines that have none of their own; after the last one the lines are dashed. */
+const TONES = ["blue", "amber", "teal", "violet", "rose", "sky", "slate"];
+export const styled = (place) => ({ tone: TONES[place % TONES.length], dash: [undefined, "dash", "dot"][Math.floor(place / TONES.length) % 3] });
 
 const TABLE_ROWS = 100;
 
@@ -16,7 +20,7 @@ const line = (series, name, tone, more = {}) => ({ name, tone, x: series.steps, 
 /** Newest first, for the table under a chart. */
 function rows(s, names) {
   const at = names.map((name) => new Map(s[name].steps.map((step, place) => [step, s[name].values[place]])));
-  const steps = s[names[0]].steps.slice(-TABLE_ROWS).reverse();
+  const steps = [...new Set(names.flatMap((name) => s[name].steps))].sort((a, b) => b - a).slice(0, TABLE_ROWS);
   return steps.map((step) => [step, ...names.map((name, place) => measured(at[place].get(step) ?? NaN, s[name].unit))]);
 }
 
@@ -29,20 +33,23 @@ function chartOf(s, names, lines, legend, more = {}) {
 function reward(s) {
   const mean = s.reward_mean;
   if (!mean) return null;
-  const areas = [], lines = [line(mean, "mean", "blue")];
-  const legend = [{ name: s.reward_std ? "mean ± std" : "mean", tone: "blue", value: newest(mean) }];
+  const areas = [], lines = [line(mean, "mean", "blue", { smooth: true })];
+  const legend = [{ name: s.reward_std ? "mean ± std" : "mean", of: "mean", tone: "blue", value: newest(mean) }];
   if (s.reward_std) {
     const spread = new Map(s.reward_std.steps.map((step, at) => [step, s.reward_std.values[at]]));
     const both = mean.steps.map((step, at) => [step, mean.values[at], spread.get(step)]).filter((one) => one[1] !== null && Number.isFinite(one[2]));
     const x = both.map((one) => one[0]);
-    areas.push({ upper: { x, y: both.map((one) => one[1] + one[2]) }, lower: { x, y: both.map((one) => one[1] - one[2]) }, tone: "blue" });
-  }
-  for (const [place, name] of Object.keys(s).filter((one) => one.startsWith("eval/")).slice(0, 2).entries()) {
-    const tone = ["teal", "amber"][place], label = name.slice("eval/".length);
-    lines.push(line(s[name], `held out: ${label}`, tone, { dots: s[name].steps.length < 40 }));
-    legend.push({ name: `held out: ${label}`, tone, value: newest(s[name]) });
+    areas.push({ of: "mean", upper: { x, y: both.map((one) => one[1] + one[2]) }, lower: { x, y: both.map((one) => one[1] - one[2]) }, tone: "blue" });
   }
   return chartOf(s, ["reward_mean", "reward_std"], lines, legend, { areas });
+}
+
+/** Every member of a family: `reward/<part>`. */
+function members(family, more = {}) {
+  return (s) => {
+    const names = Object.keys(s).filter((name) => name.startsWith(`${family}/`)).sort(byName);
+    return several(names.map((name, place) => [name, name.slice(family.length + 1), styled(place)]), more)(s);
+  };
 }
 
 function lengths(s) {
@@ -64,11 +71,13 @@ function lengths(s) {
   return chartOf(s, ["response_tokens/p10", "response_tokens/p50", "response_tokens/p90", "response_tokens/p99"], lines, legend, { areas, read, zero: true });
 }
 
+/** A line for each of the metrics that were measured: [name, label, tone or {tone, dash}]. */
 function several(names, more = {}) {
   return (s) => {
-    const there = names.filter(([name]) => s[name]);
-    return chartOf(s, names.map(([name]) => name), there.map(([name, label, tone]) => line(s[name], label, tone)),
-      there.map(([name, label, tone]) => ({ name: label, tone, value: newest(s[name]) })), more);
+    const there = names.filter(([name]) => s[name]).map(([name, label, style]) => [name, label, typeof style === "string" ? { tone: style } : style]);
+    const few = ([name]) => s[name].steps.length < 40; // evaluations: seen between many steps
+    return chartOf(s, names.map(([name]) => name), there.map(([name, label, style]) => line(s[name], label, style.tone, { dash: style.dash, dots: few([name]), smooth: true, format: (value) => measured(value, s[name].unit) })),
+      there.map(([name, label, style]) => ({ name: label, tone: style.tone, line: style.dash, value: newest(s[name]) })), more);
   };
 }
 
@@ -108,47 +117,64 @@ function cost(s) {
   if (fixed && fixed.same_cost_usd > 0) {
     const ratio = fixed.cost_usd / fixed.same_cost_usd;
     lines.push({ ...line(own, "best static fleet", "amber", { dash: "dash" }), y: own.values.map((value) => value * ratio) });
-    legend.push({ name: `best static (${fixed.actors} actors)`, tone: "amber", line: "dash", value: usd(own.values.at(-1) * ratio) });
+    legend.push({ name: `best static (${fixed.actors} actors)`, of: "best static fleet", tone: "amber", line: "dash", value: usd(own.values.at(-1) * ratio) });
   }
   if (planned) {
     const x = [own.steps[0], own.steps.at(-1)], part = (value) => x.map((step) => (value * Math.min(step, planned.steps)) / planned.steps);
-    areas.push({ upper: { x, y: part(planned.cost_high_usd) }, lower: { x, y: part(planned.cost_low_usd) }, tone: "teal" });
+    areas.push({ of: "planned", upper: { x, y: part(planned.cost_high_usd) }, lower: { x, y: part(planned.cost_low_usd) }, tone: "teal" });
     lines.push({ name: "planned", tone: "teal", dash: "dot", x: own.steps, y: own.steps.map((step) => (planned.cost_usd * Math.min(step, planned.steps)) / planned.steps) });
     legend.push({ name: "planned", tone: "teal", line: "dot", value: usd(part(planned.cost_usd)[1]) });
   }
   return chartOf(s, ["cost_usd"], lines, legend, { areas, zero: true, format: usd, prefix: "$" });
 }
 
+const SHARES = { zero: true, factor: 100, suffix: " %" };
+
 export const CHARTS = [
   { title: "Reward", help: "Mean reward of each step's samples, with one standard deviation", make: reward },
-  { title: "Response length", help: "Tokens per response: quantiles of each step", make: lengths },
-  { title: "Time by stage", help: "Wall time in which each stage worked. Stages overlap: their sum may exceed the step's time", make: stages },
-  { title: "Cost", help: "Dollars so far by the price book", make: cost },
+  { title: "Rewards by name", help: "Mean of each part of the reward, before its weight", make: members("reward") },
+  { title: "Held out", help: "Figures of the evaluations on held-out prompts", make: members("eval") },
+  { title: "Loss", help: "The loss, with KL if it is part of it, and the clipped policy loss alone", make: several([["loss", "loss", "blue"], ["policy_loss", "policy", { tone: "amber", dash: "dot" }]]) },
+  { title: "Gradient norm", help: "Before it is clipped, over the optimiser steps", make: several([["gradient_norm", "mean", "blue"], ["gradient_norm_max", "largest", "rose"]], { zero: true }) },
+  { title: "Entropy", help: "Mean entropy of the policy over response tokens, in nats", make: several([["entropy", "policy", "violet"]], { zero: true }) },
+  { title: "Clipped share", help: "Tokens without gradient because of a clip", make: several([["clipped_low", "lower clip", "teal"], ["clipped_high", "upper clip", "amber"], ["clipped_dual", "dual clip", "rose"]], SHARES) },
+  { title: "Learning rate", help: "Mean over the optimiser steps", make: several([["learning_rate", "rate", "slate"]], { zero: true }) },
   { title: "KL divergence", help: "Nats per token: from the reference, and of one step's updates", make: several([["reference_kl", "from the reference", "teal"], ["old_kl", "within the step", "slate"]], { zero: true }) },
   { title: "Engine–learner logprob gap", help: "|learner − engine| logprob of the sampled tokens, in nats, on a logarithmic axis",
     make: several([["rollout_logprob_difference", "mean", "blue"], ["rollout_logprob_difference_max", "largest", "rose"]], { log: true }) },
+  { title: "Cut off, without signal", help: "Responses cut off at the longest length; groups whose rewards are all equal, which teach nothing", make: several([["truncated", "cut off", "rose"], ["groups_without_signal", "without signal", "amber"]], SHARES) },
+  { title: "Response length", help: "Tokens per response: quantiles of each step", make: lengths },
+  { title: "Throughput", help: "Response tokens per second of generation", make: several([["generation_tokens_per_s", "generation", "blue"]], { zero: true }) },
+  { title: "Time by stage", help: "Wall time in which each stage worked. Stages overlap: their sum may exceed the step's time", make: stages },
+  { title: "Cost", help: "Dollars so far by the price book", make: cost },
+  { title: "The algorithm's own figures", help: "What a user's algorithm reports with its loss", make: members("algorithm"), optional: true },
 ];
 
-/** Metrics that the charts need. */
+/** Metrics that the charts need; a family's name stands for its members. */
 export const NAMES = [
-  "reward_mean", "reward_std", "eval", "response_tokens", "response_tokens_mean", "reference_kl", "old_kl", "rollout_logprob_difference",
-  "rollout_logprob_difference_max", ...STAGES.map(([name]) => name), "cost_usd",
+  "reward_mean", "reward_std", "reward", "eval", "loss", "policy_loss", "gradient_norm", "gradient_norm_max", "entropy", "clipped_low",
+  "clipped_high", "clipped_dual", "learning_rate", "reference_kl", "old_kl", "rollout_logprob_difference", "rollout_logprob_difference_max",
+  "truncated", "groups_without_signal", "response_tokens", "response_tokens_mean", "generation_tokens_per_s", ...STAGES.map(([name]) => name), "cost_usd", "algorithm",
 ];
 
-/** Figures at the top of a run, from its newest metrics: [name, value, more]. */
-export function tiles(run, usage) {
-  const last = run.latest;
-  const has = (name) => Number.isFinite(last[name]);
-  const fixed = usage?.best_static;
-  const saved = fixed ? 1 - fixed.same_cost_usd / fixed.cost_usd : NaN;
-  const ends = (s) => `ends ${new Date(Date.now() + 1000 * s).toLocaleString("en-GB", { weekday: "short", hour: "2-digit", minute: "2-digit" })}`;
-  return [
-    ["Reward", has("reward_mean") ? number(last.reward_mean) : null, has("reward_std") ? `± ${number(last.reward_std)}` : ""],
-    ["Step time", has("step_s") ? duration(last.step_s) : null, has("generation_s") ? `${percent(last.generation_s / last.step_s)} generation` : ""],
-    ["Throughput", has("generation_tokens_per_s") ? number(last.generation_tokens_per_s) : null, "tokens/s generated"],
-    ["Response", has("response_tokens_mean") ? number(last.response_tokens_mean) : null, has("truncated") ? `tokens · ${percent(last.truncated)} cut off` : "tokens"],
-    ["Cost", run.cost_usd ? usd(run.cost_usd) : null, Number.isFinite(saved) ? `${percent(Math.abs(saved))} ${saved >= 0 ? "below" : "above"} best static` : ""],
-    ["Device time", run.device_hours ? `${number(run.device_hours)} h` : null, has("actors") ? `${Math.round(last.actors)} actors` : ""],
-    ["Time left", run.left_s === null ? null : duration(run.left_s), run.left_s === null ? "" : ends(run.left_s)],
-  ];
+/**
+ * A chart with its lines smoothed: each point the mean of those before it, which weigh `weight` times less with each
+ * point. The values as they were measured stay, pale.
+ */
+export function smoothed(chart, weight) {
+  if (!chart || !weight) return chart;
+  const change = (one) => (one.smooth ? { ...one, y: averages(one.y, weight), raw: one.y } : one);
+  const pale = chart.lines.filter((one) => one.smooth).map((one) => ({ ...one, pale: true, dash: undefined, dots: false }));
+  return { ...chart, lines: [...pale, ...chart.lines.map(change)], read: (chart.read ?? chart.lines).map(change) };
+}
+
+/** Moving averages; the first ones are of the few values that there are. What was not measured stays a gap. */
+export function averages(values, weight) {
+  let sum = 0, mass = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    mass = weight * mass + 1 - weight;
+    return sum / mass;
+  });
 }

@@ -38,23 +38,32 @@ export function confirmed(title, text, action, danger = true) {
   });
 }
 
+/** What an error says, by key. */
+export function problemList(error) {
+  const found = error.problems?.length ? error.problems : [{ param: error.param, message: error.message, mend: null }];
+  return found.map((p) => h("li", {}, p.param ? h("code", {}, p.param) : null, p.param ? ": " : "", p.message, p.mend ? ` — ${p.mend}` : ""));
+}
+
+/** A key by which the service knows a request that is sent again. Off loopback, without TLS, a browser has no UUIDs. */
+export const onceKey = () => crypto.randomUUID?.() ?? String(Math.random());
+
 /** A new run from a checkpoint: its name, its steps, and the whole spec. `start` throws what is to be shown. */
 export function newRun(spec, checkpoint, start) {
   const name = h("input", { id: "new-name", value: spec.name, required: true, pattern: "[a-z0-9]([a-z0-9\\-]{0,38}[a-z0-9])?" });
   const steps = h("input", { id: "new-steps", type: "number", min: 1, value: spec.steps, required: true });
   const text = h("textarea", { id: "new-spec", rows: 12, spellcheck: "false" });
   text.value = JSON.stringify(spec, null, 2);
-  const problems = h("ul", { class: "problems", role: "alert" });
+  const problems = h("ul", { class: "problems" });
   const body = [
     h("p", {}, "The model is the one of ", h("code", {}, checkpoint.id), "; everything else is as in this run, unless you change it."),
     h("div", { class: "fields" }, h("div", {}, h("label", { for: "new-name" }, "Name"), name), h("div", {}, h("label", { for: "new-steps" }, "Steps"), steps)),
     h("details", {}, h("summary", {}, "The whole spec"), h("label", { for: "new-spec", class: "unseen" }, "Spec as JSON"), text),
-    problems,
+    h("div", { role: "alert" }, problems),
   ];
   const go = h("button", { class: "primary" }, "Start the run");
   const { dialog, form } = open(`Start from ${checkpoint.id}`, body, [h("button", { type: "button", onclick: () => dialog.close() }, "Back"), go], { class: "wide" });
   // One key for as long as the dialog is open: a second click, or a second try after a lost answer, makes no second run.
-  const idempotency = crypto.randomUUID?.() ?? String(Math.random());
+  const idempotency = onceKey();
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     go.disabled = true;
@@ -64,8 +73,7 @@ export function newRun(spec, checkpoint, start) {
       await start(whole, `${idempotency}-${JSON.stringify(whole).length}-${whole.name}-${whole.steps}`);
       dialog.close();
     } catch (error) {
-      const found = error.problems?.length ? error.problems : [{ param: error.param, message: error.message, mend: null }];
-      problems.append(...found.map((p) => h("li", {}, p.param ? h("code", {}, p.param) : null, p.param ? ": " : "", p.message, p.mend ? ` — ${p.mend}` : "")));
+      problems.append(...problemList(error));
     }
     go.disabled = false;
   });

@@ -1,5 +1,7 @@
 // Elements, made by one function. Texts are always text nodes: nothing that a run says is read as HTML.
 
+import { byName } from "./format.js";
+
 /** h("p", {class: "muted", onclick: f}, "text", child, [children]) */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -10,6 +12,14 @@ export function h(tag, attributes = {}, ...children) {
     else element.setAttribute(name, value === true ? "" : value);
   }
   put(element, ...children);
+  return element;
+}
+
+/** An SVG element. */
+export function s(tag, attributes = {}, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) if (value !== null && value !== undefined) element.setAttribute(name, value);
+  element.append(...children.flat(Infinity).filter((child) => child !== null));
   return element;
 }
 
@@ -26,6 +36,13 @@ export function put(element, ...children) {
 export function fill(element, ...children) {
   element.replaceChildren();
   return put(element, ...children);
+}
+
+/** Replace all children; a link or button that had the focus has it again, known by its text. */
+export function refill(element, ...children) {
+  const held = element.contains(document.activeElement) ? document.activeElement.textContent : null;
+  fill(element, ...children);
+  if (held) [...element.querySelectorAll("a, button")].find((one) => one.textContent === held)?.focus();
 }
 
 /** Change the text only if it is another one, so that nothing is announced or laid out twice. */
@@ -51,19 +68,52 @@ export function throttled(ms, call) {
   return ask;
 }
 
-/** A table with a caption for screen readers. `columns`: [{title, class}]. Roles stay where styles change `display`. */
+/** A column's head. `direction`: "ascending" or "descending" if the rows are in its order; `sort()` puts them in it. */
+export function head(column, direction, sort) {
+  const title = sort ? h("button", { type: "button", class: "sort", onclick: sort }, column.title) : column.title;
+  return h("th", { scope: "col", role: "columnheader", class: column.class, "aria-sort": direction }, title);
+}
+
+const orders = new Map(); // of tables by caption, which are made anew with each change: {at, direction}
+
+/**
+ * A table with a caption for screen readers. `columns`: [{title, class}]; by one with `sort` rows can be put in order, of
+ * their cells' `data-value` or text. Roles stay where styles change `display`.
+ */
 export function table(caption, columns, rows, attributes = {}) {
-  const head = h("tr", { role: "row" }, columns.map((c) => h("th", { scope: "col", role: "columnheader", class: c.class }, c.title)));
+  const body = h("tbody", { role: "rowgroup" }, rows), heads = h("tr", { role: "row" });
+
+  function order(at, direction) {
+    orders.set(caption, { at, direction });
+    const value = (row) => { const { dataset, textContent } = row.cells[at]; return dataset.value ?? textContent; };
+    const sign = direction === "ascending" ? 1 : -1;
+    const compare = (a, b) => (Number(value(a)) - Number(value(b)) || byName(value(a), value(b)));
+    const known = (row) => value(row) !== "NaN";
+    body.append(...rows.filter(known).sort((a, b) => sign * compare(a, b)), ...rows.filter((row) => !known(row)));
+  }
+
+  function draw() {
+    const { at, direction } = orders.get(caption) ?? {};
+    fill(heads, columns.map((one, place) => head(one, place === at ? direction : null, one.sort && (() => {
+      order(place, place === at && direction === one.sort ? { ascending: "descending", descending: "ascending" }[direction] : one.sort);
+      draw();
+      heads.cells[place].querySelector("button").focus();
+    }))));
+  }
+
+  if (orders.has(caption) && rows.length) order(orders.get(caption).at, orders.get(caption).direction);
+  draw();
   return h("table", { role: "table", ...attributes },
-    h("caption", { class: "unseen" }, caption),
-    h("thead", { role: "rowgroup" }, head),
-    h("tbody", { role: "rowgroup" }, rows));
+    h("caption", { class: "unseen" }, caption), h("thead", { role: "rowgroup" }, heads), body);
 }
 
 /** A cell; on a phone, where each row is a card, its title stands beside it. */
 export function cell(title, attributes, ...children) {
   return h("td", { role: "cell", "data-title": title, ...attributes }, ...children);
 }
+
+/** A cell with a number, by which rows can be put in order. */
+export const figureCell = (title, value, text) => cell(title, { class: "num", "data-value": value ?? NaN }, value === null ? "–" : text(value));
 
 /** A part of the view with a heading. */
 export function panel(title, attributes, ...children) {

@@ -1,8 +1,8 @@
 // Devices and replicas, now.
 
 import { get } from "./api.js";
-import { cell, fill, h, panel, pill, table, throttled } from "./dom.js";
-import { ago, byName, duration, number, usd } from "./format.js";
+import { cell, figureCell, fill, h, panel, pill, refill, table, throttled } from "./dom.js";
+import { ago, byName, duration, usd, version } from "./format.js";
 
 const LOOK_MS = 3000;
 
@@ -19,7 +19,7 @@ export function fleetView(root) {
     fill(devices, kinds.data.length ? kinds.data.map(kindPanel) : h("p", { class: "empty panel" }, "No devices yet."));
     const cost = replicas.data.reduce((sum, one) => sum + one.usd_per_hour, 0);
     fill(rate, replicas.data.length ? `${replicas.data.length} replicas · ${usd(cost)} per hour` : "no replicas");
-    fill(functions, functionsPanel(replicas.data));
+    refill(functions, functionsPanel(replicas.data));
   }
 
   const look = throttled(LOOK_MS, () => refresh().catch(() => {}));
@@ -54,9 +54,9 @@ function functionsPanel(replicas) {
   const order = [...replicas].sort((a, b) => byName(a.run_id, b.run_id) || byName(a.replica, b.replica));
   const rows = order.map((one) => h("tr", { role: "row" },
     cell("Function", { class: "name" }, one.function), cell("Replica", {}, h("code", {}, one.replica.slice(one.run_id.length + 1) || one.replica)),
-    cell("State", {}, pill(one.state), h("span", { class: "muted" }, ` ${ago(one.since)}`)), cell("Weights", {}, h("code", {}, one.weights ?? "–")),
+    cell("State", { "data-value": one.state }, pill(one.state), h("span", { class: "muted" }, ` ${ago(one.since)}`)), cell("Weights", { title: one.weights }, version(one.weights)),
     cell("Devices", {}, `${one.devices.join(", ")} on ${one.node}`), cell("Run", {}, h("a", { href: `#/runs/${encodeURIComponent(one.run_id)}` }, one.run_id)),
-    cell("$ per hour", { class: "num" }, one.usd_per_hour ? usd(one.usd_per_hour) : number(0))));
-  const columns = ["Function", "Replica", "State", "Weights", "Devices", "Run"].map((title) => ({ title }));
-  return panel("Functions", { class: "flush" }, table("Replicas of functions", [...columns, { title: "$ per hour", class: "num" }], rows, { class: "cards" }));
+    figureCell("$ per hour", one.usd_per_hour, usd)));
+  const columns = ["Function", "Replica", "State", "Weights", "Devices", "Run"].map((title) => ({ title, sort: "ascending" }));
+  return panel("Functions", { class: "flush" }, table("Replicas of functions", [...columns, { title: "$ per hour", class: "num", sort: "descending" }], rows, { class: "cards" }));
 }

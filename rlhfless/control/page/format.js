@@ -2,16 +2,18 @@
 
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 // Made once: to make one takes longer than to format a hundred numbers.
-const dollars = [0, 2, 4].map((digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+const dollars = [0, 2].map((digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+const cents = new Intl.NumberFormat("en", { minimumSignificantDigits: 2, maximumSignificantDigits: 2 });
 const times = new Intl.DateTimeFormat("en-GB", { timeStyle: "medium" });
 const datesAndTimes = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "medium" });
 
 export const DASH = "–";
 
+/** To the cent, and with two significant digits below a dollar: $0.0042 is not nothing. */
 export function usd(value) {
   if (!Number.isFinite(value)) return DASH;
   const size = Math.abs(value);
-  return `$${dollars[size >= 1000 ? 0 : size >= 0.095 || size === 0 ? 1 : 2].format(value)}`;
+  return `${value < 0 ? "−" : ""}$${(size >= 1000 ? dollars[0] : size >= 0.995 || size === 0 ? dollars[1] : cents).format(size)}`;
 }
 
 /** About three digits, whatever the size. */
@@ -25,6 +27,9 @@ export function number(value) {
   if (size >= 0.01) return value.toFixed(size >= 1 ? 2 : 3);
   return value.toExponential(1);
 }
+
+/** Of memory, in powers of 1000 as vendors count it. */
+export const bytes = (value) => (value < 1e9 ? `${Math.ceil(value / 1e6)} MB` : `${(value / 1e9).toFixed(value < 1e10 ? 1 : 0)} GB`);
 
 export function percent(value) {
   if (!Number.isFinite(value)) return DASH;
@@ -69,6 +74,16 @@ export function measured(value, unit) {
   if (unit === "usd") return usd(value);
   if (unit === "ratio") return percent(value);
   return number(value);
+}
+
+/** An id as far as people compare it: what differs stands at its begin or its end. */
+export const short = (id) => (id.length > 20 ? `${id.slice(0, 10)}…${id.slice(-8)}` : id);
+
+/** Weights by the step that made them; their whole label is run/attempt/step/digest. */
+export function version(label) {
+  const parts = (label ?? "").split("/");
+  if (parts.length !== 4) return short(label || DASH);
+  return `step ${parts[2]}${parts[1] === "1" ? "" : `, attempt ${parts[1]}`}`;
 }
 
 /** Order names as people do: actor-2 before actor-10. */

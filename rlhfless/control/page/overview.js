@@ -2,48 +2,40 @@
 
 import { get } from "./api.js";
 import { figure } from "./charts.js";
-import { CHARTS, NAMES, tiles } from "./curves.js";
-import { cell, fill, h, note, panel, table, throttled } from "./dom.js";
-import { duration, number, percent, usd } from "./format.js";
-import { s } from "./svg.js";
+import { CHARTS, NAMES } from "./curves.js";
+import { cell, figureCell, fill, h, panel, refill, s, table, throttled } from "./dom.js";
+import { duration, percent, usd } from "./format.js";
+import { seriesOf } from "./series.js";
+import { tiles } from "./tiles.js";
 import { timelineFigure } from "./timeline.js";
+import { chartTools, span } from "./tools.js";
 
-const POINTS = 400; // per metric: what a chart of some 450 pixels can show
 const SHOWN_STEPS = 6; // of the devices
 const TIMELINE_MS = 20_000; // it is read from the trace, by a process of its own
-const RANGES = { "All steps": Infinity, "Last 1,000": 1000, "Last 100": 100 };
 
 export function overviewTab(root, { path }) {
-  const series = {};
-  let usage = null, run = null, last = null, range = Infinity, untraced = false;
+  const series = seriesOf(path, NAMES);
+  let usage = null, run = null, untraced = false;
   const numbers = h("dl", { class: "tiles" });
-  const charts = CHARTS.map(figure);
+  // Metrics and usage come at about the same time: both are drawn at once.
+  const draw = throttled(0, () => charts.forEach((one) => one.show({ ...series.all, usage })));
+  const tools = chartTools({ draw: () => draw(), narrow: async (range) => { series.narrow(range); await metrics(); } });
+  const charts = CHARTS.map((one) => figure({ ...one, make: (found) => tools.shown(one.make(found)), zoom: tools.zoom }));
   const devices = timelineFigure();
   const bill = h("div", { class: "bill" });
   const failure = h("div");
-  const ranges = Object.entries(RANGES).map(([text, steps]) => h("button", { type: "button", "aria-pressed": String(steps === range), onclick: (event) => {
-    range = steps;
-    ranges.forEach((one) => one.setAttribute("aria-pressed", String(one === event.currentTarget)));
-    last = null;
-    metrics().catch((error) => note(error.message, "error"));
-  } }, text));
-  const tools = h("div", { class: "tools ranges", hidden: true }, h("div", { class: "segments", role: "group", "aria-label": "Steps in the charts" }, ranges));
   const nothing = h("p", { class: "panel empty", hidden: true });
   const grid = h("div", { class: "charts" }, charts.map((one) => one.element));
-  root.append(failure, nothing, numbers, tools, grid, devices.element, bill);
+  root.append(failure, nothing, numbers, tools.element, grid, devices.element, bill);
 
   /** Before the first step there is nothing to draw. */
   function begun(yes, status) {
     nothing.hidden = yes;
     numbers.hidden = grid.hidden = !yes;
     devices.element.hidden = !yes || untraced;
-    tools.hidden = !yes || run.step <= RANGES["Last 100"];
-    ranges.forEach((one, at) => { one.hidden = at > 0 && run.step <= Object.values(RANGES)[at]; });
+    tools.steps(run.step, span(series.all));
     nothing.textContent = ["failed", "cancelled"].includes(status) ? "It ended before its first step." : "Figures come with the first step.";
   }
-
-  // Metrics and usage come at about the same time: both are drawn at once.
-  const draw = throttled(0, () => charts.forEach((one) => one.show({ ...series, usage })));
 
   function update(found) {
     run = found;
@@ -54,24 +46,14 @@ export function overviewTab(root, { path }) {
   }
 
   async function metrics() {
-    // One step back: the evaluation after a step comes later than the step's own metrics.
-    const whole = last === null;
-    const from = whole ? Math.max(run ? run.step - range : -1, -1) : Math.max(last - 1, -1);
-    const query = new URLSearchParams([...NAMES.map((name) => ["name", name]), ["points", POINTS], ["after_step", from]]);
-    const found = await get(`${path}/metrics?${query}`);
-    last = found.step;
-    for (const one of found.series) {
-      const known = whole ? undefined : series[one.name];
-      const keep = known ? known.steps.filter((step) => step <= from).length : 0;
-      series[one.name] = known ? { ...one, steps: [...known.steps.slice(0, keep), ...one.steps], values: [...known.values.slice(0, keep), ...one.values] } : one;
-      if (series[one.name].steps.length > Math.min(2 * POINTS, 1.2 * range)) last = null; // thinned anew by the service next time
-    }
+    await series.load(run?.step ?? 0);
+    if (run) tools.steps(run.step, span(series.all));
     draw();
   }
 
   async function spent() {
     usage = await get(`${path}/usage`);
-    fill(bill, billOf(usage));
+    refill(bill, billOf(usage));
     if (run) update(run);
     draw();
   }
@@ -108,10 +90,11 @@ function billOf(usage) {
     return h("tr", { role: "row" },
       cell("Function", { class: "name" }, row.function), cell("Devices", {}, row.kind),
       cell("Time held", { class: "wide" }, shareBar(row, all / most)),
-      cell("Busy", { class: "num" }, percent(row.busy_device_s / all)), cell("Idle", { class: "num" }, percent(row.idle_device_s / all)), cell("Starting", { class: "num" }, percent(row.cold_device_s / all)),
-      cell("Starts", { class: "num" }, number(row.cold_starts).replace(/\.0+$/, "")), cell("Device time", { class: "num" }, duration(all)), cell("Cost", { class: "num" }, usd(row.cost_usd)));
+      figureCell("Busy", row.busy_device_s / all, percent), figureCell("Idle", row.idle_device_s / all, percent), figureCell("Starting", row.cold_device_s / all, percent),
+      figureCell("Starts", row.cold_starts, String), figureCell("Device time", all, duration), figureCell("Cost", row.cost_usd, usd));
   });
-  const columns = [{ title: "Function" }, { title: "Devices" }, { title: "Time held", class: "wide" }, ...["Busy", "Idle", "Starting", "Starts", "Device time", "Cost"].map((title) => ({ title, class: "num" }))];
+  const columns = [{ title: "Function", sort: "ascending" }, { title: "Devices", sort: "ascending" }, { title: "Time held", class: "wide" },
+    ...["Busy", "Idle", "Starting", "Starts", "Device time", "Cost"].map((title) => ({ title, class: "num", sort: "descending" }))];
   const bill = panel("Cost by function", { class: "flush" }, table("Cost by function", columns, rows, { class: "cards" }));
   const plan = plannedAndMeasured(usage);
   return plan ? [h("div", { class: "stack" }, bill, comparison(usage)), plan] : [bill, comparison(usage)];

@@ -1,7 +1,7 @@
 // The list of runs: newest first, live.
 
 import { get } from "./api.js";
-import { cell, fill, h, pill, say, table } from "./dom.js";
+import { cell, fill, h, head, note, pill, say, table } from "./dom.js";
 import { ago, DASH, dateTime, duration, number, usd } from "./format.js";
 
 const PER_PAGE = 50;
@@ -11,19 +11,27 @@ const GROUPS = {
   paused: ["paused"],
   ended: ["succeeded", "failed", "cancelled"],
 };
+/** `sort`: what the service calls it, and which order comes first. */
 const COLUMNS = [
-  { title: "Run" }, { title: "Status" }, { title: "Progress" }, { title: "Reward", class: "num" }, { title: "Cost", class: "num" },
-  { title: "Time left", class: "num" }, { title: "Started", class: "num" },
+  { title: "Run", sort: ["name", "asc"] }, { title: "Status", sort: ["status", "asc"] }, { title: "Progress", sort: ["progress", "desc"] },
+  { title: "Reward", class: "num", sort: ["reward", "desc"] }, { title: "Cost", class: "num", sort: ["cost", "desc"] },
+  { title: "Time left", class: "num", sort: ["time_left", "asc"] }, { title: "Started", class: "num", sort: ["started", "desc"] },
 ];
+const MOST_COMPARED = 8;
 
 export function runsView(root) {
   const entries = new Map(); // id -> {row, run}
+  const chosen = new Set(); // ids of runs to compare
   let group = "all", after = null, more = false, loading = false, closed = false;
+  let sort = null, order = null; // newest first
   document.title = "Runs · rlhfless";
 
   const body = h("tbody", { role: "rowgroup" });
-  const list = table("Runs, newest first", COLUMNS, [], { class: "runs cards" });
+  const list = table("Runs", [], [], { class: "runs cards" });
   list.replaceChild(body, list.tBodies[0]);
+  const sorts = h("select", { class: "phone", "aria-label": "Order", onchange: () => arrange(...(sorts.value ? sorts.value.split(" ") : [null, null])) },
+    h("option", { value: "" }, "Newest first"), COLUMNS.map(({ title, sort: [name, way] }) => h("option", { value: `${name} ${way}` }, `By ${title.toLowerCase()}`)));
+  const compare = h("a", { class: "button", hidden: true }, "Compare");
   const empty = h("p", { class: "empty", hidden: true });
   const older = h("button", { type: "button", class: "older", hidden: true, onclick: () => page() }, "Show older runs");
   const find = h("input", { type: "search", placeholder: "Filter by name or label", "aria-label": "Filter by name or label", oninput: () => sift() });
@@ -33,7 +41,7 @@ export function runsView(root) {
 
   root.append(
     h("div", { class: "head" }, h("h1", {}, "Runs"), devices),
-    h("div", { class: "tools" }, h("div", { class: "segments", role: "group", "aria-label": "Status" }, tabs), find),
+    h("div", { class: "tools" }, h("div", { class: "segments", role: "group", "aria-label": "Status" }, tabs), sorts, compare, find, h("a", { class: "button primary", href: "#/new" }, "New run")),
     h("div", { class: "panel flush" }, list, empty), older);
 
   const seen = new IntersectionObserver((found) => { if (found[0].isIntersecting && more) page(); }, { rootMargin: "300px" });
@@ -43,6 +51,30 @@ export function runsView(root) {
     group = name;
     tabs.forEach((tab, place) => tab.setAttribute("aria-pressed", String(Object.keys(GROUPS)[place] === name)));
     refresh();
+  }
+
+  function heads() {
+    const ways = { asc: "ascending", desc: "descending" };
+    fill(list.tHead.rows[0], h("th", { scope: "col", role: "columnheader", class: "choose" }, h("span", { class: "unseen" }, "Compare")),
+      COLUMNS.map((one) => head(one, one.sort[0] === sort ? ways[order] : null, () => arrange(one.sort[0], one.sort[0] === sort ? { asc: "desc", desc: "asc" }[order] : one.sort[1]))));
+  }
+  heads();
+
+  function arrange(name, way) {
+    [sort, order] = [name, way];
+    const focused = list.tHead.contains(document.activeElement);
+    heads();
+    if (focused) list.tHead.querySelector("[aria-sort] button").focus();
+    refresh().catch((error) => note(error.message, "error"));
+  }
+
+  function pick(id, on) {
+    if (on && chosen.size === MOST_COMPARED) { note(`At most ${MOST_COMPARED} runs are compared.`, "error"); return false; }
+    chosen[on ? "add" : "delete"](id);
+    compare.hidden = chosen.size < 2;
+    compare.href = `#/compare/${[...chosen].map(encodeURIComponent).join(",")}`;
+    say(compare, `Compare ${chosen.size} runs`);
+    return on;
   }
 
   const matches = (run) => {
@@ -62,23 +94,24 @@ export function runsView(root) {
     if (count) return;
     if (entries.size) fill(empty, "No run matches.");
     else if (group !== "all") fill(empty, `No run is ${group}.`);
-    else fill(empty, "No runs yet. Start one with ", h("code", {}, "rlhfless runs create run.yaml"), " or POST /v1/runs.");
+    else fill(empty, "No runs yet. ", h("a", { href: "#/new" }, "Paste a spec"), ", or start one with ", h("code", {}, "rlhfless runs create run.yaml"), " or POST /v1/runs.");
   }
 
   async function page() {
     if (loading) return;
     loading = true;
-    const asked = group;
+    const asked = JSON.stringify([group, sort, order]);
     try {
       const query = new URLSearchParams({ limit: PER_PAGE });
       if (after) query.set("after", after);
+      if (sort) { query.set("sort", sort); query.set("order", order); }
       for (const status of GROUPS[group]) query.append("status", status);
       const found = await get(`/v1/runs?${query}`);
-      if (closed || asked !== group) return;
+      if (closed || asked !== JSON.stringify([group, sort, order])) return;
       const rows = [];
       for (const run of found.data) {
         if (entries.has(run.id)) { update(run); continue; }
-        const entry = { run, row: rowOf(run) };
+        const entry = { run, row: rowOf(run, chosen, pick) };
         entries.set(run.id, entry);
         rows.push(entry.row);
       }
@@ -107,11 +140,11 @@ export function runsView(root) {
 
   function update(run) {
     const entry = entries.get(run.id);
-    const row = rowOf(run);
-    const focused = entry.row.contains(document.activeElement);
+    const row = rowOf(run, chosen, pick);
+    const focused = entry.row.contains(document.activeElement) && document.activeElement.localName;
     entry.row.replaceWith(row);
     Object.assign(entry, { run, row });
-    if (focused) row.querySelector("a").focus();
+    if (focused) row.querySelector(focused).focus();
   }
 
   function changed(run) {
@@ -119,8 +152,8 @@ export function runsView(root) {
     if (entries.has(run.id)) {
       if (listed) update(run);
       else deleted(run.id);
-    } else if (listed && newer(run)) {
-      const entry = { run, row: rowOf(run) };
+    } else if (listed && sort === null && newer(run)) {
+      const entry = { run, row: rowOf(run, chosen, pick) };
       entries.set(run.id, entry);
       body.prepend(entry.row);
     }
@@ -144,11 +177,14 @@ export function runsView(root) {
   return { refresh, changed, deleted, close: () => { closed = true; clearInterval(timer); seen.disconnect(); } };
 }
 
-function rowOf(run) {
+function rowOf(run, chosen, pick) {
   const { reward_mean: reward, reward_std: spread } = run.latest;
   const unix = run.started_at ?? run.created_at;
   const label = Object.entries(run.metadata).map(([name, value]) => h("span", { class: "label" }, `${name}=${value}`));
+  const box = h("input", { type: "checkbox", "aria-label": `Compare ${run.name} ${run.id.slice(run.name.length + 1)}`, onchange: () => { box.checked = pick(run.id, box.checked); } });
+  box.checked = chosen.has(run.id);
   return h("tr", { role: "row" },
+    cell("Compare", { class: "choose" }, box),
     cell("Run", { class: "name" }, h("a", { href: `#/runs/${encodeURIComponent(run.id)}` }, run.name), h("span", { class: "id" }, run.id.slice(run.name.length + 1)), label),
     cell("Status", { class: "status" }, pill(run.status), h("span", { class: "reason", title: run.status_reason }, run.status_reason)),
     cell("Progress", { class: "progress" }, progress(run)),

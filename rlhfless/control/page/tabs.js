@@ -2,8 +2,8 @@
 
 import { ask, download, get, post } from "./api.js";
 import { newRun } from "./dialogs.js";
-import { cell, fill, h, note, panel, say, table } from "./dom.js";
-import { ago, clock, dateTime, number } from "./format.js";
+import { cell, figureCell, fill, h, note, panel, refill, say, table } from "./dom.js";
+import { ago, clock, dateTime, number, short, version } from "./format.js";
 
 const EVENTS = 300;
 const LOG_LINES = 500;
@@ -31,7 +31,7 @@ export function samplesTab(root, { path }) {
     newer.disabled = step.selectedIndex === 0;
     const prompts = Map.groupBy(data, (one) => one.prompt_id);
     fill(list, [...prompts.values()].map((samples) => h("article", { class: "panel" },
-      h("header", {}, h("h2", {}, samples[0].prompt_id)), h("p", { class: "prompt" }, samples[0].prompt), h("div", { class: "responses" }, samples.map(response)))));
+      h("header", {}, h("h2", { title: samples[0].prompt_id }, `Prompt ${short(samples[0].prompt_id)}`)), h("p", { class: "prompt" }, samples[0].prompt), h("div", { class: "responses" }, samples.map(response)))));
   }
 
   async function refresh() {
@@ -57,7 +57,7 @@ function response(sample) {
   return h("section", { class: "response" },
     h("header", {}, h("b", { class: "total" }, number(sample.reward ?? NaN)), h("ul", { class: "parts", "aria-label": "Rewards by part" }, parts)),
     h("p", { class: "text", tabindex: "0" }, sample.response || h("span", { class: "muted" }, "(empty)")),
-    h("p", { class: "muted small" }, `sample ${sample.sample_index} · ${sample.response_tokens} tokens · ${sample.finish_reason === "length" ? "cut off" : sample.finish_reason} · weights ${sample.weights || "–"}`));
+    h("p", { class: "muted small", title: sample.weights }, `sample ${sample.sample_index} · ${sample.response_tokens} tokens · ${sample.finish_reason === "length" ? "cut off" : sample.finish_reason} · weights of ${version(sample.weights)}`));
 }
 
 /** What happened, newest first, live. */
@@ -136,8 +136,8 @@ export function checkpointsTab(root, { id, path }) {
 
   const row = (one) => h("tr", { role: "row" },
     cell("Checkpoint", { class: "name" }, one.id, one.best ? h("span", { class: "label best" }, "best") : null),
-    cell("Step", { class: "num" }, one.step), cell("Score", { class: "num" }, number(one.score ?? NaN)),
-    cell("Saved", { class: "num", title: dateTime(one.created_at) }, ago(one.created_at)),
+    figureCell("Step", one.step, String), figureCell("Score", one.score, number),
+    cell("Saved", { class: "num", "data-value": one.created_at, title: dateTime(one.created_at) }, ago(one.created_at)),
     cell("Location", { class: "path" }, h("code", {}, one.location)),
     cell("", { class: "buttons" }, h("button", { type: "button", onclick: () => save(one), "aria-label": `Download ${one.id}` }, "Download"),
       h("button", { type: "button", onclick: () => start(one), "aria-label": `Start a run from ${one.id}` }, "Start a run from here")));
@@ -146,8 +146,9 @@ export function checkpointsTab(root, { id, path }) {
     const { data } = await get(`${path}/checkpoints`);
     if (JSON.stringify(data) === known) return;
     known = JSON.stringify(data);
-    const columns = [{ title: "Checkpoint" }, { title: "Step", class: "num" }, { title: "Score", class: "num" }, { title: "Saved", class: "num" }, { title: "Location" }, { title: "Actions", class: "buttons" }];
-    fill(body, data.length ? table("Checkpoints", columns, data.map(row), { class: "cards" }) : h("p", { class: "empty" }, "None saved yet: checkpoint.every_steps says how often."));
+    const figures = ["Step", "Score", "Saved"].map((title) => ({ title, class: "num", sort: "descending" }));
+    const columns = [{ title: "Checkpoint", sort: "ascending" }, ...figures, { title: "Location" }, { title: "Actions", class: "buttons" }];
+    refill(body, data.length ? table("Checkpoints", columns, data.map(row), { class: "cards" }) : h("p", { class: "empty" }, "None saved yet: checkpoint.every_steps says how often."));
   }
 
   return { update: (found) => { run = found; }, refresh, follow: refresh };

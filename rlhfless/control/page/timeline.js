@@ -1,8 +1,8 @@
 // The last steps by device: which function worked where, and when a device was held without work.
 
 import { figure } from "./charts.js";
+import { s } from "./dom.js";
 import { byName, duration } from "./format.js";
-import { s } from "./svg.js";
 
 /** Kinds of work, in the order of the legend, with their colours. */
 const WORK = {

@@ -48,6 +48,11 @@ def test_a_plan_says_memory_time_and_cost_here_and_elsewhere(client: httpx.Clien
     assert client.get("/v1/runs").json()["data"] == [], "nothing was started"
 
 
+def test_a_plan_for_the_runs_own_devices_alone(client: httpx.Client, spec: dict[str, Any]) -> None:
+    plan = client.post("/v1/runs:plan", json={"spec": spec, "alone": True}, timeout=120).json()
+    assert (plan["chosen"]["fits"], plan["alternatives"]) == (True, [])
+
+
 def test_a_deadline_puts_what_keeps_it_first(client: httpx.Client, spec: dict[str, Any]) -> None:
     asked = {"spec": spec, "devices": ["2xh100", "1xl40s"], "deadline_s": 1e-6}
     rows = client.post("/v1/runs:plan", json=asked, timeout=120).json()["alternatives"]

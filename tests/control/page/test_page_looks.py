@@ -20,6 +20,8 @@ VIEWS = {
     "checkpoints": f"{RUN}/checkpoints",
     "spec": f"{RUN}/spec",
     "fleet": "#/fleet",
+    "compare": f"#/compare/{filled.RUN_ID},{filled.EARLIER_ID}",
+    "new": "#/new",
     "failed": "#/runs/gsm-typo-20261121-120000-00c0ffee",
 }
 
@@ -32,6 +34,8 @@ THERE = {
     "checkpoints": "td.name",
     "spec": ".spec",
     "fleet": "td.name",
+    "compare": ".chart[data-drawn]",
+    "new": "textarea",
     "failed": ".failure",
 }
 """What is there when a view is complete."""
@@ -63,6 +67,7 @@ def settle(page: Page, view: str) -> None:
     page.wait_for_selector(THERE[view])
     if view == "run":
         page.locator(".chart.tall").scroll_into_view_if_needed()
-        expect(page.locator(".chart:not([data-drawn])")).to_have_count(0, timeout=60_000)  # of a process of its own
+        left = page.locator(".chart:not([data-drawn], [hidden])")
+        expect(left).to_have_count(0, timeout=60_000)  # the devices come from a process of its own
         page.evaluate("scrollTo(0, 0)")
     page.wait_for_load_state("load")

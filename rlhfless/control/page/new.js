@@ -1,0 +1,138 @@
+// A new run: a spec is pasted, planned, and started when its memory, time and cost are as they should be.
+
+import { get, post } from "./api.js";
+import { confirmed, onceKey, problemList } from "./dialogs.js";
+import { cell, figureCell, fill, h, note, panel, table } from "./dom.js";
+import { bytes, duration, number, percent, usd } from "./format.js";
+
+const PLAN_MS = 130_000; // a plan for all devices of the price book takes some ten seconds
+
+const EXAMPLE = `name: demo
+model:
+  path: Qwen/Qwen3-0.6B
+prompts:
+  path: prompts.jsonl
+rewards:
+  - type: exact_match
+steps: 100
+`;
+
+export function newView(root) {
+  document.title = "New run · rlhfless";
+  const text = h("textarea", { id: "spec", rows: 18, spellcheck: "false", placeholder: EXAMPLE, oninput: () => edited() });
+  const earlier = h("select", { id: "earlier" }, h("option", { value: "" }, "none: lengths are assumed"));
+  const plan = h("button", { class: "primary" }, "Plan");
+  const start = h("button", { type: "button", disabled: true, onclick: () => begin().catch(refused) }, "Start the run");
+  const problems = h("ul", { class: "problems" }), answer = h("div", { class: "content plan", role: "status", "aria-label": "Plan" });
+  const form = h("form", { class: "panel", onsubmit: (event) => { event.preventDefault(); planFor(true); } },
+    h("label", { for: "spec" }, "Spec, as YAML or JSON"), text,
+    h("div", { class: "tools" }, h("label", { for: "earlier", class: "check" }, "Response lengths of", earlier), h("span", { class: "buttons" }, plan, start)), h("div", { role: "alert" }, problems));
+  root.append(h("div", { class: "head" }, h("h1", {}, "New run")), h("div", { class: "planner" }, form, answer));
+  let planned = null; // the spec that was planned, and whether it fits
+  const closed = new AbortController();
+
+  function edited() {
+    planned = null;
+    start.disabled = true;
+  }
+
+  function refused(error) {
+    if (error.name === "AbortError") return;
+    fill(problems, problemList(error));
+  }
+
+  async function spec() {
+    const { load } = await import("./js-yaml.esm.min.mjs");
+    let found;
+    try {
+      found = load(text.value);
+    } catch (error) {
+      throw error.mark ? new Error(`line ${error.mark.line + 1}: ${error.reason}`) : error;
+    }
+    if (!found || typeof found !== "object" || Array.isArray(found)) throw new Error("a spec has keys: model, prompts, rewards, steps");
+    return found;
+  }
+
+  /** First on the run's own devices, which takes a moment; on all others when they are asked for. */
+  async function planFor(alone) {
+    plan.disabled = true;
+    fill(problems);
+    const began = Date.now(), waits = h("p", { class: "muted", "aria-live": "off" });
+    const timer = setInterval(() => { waits.textContent = `planning for ${duration((Date.now() - began) / 1000)}`; }, 200);
+    if (alone) fill(answer, waits);
+    else answer.append(waits);
+    try {
+      const asked = await spec();
+      const found = await post("/v1/runs:plan", { spec: asked, alone, lengths_of: earlier.value || null }, { timeout: PLAN_MS, signal: closed.signal });
+      planned = { spec: asked, fits: found.chosen.fits, key: onceKey() };
+      start.disabled = false;
+      fill(answer, planOf(found, alone ? () => planFor(false) : null));
+    } catch (error) {
+      fill(answer);
+      refused(error);
+    } finally {
+      clearInterval(timer);
+      plan.disabled = false;
+      waits.remove();
+    }
+  }
+
+  async function begin() {
+    if (!planned.fits && !(await confirmed("Start it anyway?", "By the plan it does not fit on the devices.", "Start the run"))) return;
+    start.disabled = true;
+    try {
+      const made = await post("/v1/runs", planned.spec, { "Idempotency-Key": planned.key });
+      note(`${made.name} is queued`);
+      location.hash = `#/runs/${encodeURIComponent(made.id)}`;
+    } finally {
+      start.disabled = false;
+    }
+  }
+
+  async function refresh() {
+    const { data } = await get("/v1/runs?limit=50", { signal: closed.signal });
+    const known = new Set([...earlier.options].map((one) => one.value));
+    earlier.append(...data.filter((run) => run.step && !known.has(run.id)).map((run) => h("option", { value: run.id }, run.id)));
+  }
+
+  return { refresh, close: () => closed.abort() };
+}
+
+const band = (text, low, high) => `${text(low)} to ${text(high)}`;
+
+function planOf(found, others) {
+  const { chosen } = found, cost = chosen.predicted;
+  const tiles = [
+    ["Devices", `${chosen.count} × ${chosen.kind}`, chosen.fits ? `fits, ${chosen.placement}` : "does not fit"],
+    ["Run time", cost && duration(cost.wall_s), cost && band(duration, cost.wall_low_s, cost.wall_high_s)],
+    ["Run cost", cost && usd(cost.cost_usd), cost && band(usd, cost.cost_low_usd, cost.cost_high_usd)],
+    ["Step time", cost && duration(cost.step_s), `${found.steps} steps`],
+    ["Model", `${number(found.parameters / 1e6)} M`, `parameters · ${number(found.sequence_tokens)} tokens at most`],
+  ];
+  const why = [...chosen.problems, chosen.nearest_change && `It fits with: ${chosen.nearest_change}`, chosen.reason && `No time and cost: ${chosen.reason}`].filter(Boolean);
+  return [
+    h("dl", { class: "tiles" }, tiles.map(([name, value, more]) => h("div", { class: value ? "" : "none" }, h("dt", {}, name), h("dd", {}, h("b", {}, value ?? "–"), h("span", {}, more ?? ""))))),
+    why.length ? h("div", { class: "failure" }, h("h2", {}, chosen.fits ? "What is not known" : "Why it does not fit"), h("ul", {}, why.map((one) => h("li", {}, one)))) : null,
+    memoryPanel(found.memory), othersPanel(found.alternatives, others),
+    panel("What this rests on", {}, h("ul", { class: "basis" }, h("li", {}, `Response lengths: ${found.lengths}`), found.missing.map((one) => h("li", {}, `Better with ${one}`)))),
+  ];
+}
+
+function memoryPanel({ devices, host_bytes: host }) {
+  const rows = devices.flatMap((device) => device.functions.flatMap((part) => part.phases.map((phase) => h("tr", { role: "row" },
+    cell("Devices", {}, `${device.count} × ${device.kind}`), cell("Function", { class: "name" }, part.function), cell("Phase", {}, phase.name),
+    figureCell("Memory", phase.size_bytes, bytes), figureCell("Of the device", phase.size_bytes / device.memory_bytes, percent),
+    cell("Largest parts", { class: "muted wide" }, Object.entries(phase.parts).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, size]) => `${name} ${bytes(size)}`).join(", "))))));
+  const columns = [{ title: "Devices", sort: "ascending" }, { title: "Function", sort: "ascending" }, { title: "Phase", sort: "ascending" }, { title: "Memory", class: "num", sort: "descending" },
+    { title: "Of the device", class: "num", sort: "descending" }, { title: "Largest parts", class: "wide" }];
+  return panel("Memory per device and phase", { class: "flush", actions: h("span", { class: "muted small" }, `and ${bytes(host)} of the host`) }, table("Memory per device and phase", columns, rows, { class: "cards" }));
+}
+
+function othersPanel(rows, more) {
+  const button = more && h("button", { type: "button", onclick: (event) => { event.currentTarget.disabled = true; more(); } }, "Compare other devices");
+  const body = rows.map(({ kind, count, predicted, problems, reason }) => h("tr", { role: "row" },
+    cell("Devices", { class: "name", "data-value": `${kind} ${count}` }, `${count} × ${kind}`), figureCell("Run time", predicted?.wall_s ?? null, duration), figureCell("Run cost", predicted?.cost_usd ?? null, usd),
+    cell("Band", { class: "num muted" }, predicted ? band(usd, predicted.cost_low_usd, predicted.cost_high_usd) : "–"), cell("Remarks", { class: "muted wide" }, problems[0] ?? reason ?? "fits")));
+  const columns = [{ title: "Devices", sort: "ascending" }, { title: "Run time", class: "num", sort: "ascending" }, { title: "Run cost", class: "num", sort: "ascending" }, { title: "Band", class: "num" }, { title: "Remarks", class: "wide" }];
+  return panel("Other devices", { class: "flush", actions: button }, rows.length ? table("Other devices", columns, body, { class: "cards" }) : h("p", { class: "muted hint" }, more ? "For all devices of the price book it takes some ten seconds." : "None."));
+}

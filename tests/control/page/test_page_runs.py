@@ -1,0 +1,98 @@
+"""Runs side by side: in an order, compared, and planned before they are started."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import filled
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from rlhfless.bundled.model import SMALLEST, build_random
+from rlhfless.control.service import Service
+
+COMPARED = f"#/compare/{filled.RUN_ID},{filled.EARLIER_ID}"
+
+
+def test_the_list_is_put_in_order_by_the_service(opened) -> None:  # type: ignore[no-untyped-def]
+    page: Page = opened()
+    rows = page.locator("table.runs tbody tr")
+    expect(rows.first).to_contain_text("demo")
+    cost = page.get_by_role("columnheader", name="Cost")
+    cost.get_by_role("button").click()
+    expect(cost).to_have_attribute("aria-sort", "descending")
+    expect(rows).to_have_count(50)
+    page.mouse.wheel(0, 20_000)
+    expect(rows).to_have_count(67)  # the cheapest are on the second page
+    texts = rows.locator("td[data-title=Cost]").all_inner_texts()
+    values = [float(text.strip("$").replace(",", "")) for text in texts if text.startswith("$")]
+    assert values == sorted(values, reverse=True)
+    cost.get_by_role("button").click()
+    expect(cost).to_have_attribute("aria-sort", "ascending")
+    expect(cost.get_by_role("button")).to_be_focused()
+    expect(rows.first.locator("td[data-title=Cost]")).to_have_text("–")  # noqa: RUF001
+
+
+def test_other_tables_are_sorted_by_their_columns_and_stay_so(opened) -> None:  # type: ignore[no-untyped-def]
+    page: Page = opened(f"#/runs/{filled.RUN_ID}")
+    names = page.get_by_role("table", name="Cost by function").locator("td.name")
+    expect(names).to_have_text(["generation", "learner", "reference"])
+    page.get_by_role("button", name="Starts", exact=True).click()
+    expect(names).to_have_text(["generation", "reference", "learner"])
+    page.get_by_role("link", name="Logs").click()
+    page.get_by_role("link", name="Overview").click()
+    expect(names).to_have_text(["generation", "reference", "learner"])
+
+
+def test_runs_are_chosen_and_drawn_over_each_other(opened) -> None:  # type: ignore[no-untyped-def]
+    page: Page = opened()
+    for run in (filled.RUN_ID, filled.EARLIER_ID):
+        page.get_by_role("checkbox", name=f"Compare math-grpo {run.removeprefix('math-grpo-')}").check()
+    page.get_by_role("link", name="Compare 2 runs").click()
+    for name in ("reward_mean", "reward/math", "eval/math", "loss", "entropy", "learning_rate", "cost_usd"):
+        chart = page.locator(".chart", has=page.get_by_role("heading", name=name, exact=True))
+        expect(chart.locator(".legend li")).to_have_count(2)
+        assert chart.locator(".plot").evaluate("({uplot}) => uplot.series.length") == 3
+    assert chart.locator(".plot").evaluate("({uplot}) => uplot.scales.x.max") == 400
+    page.get_by_role("link", name="Leave out math-grpo aa10be71").click()
+    expect(chart.locator(".legend li")).to_have_count(1)
+    expect(page).to_have_url(re.compile(f"#/compare/{filled.RUN_ID}$"))
+
+
+def test_a_spec_is_planned_and_then_started(opened, site: tuple[str, Service]) -> None:  # type: ignore[no-untyped-def]
+    folder = Path(site[1].settings.roots[0])
+    build_random(folder / "model", seed=0, size=SMALLEST)
+    text = f"name: pasted # as YAML\nmodel: {{path: {folder}/model}}\nprompts: {{path: {folder}/prompts.jsonl}}\n"
+    text += "rewards: [{type: exact_match}]\nsteps: 3\noptimizer: {learning_rate: 1e-6}\n"
+    page: Page = opened("#/new")
+    spec, plan = page.get_by_role("textbox", name="Spec"), page.get_by_role("status", name="Plan")
+    start = page.get_by_role("button", name="Start the run")
+    spec.fill(text.replace("steps: 3", "steps: 0").replace("exact_match", "exactmatch"))
+    page.get_by_role("button", name="Plan").click()
+    expect(page.get_by_role("alert")).to_contain_text("steps")
+    expect(page.get_by_role("alert").locator("code")).to_have_text(["rewards.0.type", "steps"])
+    expect(start).to_be_disabled()
+    spec.fill(text)
+    page.get_by_role("button", name="Plan").click()
+    for shown in ("Run time", "Run cost", "$", "Memory per device and phase", "learner", "Response lengths: assumed"):
+        expect(plan).to_contain_text(shown, timeout=60_000)
+    expect(page.get_by_role("alert")).to_be_empty()
+    assert Axe().run(page).response["violations"] == []
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    start.click()
+    expect(page.get_by_role("heading", name="pasted")).to_be_visible()
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Cancel the run").click()
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Delete the run").click()
+    expect(page).to_have_url(re.compile("#/runs$"))
+
+
+def test_what_is_no_spec_is_said(opened) -> None:  # type: ignore[no-untyped-def]
+    page: Page = opened("#/new")
+    for text, said in (("model: [", "line 1"), ("just words", "a spec has keys")):
+        page.get_by_role("textbox", name="Spec").fill(text)
+        page.get_by_role("button", name="Plan").click()
+        expect(page.get_by_role("alert")).to_contain_text(said)
