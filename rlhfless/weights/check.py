@@ -63,7 +63,8 @@ MEASURED_LOGITS = 10.0
 
 def default_tolerance(dtype: DType, layers: int | None) -> float:
     """The tolerance of a run whose spec names none; without a number of layers that of a small model."""
-    return PROBE_TOLERANCE[dtype] * max((layers or 0) / MEASURED_LAYERS, 1.0) ** DEPTH_EXPONENT
+    depth: float = max((layers or 0) / MEASURED_LAYERS, 1.0) ** DEPTH_EXPONENT
+    return PROBE_TOLERANCE[dtype] * depth
 
 
 def check_consumed(version: WeightVersion, expected_tensors: int, digest: str, tensors: int) -> None:

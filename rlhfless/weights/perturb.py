@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -40,10 +39,11 @@ def perturbed_by(seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
         ] or [torch.ones((), device=value.device, dtype=value.dtype)]
         signs[0] = signs[0].view(-1, *[1] * (value.dim() - 1)) if value.dim() else signs[0]
         if not value.any():
-            return (ZERO_TENSOR_VALUE * math.prod(signs)).expand(value.shape).clone()
+            sign = signs[0] if len(signs) == 1 else signs[0] * signs[1]
+            return (ZERO_TENSOR_VALUE * sign).expand(value.shape).clone()
         # Independent factors 1 + c and 1 - c of each of n dimensions: the mean square of the change is (1 + c^2)^n - 1.
         change = ((1 + RELATIVE_CHANGE**2) ** (1 / len(signs)) - 1) ** 0.5
-        moved = value * (1 + change * signs[0])
+        moved: torch.Tensor = value * (1 + change * signs[0])
         for sign in signs[1:]:
             moved *= 1 + change * sign
         return moved
