@@ -30,7 +30,6 @@ import ray
 from ray._private import ray_constants, worker
 
 from rlhfless.fleet.private_ray import FOLDER, remove
-from rlhfless.folders import private
 from rlhfless.functions.loopback import is_loopback
 from rlhfless.spec import PlacementSpec
 from rlhfless.spec.errors import UserError
@@ -161,7 +160,6 @@ def start_private(folder: Path, cores: int) -> None:
         private_token(Path.home())
     with _own_handler(), _known_by_loopback():
         _init(address="local", include_dashboard=False, num_cpus=cores, _temp_dir=str(folder), **_QUIET)
-    private(folder)  # Ray has given all users the right to write there
     _after_start()
 
 

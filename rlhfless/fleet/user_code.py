@@ -15,13 +15,11 @@ import shutil
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
-from ray._private import worker
 
 from rlhfless.fleet.each_node import on_each_node
-from rlhfless.folders import NotPrivate, private
+from rlhfless.folders import private
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import UserError
 from rlhfless.spec.extension import OwnSpec
@@ -98,14 +96,10 @@ def check_on_nodes(spec: RunSpec, code: Path | None) -> None:
 def node_faults(paths: Sequence[str], digests: Mapping[str, str]) -> str | None:
     """To be called on a node, in the folder where Ray has unpacked the modules: what is wrong there.
 
-    Ray lets all users write there. From here on its user alone can; what another has changed before is found.
+    Ray lets all users write there, and gives them that right again whenever a worker starts: what one has changed
+    before the run begins is found; later changes only a private temporary folder of Ray's keeps out.
     """
     if digests:
-        ray_node: Any = worker._global_node
-        try:
-            private(Path(ray_node.get_runtime_env_dir_path()))
-        except NotPrivate as error:
-            return str(error)
         for cache in Path.cwd().rglob("__pycache__"):
             shutil.rmtree(cache, ignore_errors=True)  # a run beside this one may have begun to fill it again
         changed = [name for name, digest in _digests(Path.cwd()).items() if digests.get(name) != digest]

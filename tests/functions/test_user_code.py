@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -77,16 +76,11 @@ def test_what_another_user_has_changed_on_a_node_is_not_run(
     code = gathered(run, tmp_path / "run")
     assert code is not None
     sent = user_code._digests(code)
-    resources = tmp_path / "runtime_resources"
-    unpacked = resources / "working_dir_files" / "package"
+    unpacked = tmp_path / "working_dir_files" / "package"
     shutil.copytree(code, unpacked)
     (unpacked / "__pycache__").mkdir()
-    resources.chmod(0o777)
-    node = SimpleNamespace(get_runtime_env_dir_path=lambda: str(resources))
-    monkeypatch.setattr(user_code.worker, "_global_node", node)
     monkeypatch.chdir(unpacked)
     assert node_faults(targets(run), sent) is None
-    assert resources.stat().st_mode & 0o7777 == 0o700
     assert not (unpacked / "__pycache__").exists()
     for name in ("travelling_reward.py", "added.py"):
         before = (unpacked / name).read_bytes() if (unpacked / name).exists() else None
