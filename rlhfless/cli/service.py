@@ -124,6 +124,8 @@ def up(
     except ValidationError as error:
         raise InputError("the service cannot start", explain(error, ServiceSettings, {}, values)) from error
     os.umask(OTHERS)
+    # By default torch makes one below /tmp, in each process that imports its compiler, and leaves it there.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(settings.folder / "inductor"))
     _require_code(settings)
     if detach:
         _detached(settings)
