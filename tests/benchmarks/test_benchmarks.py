@@ -79,6 +79,7 @@ LIVE = (
         "prefix_steps",
         (rf"long +step_s +off +{NUMBER} s +on +{NUMBER} s", rf"an actor that joins in mid-step {NUMBER}"),
     ),
+    Smoke("hostile_api", (r"answers of 5xx +0 ", r"processes left +0 ", r"files left +0 ", "0 did not hold"), MODEL),
     Smoke("demo_api", (rf"command to exit +service / run {NUMBER}", rf"steps alone +service / run {NUMBER}"), MODEL),
     Smoke("rewards", (r"plain loop +rewards/min", rf"ours / plain loop +{NUMBER}")),
     Smoke("weights", (r"store: copy", rf"store: publish .* ratio {NUMBER}", rf"tiny: load .* ratio {NUMBER}")),
