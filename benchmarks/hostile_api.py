@@ -5,7 +5,7 @@
 MODEL_FOLDER is what `rlhfless models tiny` wrote. A service of its own (`rlhfless up`, with a TMPDIR of its own) gets
 `--stateful` calls that schemathesis chains from the OpenAPI document, and `--calls` calls that each change one value of
 a valid document: every number becomes each of 2^31 to 10^30, every text each of the TEXTS below. Runs that are accepted
-are cancelled and deleted. The table says how many calls there were, answers of 5xx, answers that took over a second, the
+are cancelled and deleted. The table says how many calls there were, answers of 5xx, answers over a second, the
 largest memory of the service's process, and which processes and files were left after `rlhfless down`; the exit code is
 1 if any count is above what is allowed. Some minutes on two cores; `--smoke` takes one, and judges no time.
 """
