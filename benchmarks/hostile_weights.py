@@ -211,10 +211,12 @@ class Bench:
 
     def _published(self, tensors: dict[str, torch.Tensor] | None = None, *, read_back: bool = True) -> PublishedWeights:
         """What the learner says of its weights, with the file of `tensors` if they are given."""
+        from rlhfless.functions.learner.checkpoint import drain
         from rlhfless.records import Probe, PublishedWeights
 
         stored = self.store.put("bench", 1, self.step, self.rank.weights() if tensors is None else tensors)
-        samples = self.rank.weight_samples(self.tokens) if read_back else {}
+        live, samples = self.rank.published(self.tokens if read_back else ())
+        drain(live)
         probe = Probe(self.tokens, self.rank.probe_logprobs(self.tokens), samples)
         self.store.retain({stored.version})
         return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -128,10 +129,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor gathered on every rank, on `device`; cast first, so that no more bytes than needed are sent.
-    *Collective* if the tensor is split."""
+    """A tensor gathered on every rank, on `device`; cast first, so that no more bytes than needed are sent. It may
+    share its memory with the tensor. *Collective* if the tensor is split."""
     part = local(tensor.detach()).to(device, dtype)
-    if not isinstance(tensor, DTensor):
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
         return part
     spread = DTensor.from_local(
         part,
@@ -142,3 +143,41 @@ def whole(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None 
         stride=tensor.stride(),
     )
     return spread.full_tensor()
+
+
+def whole_on_first(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    """As `whole`, on the first rank of the mesh alone, which copies each byte once, to where it belongs; None on the
+    other ranks, which send their own parts. *Collective*."""
+    if not isinstance(tensor, DTensor):
+        return local(tensor.detach()).to(device, dtype) if dist.get_rank() == 0 else None
+    mesh = tensor.device_mesh
+    split = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    assert len(split) <= 1, "fully_shard splits once"
+    assert all(tensor.placements[dim].is_shard(0) for dim in split), "it splits rows"
+    place = mesh.get_coordinate()
+    assert place is not None, "this is a rank of the mesh"
+    if any(at for dim, at in enumerate(place) if dim not in split):
+        return None  # a replica of a part that another rank sends
+    part = local(tensor.detach()).to(device, dtype)
+    if not split or mesh.size(split[0]) == 1:
+        return part
+    group = mesh.get_group(split[0])
+    if place[split[0]]:
+        _together([dist.P2POp(dist.isend, part.contiguous(), group=group, group_peer=0)] if part.numel() else [])
+        return None
+    everything = torch.empty(tensor.shape, dtype=part.dtype, device=device)
+    parts = everything.chunk(mesh.size(split[0]))
+    parts[0].copy_(part)
+    _together(
+        [
+            dist.P2POp(dist.irecv, other, group=group, group_peer=rank)
+            for rank, other in enumerate(parts)
+            if rank and other.numel()
+        ]
+    )
+    return everything
+
+
+def _together(transfers: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(transfers) if transfers else ():
+        work.wait()

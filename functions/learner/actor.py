@@ -11,7 +11,7 @@ import ray
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.settings import LearnerSettings
 from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.records import FloatArray, Probe, WeightVersion
+from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
 
 PERTURBED_STEP = -1
 """Step number of the perturbed version, which no training step can have."""
@@ -62,31 +62,28 @@ class LearnerActor(RankActor[LearnerSettings]):
             metrics = self._rank.learn(batch, mini_batches)
         return metrics | {"shared_prompt_tokens": float(self._rank.shared_prompt_tokens - before)}
 
-    def publish(
-        self, run_id: str, attempt: int, step: int, perturbed: bool
-    ) -> tuple[WeightVersion, str, int, int] | None:
-        """Write the weights to the store; rank 0 returns the version, its location, its bytes and tensors.
-        *Collective.*"""
+    def publish(self, run_id: str, attempt: int, step: int, perturbed: bool) -> tuple[PublishedWeights, ...]:
+        """Write the weights to the store; rank 0 returns what it wrote, with samples and no logprobs. *Collective.*"""
         from rlhfless.functions.learner.checkpoint import drain
 
         with self._memory_told("publish"), self._as_published(perturbed):
-            stream = self._rank.published()
+            tokens = self._settings.probe_token_ids if self._settings.read_back else ()
+            stream, samples = self._rank.published(tokens)
             try:
                 if self._number:
-                    return None
+                    return ()
                 stored = self._store.put(run_id, attempt, PERTURBED_STEP if perturbed else step, stream)
             finally:
                 drain(stream)  # also if the store is full: the other ranks wait for each tensor
             self._settings.store.mark()
         self._forget_old(stored.version)
-        return stored.version, stored.location, stored.size_bytes, stored.tensors
+        probe = Probe(self._settings.probe_token_ids, (), samples)
+        return (PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, probe),)
 
-    def probe(self, perturbed: bool) -> Probe:
-        """The learner's own logprobs of the probe, and samples of the weights that `publish` writes. *Collective.*"""
-        token_ids = self._settings.probe_token_ids
+    def probe(self, perturbed: bool) -> tuple[float, ...]:
+        """The learner's own logprobs of the probe. *Collective.*"""
         with self._memory_told("publish"), self._as_published(perturbed):
-            samples = self._rank.weight_samples(token_ids) if self._settings.read_back else {}
-            return Probe(token_ids, self._rank.probe_logprobs(token_ids), samples)
+            return self._rank.probe_logprobs(self._settings.probe_token_ids)
 
     def _as_published(self, perturbed: bool) -> contextlib.AbstractContextManager[None]:
         return self._rank.perturbed(PERTURBATION_SEED) if perturbed else contextlib.nullcontext()

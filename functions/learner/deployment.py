@@ -11,6 +11,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -98,12 +99,10 @@ class LearnerFunction(RankedFunction):
         self.admit(call)
         await self._learned(call.step)
         start_s = time.time()
-        version, location, size_bytes, tensors = (
-            await self._group.all("publish", call.run_id, call.attempt, call.step, perturbed)
-        )[0]
+        ((written,), *_) = await self._group.all("publish", call.run_id, call.attempt, call.step, perturbed)
         # From the last rank: the answers of all ranks are equal, and rank 0 has written the file that they check.
-        probe = (await self._group.all("probe", perturbed))[-1]
-        published = PublishedWeights(version, location, size_bytes, tensors, probe)
+        logprobs = (await self._group.all("probe", perturbed))[-1]
+        published = replace(written, probe=replace(written.probe, logprobs=logprobs))
         usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
 

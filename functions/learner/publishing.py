@@ -4,12 +4,17 @@ Names and layout are as in a Hugging Face checkpoint of the model, and a tensor 
 that an engine's weight loader takes them as it takes a checkpoint. What is done to a tensor (`Substitute`) is done to
 the gathered one, on its way out: the shards are never written to.
 
-Invariant: at most one decoder layer, or one other tensor, is whole at a time. All of it is collective.
+Only the rank that writes, the first, has whole tensors; each other one sends its part of them. The samples that an
+engine's weights are compared with are taken from the gathered tensor, on its way out and before the file gets it.
+
+Invariant: at most one decoder layer, or one other tensor, is gathered at a time, beside what is still being written.
+All of it is collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -17,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhfless.functions.policy import TORCH_DTYPES
-from rlhfless.functions.sharding import layers_of, whole
+from rlhfless.functions.sharding import layers_of, whole, whole_on_first
 from rlhfless.spec import DType
 from rlhfless.weights.files import TensorStream
 from rlhfless.weights.samples import sampled_values
@@ -35,16 +40,21 @@ def published_stream(
     device: torch.device,
     substitute: Substitute | None = None,
     tensors: Mapping[str, torch.Tensor] = LIVE,
+    *,
+    everywhere: bool = False,
 ) -> TensorStream:
-    """All parameters and persistent buffers on the CPU, floating point ones in `dtype`; those of `tensors` in the place
-    of the model's own. *Collective*: every rank must take all of them."""
+    """All parameters and persistent buffers, floating point ones in `dtype`, on `device`; those of `tensors` in the
+    place of the model's own. They may share the model's memory. On the first rank, or `everywhere`; on other ranks the
+    stream has none. *Collective*: every rank must take all that there are."""
+    gather = whole if everywhere else whole_on_first
+    fetch = partial(_fetched, dtype=dtype, device=device, substitute=substitute, gather=gather)
 
     def streamed() -> Iterator[tuple[str, torch.Tensor]]:
         for unit in _units(model, tensors):
-            gathered = {
-                name: gathered_as(name, value, dtype, device, substitute).to("cpu") for name, value in unit.items()
-            }
-            yield from _as_published(model, gathered).items()
+            gathered = {name: fetch(name, value) for name, value in unit.items()}
+            here = {name: value for name, value in gathered.items() if value is not None}
+            if here:
+                yield from _as_published(model, here).items()
 
     return TensorStream(_layout(model, dtype), streamed())
 
@@ -52,18 +62,37 @@ def published_stream(
 def gathered_as(
     name: str, value: torch.Tensor, dtype: DType, device: torch.device, substitute: Substitute | None
 ) -> torch.Tensor:
-    """A parameter or buffer, whole, as it is published. *Collective*."""
+    """A parameter or buffer, whole on every rank, as it is published. *Collective*."""
+    found = _fetched(name, value, dtype, device, substitute, whole)
+    assert found is not None, "it is gathered on every rank"
+    return found
+
+
+def _fetched(
+    name: str,
+    value: torch.Tensor,
+    dtype: DType,
+    device: torch.device,
+    substitute: Substitute | None,
+    gather: Callable[..., torch.Tensor | None],
+) -> torch.Tensor | None:
+    """None where it is not gathered."""
     if substitute is None or not value.is_floating_point():
-        return whole(value, device, _format(value, dtype))
-    return substitute(name, whole(value, device)).to(_format(value, dtype))
+        return gather(value, device, _format(value, dtype))
+    exact = gather(value, device)
+    return None if exact is None else substitute(name, exact).to(_format(value, dtype))
 
 
-def published_samples(stream: TensorStream, tokens: Collection[int]) -> dict[str, bytes]:
-    """By tensor: the elements that an engine's weights are compared with (rlhfless.weights.samples).
+def sampling(stream: TensorStream, tokens: Collection[int], samples: dict[str, bytes]) -> TensorStream:
+    """The stream; `samples` takes, by tensor, the elements that an engine's weights are compared with
+    (rlhfless.weights.samples), before the consumer has the tensor: so they also reveal a file with other weights."""
 
-    The stream is one of its own, from the live model, so that they also reveal a file with other weights.
-    """
-    return {name: sampled_values(tensor, tokens, tensor.dtype) for name, tensor in stream.tensors}
+    def streamed() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in stream.tensors:
+            samples[name] = sampled_values(tensor, tokens, tensor.dtype)
+            yield name, tensor
+
+    return TensorStream(stream.layout, streamed())
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ from rlhfless.functions.learner.checkpoint import Savers, restore_checkpoint, sa
 from rlhfless.functions.learner.metrics import over_ranks, over_updates
 from rlhfless.functions.learner.optimizer import ShardedAdamW
 from rlhfless.functions.learner.probing import Probing
-from rlhfless.functions.learner.publishing import Substitute, gathered_as, published_samples, published_stream
+from rlhfless.functions.learner.publishing import Substitute, gathered_as, published_stream, sampling
 from rlhfless.functions.learner.saving import Background
 from rlhfless.functions.packing_rate import with_measured_rates
 from rlhfless.functions.policy import Policy, at_least_float32, load_policy, response_logprobs
@@ -143,17 +143,22 @@ class LearnerRank:
         applied = [(tokens, metrics) for tokens, metrics in updates if metrics is not None]
         return over_updates(applied) | {"skipped_updates": float(len(updates) - len(applied))}
 
-    def published(self) -> TensorStream:
-        """The weights on the CPU, in the published dtype, by the names in a checkpoint; tied tensors once.
-        *Collective*: every rank must take all tensors."""
-        return self._live()
+    def published(self, tokens: tuple[int, ...] = ()) -> tuple[TensorStream, dict[str, bytes]]:
+        """The weights in the published dtype, by the names in a checkpoint, tied tensors once; they may share the
+        learner's memory. On rank 0; the other ranks' streams are empty. *Collective*: every rank must take all tensors.
 
-    def _live(self) -> TensorStream:
-        return published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute)
+        And elements of those that were taken, which an engine that has loaded them reads back; none without `tokens`,
+        which select them.
+        """
+        stream = published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute)
+        samples: dict[str, bytes] = {}
+        return (sampling(stream, tokens, samples) if tokens else stream), samples
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All that is published, at once: for models that fit into one process. *Collective*."""
-        return {name: tensor.clone() for name, tensor in self.published().tensors}
+        """All that is published, on the CPU and on every rank, at once: for models that fit into one process.
+        *Collective*."""
+        stream = published_stream(self._model, self._spec.dtype, self._policy.device, self._substitute, everywhere=True)
+        return {name: tensor.to("cpu", copy=True) for name, tensor in stream.tensors}
 
     def probe_logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprobs at temperature 1 of each token after the first, `[probe - 1]`, of the published weights.
@@ -168,16 +173,11 @@ class LearnerRank:
 
         return self._probing.logprobs(token_ids, fetch)
 
-    def weight_samples(self, token_ids: tuple[int, ...]) -> dict[str, bytes]:
-        """Elements of the published weights, by tensor: an engine that has loaded them reads back the same.
-        *Collective.*"""
-        return published_samples(self._live(), token_ids)
-
     @contextmanager
     def perturbed(self, seed: int) -> Iterator[None]:
         """Within the block what is published is perturbed, by `seed` and each parameter's name.
 
-        `published`, `probe_logprobs` and `weight_samples` see the perturbed values: with them an engine's load is
+        `published` and `probe_logprobs` see the perturbed values: with them an engine's load is
         proven to reach every tensor. The shards are not touched.
         """
         self._substitute = perturbed_by(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -17,11 +18,11 @@ from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.functions.ranks import group
 from rlhfless.functions.ranks.group import RankGroup
-from rlhfless.records import Probe, WeightVersion
+from rlhfless.records import Probe, PublishedWeights, WeightVersion
 from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
 
 STEP = Call("run", 1, 3)
-PROBE = Probe((1, 2), (-1.0,))
+PROBE = Probe((1, 2), (-1.0,), {"w": b"values"})
 
 
 class Batch:
@@ -32,7 +33,8 @@ class Batch:
 class Rank:
     """Every method answers at once, but for `learn`."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self.asked: list[str] = []
         self.learned: asyncio.Future[dict[str, float]] = asyncio.get_running_loop().create_future()
 
@@ -51,15 +53,16 @@ class Method:
                 return await self._rank.learned
             case "publish":
                 run_id, attempt, step, _ = arguments
-                return WeightVersion(run_id, attempt, step, "digest"), "here", 10, 2
+                version, probe = WeightVersion(run_id, attempt, step, "digest"), replace(PROBE, logprobs=())
+                return () if self._rank.number else (PublishedWeights(version, "here", 10, 2, probe),)
             case "probe":
-                return PROBE
+                return PROBE.logprobs
         return None
 
 
 class Front(LearnerFunction):
     def _rank_actor(self, settings: Any, rank: int) -> Any:
-        return Rank()
+        return Rank(rank)
 
 
 async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout_s: float = 10.0) -> Front:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_learner import VOCABULARY, make_rank, save_tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions import policy, sharding
@@ -135,7 +136,9 @@ def learn_exactly(learner: LearnerRank, _: int, batches: list[PackedBatch]) -> t
     metrics = [learner.learn(batch, 1) for batch in batches]
     with learner.perturbed(5):
         moved = learner.probe_logprobs(PROBE)
-    return metrics, arrays(learner.weights()), (*learner.probe_logprobs(PROBE), *moved), learner.weight_samples(PROBE)
+    stream, samples = learner.published(PROBE)
+    checkpoint.drain(stream)
+    return metrics, arrays(learner.weights()), (*learner.probe_logprobs(PROBE), *moved), samples
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -147,7 +150,7 @@ def test_in_float64_two_ranks_are_one_to_1e9(batch, tmp_path, tied):
     batches = [select(batch, np.arange(count)) for count in (23, 1, 2)]
     ((metrics, weights, probe, samples),) = run(learn_exactly, model, tmp_path, 1, exact=True, batches=batches)
     both = run(learn_exactly, model, tmp_path, 2, exact=True, changes=changes, batches=batches)
-    for their_metrics, their_weights, their_probe, their_samples in both:
+    for their_metrics, their_weights, their_probe, _ in both:
         for mine, theirs in zip(metrics, their_metrics, strict=True):
             assert theirs == pytest.approx(mine, abs=1e-9, rel=1e-9)
         assert ("lm_head.weight" in their_weights) is not tied
@@ -155,10 +158,43 @@ def test_in_float64_two_ranks_are_one_to_1e9(batch, tmp_path, tied):
             assert value.dtype == np.float64
             np.testing.assert_allclose(their_weights[name], value, atol=1e-9, rtol=0, err_msg=name)
         assert their_probe == pytest.approx(probe, abs=1e-9)
-        assert their_samples.keys() == samples.keys()
-        for name, values in samples.items():
-            np.testing.assert_allclose(np.frombuffer(their_samples[name]), np.frombuffer(values), atol=1e-9, rtol=0)
-    assert both[0][3] == both[1][3]
+    theirs, of_the_other = both[0][3], both[1][3]
+    assert theirs.keys() == samples.keys()
+    for name, values in samples.items():
+        np.testing.assert_allclose(np.frombuffer(theirs[name]), np.frombuffer(values), atol=1e-9, rtol=0)
+    assert not of_the_other, "they come from the rank that writes"
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made within it; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        new = isinstance(made, torch.Tensor) and not function.is_view and not any(made is given for given in args)
+        self.size_bytes += made.nbytes if new and made.device.type != "meta" else 0
+        return made
+
+
+def publish(learner: LearnerRank, _: int) -> tuple:
+    stream, _ = learner.published()
+    with Copies() as copies:
+        taken = [(name, tensor.numpy()) for name, tensor in stream.tensors]
+    return dict(taken), copies.size_bytes, arrays(learner.weights())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_only_the_rank_that_writes_copies_what_is_published_and_once(tiny_model, tmp_path, ranks):
+    first, *others = run(publish, tiny_model, tmp_path, ranks)
+    published, copied_bytes, expected = first
+    assert all(np.array_equal(published[name], value) for name, value in expected.items())
+    assert published.keys() == expected.keys()
+    size_bytes = sum(value.nbytes for value in published.values())
+    assert copied_bytes == (size_bytes if ranks > 1 else 0)
+    assert [(taken, copied) for taken, copied, _ in others] == [({}, 0)] * (ranks - 1)
 
 
 def save_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location: Path) -> tuple:
