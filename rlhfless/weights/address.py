@@ -30,6 +30,8 @@ class StoreAddress:
     """The store's folder, or the node's cache."""
     token: str = field(default="", repr=False)
     """Bearer token of an HTTP store; the location of each version is a full URL."""
+    home: str = ""
+    """The folder that an HTTP store serves: engines on its own node read there, and need no cache."""
 
     def mark(self) -> None:
         """To be called by the learner, after which `require_shared` passes on all nodes that share the folder."""
@@ -50,4 +52,4 @@ class StoreAddress:
         from rlhfless.weights.http import HttpStore
         from rlhfless.weights.store import FolderStore
 
-        return FolderStore(self.folder) if self.kind == "folder" else HttpStore(self.token, self.folder)
+        return FolderStore(self.folder) if self.kind == "folder" else HttpStore(self.token, self.folder, self.home)

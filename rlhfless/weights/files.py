@@ -7,6 +7,13 @@ nothing and costs nothing.) A file is never changed after its rename, so readers
 The format is safetensors' own: 8 bytes with the length of the header, a JSON header, then the bytes of
 the tensors. It is written here and not by the safetensors package because that copies every tensor once
 more, and refuses tensors which share memory (tied embeddings). It is read by the package.
+
+Several threads hash and write, each a tensor of its own, chunk by chunk, while the next tensors are made.
+
+The header keeps the hash of each tensor, so that a node hashes each byte once: the process that has hashed all of a
+file's bytes on a node, because it wrote or fetched them, seals the file there (`seal`), and readers of that node take
+the hashes from the header. The seal is in the file's time of modification, so whatever writes to the file afterwards
+breaks it; then readers hash the bytes themselves. It does not see what changes memory behind the kernel's back.
 """
 
 from __future__ import annotations
@@ -14,19 +21,24 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from rlhfless.folders import private
 from rlhfless.records import WeightVersion
-from rlhfless.weights.digest import dtype_name, tensor_bytes
+from rlhfless.weights.digest import Digest, dtype_name, hasher_of, host_chunks, threads
 from rlhfless.weights.errors import WeightFileError
 
 SUFFIX = ".safetensors"
@@ -84,27 +96,99 @@ class TensorStream:
         return cls(layout, iter(tensors.items()))
 
 
-def write_tensors(file: IO[bytes], stream: TensorStream, metadata: Callable[[], Mapping[str, str]]) -> int:
-    """Writes a whole safetensors file. Returns its size in bytes.
+def write_tensors(
+    file: IO[bytes], stream: TensorStream, metadata: Callable[[], Mapping[str, str]], digest: Digest | None = None
+) -> int:
+    """Writes a whole safetensors file, and adds what it writes to `digest`. Returns its size in bytes.
 
     `metadata` is asked when all tensors have been written; before that, for its length alone. Raises ValueError if the
     stream does not have the tensors of its layout.
     """
+    digest = digest or Digest()
     header, size_bytes = _header(stream.layout, metadata())
-    file.write(header)
     left = dict(_offsets(stream.layout))
-    for name, tensor in stream.tensors:
-        data = tensor_bytes(tensor)
-        if name not in left or left[name][1] - left[name][0] != data.nbytes:
-            raise ValueError(f"tensor {name!r} came twice, or is not the one of its layout")
-        file.seek(len(header) + left.pop(name)[0])
-        file.write(data)
+    count = threads()
+    with ThreadPoolExecutor(count, "write") as pool:
+        writing: deque[tuple[str, Future[bytes], int]] = deque()
+
+        def take() -> None:
+            name, future, size = writing.popleft()
+            digest.record(name, future.result(), size)
+
+        for name, tensor in stream.tensors:
+            if name not in left or left[name][1] - left[name][0] != tensor.nbytes:
+                raise ValueError(f"tensor {name!r} came twice, or is not the one of its layout")
+            place = len(header) + left.pop(name)[0]
+            writing.append((name, pool.submit(_write, file.fileno(), place, name, tensor), tensor.nbytes))
+            if len(writing) > count:  # tensors that wait are memory
+                take()
+        while writing:
+            take()
     if left:
         raise ValueError(f"the stream ended without {sorted(left)[:3]}")
-    file.seek(0)
-    file.write(_header(stream.layout, metadata())[0])
-    file.seek(0, os.SEEK_END)
+    os.truncate(file.fileno(), len(header) + size_bytes)  # the last tensors may be empty
+    put(file.fileno(), _header(stream.layout, metadata())[0], 0)
     return len(header) + size_bytes
+
+
+def _write(file: int, place: int, name: str, tensor: torch.Tensor) -> bytes:
+    """Write a tensor at `place`; its hash."""
+    hasher = hasher_of(name, tensor)
+    for chunk in host_chunks(tensor):
+        hasher.update(chunk)
+        put(file, chunk, place)
+        place += len(chunk)
+    return hasher.digest()
+
+
+def put(file: int, data: bytes | memoryview, place: int) -> None:
+    """Write all of `data` at `place` of an open file; the kernel may take less at once."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, place)
+        view, place = view[written:], place + written
+
+
+_HASHES = "hashes"
+_HASH_BYTES = 16
+
+
+def hashes_note(layout: Layout, digest: Digest) -> Mapping[str, str]:
+    """Metadata with the hashes of all tensors, by name; zeros for the ones that are not known yet."""
+    return {_HASHES: "".join(digest.hashes.get(name, bytes(_HASH_BYTES)).hex() for name in sorted(layout))}
+
+
+def seal(file: int, digest: str) -> None:
+    """To be called by a process that has hashed all bytes of an open file, when it has written the last one."""
+    now = time.time_ns()
+    os.utime(file, ns=(now, now // _SECOND * _SECOND + _mark(digest)))
+
+
+_SECOND = 10**9
+
+
+@cache
+def _boot() -> str:
+    """Names this machine, up to its next start; equal in all its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _mark(digest: str) -> int:
+    """The nanoseconds of the time of modification of a sealed file."""
+    return xxhash.xxh3_64_intdigest(f"{_boot()}/{digest}".encode()) % _SECOND
+
+
+def known_hashes(path: Path, digest: str) -> dict[str, bytes]:
+    """By tensor: the hashes of a file that is sealed on this node; empty for any other file."""
+    try:
+        if path.stat().st_mtime_ns % _SECOND != _mark(digest):
+            return {}
+        with safe_open(path, framework="pt", device="cpu") as file:
+            names, packed = sorted(file.keys()), bytes.fromhex((file.metadata() or {}).get(_HASHES, ""))
+    except (OSError, RuntimeError, SafetensorError, ValueError):  # `read_file` says what is wrong with it
+        return {}
+    each = [packed[start : start + _HASH_BYTES] for start in range(0, len(packed), _HASH_BYTES)]
+    return dict(zip(names, each, strict=True)) if len(each) == len(names) else {}
 
 
 def _offsets(layout: Layout) -> Iterator[tuple[str, tuple[int, int]]]:

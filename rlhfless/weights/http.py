@@ -1,9 +1,10 @@
 """A store over HTTP, for nodes that share no file system: one node serves its folder, each other node has a cache.
 
-Server and client speak plain HTTP with a random bearer token. A reader asks its node's cache first; if
-the version is not there, one reader downloads it while the others of the node wait for the lock, so a
-node pulls each version once. A download is checked against the version's digest before it takes its name
-in the cache, so that, as in `FolderStore`, every version that can be seen is complete and right.
+Server and client speak plain HTTP with a random bearer token. A reader on the serving node reads the folder itself.
+Any other asks its node's cache first; if the version is not there, one reader downloads it, in pieces over several
+connections, while the others of the node wait for the lock, so a node pulls and hashes each version once. A download is
+checked against the version's digest before it takes its name in the cache, so that, as in `FolderStore`, every version
+that can be seen is complete and right.
 
 Not done: TLS (run it inside the cluster's network), and transfers of parts of versions.
 """
@@ -14,29 +15,31 @@ import fcntl
 import hmac
 import os
 import secrets
-import shutil
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
 from rlhfless.records import WeightVersion
-from rlhfless.weights.digest import digest_of
+from rlhfless.weights.digest import digest_by_threads, threads
 from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.files import read_file, replacing, version_of
+from rlhfless.weights.files import file_name, known_hashes, put, read_file, replacing, seal, version_of
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
 
 _PREFIX = "/versions/"
 _CHUNK_BYTES = 1 << 20
+_PIECE_BYTES = 64 << 20  # of a version, in one request: long enough that its start does not count
+_CONNECTIONS = 4  # at the same time: one TCP stream rarely fills a fast network
 _STALL_TIMEOUT_S = 20.0  # longest silence of the server; a long but steady download is fine
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2  # doubles: 0.2, 0.4, 0.8, 1.6 s, enough for a restart of the server's process
@@ -108,7 +111,7 @@ class HttpStoreServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET of one version, whole or from a byte on (`Range: bytes=N-`)."""
+    """GET of one version, whole or a range of it (`Range: bytes=N-M`)."""
 
     store: FolderStore
     token: str
@@ -133,15 +136,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self.store.path(version_of(name))
 
     def _answer(self, file: IO[bytes]) -> None:
-        size = os.fstat(file.fileno()).st_size
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
-        self.send_response(HTTPStatus.PARTIAL_CONTENT if start else HTTPStatus.OK)
-        self.send_header("Content-Length", str(size - start))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+        size, asked = os.fstat(file.fileno()).st_size, self.headers.get("Range")
+        first, _, last = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last or size) + 1, size)
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK)
+        self.send_header("Content-Length", str(end - start))
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
         self.end_headers()
-        file.seek(start)
-        shutil.copyfileobj(file, self.wfile, _CHUNK_BYTES)
+        self.connection.sendfile(file, start, end - start)  # without a copy of its own
 
     def log_message(self, format: str, *args: object) -> None:
         """Silent: readers report their own failures."""
@@ -150,22 +153,34 @@ class _Handler(BaseHTTPRequestHandler):
 class HttpStore:
     """A `WeightReader` of an `HttpStoreServer`, with a cache folder that all readers of a node share."""
 
-    def __init__(self, token: str, cache_folder: str | Path) -> None:
+    def __init__(self, token: str, cache_folder: str | Path, home: str = "") -> None:
+        """`home`: the server's folder, which is there on its own node."""
         self._token = token
         self._cache = FolderStore(cache_folder)
+        self._home = Path(home) if home else None
         # Never through a proxy: the server is a node of the same cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightReader.read`. Raises WeightFileError also if the download fails for good."""
+        yield from read_file(self._local(location), version_of(location).digest)
+
+    def hashes(self, location: str) -> Mapping[str, bytes]:
+        """See `WeightReader.hashes`. Downloads as `read` does."""
+        return known_hashes(self._local(location), version_of(location).digest)
+
+    def _local(self, location: str) -> Path:
+        """The version's file on this node, which is downloaded if there is none."""
         version = version_of(location)
+        if self._home is not None and _is_sound(at_home := self._home / file_name(version), version):
+            return at_home
         path = self._cache.path(version)
         if not _is_sound(path, version):
             with self._only_downloader():
                 if not _is_sound(path, version):
                     self._download(location, path, version)
                     self._drop_old(path)
-        yield from read_file(path, version.digest)
+        return path
 
     @contextmanager
     def _only_downloader(self) -> Iterator[None]:
@@ -185,41 +200,45 @@ class HttpStore:
             yield
 
     def _download(self, url: str, path: Path, version: WeightVersion) -> None:
+        what = f"weights {url} (digest {version.digest})"
         with replacing(path.parent, path) as draft:
-            file = draft.file
-            for attempt in range(_ATTEMPTS):
-                try:
-                    self._continue_download(url, file)
-                    break
-                except urllib.error.HTTPError as error:
-                    if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND):
-                        raise WeightFileError(
-                            f"weights {url} (digest {version.digest}): {error.code} {error.reason}"
-                        ) from error
-                    failure: Exception = error
-                except OSError as error:  # refused, reset, timed out, cut short
-                    failure = error
-                if attempt == _ATTEMPTS - 1:
-                    raise WeightFileError(
-                        f"weights {url} (digest {version.digest}): {_ATTEMPTS} attempts failed: {failure}"
-                    ) from failure
-                time.sleep(_FIRST_PAUSE_S * 2**attempt)
-            file.flush()
-            received = digest_of(read_file(Path(file.name), version.digest))
+            file = draft.file.fileno()
+            size = self._piece(url, file, 0, what)
+            with ThreadPoolExecutor(_CONNECTIONS, "pieces") as pool:
+                rest = range(_PIECE_BYTES, size, _PIECE_BYTES)
+                list(pool.map(lambda start: self._piece(url, file, start, what), rest))
+            received = digest_by_threads(read_file(Path(draft.file.name), version.digest), threads()).hexdigest()
             if received != version.digest:
                 raise WeightFileError(f"weights {url}: expected digest {version.digest}, received {received}")
+            seal(file, version.digest)
 
-    def _continue_download(self, url: str, file: IO[bytes]) -> None:
-        """Downloads what is missing behind the end of `file`."""
-        start = file.tell()
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._token}"})
-        if start:
-            request.add_header("Range", f"bytes={start}-")
-        with self._opener.open(request, timeout=_STALL_TIMEOUT_S) as response:
-            missing = int(response.headers["Content-Length"])
-            shutil.copyfileobj(response, file, _CHUNK_BYTES)
-        if file.tell() != start + missing:
-            raise ConnectionError(f"the server hung up after {file.tell() - start} of {missing} bytes")
+    def _piece(self, url: str, file: int, start: int, what: str) -> int:
+        """Download the piece that begins at byte `start`; returns the size of the whole file."""
+        place = start
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self._opened(url, place, start + _PIECE_BYTES) as response:
+                    size = int(response.headers["Content-Range"].rpartition("/")[2])
+                    while data := response.read(_CHUNK_BYTES):
+                        put(file, data, place)
+                        place += len(data)
+                if place == min(start + _PIECE_BYTES, size):
+                    return size
+                failure: Exception = ConnectionError(f"the server hung up at byte {place} of {size}")
+            except urllib.error.HTTPError as error:
+                if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND):
+                    raise WeightFileError(f"{what}: {error.code} {error.reason}") from error
+                failure = error
+            except OSError as error:  # refused, reset, timed out, cut short
+                failure = error
+            if attempt + 1 < _ATTEMPTS:
+                time.sleep(_FIRST_PAUSE_S * 2**attempt)
+        raise WeightFileError(f"{what}: {_ATTEMPTS} attempts failed: {failure}") from failure
+
+    def _opened(self, url: str, start: int, end: int) -> Any:
+        """The server's answer, with bytes from `start` to `end` of the file."""
+        headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={start}-{end - 1}"}
+        return self._opener.open(urllib.request.Request(url, headers=headers), timeout=_STALL_TIMEOUT_S)
 
     def _drop_old(self, newest: Path) -> None:
         """Keeps the newest few versions. Deleting the others is safe for their readers (see `FolderStore`)."""

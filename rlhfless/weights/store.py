@@ -29,8 +29,11 @@ from rlhfless.weights.files import (
     TEMPORARY_PREFIX,
     TensorStream,
     file_name,
+    hashes_note,
+    known_hashes,
     read_file,
     replacing,
+    seal,
     version_of,
     write_tensors,
 )
@@ -58,6 +61,11 @@ class WeightReader(Protocol):
         Raises:
             WeightFileError: there is no such version, or it is damaged.
         """
+        ...
+
+    def hashes(self, location: str) -> Mapping[str, bytes]:
+        """By tensor: the hashes of the version at `location`, if its bytes were hashed on this node and not written to
+        since; else empty."""
         ...
 
 
@@ -101,14 +109,17 @@ class FolderStore:
         if not stream.layout:
             raise ValueError(f"nothing to publish for run {run_id!r}, step {step}: the set of tensors is empty")
         digest = Digest()
-        passing = TensorStream(stream.layout, digest.passing(stream.tensors))
 
         def version() -> WeightVersion:
             return WeightVersion(run_id, attempt, step, digest.hexdigest())
 
+        def notes() -> Mapping[str, str]:
+            return {"version": version().label, **hashes_note(stream.layout, digest)}
+
         file_name(version())  # refuses a bad name before anything is written
         with replacing(self.folder) as draft:
-            size_bytes = write_tensors(draft.file, passing, lambda: {"version": version().label})
+            size_bytes = write_tensors(draft.file, stream, notes, digest)
+            seal(draft.file.fileno(), version().digest)
             path = self.path(version())
             draft.path = None if _is_whole(path, version().digest) else path
         return StoredWeights(version(), str(path), size_bytes, digest.tensors)
@@ -116,6 +127,10 @@ class FolderStore:
     def read(self, location: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightReader.read`."""
         return read_file(Path(location), version_of(location).digest)
+
+    def hashes(self, location: str) -> Mapping[str, bytes]:
+        """See `WeightReader.hashes`."""
+        return known_hashes(Path(location), version_of(location).digest)
 
     def versions(self) -> tuple[WeightVersion, ...]:
         """See `WeightStore.versions`."""

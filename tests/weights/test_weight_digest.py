@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.weights.digest import Digest, digest_of
+from rlhfless.weights.digest import Digest, digest_of, merged
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -74,3 +74,15 @@ def test_passing_counts_what_was_taken_and_no_more() -> None:
     assert digest.size_bytes == 6 * 4 + 3 * 2
     assert digest.hexdigest() == digest_of(taken)
     assert digest.hexdigest() != digest_of(_tensors().items())
+
+
+def test_readers_that_share_the_hashing_arrive_at_the_digest_of_one() -> None:
+    tensors = {f"t{number}": torch.full((3,), float(number)) for number in range(7)}
+    parts = []
+    for reader in range(3):
+        digest = Digest()
+        assert [name for name, _ in digest.passing(tensors.items(), reader=reader, readers=3)] == list(tensors)
+        parts.append(digest.hashes)
+    assert [sum(map(bool, part.values())) for part in parts] == [3, 2, 2], "each byte is hashed by one of them"
+    assert merged(parts).hexdigest() == digest_of(tensors.items())
+    assert merged(parts[:2]).hexdigest() != digest_of(tensors.items())

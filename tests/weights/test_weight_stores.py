@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from rlhfless.records import WeightVersion
-from rlhfless.weights import http
+from rlhfless.weights import digest as digest_module
+from rlhfless.weights import files, http
 from rlhfless.weights.address import StoreAddress
-from rlhfless.weights.digest import digest_of
+from rlhfless.weights.digest import Digest, digest_of
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import file_name, version_of
 from rlhfless.weights.http import HttpStoreServer
@@ -281,13 +282,13 @@ def test_http_serves_versions_and_nothing_else(served: HttpStoreServer, tmp_path
 def test_http_downloads_once_per_node(served: HttpStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = _put(served)
     downloads: list[str] = []
-    download = http.HttpStore._continue_download
+    download = http.HttpStore._download
 
-    def counting(self: http.HttpStore, url: str, file: object) -> None:
+    def counting(self: http.HttpStore, url: str, *given: object) -> None:
         downloads.append(url)
-        download(self, url, file)  # type: ignore[arg-type]
+        download(self, url, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(http.HttpStore, "_continue_download", counting)
+    monkeypatch.setattr(http.HttpStore, "_download", counting)
     readers = [http.HttpStore(served.token, tmp_path / "cache") for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         digests = list(pool.map(lambda reader: digest_of(reader.read(stored.location)), readers))
@@ -313,7 +314,8 @@ def test_http_continues_an_interrupted_download(
     def hang_up_once(self: http._Handler, file: object) -> None:
         ranges.append(self.headers.get("Range"))
         if len(ranges) == 1:
-            self.send_response(200)
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes 0-{stored.size_bytes - 1}/{stored.size_bytes}")
             self.send_header("Content-Length", str(stored.size_bytes))
             self.end_headers()
             self.wfile.write(file.read(1000))  # type: ignore[attr-defined]
@@ -323,7 +325,70 @@ def test_http_continues_an_interrupted_download(
 
     monkeypatch.setattr(http._Handler, "_answer", hang_up_once)
     assert digest_of(http.HttpStore(served.token, tmp_path / "cache").read(stored.location)) == (stored.version.digest)
-    assert ranges == [None, "bytes=1000-"]
+    piece = http._PIECE_BYTES
+    assert ranges == [f"bytes=0-{piece - 1}", f"bytes=1000-{piece - 1}"]
+
+
+def test_http_fetches_a_version_in_pieces(
+    served: HttpStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_PIECE_BYTES", 100_000)
+    ranges: list[str | None] = []
+    answer = http._Handler._answer
+
+    def noting(self: http._Handler, file: object) -> None:
+        ranges.append(self.headers.get("Range"))
+        answer(self, file)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(http._Handler, "_answer", noting)
+    stored = _put(served)
+    reader = http.HttpStore(served.token, tmp_path / "cache")
+    assert digest_of(reader.read(stored.location)) == stored.version.digest
+    assert sorted(ranges, key=str) == sorted(
+        f"bytes={start}-{start + 99_999}" for start in range(0, stored.size_bytes, 100_000)
+    )
+
+
+def test_http_readers_beside_the_server_read_its_folder(served: HttpStoreServer, tmp_path: Path) -> None:
+    """A cache there would hold the same bytes once more."""
+    stored = _put(served)
+    beside = StoreAddress("http", str(tmp_path / "cache"), served.token, home=str(tmp_path / "store")).connect()
+    assert digest_of(beside.read(stored.location)) == stored.version.digest
+    assert FolderStore(tmp_path / "cache").versions() == ()
+    elsewhere = StoreAddress("http", str(tmp_path / "cache"), served.token, home=str(tmp_path / "nowhere")).connect()
+    assert digest_of(elsewhere.read(stored.location)) == stored.version.digest
+    assert FolderStore(tmp_path / "cache").versions() == (stored.version,)
+
+
+# --- what is hashed once on a node
+
+
+def test_bytes_that_were_hashed_on_this_node_are_not_hashed_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, reader = pair.store.put("run", 0, 1, _tensors()), pair.reader()
+    known = reader.hashes(stored.location)
+    monkeypatch.setattr(digest_module, "hash_of", None)  # a call of it fails
+    consumed = Digest()
+    assert _same(dict(consumed.passing(reader.read(stored.location), known)), _tensors())
+    assert (consumed.hexdigest(), consumed.tensors) == (stored.version.digest, 6)
+
+
+@pytest.mark.parametrize("how", ["written to", "replaced", "copied", "other machine"])
+def test_of_a_file_that_was_changed_no_hash_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    store = FolderStore(tmp_path / "store")
+    old, stored = store.put("run", 0, 0, _tensors(2.0)), store.put("run", 0, 1, _tensors())
+    path = Path(stored.location)
+    assert store.hashes(stored.location)
+    if how == "written to":
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+    elif how == "replaced":
+        Path(old.location).rename(path)
+    elif how == "copied":
+        path.write_bytes(path.read_bytes())
+    else:
+        monkeypatch.setattr(files, "_boot", lambda: "another boot")
+    assert store.hashes(stored.location) == {}
 
 
 def test_http_refuses_a_damaged_download_and_caches_none(served: HttpStoreServer, tmp_path: Path) -> None:

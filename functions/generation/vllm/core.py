@@ -46,6 +46,7 @@ from rlhfless.functions.generation.vllm.response_text import as_one
 from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.records import FinishReason, PublishedWeights, VersionSpan
 from rlhfless.weights.check import check_consumed, check_read_back
+from rlhfless.weights.digest import merged
 from rlhfless.weights.errors import WeightFileError
 
 CLOSE_S = 0.5
@@ -167,18 +168,20 @@ class Core:
         return LoadReport(digest, tensors, read_back, size_bytes, time.monotonic() - started)
 
     def _update(self, published: PublishedWeights) -> tuple[str, int, int]:
-        """vLLM's phases of a weight update; returns digest, tensors and bytes that each worker consumed."""
+        """vLLM's phases of a weight update; returns digest, tensors and bytes that all workers consumed."""
         core, probe = self._engine.engine_core, published.probe
         core.collective_rpc("start_weight_update")
         update = {"location": published.location, "probe_tokens": probe.token_ids if probe.samples else ()}
         core.collective_rpc("update_weights", args=(update,))
-        consumed: list[tuple[str, int, int, str | None]] = core.collective_rpc("rlhfless_consumed")  # one per worker
-        for digest, tensors, _, damage in consumed:
+        consumed: list[tuple[dict[str, bytes], int, str | None]] = core.collective_rpc("rlhfless_consumed")
+        for _, _, damage in consumed:
             if damage is not None:
                 raise WeightFileError(damage)
-            check_consumed(published.version, published.tensors, digest, tensors)
+        digest = merged(hashes for hashes, _, _ in consumed)
+        fewest = min(len(hashes) for hashes, _, _ in consumed)
+        check_consumed(published.version, published.tensors, digest.hexdigest(), fewest)
         core.collective_rpc("finish_weight_update")
-        return consumed[0][:3]
+        return digest.hexdigest(), fewest, consumed[0][1]
 
     def _read_back(self, published: PublishedWeights) -> int:
         """Compare the values in use by the layers with the learner's samples; returns how many tensors were

@@ -3,8 +3,9 @@
 It runs inside every worker, through vLLM's four phases (init, start, update, finish), on CPU and CUDA
 alike. It differs from other weight engines in three ways:
 
-* It hashes the tensors that the model's `load_weights` takes from the iterator, so a load that skipped or
-  replaced something shows in the digest.
+* It takes the hashes of the tensors that the model's `load_weights` takes from the iterator, so a load that skipped
+  or replaced something shows in the digest. Bytes that were hashed on this node already are not hashed again; else each
+  worker hashes its share of the tensors, and reads of the others what it loads: tensors are views of the mapped file.
 * On CPU it repacks tied output heads. There, a linear layer computes with a packed copy of its weight, made
   in `process_weights_after_loading`. vLLM's layerwise reload runs that for the layers which received weights;
   a tied head receives none (its weight *is* the embedding's), so it kept the packed copy of the old weights.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -95,7 +97,12 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         load_weights: Callable[..., set[str] | None] = self.model.load_weights  # type: ignore[assignment]
         if update_info.probe_tokens and self.chart is None:
             self.chart = self._charted(list(self._reader.read(update_info.location)), update_info.probe_tokens)
-        tensors = self.consumed.passing(self._reader.read(update_info.location))
+        tensors = self.consumed.passing(
+            self._reader.read(update_info.location),
+            self._reader.hashes(update_info.location),
+            get_tensor_model_parallel_rank(),
+            get_tensor_model_parallel_world_size(),
+        )
         loaded = load_weights(tensors)
         missing = self._expected - set(loaded or ())
         if loaded is not None and self.model_config.quantization is None and missing:
@@ -137,11 +144,11 @@ def repack_shared_weights(model: torch.nn.Module) -> None:
 class StoreWorkerExtension:
     """Mixed into vLLM's worker, for `collective_rpc`."""
 
-    def rlhfless_consumed(self) -> tuple[str, int, int, str | None]:
-        """(digest, tensors, bytes) that this worker's model consumed since the last start of an update, and what was
-        wrong with the files."""
+    def rlhfless_consumed(self) -> tuple[dict[str, bytes], int, str | None]:
+        """The hashes of the tensors that this worker's model consumed since the last start of an update (see
+        Digest.hashes), their bytes, and what was wrong with the files."""
         engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return engine.consumed.hexdigest(), engine.consumed.tensors, engine.consumed.size_bytes, engine.damage
+        return engine.consumed.hashes, engine.consumed.size_bytes, engine.damage
 
     def rlhfless_read_back(self, samples: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
         """See Chart.compare."""
