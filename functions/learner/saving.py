@@ -10,21 +10,18 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from rlhfless.free_memory import free_bytes
 from rlhfless.functions.learner.checkpoint import Savers
 from rlhfless.functions.sharding import local
 
 MEMORY_SHARE = 0.5
 """Of the memory that is free on a node, which copies may take: the rest is for the step that goes on beside."""
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Background:
@@ -82,16 +79,6 @@ def enough(ranks: Sequence[tuple[str, int, int]]) -> bool:
         <= MEMORY_SHARE * min(free for node, _, free in ranks if node == each)
         for each in nodes
     )
-
-
-def free_bytes() -> int:
-    """Memory that this process can get: of the machine, or of its container if that has less."""
-    free = psutil.virtual_memory().available
-    try:
-        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return free if limit == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError):  # not in a container of version 2
-        return free
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

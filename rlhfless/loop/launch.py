@@ -7,7 +7,6 @@ import os
 import random
 import secrets
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from rlhfless.functions.reward_model.settings import RewardModelSettings
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
 from rlhfless.loop.host import DevicesWanted
 from rlhfless.prepare.memory.assumed import planned, shared_kv_bytes
+from rlhfless.prepare.memory.room import store_base
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import FunctionName, Prompt
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, Placement, place_run, ranks_of
@@ -48,8 +48,6 @@ PROBE_PROMPTS = 8
 end."""
 
 TOKEN_FILE = "store.token"
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +237,12 @@ class Launcher:
         return Bounds(fewest=int(hold == "always"), idle=hold != "never", reason=f"scaling.{key} is {hold}")
 
     def _store_address(self) -> StoreAddress:
-        """How actors reach the store: the folder itself, or a cache of their node beside it."""
+        """How actors reach the store: the folder itself, or from other nodes a cache of theirs beside it."""
+        home = str(self.store_folder)
         if not self.store_token:
-            return StoreAddress("folder", str(self.store_folder))
+            return StoreAddress("folder", home)
         cache = store_folders(self.spec, self.call.run_id)[1]
-        return StoreAddress("http", str(cache), self.store_token)
+        return StoreAddress("http", str(cache), self.store_token, home)
 
 
 def probe_text(prompts: Sequence[Prompt], most_tokens: int) -> tuple[int, ...]:
@@ -288,11 +287,8 @@ def remove_stores(spec: RunSpec, run_id: str) -> None:
 
 
 def store_folder(spec: RunSpec, run_id: str) -> Path:
-    """The folder of the run's weights: in shared memory if there is any, because no disk is as fast."""
-    if spec.weights.folder:
-        return Path(spec.weights.folder) / run_id
-    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return base / f"rlhfless-{run_id}"
+    """The folder of the run's weights."""
+    return store_base(spec) / (run_id if spec.weights.folder else f"rlhfless-{run_id}")
 
 
 def binding(devices: Sequence[Device], *, exclusive: bool) -> DeviceBinding:

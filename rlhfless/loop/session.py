@@ -28,6 +28,7 @@ from rlhfless.loop.janitor import Janitor
 from rlhfless.loop.launch import Launcher, devices_wanted, store_folders
 from rlhfless.loop.ledger import Earlier, Ledger
 from rlhfless.loop.recovery import clear
+from rlhfless.loop.room import require_room
 from rlhfless.loop.run import Run
 from rlhfless.prepare.memory.assumed import devices_of, memory_problems, settled_on
 from rlhfless.prepare.preflight import Prepared
@@ -140,6 +141,10 @@ async def _fleet(
     call = Call(session.run_id, journal.attempt, 0)
     shown = session.console.stage
     launcher = await Launcher.of(spec, session.prepared, call, cluster, ledger, session.folder, shown)
+    folders = store_folders(spec, session.run_id)
+    if spec.placement.ray_address:  # of this machine, preflight knows
+        nodes = await cluster.nodes(spec.placement.kind)
+        await require_room(spec, session.prepared, launcher.placement, nodes, folders)
     launcher.devices.acquired = ledger.add_acquired
     await session.host.devices(devices_wanted(spec, launcher.placement))
     generation, scoring, reward_model, reference, learner = launcher.pools()
@@ -147,7 +152,6 @@ async def _fleet(
     lease_s = spec.recovery.lease_s
     beat = Heartbeat(pools, launcher.devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     watches = [asyncio.create_task(watch.run()) for watch in (beat, LeavingWatch(pools, call))]
-    folders = store_folders(spec, session.run_id)
     run = Run(
         run_id=session.run_id,
         attempt=journal.attempt,

@@ -90,7 +90,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     if prompts:
         problems += _prompt_problems(spec, prompts)
     if policy and prompts and not spec.placement.ray_address:
-        problems += _memory_problems(spec, _longest(spec, everything, policy))
+        problems += _memory_problems(spec, _longest(spec, everything, policy), policy.shape)
     if problems or policy is None or prompts is None:
         raise InputError("the run cannot start", problems)
     max_model_len = _longest(spec, everything, policy)
@@ -161,17 +161,32 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     return []
 
 
-def _memory_problems(spec: RunSpec, sequence_tokens: int) -> list[Problem]:
+def _memory_problems(spec: RunSpec, sequence_tokens: int, shape: ModelShape | None) -> list[Problem]:
     from rlhfless.prepare.memory.assumed import host_memory_bytes, local_devices, memory_problems
 
     try:
         kind, count = local_devices(spec)
     except UserError:
         return []  # told by _device_problems
-    return [
+    problems = [
         *memory_problems(spec, kind, count, sequence_tokens),
         *(capacity_problems(spec, host_memory_bytes()) if kind == CPU_KIND else ()),
     ]
+    return problems or _room_problems(spec, kind, count, sequence_tokens, shape)
+
+
+def _room_problems(
+    spec: RunSpec, kind: str, count: int, sequence_tokens: int, shape: ModelShape | None
+) -> list[Problem]:
+    from rlhfless.prepare.memory.assumed import loading_bytes
+    from rlhfless.prepare.memory.formulas import version_bytes
+    from rlhfless.prepare.memory.room import Needed, room_at, room_problems, store_base
+
+    if shape is None:
+        return []
+    loading = loading_bytes(spec, kind, count, sequence_tokens)
+    needed = Needed(version_bytes(shape, spec.model.dtype), learner=True, memory_bytes=loading)
+    return room_problems(needed, room_at(str(store_base(spec))))
 
 
 def _capacity_warnings(spec: RunSpec) -> Iterator[str]:

@@ -133,8 +133,8 @@ class WeightsSpec(SpecModel):
 
     store: Literal["auto", "folder", "http"] = "auto"
     """`folder`: a folder that all functions can read, in shared memory by default (one node). `http`: the learner's
-    node serves the files, and every node keeps a cache. `auto`: `http` on a cluster that is joined, whose functions may
-    sit on several nodes, and `folder` otherwise."""
+    node serves the files, and every other node keeps a cache. `auto`: `http` on a cluster that is joined, whose
+    functions may sit on several nodes, and `folder` otherwise."""
 
     folder: str | None = None
     """Folder of the store, or of the node cache."""

@@ -58,7 +58,7 @@ def _staged(tensor: torch.Tensor) -> Iterator[memoryview]:
     def begin(number: int) -> torch.cuda.Event:
         with torch.cuda.stream(stream):
             buffers[number % 2][: len(parts[number])].copy_(parts[number], non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
             return event
 

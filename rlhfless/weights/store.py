@@ -13,7 +13,10 @@ Not done: delta encoding, and stores that several learners publish to (fencing b
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +25,7 @@ import torch
 
 from rlhfless.folders import private
 from rlhfless.records import WeightVersion
+from rlhfless.spec.errors import UserError
 from rlhfless.weights.digest import Digest, digest_of
 from rlhfless.weights.errors import WeightFileError
 from rlhfless.weights.files import (
@@ -39,6 +43,10 @@ from rlhfless.weights.files import (
 )
 
 Tensors = Mapping[str, torch.Tensor] | TensorStream
+
+
+class StoreFull(UserError):
+    """A version does not fit into the store's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class WeightStore(Protocol):
     """The interface of a store for the learner."""
 
     def put(self, run_id: str, attempt: int, step: int, tensors: Tensors) -> StoredWeights:
-        """Publishes `tensors`; the digest is computed here. A stream is written as it comes.
+        """Publishes `tensors`; the digest is computed here. A stream is written as it comes. Raises StoreFull.
 
         Publishing the same weights again does nothing, unless the stored file is damaged: then it is written again.
         """
@@ -117,7 +125,7 @@ class FolderStore:
             return {"version": version().label, **hashes_note(stream.layout, digest)}
 
         file_name(version())  # refuses a bad name before anything is written
-        with replacing(self.folder) as draft:
+        with _told_if_full(self.folder), replacing(self.folder) as draft:
             size_bytes = write_tensors(draft.file, stream, notes, digest)
             seal(draft.file.fileno(), version().digest)
             path = self.path(version())
@@ -148,6 +156,21 @@ class FolderStore:
         for version in self.versions():
             if version not in keep:
                 self.delete(version)
+
+
+@contextmanager
+def _told_if_full(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(folder).free >> 20
+        raise StoreFull(
+            f"weights.folder: a version of the weights does not fit into {str(folder)!r}, which has {free:,} MiB free "
+            "without it. Give its file system more room (containers: --shm-size; Kubernetes: sharedMemory), or name "
+            "another folder"
+        ) from error
 
 
 def _is_whole(path: Path, digest: str) -> bool:

@@ -185,17 +185,16 @@ async def test_an_older_attempt_is_refused_everywhere(live: Live) -> None:
 
 
 async def test_old_bytes_under_a_new_name_stop_the_run(live: Live) -> None:
-    """The node's cache hands out the version before: found by the digest of what the engine consumed."""
+    """The folder of the weights hands out the version before: found by the digest of what the engine consumed."""
     run = live.run
     actor = run.generation.serving()[0]
     folder = next(iter(Path("/dev/shm").glob("rlhfless-live-1")))
-    cache = Path(f"{folder}-cache")
     assert urlparse(run.published.location).scheme == "http"
-    old = next(cache.glob("live-1~1~4~*"))
+    old = next(folder.glob("live-1~1~4~*"))
     fake = replace(run.published.version, step=5, digest="0" * 32)
     name = Path(run.published.location).name
     forged = name.replace("~4~", "~5~").replace(run.published.version.digest, fake.digest)
-    shutil.copy(old, cache / forged)
+    shutil.copy(old, folder / forged)
     published = replace(run.published, version=fake, location=run.published.location.replace(name, forged))
     with pytest.raises(WeightCheckFailed, match="consumed"):
         await run.weights.load(actor, published, run.call(5))

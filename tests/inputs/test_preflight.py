@@ -1,6 +1,7 @@
 """Everything that is found before a run is started."""
 
 import json
+import os
 import socket
 import sys
 
@@ -491,3 +492,12 @@ def test_a_learning_rate_of_a_billion_is_refused():
                     "optimizer": {"learning_rate": rate},
                 }
             )
+
+
+def test_a_folder_without_room_for_the_weights_is_found(check, fault, monkeypatch):
+    """Docker gives a container 64 MB of shared memory."""
+    free = os.statvfs_result((4096, 4096, 4, 4, 4, 100, 100, 100, 0, 255))
+    monkeypatch.setattr("os.statvfs", lambda _: free)
+    message = fault()
+    assert "weights.folder: '/dev/shm' has 0.0156 MiB free, and up to 4 versions of the weights of " in message
+    assert "--shm-size" in message

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfless.functions.learner.saving import enough, free_bytes
+from rlhfless.free_memory import free_bytes
+from rlhfless.functions.learner.saving import enough
 
 
 @pytest.mark.parametrize(

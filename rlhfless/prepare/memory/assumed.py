@@ -117,6 +117,17 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
     return problems
 
 
+def loading_bytes(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> int:
+    """Of the host's memory, over all nodes, while the functions load; 0 on CPU cores, whose memory other programs
+    share, and where sizes are not known."""
+    if kind == CPU_KIND:
+        return 0
+    try:
+        return question_of(spec, kind, count, sequence_tokens).plan().host_bytes
+    except (InputError, UnknownDevice, PlacementError):
+        return 0
+
+
 def planned(
     spec: RunSpec, shape: ModelShape | None, kind: str, sequence_tokens: int
 ) -> Mapping[FunctionName, Mapping[str, int]]:

@@ -1,0 +1,105 @@
+"""Whether a node has room for what a run puts there: versions of the weights in the store's folder, which is in shared
+memory by default, and processes in the host's memory. Both are only known to be free where they are."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rlhfless.free_memory import free_bytes
+from rlhfless.prepare.memory.formulas import CACHED_VERSIONS, GIB, STORED_VERSIONS
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import Problem
+
+SHARED_MEMORY = Path("/dev/shm")
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+_MEND = (
+    "free that much there (files of ended runs are rlhfless-*), give the file system more (containers: --shm-size; "
+    "Kubernetes: sharedMemory of the group), or set weights.folder to a folder with more room"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is free on a node."""
+
+    folder: str
+    """Where the store or the cache will be: a folder that is there already."""
+    store_bytes: int
+    """Free in its file system, or taken by the run itself."""
+    in_memory: bool
+    """That file system is in memory."""
+    memory_bytes: int
+    """Memory that a process can get."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What a run puts on a node."""
+
+    version_bytes: int
+    learner: bool
+    """The learner's store is there; else a cache of it."""
+    memory_bytes: int = 0
+    """Of its processes, in the host's memory."""
+
+    @property
+    def versions(self) -> int:
+        return STORED_VERSIONS if self.learner else CACHED_VERSIONS
+
+
+def store_base(spec: RunSpec) -> Path:
+    """Where the folder of a run's weights is: in shared memory if there is any, because no disk is as fast."""
+    if spec.weights.folder:
+        return Path(spec.weights.folder)
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def room_at(base: str, own: Sequence[str] = ()) -> Room:
+    """To be called on a node: what is free where `base` is or would be; `own` are folders there that the run has
+    already."""
+    folder = Path(base).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    system = os.statvfs(folder)
+    kept = sum(file.stat().st_blocks * 512 for each in own for file in Path(each).glob("*") if file.is_file())
+    return Room(str(folder), system.f_bavail * system.f_frsize + kept, _in_memory(folder), free_bytes())
+
+
+def room_problems(needed: Needed, room: Room, node: str = "") -> list[Problem]:
+    """What a node lacks, with figures."""
+    where = f"node {node}: " if node else ""
+    store = needed.versions * needed.version_bytes
+    problems = []
+    if store > room.store_bytes:
+        what = (
+            f"{where}{room.folder!r} has {_gib(room.store_bytes)} free, and up to {needed.versions} versions of the "
+            f"weights of {_gib(needed.version_bytes)} each are kept there: {_gib(store)}"
+        )
+        problems.append(Problem("weights.folder", what, _MEND))
+    total = needed.memory_bytes + (store if room.in_memory else 0)
+    if needed.memory_bytes and total > room.memory_bytes:
+        what = (
+            f"{where}{_gib(room.memory_bytes)} of memory are free, and the run takes up to {_gib(total)}: "
+            f"{_gib(needed.memory_bytes)} for loading the models"
+            + (f", and {_gib(store)} for the weights in {room.folder!r}" if room.in_memory else "")
+        )
+        mend = "end other programs or raise the container's limit; `rlhfless plan` says what takes how much"
+        problems.append(Problem("placement", what, mend))
+    return problems
+
+
+def _in_memory(folder: Path) -> bool:
+    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+    return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in _IN_MEMORY
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.3g} GiB" if size_bytes >= GIB / 100 else f"{size_bytes / 2**20:.3g} MiB"

@@ -1,0 +1,92 @@
+"""Room for the weights is known before anything starts, also where a quota bounds it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhfless.prepare.memory.formulas import CACHED_VERSIONS, GIB, STORED_VERSIONS
+from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems
+from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.http import HttpStoreServer
+from rlhfless.weights.store import FolderStore, StoreFull
+
+ROOM = Room("/dev/shm", 40 * GIB, True, 100 * GIB)
+
+
+@pytest.fixture
+def quota(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A file system in memory, of so many bytes."""
+    folder = tmp_path / "quota"
+    folder.mkdir()
+
+    def mounted(size_bytes: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a file system in memory needs root (and CAP_SYS_ADMIN in a container)")
+        return folder
+
+    yield mounted
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("needed", "lacking"),
+    [
+        (Needed(10 * GIB, learner=True), []),
+        (Needed(11 * GIB, learner=True), ["weights.folder"]),
+        (Needed(13 * GIB, learner=False), []),
+        (Needed(14 * GIB, learner=False), ["weights.folder"]),
+        (Needed(10 * GIB, learner=True, memory_bytes=60 * GIB), []),
+        (Needed(10 * GIB, learner=True, memory_bytes=61 * GIB), ["placement"]),  # with 40 GiB of versions
+    ],
+)
+def test_a_store_has_four_versions_and_a_cache_three(needed: Needed, lacking: list[str]) -> None:
+    assert (STORED_VERSIONS, CACHED_VERSIONS) == (4, 3)
+    assert [problem.where for problem in room_problems(needed, ROOM)] == lacking
+
+
+def test_what_is_lacking_is_told_with_figures_node_and_mend() -> None:
+    (problem,) = room_problems(Needed(16 * GIB, learner=True), ROOM, "10.0.0.7")
+    assert problem.what == (
+        "node 10.0.0.7: '/dev/shm' has 40 GiB free, and up to 4 versions of the weights of 16 GiB each are kept "
+        "there: 64 GiB"
+    )
+    assert "--shm-size" in problem.mend
+
+
+def test_a_quota_counts_and_what_the_run_has_there_already_does_not(quota: Callable[[int], Path]) -> None:
+    folder = quota(1 << 20)
+    room = room_at(str(folder / "not" / "there" / "yet"))
+    assert (room.folder, room.store_bytes, room.in_memory) == (str(folder), 1 << 20, True)
+    (folder / "run").mkdir()
+    (folder / "run" / "version").write_bytes(bytes(1 << 18))
+    assert room_at(str(folder)).store_bytes == (1 << 20) - (1 << 18)
+    assert room_at(str(folder), [str(folder / "run")]).store_bytes == 1 << 20
+
+
+def test_a_run_over_http_stays_within_the_versions_of_its_plan(quota: Callable[[int], Path]) -> None:
+    """The learner's node, with an actor on it: store and cache in one file system that holds what is planned."""
+    tensors = {f"w{number}": torch.zeros(1 << 18) for number in range(4)}
+    size = sum(tensor.nbytes for tensor in tensors.values()) + (1 << 14)
+    folder = quota(STORED_VERSIONS * size)
+    with HttpStoreServer(folder / "store") as server:
+        address = StoreAddress("http", str(folder / "cache"), server.token, home=str(folder / "store"))
+        kept = [server.put("run", 1, -1, tensors).version]  # perturbed: it stays
+        for step in range(5):
+            tensors["w0"] += 1
+            stored = server.put("run", 1, step, tensors)
+            assert len(list(address.connect().read(stored.location))) == len(tensors)
+            kept = [kept[0], *kept[1:][-1:], stored.version]
+            server.retain(set(kept))
+
+
+def test_a_version_for_which_there_is_no_room_is_told_and_leaves_nothing(quota: Callable[[int], Path]) -> None:
+    store = FolderStore(quota(1 << 20) / "store")
+    with pytest.raises(StoreFull, match=r"does not fit into .*store', which has 1 MiB free .*--shm-size"):
+        store.put("run", 1, 1, {"w": torch.zeros(1 << 19)})
+    assert list(store.folder.iterdir()) == []
