@@ -8,32 +8,28 @@ The format is safetensors' own: 8 bytes with the length of the header, a JSON he
 the tensors. It is written here and not by the safetensors package because that copies every tensor once
 more, and refuses tensors which share memory (tied embeddings). It is read by the package.
 
-Several threads hash and write, each a tensor of its own, chunk by chunk, while the next tensors are made.
-
-The header keeps the hash of each tensor, so that a node hashes each byte once: the process that has hashed all of a
-file's bytes on a node, because it wrote or fetched them, seals the file there (`seal`), and readers of that node take
-the hashes from the header. The seal is in the file's time of modification, so whatever writes to the file afterwards
-breaks it; then readers hash the bytes themselves. It does not see what changes memory behind the kernel's back.
+Several threads hash and write, each a tensor of its own, chunk by chunk, while the next tensors are made. The file of a
+version that was dropped is written over if no reader has it open or mapped any more (`spare`): to get fresh memory from
+the kernel takes longer than to fill it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
-import time
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 
 from rlhfless.folders import private
@@ -107,7 +103,7 @@ def write_tensors(
     digest = digest or Digest()
     header, size_bytes = _header(stream.layout, metadata())
     left = dict(_offsets(stream.layout))
-    count = threads()
+    count, turn = threads(), threading.Lock()
     with ThreadPoolExecutor(count, "write") as pool:
         writing: deque[tuple[str, Future[bytes], int]] = deque()
 
@@ -119,7 +115,7 @@ def write_tensors(
             if name not in left or left[name][1] - left[name][0] != tensor.nbytes:
                 raise ValueError(f"tensor {name!r} came twice, or is not the one of its layout")
             place = len(header) + left.pop(name)[0]
-            writing.append((name, pool.submit(_write, file.fileno(), place, name, tensor), tensor.nbytes))
+            writing.append((name, pool.submit(_write, file.fileno(), turn, place, name, tensor), tensor.nbytes))
             if len(writing) > count:  # tensors that wait are memory
                 take()
         while writing:
@@ -131,12 +127,14 @@ def write_tensors(
     return len(header) + size_bytes
 
 
-def _write(file: int, place: int, name: str, tensor: torch.Tensor) -> bytes:
-    """Write a tensor at `place`; its hash."""
+def _write(file: int, turn: threading.Lock, place: int, name: str, tensor: torch.Tensor) -> bytes:
+    """Write a tensor at `place`; its hash. Threads take turns: the kernel lets one at a time write to a file, and the
+    others would wait for that at work."""
     hasher = hasher_of(name, tensor)
     for chunk in host_chunks(tensor):
         hasher.update(chunk)
-        put(file, chunk, place)
+        with turn:
+            put(file, chunk, place)
         place += len(chunk)
     return hasher.digest()
 
@@ -147,48 +145,6 @@ def put(file: int, data: bytes | memoryview, place: int) -> None:
     while view:
         written = os.pwrite(file, view, place)
         view, place = view[written:], place + written
-
-
-_HASHES = "hashes"
-_HASH_BYTES = 16
-
-
-def hashes_note(layout: Layout, digest: Digest) -> Mapping[str, str]:
-    """Metadata with the hashes of all tensors, by name; zeros for the ones that are not known yet."""
-    return {_HASHES: "".join(digest.hashes.get(name, bytes(_HASH_BYTES)).hex() for name in sorted(layout))}
-
-
-def seal(file: int, digest: str) -> None:
-    """To be called by a process that has hashed all bytes of an open file, when it has written the last one."""
-    now = time.time_ns()
-    os.utime(file, ns=(now, now // _SECOND * _SECOND + _mark(digest)))
-
-
-_SECOND = 10**9
-
-
-@cache
-def _boot() -> str:
-    """Names this machine, up to its next start; equal in all its containers."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _mark(digest: str) -> int:
-    """The nanoseconds of the time of modification of a sealed file."""
-    return xxhash.xxh3_64_intdigest(f"{_boot()}/{digest}".encode()) % _SECOND
-
-
-def known_hashes(path: Path, digest: str) -> dict[str, bytes]:
-    """By tensor: the hashes of a file that is sealed on this node; empty for any other file."""
-    try:
-        if path.stat().st_mtime_ns % _SECOND != _mark(digest):
-            return {}
-        with safe_open(path, framework="pt", device="cpu") as file:
-            names, packed = sorted(file.keys()), bytes.fromhex((file.metadata() or {}).get(_HASHES, ""))
-    except (OSError, RuntimeError, SafetensorError, ValueError):  # `read_file` says what is wrong with it
-        return {}
-    each = [packed[start : start + _HASH_BYTES] for start in range(0, len(packed), _HASH_BYTES)]
-    return dict(zip(names, each, strict=True)) if len(each) == len(names) else {}
 
 
 def _offsets(layout: Layout) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -233,7 +189,7 @@ def replacing(folder: Path, path: Path | None = None) -> Iterator[Draft]:
     temporary = folder / (TEMPORARY_PREFIX + uuid4().hex)
     draft: Draft | None = None
     try:
-        with temporary.open("xb+") as file:
+        with _blank(temporary) as file:
             draft = Draft(file, path)
             yield draft
             file.flush()
@@ -242,6 +198,33 @@ def replacing(folder: Path, path: Path | None = None) -> Iterator[Draft]:
             temporary.rename(draft.path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+_SPARE = TEMPORARY_PREFIX + "spare"
+
+
+def spare(path: Path) -> None:
+    """Drop a version, if it is there; its file waits for the next one. Readers that have it open keep what it holds."""
+    with suppress(FileNotFoundError):
+        path.rename(path.with_name(_SPARE))
+
+
+def _blank(path: Path) -> IO[bytes]:
+    """A file at `path` to write to: the folder's spare one if it is this process's alone, or else a new one."""
+    try:
+        path.with_name(_SPARE).rename(path)
+        file = path.open("rb+")
+    except FileNotFoundError:
+        return path.open("xb+")
+    try:
+        # The kernel grants it if no one else has the file open or mapped. From now on nobody can: the name is gone.
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        file.close()
+        path.unlink()
+        return path.open("xb+")
+    return file
 
 
 def read_file(path: Path, digest: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -33,7 +33,8 @@ import torch
 from rlhfless.records import WeightVersion
 from rlhfless.weights.digest import digest_by_threads, threads
 from rlhfless.weights.errors import WeightFileError
-from rlhfless.weights.files import file_name, known_hashes, put, read_file, replacing, seal, version_of
+from rlhfless.weights.files import file_name, put, read_file, replacing, spare, version_of
+from rlhfless.weights.seal import known_hashes, seal
 from rlhfless.weights.store import FolderStore, StoredWeights, Tensors
 
 _PREFIX = "/versions/"
@@ -244,11 +245,11 @@ class HttpStore:
         """Keeps the newest few versions. Deleting the others is safe for their readers (see `FolderStore`)."""
         cached = sorted(
             (self._cache.path(version) for version in self._cache.versions()),
-            key=lambda path: path.stat().st_mtime_ns,
+            key=lambda path: path.stat().st_ctime_ns,  # the time of modification is the seal's
         )
         for path in cached[:-_CACHED_VERSIONS]:
             if path != newest:
-                path.unlink(missing_ok=True)
+                spare(path)
 
 
 def _is_sound(path: Path, version: WeightVersion) -> bool:

@@ -3,10 +3,10 @@
 Pulling needs no process group, so engines may come and go, and a late engine simply reads the newest version.
 
 Invariants: a version that can be seen is complete (see `files`); it never changes; its name carries its
-digest, so publishing it twice is harmless. Deleting is always safe for readers: `delete` removes
-the name at once, and the kernel keeps the bytes as long as any reader has the file open or mapped. No
-lock is needed for that. A reader does fail if a version that was *announced* to it is deleted before the
-reader opens it; so `retain` every announced version.
+digest, so publishing it twice is harmless. Deleting is always safe for readers: `delete` removes the name at
+once, and the bytes stay as long as any reader has the file open or mapped; the next version is written over them
+only if none has. No lock is needed for that. A reader does fail if a version that was *announced* to it is deleted
+before the reader opens it; so `retain` every announced version.
 
 Not done: delta encoding, and stores that several learners publish to (fencing by attempt is the caller's).
 """
@@ -33,14 +33,13 @@ from rlhfless.weights.files import (
     TEMPORARY_PREFIX,
     TensorStream,
     file_name,
-    hashes_note,
-    known_hashes,
     read_file,
     replacing,
-    seal,
+    spare,
     version_of,
     write_tensors,
 )
+from rlhfless.weights.seal import hashes_note, known_hashes, seal
 
 Tensors = Mapping[str, torch.Tensor] | TensorStream
 
@@ -149,7 +148,7 @@ class FolderStore:
 
     def delete(self, version: WeightVersion) -> None:
         """See `WeightStore.delete`."""
-        self.path(version).unlink(missing_ok=True)
+        spare(self.path(version))
 
     def retain(self, keep: set[WeightVersion]) -> None:
         """See `WeightStore.retain`."""

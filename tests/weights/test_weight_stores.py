@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from rlhfless.records import WeightVersion
 from rlhfless.weights import digest as digest_module
-from rlhfless.weights import files, http
+from rlhfless.weights import http, seal
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest, digest_of
 from rlhfless.weights.errors import WeightFileError
@@ -387,7 +387,7 @@ def test_of_a_file_that_was_changed_no_hash_is_known(tmp_path: Path, monkeypatch
     elif how == "copied":
         path.write_bytes(path.read_bytes())
     else:
-        monkeypatch.setattr(files, "_boot", lambda: "another boot")
+        monkeypatch.setattr(seal, "_boot", lambda: "another boot")
     assert store.hashes(stored.location) == {}
 
 
@@ -417,3 +417,36 @@ def test_http_keeps_the_last_two_versions_of_the_cache(served: HttpStoreServer, 
         dict(reader.read(version.location))
     cached = FolderStore(tmp_path / "cache").versions()
     assert [version.step for version in cached] == [2, 3]
+
+
+# --- the file of a dropped version
+
+
+def _inode(stored: StoredWeights) -> int:
+    return Path(stored.location).stat().st_ino
+
+
+def test_a_new_version_is_written_over_one_that_was_dropped(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    old = store.put("run", 0, 0, _tensors(5.0) | {"more": torch.ones(9000)})
+    kept = store.put("run", 0, 1, _tensors(2.0))
+    inode = _inode(old)
+    store.delete(old.version)
+    with pytest.raises(WeightFileError):
+        dict(store.read(old.location))
+    new = store.put("run", 0, 2, _tensors())
+    assert _inode(new) == inode
+    assert Path(new.location).stat().st_size == new.size_bytes
+    assert _same(dict(store.read(new.location)), _tensors())
+    assert _same(dict(store.read(kept.location)), _tensors(2.0))
+
+
+def test_what_a_reader_has_open_is_never_written_over(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    old = store.put("run", 0, 0, _tensors(2.0))
+    mapped, inode = dict(store.read(old.location)), _inode(old)
+    store.delete(old.version)
+    new = store.put("run", 0, 1, _tensors())
+    assert _inode(new) != inode
+    assert _same(mapped, _tensors(2.0))
+    assert _same(dict(store.read(new.location)), _tensors())
