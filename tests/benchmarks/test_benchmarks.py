@@ -60,6 +60,7 @@ PURE = (
     Smoke("ranks", (r'"2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+')),
     Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
     Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL),
+    Smoke("weights_before", (rf"publish +{NUMBER} GB +before +{NUMBER} GB/s, after +{NUMBER}", rf"faster {NUMBER}")),
     Smoke(
         "prefixes", (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x +{NUMBER}x .* s +{NUMBER}x")
     ),
