@@ -188,6 +188,7 @@ def load_policy(
         spec.path,
         "model.path",
         prepare=split,
+        offload=offload,
         config=config,
         dtype=TORCH_DTYPES[parameter_dtype],
         attn_implementation="sdpa",

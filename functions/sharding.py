@@ -61,7 +61,8 @@ def shard(
     exact = next(model.parameters()).dtype
     options: dict[str, Any] = {
         "mesh": mesh,
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        # What is pinned is copied while the GPU computes; only CUDA can pin it.
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
         "reshard_after_forward": not is_alone(mesh, offload=offload),
     }
     in_layers = _precision(compute_dtype, exact)

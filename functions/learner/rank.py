@@ -85,8 +85,7 @@ class LearnerRank:
         self._algorithm = algorithm_of(algorithm)
         self._temperature = temperature
         device, self._mesh = join(init_method, rank, world_size, timeout_s)
-        self._offload = learner.offload and device.type != "cpu"
-        self._alone = is_alone(self._mesh, offload=self._offload)
+        self._alone = is_alone(self._mesh, offload=learner.offload)
         self._policy = self._load(device)
         self._model = self._policy.model
         self._optimizer = ShardedAdamW(self._model, optimizer)
@@ -107,7 +106,7 @@ class LearnerRank:
             device=device,
             gradient_checkpointing=self._learner.gradient_checkpointing,
             mesh=self._mesh,
-            offload=self._offload,
+            offload=self._learner.offload,
             exact_head=self._learner.head_dtype == "float32",
             share_prefixes=self._learner.share_prefixes,
         )

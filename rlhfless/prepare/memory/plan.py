@@ -148,15 +148,16 @@ def memory_plan(
         ]
         plans.append(DevicePlan(times, sheet.kind, memory, tuple(parts)))
     store = version_bytes(shape, spec.model.dtype)
-    loading = (16 if spec.learner.offload else 4) * shape.parameters
-    loading += _frozen_bytes(spec, shape, rewards)
-    on_cpu = sum(plan.count * plan.size_bytes for plan in plans) if sheet.kind == CPU_KIND else 0
+    states = (16 if spec.learner.offload else 4) * shape.parameters
+    held = states + _frozen_bytes(spec, shape, rewards)
+    if sheet.kind == CPU_KIND:
+        held = sum(plan.count * plan.size_bytes for plan in plans) + (states if spec.learner.offload else 0)
     return MemoryPlan(
         devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
         kv_tokens=_kv_tokens(spec, shape, sheet),
         sequence_tokens=sequence_tokens,
         micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
-        host_bytes=on_cpu or loading,
+        host_bytes=held,
         shared_bytes=STORED_VERSIONS * store,
         cache_bytes=CACHED_VERSIONS * store,
         checkpoint_bytes=12 * shape.parameters if spec.checkpoint.background else 0,
