@@ -99,7 +99,7 @@ class Policy:
     compute_dtype: torch.dtype
     """Format of matrix products."""
     mesh: DeviceMesh | None = None
-    """The ranks that its parameters are split over; None if they are not split."""
+    """All ranks of the process group, over which its parameters are split; None if they are not split."""
     packs_below: float = 0.0
     """Sequences are packed in one row, in which prefixes that they share are computed once, where that computes less
     than this part of the padded pass's tokens; 0 if they cannot be packed."""
@@ -124,7 +124,7 @@ class Policy:
         most = len(parts)
         if self.mesh is not None and self.mesh.size() > 1:
             count = torch.tensor(most, device=self.device)
-            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+            dist.all_reduce(count, op=dist.ReduceOp.MAX)
             most = int(count)
         return [*parts, *[NO_SEQUENCES] * (most - len(parts))]
 

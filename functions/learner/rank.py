@@ -84,7 +84,7 @@ class LearnerRank:
         self._learner = learner
         self._algorithm = algorithm_of(algorithm)
         self._temperature = temperature
-        device, self._mesh = join(init_method, rank, world_size, timeout_s)
+        device, self._mesh = join(init_method, rank, world_size, timeout_s, learner.split_over(world_size))
         self._alone = is_alone(self._mesh, offload=learner.offload)
         self._policy = self._load(device)
         self._model = self._policy.model
@@ -92,7 +92,7 @@ class LearnerRank:
         self._probing = Probing(self._policy, trust_remote_code=model.trust_remote_code)
         self._timeout_s = timeout_s
         self._savers = Savers.of(timeout_s)
-        self._background = Background(self._savers, timeout_s)
+        self._background = Background(self._savers, timeout_s, self._mesh)
         self._substitute: Substitute | None = None
         self.shared_prompt_tokens = 0
         """Prompt tokens that no rank has computed in an update so far, because a sequence of the same micro-batch had
@@ -226,7 +226,8 @@ class LearnerRank:
         # A rank without sequences has metrics, too, all 0: every rank must reduce the same ones.
         in_step = self._policy.in_step(parts.parts or (NO_SEQUENCES,))
         for number, part in enumerate(in_step, start=1):
-            reduces(self._model, alone=self._alone, last=number == len(in_step))
+            last = number == len(in_step)
+            reduces(self._model, alone=self._alone, offload=self._learner.offload, last=last)
             loss, metrics = self._loss(select(mine, part.indices), part.packed)
             torch.autograd.backward(loss)
             shares.append(metrics)

@@ -19,6 +19,7 @@ MAY_DIFFER = (
     "generation.engine",
     "generation.progress_interval_s",
     "learner.ranks",
+    "learner.shard_ranks",
     "learner.micro_batch_tokens",
     "learner.threads",
     "learner.gradient_checkpointing",

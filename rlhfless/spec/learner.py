@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhfless.spec.base import MOST_STEPS, Processes, Ranks, SpecModel, Tokens, count_of
 
@@ -30,6 +31,11 @@ class LearnerSpec(SpecModel):
     ranks: Ranks = "auto"
     """Ranks that share the model's states and the batch, each a process of its own. `auto`: on GPUs as many as the
     memory plan asks for, on CPU cores 1."""
+
+    shard_ranks: Ranks = "auto"
+    """Neighbouring ranks that the states are split over; each set of so many ranks holds a copy of the model, and sets
+    exchange gradients only (HSDP). `auto`: where ranks are on several GPU nodes and those of one node can hold the
+    states, the ranks of a node; else all ranks."""
 
     micro_batch_tokens: Tokens = 8192
     """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own."""
@@ -60,6 +66,25 @@ class LearnerSpec(SpecModel):
     def world_size(self) -> int:
         """`ranks` as a number: 1 where `auto` is still to be decided."""
         return count_of(self.ranks)
+
+    def split_over(self, ranks: int) -> int:
+        """`shard_ranks` as a number, which divides `ranks`."""
+        return ranks if self.shard_ranks == "auto" else math.gcd(ranks, self.shard_ranks)
+
+    @property
+    def copies(self) -> int:
+        """Sets of `shard_ranks`, each with all of the states."""
+        return self.world_size // self.split_over(self.world_size)
+
+    @model_validator(mode="after")
+    def _whole_sets(self) -> LearnerSpec:
+        if self.ranks != "auto" and self.shard_ranks != "auto" and self.ranks % self.shard_ranks:
+            nearest = max(count for count in range(1, self.shard_ranks) if self.ranks % count == 0)
+            raise ValueError(
+                f"shard_ranks is {self.shard_ranks}, and {self.ranks} ranks are no whole number of such sets: "
+                f"set it to {nearest}, or leave it out"
+            )
+        return self
 
 
 class ReferenceSpec(SpecModel):

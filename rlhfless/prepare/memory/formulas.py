@@ -117,6 +117,7 @@ class Sharded:
     """How a learner is split."""
 
     ranks: int = 1
+    """Ranks that the states are split over."""
     dtype: DType = "float32"
     """Of the layers' matrix products."""
     checkpointing: bool = False
@@ -126,11 +127,13 @@ class Sharded:
     """What belongs to no layer is gathered in float32."""
     sharing: bool = False
     """Prefixes may be computed once (rlhfless.functions.prefix_attention)."""
+    copies: int = 1
+    """Sets of so many ranks (HSDP)."""
 
     @property
     def alone(self) -> bool:
         """One rank keeps what it has gathered, and the gradients of a step, whole (rlhfless.functions.sharding)."""
-        return self.ranks == 1 and not self.offload
+        return self.ranks * self.copies == 1 and not self.offload
 
 
 def learner_states_bytes(shape: ModelShape, ranks: int = 1) -> tuple[Part, ...]:
@@ -151,8 +154,8 @@ def root_parameters(shape: ModelShape) -> int:
 
 
 def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: int) -> tuple[Phase, ...]:
-    """The phases of one of N learner ranks, whose micro-batches have T tokens. b and r are the bytes of a number in a
-    gathered layer and in what belongs to none; A are the activations.
+    """The phases of one of N learner ranks that split the states, whose micro-batches have T tokens. b and r are the
+    bytes of a number in a gathered layer and in what belongs to none; A are the activations.
 
     The states are the device's unless they are offloaded. Beside them `learn` holds the most of three moments:
 

@@ -29,7 +29,15 @@ from rlhfless.prepare.memory.formulas import (
 from rlhfless.records import FunctionName
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
-from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, place_run, ranks_of
+from rlhfless.scaling.placement import (
+    CPU_KIND,
+    NODE_DEVICES,
+    Node,
+    Placement,
+    PlacementError,
+    place_run,
+    ranks_of,
+)
 from rlhfless.spec import RewardModelSpec, RunSpec
 
 Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
@@ -148,7 +156,7 @@ def memory_plan(
         ]
         plans.append(DevicePlan(times, sheet.kind, memory, tuple(parts)))
     store = version_bytes(shape, spec.model.dtype)
-    states = (16 if spec.learner.offload else 4) * shape.parameters
+    states = (16 if spec.learner.offload else 4) * shape.parameters * spec.learner.copies
     held = states + _frozen_bytes(spec, shape, rewards)
     if sheet.kind == CPU_KIND:
         held = sum(plan.count * plan.size_bytes for plan in plans) + (states if spec.learner.offload else 0)
@@ -160,7 +168,7 @@ def memory_plan(
         host_bytes=held,
         shared_bytes=STORED_VERSIONS * store,
         cache_bytes=CACHED_VERSIONS * store,
-        checkpoint_bytes=12 * shape.parameters if spec.checkpoint.background else 0,
+        checkpoint_bytes=12 * shape.parameters * spec.learner.copies if spec.checkpoint.background else 0,
     )
 
 
@@ -170,10 +178,23 @@ def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
     return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, functions),) if plans else ()
 
 
+def learner_nodes(spec: RunSpec, kind: str, count: int) -> tuple[int, ...]:
+    """The learner's devices on each node that it has some on; none if there are too few."""
+    try:
+        placement = _placement(spec, kind, count)
+    except PlacementError:
+        return ()
+    return tuple(len(group.devices) for group in placement.groups_of(placement.allocation(FunctionName.LEARNER, 0)))
+
+
+def _placement(spec: RunSpec, kind: str, count: int) -> Placement:
+    asked = spec.placement.model_copy(update={"kind": kind, "devices": count})
+    return place_run(spec.model_copy(update={"placement": asked}), _nodes(kind, count))
+
+
 def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, list[FunctionName]]:
     """By device: the functions of the replicas and ranks that are on it."""
-    asked = spec.placement.model_copy(update={"kind": kind, "devices": count})
-    placement = place_run(spec.model_copy(update={"placement": asked}), _nodes(kind, count))
+    placement = _placement(spec, kind, count)
     ranks = ranks_of(spec)
     found: defaultdict[str, list[FunctionName]] = defaultdict(list)
     for function, allocations in placement.allocations.items():
@@ -268,12 +289,13 @@ def _kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
 def _learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[Phase, ...]:
     learner = spec.learner
     how = Sharded(
-        learner.world_size,
+        learner.split_over(learner.world_size),
         learner.dtype,
         learner.gradient_checkpointing,
         learner.offload,
         learner.head_dtype == "float32",
         learner.share_prefixes,
+        learner.copies,
     )
     return learn_phases(shape, tokens, how, LOGITS_CHUNK_ELEMENTS)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited, more_ranks
 from rlhfless.prepare.memory.formulas import version_bytes
-from rlhfless.prepare.memory.plan import MemoryPlan
+from rlhfless.prepare.memory.plan import MemoryPlan, learner_nodes
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
@@ -46,6 +46,7 @@ SETTLED = (
     "learner.dtype",
     "learner.gradient_checkpointing",
     "learner.ranks",
+    "learner.shard_ranks",
     "reference.ranks",
     "scoring.reward_model_ranks",
 )
@@ -110,7 +111,24 @@ def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
 def placed(asked: Question) -> RunSpec:
     """The spec with `placement.mode: auto` and numbers of ranks that are `auto` decided: co-located if the memory plan
     fits, with a smaller fraction for the engines if none was set; else disaggregated if there are devices for both
-    sides, with the fewest ranks that fit: first of the learner, then of reference and reward models on its side."""
+    sides, with the fewest ranks that fit: first of the learner, then of reference and reward models on its side. Then
+    the states are split inside of nodes if the plan still fits."""
+    return _inside_nodes(asked, _with_all_ranks(asked))
+
+
+def _inside_nodes(asked: Question, spec: RunSpec) -> RunSpec:
+    """The spec with `learner.shard_ranks: auto` decided, where ranks with a GPU each are on several nodes. Offloaded
+    states are not copied: the memory of other hosts is not known here."""
+    if asked.sheet.kind == CPU_KIND or spec.learner.shard_ranks != "auto" or spec.learner.offload:
+        return spec
+    nodes = learner_nodes(spec, asked.sheet.kind, asked.count)
+    if len(nodes) < 2 or sum(nodes) != spec.learner.world_size:
+        return spec
+    found = edited(spec, {"learner.shard_ranks": math.gcd(*nodes)})
+    return found if found.learner.shard_ranks != 1 and _fits(asked, found) else spec
+
+
+def _with_all_ranks(asked: Question) -> RunSpec:
     if asked.spec.placement.mode != "auto" and not _open_ranks(asked.spec):
         return asked.spec
     for candidate in _placements(asked):
