@@ -6,7 +6,7 @@ How a batch is forwarded. It is cut into micro-batches within a budget of tokens
 each is padded on the right: under causal attention nothing looks to the right, so no attention mask is built and the
 kernel's own causal path is taken. Or it is one row without padding, in which prefixes that sequences share are computed
 once (rlhfless.functions.prefix_attention). The last token of a sequence predicts nothing and is not fed. The output
-head runs only where a response token is predicted, in chunks of bounded size.
+head runs only where a response token is predicted (rlhfless.functions.head).
 
 Invariants: a token's logprob depends on its own sequence only (not on its neighbours, order or padding), up
 to the rounding of differently shaped matrix products. Dropout is off, always: a ratio of two passes would
@@ -37,6 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions import sharding
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
+from rlhfless.functions.head import OutputHead, head_logprobs, output_head
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row
 from rlhfless.prefixes.packing import (
@@ -49,10 +50,6 @@ from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
 
 log = logging.getLogger(__name__)
-
-LOGITS_CHUNK_ELEMENTS = 2**25
-"""Largest `[positions, vocabulary]` block of logits: 128 MiB in float32. With a vocabulary of 150,000 that is
-220 rows, still a well shaped matrix product; all logits of 8192 tokens at once would take 5 GB."""
 
 CHECK_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Difference of two passes with the same weights that rounding explains, relative to the largest logit."""
@@ -68,24 +65,6 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class OutputHead:
-    """Hidden states to logits: a linear layer, a scale, a soft cap (Gemma 2, arXiv 2408.00118)."""
-
-    linear: torch.nn.Linear
-    scale: float
-    soft_cap: float | None
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [positions, hidden] -> [positions, vocabulary], float32 or finer."""
-        logits = at_least_float32(self.linear(hidden))
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.soft_cap is not None:
-            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
-        return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +119,6 @@ class ResponseLogprobs:
 
     logprobs: torch.Tensor  # [response tokens], float32
     entropy: torch.Tensor  # [response tokens], float32, nats, no gradient
-
-
-def at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    """`values` in float32, if their own format is not finer."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def default_device() -> torch.device:
@@ -277,7 +251,7 @@ def _passed(
     """`tokens` [batch, width] -> logprobs and entropy of `targets` [response tokens], which the flat positions
     `predictors` [response tokens] predict. `shared`: see Policy.hidden_states."""
     hidden = policy.hidden_states(tokens, **shared).flatten(0, 1).index_select(0, predictors)
-    logprobs, entropy = _head_logprobs(policy.head, hidden, targets, temperature)
+    logprobs, entropy = head_logprobs(policy.head, hidden, targets, temperature)
     return logprobs.clone(), entropy  # FSDP hangs its hook on the result, and warns of views
 
 
@@ -301,48 +275,10 @@ def logprobs_of(policy: Policy, batch: PackedBatch, temperature: float, parts: M
     return values
 
 
-def _head_logprobs(
-    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy, [positions] each. In chunks; where there are several, the backward pass computes each
-    chunk's logits anew."""
-    vocabulary = head.linear.weight.shape[0]
-    rows = max(1, LOGITS_CHUNK_ELEMENTS // vocabulary)
-    if len(targets) <= rows:
-        return _chunk_logprobs(head, hidden, targets, temperature)
-    chunks = [
-        torch.utils.checkpoint.checkpoint(_chunk_logprobs, head, part, target, temperature, use_reentrant=False)
-        for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-    ]
-    logprobs, entropy = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
-
-
-def _chunk_logprobs(
-    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`hidden` [positions, hidden], `targets` [positions] -> logprobs and entropy, [positions] each."""
-    logits = head.logits(hidden)
-    if temperature != 1.0:
-        logits = logits / temperature
-    everything = torch.log_softmax(logits, dim=-1)
-    with torch.no_grad():
-        entropy = -(everything.exp() * everything).sum(-1)
-    return everything.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
-
-
 def _switch_off_dropout(config: PretrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
-
-
-def output_head(model: Any) -> OutputHead:
-    """Scale and soft cap have different names per model family; `_check_against_model` verifies the result."""
-    config = model.config
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    return OutputHead(model.get_output_embeddings(), float(scale), getattr(config, "final_logit_softcapping", None))
 
 
 @torch.no_grad()

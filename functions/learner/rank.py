@@ -32,6 +32,7 @@ import torch.distributed as dist
 from rlhfless.algorithms.base import LossInputs, algorithm_of, combine_metrics, common_metrics
 from rlhfless.algorithms.batch import PackedBatch, declared, mini_batches, select
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
+from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.learner.checkpoint import Savers, restore_checkpoint, save_checkpoint
 from rlhfless.functions.learner.metrics import over_ranks, over_updates
 from rlhfless.functions.learner.optimizer import ShardedAdamW
@@ -39,7 +40,7 @@ from rlhfless.functions.learner.probing import Probing
 from rlhfless.functions.learner.publishing import Substitute, gathered_as, published_samples, published_stream
 from rlhfless.functions.learner.saving import Background
 from rlhfless.functions.packing_rate import with_measured_rates
-from rlhfless.functions.policy import Policy, at_least_float32, load_policy, response_logprobs
+from rlhfless.functions.policy import Policy, load_policy, response_logprobs
 from rlhfless.functions.ranks.process_group import join
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs, share_of
 from rlhfless.functions.sharding import is_alone, reduces

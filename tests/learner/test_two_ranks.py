@@ -16,7 +16,7 @@ import torch
 from tiny_learner import VOCABULARY, make_rank, save_tiny_model
 
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.functions import policy, sharding
+from rlhfless.functions import head, policy, sharding
 from rlhfless.functions.learner import checkpoint
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.records.checkpoints import CheckpointError
@@ -59,7 +59,7 @@ def _compute_in_float64() -> None:
     """All that is float32 in the product; logits in small chunks, and a group for each layer."""
     policy.TORCH_DTYPES["float32"] = torch.float64
     policy.CHECK_TOLERANCE[torch.float64] = 1e-9
-    policy.LOGITS_CHUNK_ELEMENTS = 7 * VOCABULARY
+    head.LOGITS_CHUNK_ELEMENTS = 7 * VOCABULARY
     sharding.ONE_GROUP_PARAMETERS = 0
     torch.set_default_dtype(torch.float64)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
-from rlhfless.functions import policy
+from rlhfless.functions import head
 from rlhfless.functions.generation.vllm import arguments
 from rlhfless.functions.prefix_attention import NAME, packed_row
 from rlhfless.prefixes.packing import SharingSequences
@@ -345,7 +345,7 @@ def _kept_by_torch(layers: int, dtype: str, checkpointing: bool, sharing: bool) 
 
 
 def test_constants_are_those_of_the_functions() -> None:
-    assert plan_module.LOGITS_CHUNK_ELEMENTS == policy.LOGITS_CHUNK_ELEMENTS
+    assert plan_module.LOGITS_CHUNK_ELEMENTS == head.LOGITS_CHUNK_ELEMENTS
     assert plan_module.DEFAULT_CPU_KV_GIB == arguments.CPU_KV_CACHE_GIB
 
 

@@ -25,7 +25,7 @@ GRAPH_BYTES = int(0.6 * GIB)
 
 LOGITS_COPIES = 5
 """Blocks of logits that are alive at once in a backward pass of the head: logits, scaled logits, log-probabilities, and
-the gradients of two of them (rlhfless/functions/policy.py, `_chunk_logprobs`)."""
+the gradients of two of them (rlhfless/functions/head.py)."""
 
 SAMPLER_COPIES = 3
 """Blocks `[sequences, V]` in float32 of vLLM's sampler: logits, log-probabilities, probabilities."""
@@ -159,8 +159,8 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
 
     The states are the device's unless they are offloaded. Beside them `learn` holds the most of three moments:
 
-        head       r R + b G + A + 2 r h V + logits                 the head's gradient, and the same of one chunk
-                                                                    if the logits take several
+        head       r R + b G + A + (r + 4) h V + logits             the head's gradient, and its sum in float32 if the
+                                                                    logits take several chunks
         layer      r R + 2 b G + r h V + 8 G + A + T layer_token_bytes    its weights and the next one's, gathered; the
                                                                     head's gradient; its own, in and after the
                                                                     reduction; and T sharing_token_bytes
@@ -181,9 +181,9 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     logits = logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES)
     all_of_it = b * (shape.parameters - root) + r * root
     gathered = {"head": r * root + b * layer, "layer": r * root + 2 * b * layer, "root": 0}
-    chunks = 2 if tokens * shape.vocabulary > chunk_elements else 1
+    of_head = (r + 4 * (tokens * shape.vocabulary > chunk_elements)) * head
     moments = {
-        "head": (Part("activations", kept), Part("head's gradient", chunks * r * head), Part("logits", logits)),
+        "head": (Part("activations", kept), Part("head's gradient", of_head), Part("logits", logits)),
         "layer": (
             Part("activations", kept + anew),
             Part("attention to shared prefixes", sharing),

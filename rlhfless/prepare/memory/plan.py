@@ -44,7 +44,7 @@ Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
 """The reward models of a run whose sizes are known."""
 
 LOGITS_CHUNK_ELEMENTS = 2**25
-"""As in rlhfless.functions.policy, which imports torch; a test compares the two."""
+"""As in rlhfless.functions.head, which imports torch; a test compares the two."""
 
 DEFAULT_CPU_KV_GIB = 1.0
 """As in rlhfless.functions.generation.vllm.arguments; a test compares the two."""
