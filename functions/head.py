@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import linear
 
 LOGITS_CHUNK_ELEMENTS = 2**25
-"""Largest `[positions, vocabulary]` block of logits: 128 MiB in float32. With a vocabulary of 150,000 that is
-220 rows; all logits of 8192 tokens at once would take 5 GB."""
+"""Largest `[positions, vocabulary]` block of logits where nothing is said (`learner.logits_mib`): 128 MiB in float32.
+With a vocabulary of 150,000 that is 220 rows; all logits of 8192 tokens at once would take 5 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class OutputHead:
     linear: torch.nn.Linear
     scale: float
     soft_cap: float | None
+    chunk_elements: int | None = None
+    """Of the largest block of logits; LOGITS_CHUNK_ELEMENTS if None."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` [positions, hidden] -> [positions, vocabulary], float32 or finer."""
@@ -40,12 +42,13 @@ def at_least_float32(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def output_head(model: Any) -> OutputHead:
+def output_head(model: Any, chunk_elements: int | None = None) -> OutputHead:
     """Scale and soft cap have different names per model family; `load_policy` verifies the result."""
     config = model.config
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    return OutputHead(model.get_output_embeddings(), float(scale), getattr(config, "final_logit_softcapping", None))
+    soft_cap = getattr(config, "final_logit_softcapping", None)
+    return OutputHead(model.get_output_embeddings(), float(scale), soft_cap, chunk_elements)
 
 
 def head_logprobs(
@@ -53,7 +56,7 @@ def head_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs and entropy, [positions] each. In chunks; where there are several, the backward pass computes each
     chunk's logits anew."""
-    rows = max(1, LOGITS_CHUNK_ELEMENTS // head.linear.weight.shape[0])
+    rows = max(1, (head.chunk_elements or LOGITS_CHUNK_ELEMENTS) // head.linear.weight.shape[0])
     if len(targets) > rows:
         linear = head.linear
         logprobs, entropy = _ChunkedHead.apply(hidden, linear.weight, linear.bias, targets, head, temperature, rows)

@@ -137,9 +137,11 @@ def load_policy(
     offload: bool = False,
     exact_head: bool = False,
     share_prefixes: bool = True,
+    logits_elements: int | None = None,
 ) -> Policy:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None). With
-    `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that.
+    `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that. `logits_elements`: see
+    OutputHead.chunk_elements.
 
     `mesh`: split its parameters over these ranks; each reads its own parts of the files. Without one, both formats must
     be the same. `offload` and `exact_head`: see sharding.shard. *Collective* with a mesh.
@@ -169,7 +171,7 @@ def load_policy(
         trust_remote_code=spec.trust_remote_code,
     )
     _place(model, device, offload=offload)
-    policy = policy_of(model, device, compute, mesh)
+    policy = policy_of(model, device, compute, mesh, logits_elements)
     _check_against_model(policy, spec.path)
     if share_prefixes and _can_share(policy, spec.path):
         policy = dataclasses.replace(policy, packs_below=expected_to_pay_below(on_cpu=device.type == "cpu"))
@@ -178,9 +180,15 @@ def load_policy(
     return policy
 
 
-def policy_of(model: Any, device: torch.device, compute_dtype: torch.dtype, mesh: DeviceMesh | None = None) -> Policy:
-    """The parts of a model that is on `device`."""
-    return Policy(model, model.get_decoder(), output_head(model), device, compute_dtype, mesh)
+def policy_of(
+    model: Any,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
+    logits_elements: int | None = None,
+) -> Policy:
+    """The parts of a model that is on `device`. `logits_elements`: see OutputHead.chunk_elements."""
+    return Policy(model, model.get_decoder(), output_head(model, logits_elements), device, compute_dtype, mesh)
 
 
 def checkpoint_activations(model: Any) -> None:

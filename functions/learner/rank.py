@@ -110,6 +110,7 @@ class LearnerRank:
             offload=self._learner.offload,
             exact_head=self._learner.head_dtype == "float32",
             share_prefixes=self._learner.share_prefixes,
+            logits_elements=self._learner.logits_elements,
         )
         return with_measured_rates(policy, self._learner.micro_batch_tokens)
 

@@ -113,7 +113,7 @@ def _policy(config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: t
     model.to_empty(device=CPU)
     if learner.gradient_checkpointing:
         checkpoint_activations(model)
-    return policy_of(model, CPU, compute, mesh)
+    return policy_of(model, CPU, compute, mesh, learner.logits_elements)
 
 
 def _batch(rows: int, width: int) -> PackedBatch:

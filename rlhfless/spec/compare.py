@@ -20,6 +20,7 @@ MAY_DIFFER = (
     "generation.progress_interval_s",
     "learner.ranks",
     "learner.shard_ranks",
+    "learner.logits_mib",
     "learner.micro_batch_tokens",
     "learner.threads",
     "learner.gradient_checkpointing",

@@ -278,6 +278,20 @@ def test_states_that_a_node_cannot_hold_are_split_over_all_ranks() -> None:
     assert change.text == "learner.shard_ranks: auto"
 
 
+def test_blocks_of_logits_are_the_largest_of_which_twice_as_large_ones_fit() -> None:
+    run = spec(placement={"mode": "disaggregated", "learner_devices": 4}, learner={"ranks": 4})
+    roomy = asked(QWEN_7B, "h100", 5, run)
+    assert placed(roomy).learner.logits_mib == 2048
+    assert placed(asked(QWEN_7B, "h100", 5, edited(run, {"learner.logits_mib": 300}))).learner.logits_mib == 300
+    tight = asked(QWEN_7B, "l40s", 5, run)
+    decided = placed(tight)
+    assert decided.learner.logits_mib == 512
+    for mib, fits in ((1024, True), (2048, False)):
+        changed = edited(decided, {"learner.logits_mib": mib})
+        assert dataclasses.replace(tight, spec=changed).plan().fits is fits
+    assert settled(run, "cpu-core").learner.logits_elements is None
+
+
 def test_an_engines_parts_by_hand() -> None:
     parts = engine_parts(shape(QWEN_7B), "bfloat16", 2, 8192, 256, graphs=False)
     assert {part.name: part.size_bytes for part in parts} == {

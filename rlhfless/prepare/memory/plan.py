@@ -44,7 +44,7 @@ Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
 """The reward models of a run whose sizes are known."""
 
 LOGITS_CHUNK_ELEMENTS = 2**25
-"""As in rlhfless.functions.head, which imports torch; a test compares the two."""
+"""Where nothing is said: as in rlhfless.functions.head, which imports torch; a test compares the two."""
 
 DEFAULT_CPU_KV_GIB = 1.0
 """As in rlhfless.functions.generation.vllm.arguments; a test compares the two."""
@@ -236,7 +236,8 @@ def phases_of(
     elif function is FunctionName.REFERENCE:
         sharing, ranks = spec.learner.share_prefixes, ranks_of(spec)[function]
         dtype = spec.learner.dtype
-        phases = (reference_phase(shape, tokens, dtype, LOGITS_CHUNK_ELEMENTS, sharing=sharing, ranks=ranks),)
+        chunk = spec.learner.logits_elements or LOGITS_CHUNK_ELEMENTS
+        phases = (reference_phase(shape, tokens, dtype, chunk, sharing=sharing, ranks=ranks),)
     else:
         phases = (score_phase([_scored(part, of) for part, of in rewards], ranks_of(spec)[function]),)
     return tuple(Phase(phase.name, (*phase.parts, process)) for phase in phases)
@@ -297,7 +298,7 @@ def _learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[Phas
         learner.share_prefixes,
         learner.copies,
     )
-    return learn_phases(shape, tokens, how, LOGITS_CHUNK_ELEMENTS)
+    return learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
 
 
 def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan], memory: int) -> int:
