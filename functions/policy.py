@@ -4,9 +4,10 @@ The learner and the reference function share this path, so that their logprobs d
 
 How a batch is forwarded. It is cut into micro-batches within a budget of tokens (rlhfless.functions.batching). Either
 each is padded on the right: under causal attention nothing looks to the right, so no attention mask is built and the
-kernel's own causal path is taken. Or it is one row without padding, in which prefixes that sequences share are computed
-once (rlhfless.functions.prefix_attention). The last token of a sequence predicts nothing and is not fed. The output
-head runs only where a response token is predicted (rlhfless.functions.head).
+kernel's own causal path is taken; where torch has FlashAttention, sequences lie side by side in a row instead. Or it is
+one row without padding, in which prefixes that sequences share are computed once (rlhfless.functions.prefix_attention).
+The last token of a sequence predicts nothing and is not fed. The output head runs only where a response token is
+predicted (rlhfless.functions.head).
 
 Invariants: a token's logprob depends on its own sequence only (not on its neighbours, order or padding), up
 to the rounding of differently shaped matrix products. Dropout is off, always: a ratio of two passes would
@@ -36,10 +37,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions import sharding
+from rlhfless.functions.attention_kernels import runs_side_by_side
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
 from rlhfless.functions.head import OutputHead, head_logprobs, output_head
 from rlhfless.functions.loading import load_whole
-from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row
+from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row, row_side_by_side
 from rlhfless.prefixes.packing import (
     LEAST_SAVED_TOKENS,
     PackedSegments,
@@ -82,6 +84,9 @@ class Policy:
     packs_below: float = 0.0
     """Sequences are packed in one row, in which prefixes that they share are computed once, where that computes less
     than this part of the padded pass's tokens; 0 if they cannot be packed."""
+
+    side_by_side: bool = False
+    """Sequences that are not packed lie side by side in a row, and not padded below each other."""
 
     def hidden_states(self, tokens: torch.Tensor, **shared: Any) -> torch.Tensor:
         """`tokens` [batch, width], padded on the right -> [batch, width, hidden]. For a packed row `shared` has its
@@ -140,8 +145,8 @@ def load_policy(
     logits_elements: int | None = None,
 ) -> Policy:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None). With
-    `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that. `logits_elements`: see
-    OutputHead.chunk_elements.
+    `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that, and others lie
+    side by side where torch has FlashAttention. `logits_elements`: see OutputHead.chunk_elements.
 
     `mesh`: split its parameters over these ranks; each reads its own parts of the files. Without one, both formats must
     be the same. `offload` and `exact_head`: see sharding.shard. *Collective* with a mesh.
@@ -175,6 +180,7 @@ def load_policy(
     _check_against_model(policy, spec.path)
     if share_prefixes and _can_share(policy, spec.path):
         policy = dataclasses.replace(policy, packs_below=expected_to_pay_below(on_cpu=device.type == "cpu"))
+        policy = dataclasses.replace(policy, side_by_side=_can_lie_side_by_side(policy, spec.path))
     if gradient_checkpointing:
         checkpoint_activations(model)
     return policy
@@ -221,8 +227,9 @@ def response_logprobs(
         logprobs, entropy = policy.inside(_passed, policy, token[None], token, token, temperature)
         return ResponseLogprobs(logprobs[:0], entropy[:0])
     targets = torch.from_numpy(batch.tokens[batch.response_mask]).to(policy.device)
-    tokens, predictors = _padded(batch) if packed is None else _in_one_row(batch, packed)
-    shared = {} if packed is None else packed_row(packed, policy.device)
+    padded = packed is None and not policy.side_by_side
+    tokens, predictors = _padded(batch) if padded else _in_one_row(batch, packed)
+    shared = NOT_SHARED if padded else _layout(policy, batch, packed)
     fed = (tokens.to(policy.device), predictors.to(policy.device), targets, temperature, shared)
     return ResponseLogprobs(*policy.inside(_passed, policy, *fed))
 
@@ -239,13 +246,22 @@ def _padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(padded).view(batch.sequences, width), predictors
 
 
-def _in_one_row(batch: PackedBatch, packed: PackedSegments) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_padded`, in a row `[1, width]` in which each shared prefix lies once."""
-    fed = batch.positions < batch.lengths[batch.sequence_id] - 1
-    row = torch.from_numpy(batch.tokens[fed][packed.source])[None]
+def _layout(policy: Policy, batch: PackedBatch, packed: PackedSegments | None) -> Mapping[str, Any]:
+    """The arguments with which the decoder forwards the row of `_in_one_row`."""
+    if packed is None:
+        return row_side_by_side(batch.lengths[batch.lengths > 1] - 1, policy.device)
+    if policy.side_by_side and not packed.shared:
+        return row_side_by_side(np.array([tokens for _, tokens in packed.segments]), policy.device)
+    return packed_row(packed, policy.device)
+
+
+def _in_one_row(batch: PackedBatch, packed: PackedSegments | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_padded`, in a row `[1, width]`; with a layout, each shared prefix lies in it once."""
+    fed = batch.tokens[batch.positions < batch.lengths[batch.sequence_id] - 1]
     # A sequence's first token is never drawn, so the token before a drawn one is in its own sequence, and fed.
     before = np.flatnonzero(batch.response_mask) - batch.sequence_id[batch.response_mask] - 1
-    return row, torch.from_numpy(packed.index[before])
+    row, at = (fed, before) if packed is None else (fed[packed.source], packed.index[before])
+    return torch.from_numpy(row)[None], torch.from_numpy(at)
 
 
 def _passed(
@@ -320,6 +336,27 @@ def both_passes(
         partial(policy.inside, policy.hidden_states, rows.to(policy.device)),
         partial(policy.inside, packed, row),
     )
+
+
+@torch.no_grad()
+def _can_lie_side_by_side(policy: Policy, path: str) -> bool:
+    """Whether FlashAttention gives the same for sequences side by side as for padded ones, on this device."""
+    if not runs_side_by_side(policy.device, policy.compute_dtype):
+        return False
+    rows = torch.arange(1, 25, device=policy.device).remainder(policy.head.linear.weight.shape[0]).view(2, 12)
+    lying = partial(policy.hidden_states, **row_side_by_side(np.full(*rows.shape), policy.device))
+    expected = policy.inside(policy.hidden_states, rows).flatten(0, 1)
+    try:
+        difference = float((policy.inside(lying, rows.view(1, -1))[0] - expected).abs().max())
+        if difference <= CHECK_TOLERANCE[policy.compute_dtype] * float(expected.abs().max()):
+            return True
+        reason = f"its outputs differ by {difference:.2g}"
+    except RuntimeError as error:  # such as a GPU or a width of heads that the kernel is not made for
+        reason = str(error).splitlines()[0]
+    finally:
+        policy.settle()
+    log.info("model %r is computed with padding, without FlashAttention over sequences in a row: %s", path, reason)
+    return False
 
 
 @torch.no_grad()
