@@ -40,10 +40,10 @@ class LearnerSpec(SpecModel):
     micro_batch_tokens: Tokens = 8192
     """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own."""
 
-    logits_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Largest block of logits that learner and reference compute at once, in MiB of float32; a backward pass holds five.
-    Larger blocks read and write the head's gradient less often. `auto`: 128, and on GPUs up to 2048, as far as the
-    memory plan has room for twice as large ones."""
+    logits_mib: Annotated[int, Field(ge=1, le=2**17)] | Literal["auto"] = "auto"
+    """Largest block of logits that learner and reference compute at once, in MiB of float32; a backward pass holds
+    five. Larger blocks read and write the head's gradient less often. `auto`: 128, and on GPUs up to 2048, as far as
+    the memory plan has room for twice as large ones."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the forward and backward pass. The optimiser's copy is always float32."""
