@@ -20,10 +20,10 @@ class ReferenceSettings:
     dtype: DType
     micro_batch_tokens: int
     share_prefixes: bool
-    logits_elements: int | None
-    """See OutputHead.chunk_elements."""
     temperature: float
     rank_bindings: tuple[DeviceBinding, ...]
     call_timeout_s: float
+    logits_elements: int | None = None
+    """See OutputHead.chunk_elements."""
     planned: Planned = field(default_factory=dict)
     """Of one rank."""
