@@ -1,4 +1,4 @@
-"""torch's fused attention with its logsumexp, forward and backward, on a CPU and on GPUs.
+"""torch's fused attention: with its logsumexp, forward and backward, on a CPU and on GPUs; and of sequences in a row.
 
 The public function of torch gives no logsumexp, which is what joins the attention over two sets of keys
 (rlhfless.functions.prefix_attention). Scores, weights and sums are in float32 at least, whatever the inputs' format.
@@ -7,6 +7,10 @@ The public function of torch gives no logsumexp, which is what joins the attenti
 from __future__ import annotations
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
+
+SIDE_BY_SIDE_DTYPES = (torch.bfloat16, torch.float16)
+"""Of FlashAttention, which torch has for GPUs alone."""
 
 LSE_ALIGNMENT = 32
 """The CUDA kernel pads the queries of its logsumexp to a multiple of this, and wants it so again."""
@@ -55,3 +59,20 @@ def attend_backward(
         causal, scale=scale,
     )  # fmt: skip
     return found[0], found[1], found[2]
+
+
+def runs_side_by_side(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has FlashAttention for these; an old GPU may refuse it all the same."""
+    return device.type == "cuda" and dtype in SIDE_BY_SIDE_DTYPES
+
+
+def attend_side_by_side(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, *, scale: float
+) -> torch.Tensor:
+    """Causal attention inside of each sequence of a row: `query` [1, heads, tokens, head], `key` and `value` [1, KV
+    heads, tokens, head], `starts` [sequences + 1] -> [1, tokens, heads, head]. Differentiable."""
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    causal = (-1, 0)
+    output = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=causal, enable_gqa=True)
+    assert isinstance(output, torch.Tensor)  # without a logsumexp, which was not asked for
+    return output[None]

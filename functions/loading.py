@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
@@ -76,16 +77,22 @@ class Misfit:
 
 
 def load_whole(
-    auto: Any, path: str, field: str, *, prepare: Callable[[Any], None] | None = None, **options: Any
+    auto: Any,
+    path: str,
+    field: str,
+    *,
+    prepare: Callable[[Any], None] | None = None,
+    offload: bool = False,
+    **options: Any,
 ) -> Any:
     """`auto.from_pretrained(path, **options)`, if it has all weights from the files, and all are finite.
 
     `field` is the spec's field that named the path. `prepare` is called with the model before its weights are read,
-    when its tensors have no data yet: if it splits them over ranks, each rank reads its own parts. Raises InputError,
-    and what transformers raises for a path that it cannot read.
+    when its tensors have no data yet: if it splits them over ranks, each rank reads its own parts. With `offload` those
+    parts stay in the host's memory. Raises InputError, and what transformers raises for a path that it cannot read.
     """
     try:
-        with _prepared(prepare):
+        with _prepared(prepare), _in_host_memory() if offload else contextlib.nullcontext():
             model, found = auto.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except (SafetensorError, pickle.UnpicklingError, EOFError) as error:
         raise _unfit(path, [Problem(field, f"a weight file cannot be read: {error}", RESTORE)]) from error
@@ -117,11 +124,33 @@ def _prepared(prepare: Callable[[Any], None] | None) -> Iterator[None]:
         prepare(model)
         return load(model, *arguments, **options)
 
-    PreTrainedModel._load_pretrained_model = staticmethod(load_prepared)  # type: ignore[method-assign]
+    with _replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(load), staticmethod(load_prepared)):
+        yield
+
+
+@contextlib.contextmanager
+def _in_host_memory() -> Iterator[None]:
+    """Within the block transformers leaves the parts of split tensors where it reads them. By itself it moves them to
+    the mesh's device (`DTensor.from_local`), and FSDP refuses parameters there that are to be offloaded."""
+
+    def wrapped(part: torch.Tensor, like: DTensor) -> DTensor:
+        return DTensor(part.contiguous(), like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    name = "_dtensor_from_local_like"
+    with contextlib.ExitStack() as replaced:
+        for user in (core_model_loading, modeling_utils):
+            replaced.enter_context(_replaced(user, name, getattr(user, name), wrapped))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: object, by: object) -> Iterator[None]:
+    """Within the block an attribute has another value."""
+    setattr(owner, name, by)
     try:
         yield
     finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]
+        setattr(owner, name, value)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -73,7 +73,7 @@ def _measured_s(policy: Policy, passes: Sequence[Callable[[], object]]) -> list[
     times_s = torch.tensor([[_time_s(policy, each) for each in passes] for _ in range(1 + ROUNDS)])[1:].amin(0)
     if policy.mesh is not None and policy.mesh.size() > 1:
         times_s = times_s.to(policy.device)
-        dist.all_reduce(times_s, group=policy.mesh.get_group())
+        dist.all_reduce(times_s)
     found: list[float] = times_s.tolist()
     return found
 

@@ -4,9 +4,10 @@ The learner and the reference function share this path, so that their logprobs d
 
 How a batch is forwarded. It is cut into micro-batches within a budget of tokens (rlhfless.functions.batching). Either
 each is padded on the right: under causal attention nothing looks to the right, so no attention mask is built and the
-kernel's own causal path is taken. Or it is one row without padding, in which prefixes that sequences share are computed
-once (rlhfless.functions.prefix_attention). The last token of a sequence predicts nothing and is not fed. The output
-head runs only where a response token is predicted, in chunks of bounded size.
+kernel's own causal path is taken; where torch has FlashAttention, sequences lie side by side in a row instead. Or it is
+one row without padding, in which prefixes that sequences share are computed once (rlhfless.functions.prefix_attention).
+The last token of a sequence predicts nothing and is not fed. The output head runs only where a response token is
+predicted (rlhfless.functions.head).
 
 Invariants: a token's logprob depends on its own sequence only (not on its neighbours, order or padding), up
 to the rounding of differently shaped matrix products. Dropout is off, always: a ratio of two passes would
@@ -36,9 +37,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions import sharding
+from rlhfless.functions.attention_kernels import runs_side_by_side
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatch, MicroBatches, cut
+from rlhfless.functions.head import OutputHead, head_logprobs, output_head
 from rlhfless.functions.loading import load_whole
-from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row
+from rlhfless.functions.prefix_attention import NAME, SharingUnsupported, packed_row, row_side_by_side
 from rlhfless.prefixes.packing import (
     LEAST_SAVED_TOKENS,
     PackedSegments,
@@ -49,10 +52,6 @@ from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
 
 log = logging.getLogger(__name__)
-
-LOGITS_CHUNK_ELEMENTS = 2**25
-"""Largest `[positions, vocabulary]` block of logits: 128 MiB in float32. With a vocabulary of 150,000 that is
-220 rows, still a well shaped matrix product; all logits of 8192 tokens at once would take 5 GB."""
 
 CHECK_TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Difference of two passes with the same weights that rounding explains, relative to the largest logit."""
@@ -71,24 +70,6 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 
 @dataclass(frozen=True, slots=True)
-class OutputHead:
-    """Hidden states to logits: a linear layer, a scale, a soft cap (Gemma 2, arXiv 2408.00118)."""
-
-    linear: torch.nn.Linear
-    scale: float
-    soft_cap: float | None
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [positions, hidden] -> [positions, vocabulary], float32 or finer."""
-        logits = at_least_float32(self.linear(hidden))
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.soft_cap is not None:
-            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
-        return logits
-
-
-@dataclass(frozen=True, slots=True)
 class Policy:
     """A causal language model, taken apart into decoder and head."""
 
@@ -99,10 +80,13 @@ class Policy:
     compute_dtype: torch.dtype
     """Format of matrix products."""
     mesh: DeviceMesh | None = None
-    """The ranks that its parameters are split over; None if they are not split."""
+    """All ranks of the process group, over which its parameters are split; None if they are not split."""
     packs_below: float = 0.0
     """Sequences are packed in one row, in which prefixes that they share are computed once, where that computes less
     than this part of the padded pass's tokens; 0 if they cannot be packed."""
+
+    side_by_side: bool = False
+    """Sequences that are not packed lie side by side in a row, and not padded below each other."""
 
     def hidden_states(self, tokens: torch.Tensor, **shared: Any) -> torch.Tensor:
         """`tokens` [batch, width], padded on the right -> [batch, width, hidden]. For a packed row `shared` has its
@@ -124,7 +108,7 @@ class Policy:
         most = len(parts)
         if self.mesh is not None and self.mesh.size() > 1:
             count = torch.tensor(most, device=self.device)
-            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+            dist.all_reduce(count, op=dist.ReduceOp.MAX)
             most = int(count)
         return [*parts, *[NO_SEQUENCES] * (most - len(parts))]
 
@@ -140,11 +124,6 @@ class ResponseLogprobs:
 
     logprobs: torch.Tensor  # [response tokens], float32
     entropy: torch.Tensor  # [response tokens], float32, nats, no gradient
-
-
-def at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    """`values` in float32, if their own format is not finer."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def default_device() -> torch.device:
@@ -163,9 +142,11 @@ def load_policy(
     offload: bool = False,
     exact_head: bool = False,
     share_prefixes: bool = True,
+    logits_elements: int | None = None,
 ) -> Policy:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None). With
-    `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that.
+    `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that, and others lie
+    side by side where torch has FlashAttention. `logits_elements`: see OutputHead.chunk_elements.
 
     `mesh`: split its parameters over these ranks; each reads its own parts of the files. Without one, both formats must
     be the same. `offload` and `exact_head`: see sharding.shard. *Collective* with a mesh.
@@ -188,24 +169,32 @@ def load_policy(
         spec.path,
         "model.path",
         prepare=split,
+        offload=offload,
         config=config,
         dtype=TORCH_DTYPES[parameter_dtype],
         attn_implementation="sdpa",
         trust_remote_code=spec.trust_remote_code,
     )
     _place(model, device, offload=offload)
-    policy = policy_of(model, device, compute, mesh)
+    policy = policy_of(model, device, compute, mesh, logits_elements)
     _check_against_model(policy, spec.path)
     if share_prefixes and _can_share(policy, spec.path):
         policy = dataclasses.replace(policy, packs_below=expected_to_pay_below(on_cpu=device.type == "cpu"))
+        policy = dataclasses.replace(policy, side_by_side=_can_lie_side_by_side(policy, spec.path))
     if gradient_checkpointing:
         checkpoint_activations(model)
     return policy
 
 
-def policy_of(model: Any, device: torch.device, compute_dtype: torch.dtype, mesh: DeviceMesh | None = None) -> Policy:
-    """The parts of a model that is on `device`."""
-    return Policy(model, model.get_decoder(), output_head(model), device, compute_dtype, mesh)
+def policy_of(
+    model: Any,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
+    logits_elements: int | None = None,
+) -> Policy:
+    """The parts of a model that is on `device`. `logits_elements`: see OutputHead.chunk_elements."""
+    return Policy(model, model.get_decoder(), output_head(model, logits_elements), device, compute_dtype, mesh)
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -238,8 +227,9 @@ def response_logprobs(
         logprobs, entropy = policy.inside(_passed, policy, token[None], token, token, temperature)
         return ResponseLogprobs(logprobs[:0], entropy[:0])
     targets = torch.from_numpy(batch.tokens[batch.response_mask]).to(policy.device)
-    tokens, predictors = _padded(batch) if packed is None else _in_one_row(batch, packed)
-    shared = {} if packed is None else packed_row(packed, policy.device)
+    padded = packed is None and not policy.side_by_side
+    tokens, predictors = _padded(batch) if padded else _in_one_row(batch, packed)
+    shared = NOT_SHARED if padded else _layout(policy, batch, packed)
     fed = (tokens.to(policy.device), predictors.to(policy.device), targets, temperature, shared)
     return ResponseLogprobs(*policy.inside(_passed, policy, *fed))
 
@@ -256,13 +246,22 @@ def _padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(padded).view(batch.sequences, width), predictors
 
 
-def _in_one_row(batch: PackedBatch, packed: PackedSegments) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_padded`, in a row `[1, width]` in which each shared prefix lies once."""
-    fed = batch.positions < batch.lengths[batch.sequence_id] - 1
-    row = torch.from_numpy(batch.tokens[fed][packed.source])[None]
+def _layout(policy: Policy, batch: PackedBatch, packed: PackedSegments | None) -> Mapping[str, Any]:
+    """The arguments with which the decoder forwards the row of `_in_one_row`."""
+    if packed is None:
+        return row_side_by_side(batch.lengths[batch.lengths > 1] - 1, policy.device)
+    if policy.side_by_side and not packed.shared:
+        return row_side_by_side(np.array([tokens for _, tokens in packed.segments]), policy.device)
+    return packed_row(packed, policy.device)
+
+
+def _in_one_row(batch: PackedBatch, packed: PackedSegments | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_padded`, in a row `[1, width]`; with a layout, each shared prefix lies in it once."""
+    fed = batch.tokens[batch.positions < batch.lengths[batch.sequence_id] - 1]
     # A sequence's first token is never drawn, so the token before a drawn one is in its own sequence, and fed.
     before = np.flatnonzero(batch.response_mask) - batch.sequence_id[batch.response_mask] - 1
-    return row, torch.from_numpy(packed.index[before])
+    row, at = (fed, before) if packed is None else (fed[packed.source], packed.index[before])
+    return torch.from_numpy(row)[None], torch.from_numpy(at)
 
 
 def _passed(
@@ -276,7 +275,7 @@ def _passed(
     """`tokens` [batch, width] -> logprobs and entropy of `targets` [response tokens], which the flat positions
     `predictors` [response tokens] predict. `shared`: see Policy.hidden_states."""
     hidden = policy.hidden_states(tokens, **shared).flatten(0, 1).index_select(0, predictors)
-    logprobs, entropy = _head_logprobs(policy.head, hidden, targets, temperature)
+    logprobs, entropy = head_logprobs(policy.head, hidden, targets, temperature)
     return logprobs.clone(), entropy  # FSDP hangs its hook on the result, and warns of views
 
 
@@ -300,48 +299,10 @@ def logprobs_of(policy: Policy, batch: PackedBatch, temperature: float, parts: M
     return values
 
 
-def _head_logprobs(
-    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy, [positions] each. In chunks; where there are several, the backward pass computes each
-    chunk's logits anew."""
-    vocabulary = head.linear.weight.shape[0]
-    rows = max(1, LOGITS_CHUNK_ELEMENTS // vocabulary)
-    if len(targets) <= rows:
-        return _chunk_logprobs(head, hidden, targets, temperature)
-    chunks = [
-        torch.utils.checkpoint.checkpoint(_chunk_logprobs, head, part, target, temperature, use_reentrant=False)
-        for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-    ]
-    logprobs, entropy = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
-
-
-def _chunk_logprobs(
-    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`hidden` [positions, hidden], `targets` [positions] -> logprobs and entropy, [positions] each."""
-    logits = head.logits(hidden)
-    if temperature != 1.0:
-        logits = logits / temperature
-    everything = torch.log_softmax(logits, dim=-1)
-    with torch.no_grad():
-        entropy = -(everything.exp() * everything).sum(-1)
-    return everything.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
-
-
 def _switch_off_dropout(config: PretrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
-
-
-def output_head(model: Any) -> OutputHead:
-    """Scale and soft cap have different names per model family; `_check_against_model` verifies the result."""
-    config = model.config
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    return OutputHead(model.get_output_embeddings(), float(scale), getattr(config, "final_logit_softcapping", None))
 
 
 @torch.no_grad()
@@ -375,6 +336,27 @@ def both_passes(
         partial(policy.inside, policy.hidden_states, rows.to(policy.device)),
         partial(policy.inside, packed, row),
     )
+
+
+@torch.no_grad()
+def _can_lie_side_by_side(policy: Policy, path: str) -> bool:
+    """Whether FlashAttention gives the same for sequences side by side as for padded ones, on this device."""
+    if not runs_side_by_side(policy.device, policy.compute_dtype):
+        return False
+    rows = torch.arange(1, 25, device=policy.device).remainder(policy.head.linear.weight.shape[0]).view(2, 12)
+    lying = partial(policy.hidden_states, **row_side_by_side(np.full(*rows.shape), policy.device))
+    expected = policy.inside(policy.hidden_states, rows).flatten(0, 1)
+    try:
+        difference = float((policy.inside(lying, rows.view(1, -1))[0] - expected).abs().max())
+        if difference <= CHECK_TOLERANCE[policy.compute_dtype] * float(expected.abs().max()):
+            return True
+        reason = f"its outputs differ by {difference:.2g}"
+    except RuntimeError as error:  # such as a GPU or a width of heads that the kernel is not made for
+        reason = str(error).splitlines()[0]
+    finally:
+        policy.settle()
+    log.info("model %r is computed with padding, without FlashAttention over sequences in a row: %s", path, reason)
+    return False
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ union, which makes their probabilities those of the union; so keys and values of
 attend to them.
 
 On a CPU and on GPUs the parts run in torch's fused kernels. Models reach this module through the attention interface of
-transformers, under NAME: without a layout it is torch's scaled dot product attention as always.
+transformers, under NAME: without a layout it is torch's scaled dot product attention as always. Sequences that share
+nothing may lie side by side in a row, too: then it is FlashAttention of each, and nothing is padded.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhfless.functions.attention_kernels import attend, attend_backward
+from rlhfless.functions.attention_kernels import attend, attend_backward, attend_side_by_side
 from rlhfless.prefixes.packing import PackedSegments
+from rlhfless.records import IntArray
 
 NAME = "rlhfless_shared_prefixes"
 """Of this attention, in a model's configuration."""
@@ -56,13 +58,39 @@ class PrefixLayout:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Sequences in a row."""
+
+    starts: torch.Tensor
+    """Of each, and the end of the last, `[sequences + 1]`, int32."""
+    longest: int
+    """Tokens of the longest."""
+
+
+def row_side_by_side(lengths: IntArray, device: torch.device) -> dict[str, Any]:
+    """As `packed_row`, of sequences of these lengths one after the other."""
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    layout = SideBySide(torch.from_numpy(starts.astype(np.int32)).to(device), int(lengths.max()))
+    return {
+        "position_ids": torch.from_numpy(positions)[None].to(device),
+        "side_by_side": layout,
+        "attention_mask": _no_mask(device),
+    }
+
+
+def _no_mask(device: torch.device) -> torch.Tensor:
+    """transformers takes a mask of four dimensions as it is, and makes none; this attention looks at the layout."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
 def packed_row(packed: PackedSegments, device: torch.device) -> dict[str, Any]:
     """The arguments with which a decoder, whose attention is NAME, forwards a row of tokens in this layout."""
     return {
         "position_ids": torch.from_numpy(packed.positions)[None].to(device),
         "prefix_layout": PrefixLayout.of(packed, device),
-        # transformers takes a mask of four dimensions as it is, and makes none; this attention looks at the layout.
-        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+        "attention_mask": _no_mask(device),
     }
 
 
@@ -90,6 +118,7 @@ def shared_prefix_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     prefix_layout: PrefixLayout | None = None,
+    side_by_side: SideBySide | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: `query` [1, heads, tokens, head], `key` and `value` [1, KV heads, tokens,
@@ -97,7 +126,7 @@ def shared_prefix_attention(
 
     Raises SharingUnsupported for a layout and an attention that is more than softmax over all earlier tokens.
     """
-    if prefix_layout is None:
+    if prefix_layout is None and side_by_side is None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
         return output, None
     if wanted := [name for name in _OTHER_FORMS if arguments.get(name) is not None]:
@@ -106,6 +135,8 @@ def shared_prefix_attention(
         wanted_dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(wanted_dtype) for tensor in (query, key, value))
     scale = arguments.get("scaling") or query.shape[-1] ** -0.5
+    if side_by_side is not None:
+        return attend_side_by_side(query, key, value, side_by_side.starts, side_by_side.longest, scale=scale), None
     mixed = _PrefixAttention.apply(query, key, value, prefix_layout, scale)
     return mixed.transpose(1, 2), None
 

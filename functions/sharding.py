@@ -2,7 +2,9 @@
 
 Each decoder layer is a group of its own; the embeddings, which may be tied to the head, the last norm and the head are
 in the root's group. A group is gathered before its forward and backward pass and freed after it; gradients are summed
-into shards. One rank takes the same path. It keeps what it has gathered until `settle`, and sums the gradients of a
+into shards. The mesh may have a second dimension (HSDP, the paper's hybrid sharding): then neighbouring ranks split the
+parameters, each set of such ranks holds a copy, and gradients are added up between the sets once, after the last
+micro-batch. One rank takes the same path. It keeps what it has gathered until `settle`, and sums the gradients of a
 step before it reduces them: with no other rank to share with, freeing and gathering again would only copy.
 
 Invariant: every method here is collective. All ranks run as many forward passes, in the same order.
@@ -10,7 +12,9 @@ Invariant: every method here is collective. All ranks run as many forward passes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,9 +38,28 @@ ONE_GROUP_PARAMETERS = 2**22
 group for each of 4 layers a step of a model of 0.8 M parameters took 4 % longer."""
 
 
-def mesh_of(device: torch.device, ranks: int) -> DeviceMesh:
-    """All ranks of the process group, in one dimension."""
-    return init_device_mesh(device.type, (ranks,))
+def mesh_of(
+    device: torch.device,
+    ranks: int,
+    shard_ranks: int | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+) -> DeviceMesh:
+    """All ranks of the process group: in one dimension, or with fewer `shard_ranks` in two, (copies, shards). Groups
+    that are made for that have `timeout` and `backend`, by default those of the process group. *Collective*."""
+    if shard_ranks in (None, ranks):
+        return init_device_mesh(device.type, (ranks,))
+    grid = torch.arange(ranks).view(-1, shard_ranks or ranks)
+    groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout, backend)[0] for lines in (grid.T, grid)]
+    return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=("copies", "shards"))
+
+
+def copies_of(tensor: torch.Tensor) -> int:
+    """Ranks that hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
@@ -62,7 +85,8 @@ def shard(
     exact = next(model.parameters()).dtype
     options: dict[str, Any] = {
         "mesh": mesh,
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        # What is pinned is copied while the GPU computes; only CUDA can pin it.
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
         "reshard_after_forward": not is_alone(mesh, offload=offload),
     }
     in_layers = _precision(compute_dtype, exact)
@@ -106,9 +130,11 @@ def is_alone(mesh: DeviceMesh, *, offload: bool) -> bool:
     return mesh.size() == 1 and not offload
 
 
-def reduces(model: Any, *, alone: bool, last: bool) -> None:
-    """Whether the next backward pass reduces gradients: on a rank that is alone only the `last` of a step does."""
+def reduces(model: Any, *, alone: bool, offload: bool, last: bool) -> None:
+    """What the next backward pass does with gradients. On a rank that is alone only the `last` of a step reduces them.
+    Between copies only the last adds them up, unless they would wait for that on a device that they are to leave."""
     model.set_requires_gradient_sync(last or not alone)
+    model.set_requires_all_reduce(last or offload)
 
 
 def settle(model: Any) -> None:

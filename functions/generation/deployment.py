@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
 from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply, Usage
+from rlhfless.functions.cuda import cuda_fault
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
     GenerationEvent,
@@ -89,7 +90,8 @@ class GenerationFunction(Function):
             try:
                 self._engine = await Engine.start(settings.engine)
             except EngineDead as error:
-                raise engine_fault(str(error), settings.planned) or error from error
+                told = engine_fault(str(error), settings.planned) or cuda_fault(str(error))
+                raise told or error from error
         self._loaded: PublishedWeights | None = None
         self._loading = asyncio.Lock()
         self._runs: dict[RequestRun, int] = {}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhfless.functions.sharding import local
+from rlhfless.functions.sharding import copies_of, local
 from rlhfless.spec import AdamWSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -20,6 +20,7 @@ class ShardedAdamW:
     def __init__(self, model: torch.nn.Module, spec: AdamWSpec) -> None:
         self._spec = spec
         self._parameters = dict(model.named_parameters())
+        self._copies = copies_of(next(iter(self._parameters.values())))
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=spec.learning_rate,
@@ -39,8 +40,8 @@ class ShardedAdamW:
         """Of the whole gradient, before clipping; the same on every rank. *Collective*."""
         gradients = self._gradients()
         squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-        dist.all_reduce(squares)
-        return float(squares.sqrt())
+        dist.all_reduce(squares)  # over copies, too, so that all of them clip by the same number
+        return float((squares / self._copies).sqrt())
 
     def forget_gradients(self) -> None:
         self._optimizer.zero_grad()

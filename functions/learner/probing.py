@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhfless.functions.head import output_head
 from rlhfless.functions.learner.publishing import named_tensors
 from rlhfless.functions.loading import build_blank
-from rlhfless.functions.policy import Policy, output_head
+from rlhfless.functions.policy import Policy
 from rlhfless.functions.sharding import layers_of
 
 Fetch = Callable[[str, torch.Tensor], torch.Tensor]

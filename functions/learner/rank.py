@@ -32,6 +32,7 @@ import torch.distributed as dist
 from rlhfless.algorithms.base import LossInputs, algorithm_of, combine_metrics, common_metrics
 from rlhfless.algorithms.batch import PackedBatch, declared, mini_batches, select
 from rlhfless.functions.batching import NO_SEQUENCES, MicroBatches, cut, prompt_tokens
+from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.learner.checkpoint import Savers, restore_checkpoint, save_checkpoint
 from rlhfless.functions.learner.metrics import over_ranks, over_updates
 from rlhfless.functions.learner.optimizer import ShardedAdamW
@@ -39,7 +40,7 @@ from rlhfless.functions.learner.probing import Probing
 from rlhfless.functions.learner.publishing import Substitute, gathered_as, published_stream, sampling
 from rlhfless.functions.learner.saving import Background
 from rlhfless.functions.packing_rate import with_measured_rates
-from rlhfless.functions.policy import Policy, at_least_float32, load_policy, response_logprobs
+from rlhfless.functions.policy import Policy, load_policy, response_logprobs
 from rlhfless.functions.ranks.process_group import join
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs, share_of
 from rlhfless.functions.sharding import is_alone, reduces
@@ -84,16 +85,15 @@ class LearnerRank:
         self._learner = learner
         self._algorithm = algorithm_of(algorithm)
         self._temperature = temperature
-        device, self._mesh = join(init_method, rank, world_size, timeout_s)
-        self._offload = learner.offload and device.type != "cpu"
-        self._alone = is_alone(self._mesh, offload=self._offload)
+        device, self._mesh = join(init_method, rank, world_size, timeout_s, learner.split_over(world_size))
+        self._alone = is_alone(self._mesh, offload=learner.offload)
         self._policy = self._load(device)
         self._model = self._policy.model
         self._optimizer = ShardedAdamW(self._model, optimizer)
         self._probing = Probing(self._policy, trust_remote_code=model.trust_remote_code)
         self._timeout_s = timeout_s
         self._savers = Savers.of(timeout_s)
-        self._background = Background(self._savers, timeout_s)
+        self._background = Background(self._savers, timeout_s, self._mesh)
         self._substitute: Substitute | None = None
         self.shared_prompt_tokens = 0
         """Prompt tokens that no rank has computed in an update so far, because a sequence of the same micro-batch had
@@ -107,9 +107,10 @@ class LearnerRank:
             device=device,
             gradient_checkpointing=self._learner.gradient_checkpointing,
             mesh=self._mesh,
-            offload=self._offload,
+            offload=self._learner.offload,
             exact_head=self._learner.head_dtype == "float32",
             share_prefixes=self._learner.share_prefixes,
+            logits_elements=self._learner.logits_elements,
         )
         return with_measured_rates(policy, self._learner.micro_batch_tokens)
 
@@ -227,7 +228,8 @@ class LearnerRank:
         # A rank without sequences has metrics, too, all 0: every rank must reduce the same ones.
         in_step = self._policy.in_step(parts.parts or (NO_SEQUENCES,))
         for number, part in enumerate(in_step, start=1):
-            reduces(self._model, alone=self._alone, last=number == len(in_step))
+            last = number == len(in_step)
+            reduces(self._model, alone=self._alone, offload=self._learner.offload, last=last)
             loss, metrics = self._loss(select(mine, part.indices), part.packed)
             torch.autograd.backward(loss)
             shares.append(metrics)

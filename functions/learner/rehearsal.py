@@ -43,7 +43,7 @@ def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: 
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        mesh = mesh_of(CPU, ranks)  # reads tensors
+        mesh = mesh_of(CPU, ranks, learner.split_over(ranks))  # reads tensors
         with FakeTensorMode(allow_non_fake_inputs=True):
             rank = _rank(config, learner, mesh)
             batch = _batch(rows, width)
@@ -78,7 +78,7 @@ def _tracked(rank: LearnerRank, batch: PackedBatch) -> Mapping[str, int]:
     with tracker:
         for number in range(MICRO_BATCHES):
             tracker.reset_mod_stats()  # it takes one pass of each module at a time; its peak goes on
-            reduces(rank._model, alone=rank._alone, last=number == MICRO_BATCHES - 1)
+            reduces(rank._model, alone=rank._alone, offload=False, last=number == MICRO_BATCHES - 1)
             rank._loss(batch)[0].backward()
     states, peak = rank._optimizer.state(), _peak(tracker)
     moments = sum(local(tensor).nbytes for moment in MOMENTS for tensor in states[moment].values())
@@ -113,7 +113,7 @@ def _policy(config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: t
     model.to_empty(device=CPU)
     if learner.gradient_checkpointing:
         checkpoint_activations(model)
-    return policy_of(model, CPU, compute, mesh)
+    return policy_of(model, CPU, compute, mesh, learner.logits_elements)
 
 
 def _batch(rows: int, width: int) -> PackedBatch:

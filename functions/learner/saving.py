@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rlhfless.free_memory import free_bytes
 from rlhfless.functions.learner.checkpoint import Savers
-from rlhfless.functions.sharding import local
+from rlhfless.functions.sharding import local, mesh_of
 
 MEMORY_SHARE = 0.5
 """Of the memory that is free on a node, which copies may take: the rest is for the step that goes on beside."""
@@ -27,11 +28,16 @@ MEMORY_SHARE = 0.5
 class Background:
     """Writes one checkpoint at a time in a thread. All methods but `written` are collective."""
 
-    def __init__(self, savers: Savers, timeout_s: float) -> None:
-        """`timeout_s` bounds the wait for a checkpoint that is written when the next one begins."""
+    def __init__(self, savers: Savers, timeout_s: float, mesh: DeviceMesh) -> None:
+        """`timeout_s` bounds the wait for a checkpoint that is written when the next one begins. `mesh`: the ranks, as
+        a state is split over them."""
         self._savers = savers
         self._timeout_s = timeout_s
-        self._mesh = DeviceMesh.from_group(savers.group, "cpu")
+        self._mesh = (
+            DeviceMesh.from_group(savers.group, "cpu")
+            if mesh.ndim == 1
+            else mesh_of(torch.device("cpu"), mesh.size(), mesh.size(1), timedelta(seconds=timeout_s), "gloo")
+        )
         self._writing: Future[None] | None = None
 
     def fits(self, state: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import ray
 
+from rlhfless.functions.cuda import require_cuda
 from rlhfless.functions.loopback import LOOPBACK, bind_rendezvous_to_loopback, loopback_environment, prefer
 from rlhfless.functions.out_of_memory import Planned, memory_told
 from rlhfless.functions.ranks.front import RankedSettings
@@ -55,7 +56,10 @@ class RankActor(Generic[S]):
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
     def start(self, address: str, on_one_node: bool) -> None:
-        """Join the other ranks and load the model. *Collective.*"""
+        """Join the other ranks and load the model. Raises NoCuda on a node whose GPUs it does not reach.
+        *Collective.*"""
+        if self._settings.rank_bindings[self._number].kind == "cuda":
+            require_cuda()
         if on_one_node:
             prefer(loopback_environment())
         bind_rendezvous_to_loopback()

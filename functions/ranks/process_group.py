@@ -12,21 +12,24 @@ from rlhfless.functions.policy import default_device
 from rlhfless.functions.sharding import mesh_of
 
 
-def join(init_method: str, rank: int, ranks: int, timeout_s: float) -> tuple[torch.device, DeviceMesh]:
-    """Meet the other ranks at `init_method` (`tcp://host:port` or `file:///path`); this rank's device, and all ranks.
+def join(
+    init_method: str, rank: int, ranks: int, timeout_s: float, shard_ranks: int | None = None
+) -> tuple[torch.device, DeviceMesh]:
+    """Meet the other ranks at `init_method` (`tcp://host:port` or `file:///path`); this rank's device, and all ranks,
+    of which `shard_ranks` neighbours split a model (by default all).
 
     `timeout_s` bounds the rendezvous and each collective operation; torch raises an error that names the operation.
     """
-    device = default_device()
+    device, timeout = default_device(), timedelta(seconds=timeout_s)
     dist.init_process_group(
         # What is kept in the host's memory is reduced there.
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=init_method,
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
-    return device, mesh_of(device, ranks)
+    return device, mesh_of(device, ranks, shard_ranks, timeout)
 
 
 def join_frozen(init_method: str, rank: int, ranks: int, timeout_s: float) -> DeviceMesh | None:

@@ -14,7 +14,7 @@ from rlhfless.records import FloatArray, IntArray
 
 def share_of(policy: Policy, batch: PackedBatch, budget_tokens: int) -> IntArray:
     """This rank's sequences `[share]`: dealt out so that all ranks have equal work."""
-    ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_local_rank())
+    ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
     return deal(batch, budget_tokens, ranks, pays_below=policy.packs_below)[rank]
 
 
@@ -38,5 +38,5 @@ def of_all_ranks(policy: Policy, values: FloatArray) -> FloatArray:
     if policy.mesh is None:
         return values
     everything = torch.from_numpy(values).to(policy.device)
-    dist.all_reduce(everything, group=policy.mesh.get_group())
+    dist.all_reduce(everything)
     return everything.cpu().numpy()

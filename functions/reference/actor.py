@@ -24,6 +24,7 @@ class ReferenceActor(RankActor[ReferenceSettings]):
                 dtype=settings.dtype,
                 micro_batch_tokens=settings.micro_batch_tokens,
                 share_prefixes=settings.share_prefixes,
+                logits_elements=settings.logits_elements,
                 temperature=settings.temperature,
                 threads=self._threads,
                 mesh=join_frozen(address, self._number, len(settings.rank_bindings), settings.call_timeout_s),

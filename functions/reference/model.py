@@ -23,6 +23,7 @@ class ReferencePolicy:
         dtype: DType,
         micro_batch_tokens: int,
         share_prefixes: bool,
+        logits_elements: int | None = None,
         temperature: float,
         threads: int,
         mesh: DeviceMesh | None = None,
@@ -30,7 +31,12 @@ class ReferencePolicy:
         """*Collective* with a mesh."""
         torch.set_num_threads(threads)
         policy = load_policy(
-            model, parameter_dtype=dtype, compute_dtype=dtype, mesh=mesh, share_prefixes=share_prefixes
+            model,
+            parameter_dtype=dtype,
+            compute_dtype=dtype,
+            mesh=mesh,
+            share_prefixes=share_prefixes,
+            logits_elements=logits_elements,
         )
         self._policy = with_measured_rates(policy, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens

@@ -23,5 +23,7 @@ class ReferenceSettings:
     temperature: float
     rank_bindings: tuple[DeviceBinding, ...]
     call_timeout_s: float
+    logits_elements: int | None = None
+    """See OutputHead.chunk_elements."""
     planned: Planned = field(default_factory=dict)
     """Of one rank."""

@@ -19,8 +19,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rlhfless.functions import sharding
+from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.loading import load_whole
-from rlhfless.functions.policy import TORCH_DTYPES, at_least_float32, default_device
+from rlhfless.functions.policy import TORCH_DTYPES, default_device
 from rlhfless.rewards import Failed, Outcome, RewardError, Sample
 from rlhfless.spec import RewardModelSpec
 from rlhfless.spec.errors import InputError

@@ -117,6 +117,12 @@ def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change:
         f"learner's node, {found.cache_bytes / GIB:.1f} on each other one; {found.checkpoint_bytes / GIB:.1f} GiB more "
         "host memory while a checkpoint is written in the background"
     )
+    learner = asked.spec.learner
+    if learner.copies > 1:
+        console.print(
+            f"the learner's states are split over {learner.split_over(learner.world_size)} ranks each, in "
+            f"{learner.copies} copies (learner.shard_ranks)"
+        )
     for problem in problems:
         console.print(f"refused: {problem}", style="red", highlight=False)
     if change is not None:

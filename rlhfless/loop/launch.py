@@ -184,6 +184,7 @@ class Launcher:
                 dtype=spec.learner.dtype,
                 micro_batch_tokens=spec.learner.micro_batch_tokens,
                 share_prefixes=spec.learner.share_prefixes,
+                logits_elements=spec.learner.logits_elements,
                 temperature=spec.generation.temperature,
                 rank_bindings=self._rank_bindings(FunctionName.REFERENCE, allocation),
                 call_timeout_s=spec.timeouts.call_s,

@@ -19,6 +19,8 @@ MAY_DIFFER = (
     "generation.engine",
     "generation.progress_interval_s",
     "learner.ranks",
+    "learner.shard_ranks",
+    "learner.logits_mib",
     "learner.micro_batch_tokens",
     "learner.threads",
     "learner.gradient_checkpointing",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhfless.spec.base import MOST_STEPS, Processes, Ranks, SpecModel, Tokens, count_of
 
@@ -31,8 +32,18 @@ class LearnerSpec(SpecModel):
     """Ranks that share the model's states and the batch, each a process of its own. `auto`: on GPUs as many as the
     memory plan asks for, on CPU cores 1."""
 
+    shard_ranks: Ranks = "auto"
+    """Neighbouring ranks that the states are split over; each set of so many ranks holds a copy of the model, and sets
+    exchange gradients only (HSDP). `auto`: where ranks are on several GPU nodes and those of one node can hold the
+    states, the ranks of a node; else all ranks."""
+
     micro_batch_tokens: Tokens = 8192
     """Most tokens, padding included, in one forward pass. A longer sequence gets a pass of its own."""
+
+    logits_mib: Annotated[int, Field(ge=1, le=2**17)] | Literal["auto"] = "auto"
+    """Largest block of logits that learner and reference compute at once, in MiB of float32; a backward pass holds
+    five. Larger blocks read and write the head's gradient less often. `auto`: 128, and on GPUs up to 2048, as far as
+    the memory plan has room for twice as large ones."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the forward and backward pass. The optimiser's copy is always float32."""
@@ -60,6 +71,30 @@ class LearnerSpec(SpecModel):
     def world_size(self) -> int:
         """`ranks` as a number: 1 where `auto` is still to be decided."""
         return count_of(self.ranks)
+
+    @property
+    def logits_elements(self) -> int | None:
+        """Elements of the largest block of logits; None where `auto` is still to be decided."""
+        return None if self.logits_mib == "auto" else self.logits_mib * 2**18
+
+    def split_over(self, ranks: int) -> int:
+        """`shard_ranks` as a number, which divides `ranks`."""
+        return ranks if self.shard_ranks == "auto" else math.gcd(ranks, self.shard_ranks)
+
+    @property
+    def copies(self) -> int:
+        """Sets of `shard_ranks`, each with all of the states."""
+        return self.world_size // self.split_over(self.world_size)
+
+    @model_validator(mode="after")
+    def _whole_sets(self) -> LearnerSpec:
+        if self.ranks != "auto" and self.shard_ranks != "auto" and self.ranks % self.shard_ranks:
+            nearest = max(count for count in range(1, self.shard_ranks) if self.ranks % count == 0)
+            raise ValueError(
+                f"shard_ranks is {self.shard_ranks}, and {self.ranks} ranks are no whole number of such sets: "
+                f"set it to {nearest}, or leave it out"
+            )
+        return self
 
 
 class ReferenceSpec(SpecModel):

@@ -11,7 +11,8 @@ import torch
 from rlhfless.algorithms.base import LossInputs
 from rlhfless.algorithms.batch import Denominators, by_sample, mini_batches, pack, select
 from rlhfless.algorithms.grpo import GRPO
-from rlhfless.functions.policy import OutputHead, Policy, response_logprobs, token_logprobs
+from rlhfless.functions.head import OutputHead
+from rlhfless.functions.policy import Policy, response_logprobs, token_logprobs
 from rlhfless.records import FinishReason, GivenSegment, Group, Prompt, Rollout, Sample, Score, Source
 from rlhfless.spec import GRPOSpec
 

@@ -17,7 +17,7 @@ from tiny_learner import VOCABULARY, make_rank, save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.functions import policy, sharding
+from rlhfless.functions import head, policy, sharding
 from rlhfless.functions.learner import checkpoint
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.records.checkpoints import CheckpointError
@@ -60,7 +60,7 @@ def _compute_in_float64() -> None:
     """All that is float32 in the product; logits in small chunks, and a group for each layer."""
     policy.TORCH_DTYPES["float32"] = torch.float64
     policy.CHECK_TOLERANCE[torch.float64] = 1e-9
-    policy.LOGITS_CHUNK_ELEMENTS = 7 * VOCABULARY
+    head.LOGITS_CHUNK_ELEMENTS = 7 * VOCABULARY
     sharding.ONE_GROUP_PARAMETERS = 0
     torch.set_default_dtype(torch.float64)
 
@@ -197,6 +197,24 @@ def test_only_the_rank_that_writes_copies_what_is_published_and_once(tiny_model,
     assert [(taken, copied) for taken, copied, _ in others] == [({}, 0)] * (ranks - 1)
 
 
+def test_in_float64_ranks_that_split_a_copy_each_are_one_to_1e9(batch, tmp_path):
+    """Four ranks: two copies, each split over two. In the second update three of them have no work, and the first has
+    several micro-batches, after the last of which copies exchange gradients."""
+    model = save_tiny_model(tmp_path / "model", tied=False)
+    batches = [select(batch, np.arange(count)) for count in (23, 1)]
+    ((metrics, weights, probe, samples),) = run(learn_exactly, model, tmp_path, 1, exact=True, batches=batches)
+    changes = {"shard_ranks": 2, "micro_batch_tokens": 50}
+    four = run(learn_exactly, model, tmp_path, 4, exact=True, changes=changes, batches=batches)
+    for their_metrics, their_weights, their_probe, their_samples in four:
+        for mine, theirs in zip(metrics, their_metrics, strict=True):
+            assert theirs == pytest.approx(mine, abs=1e-9, rel=1e-9)
+        for name, value in weights.items():
+            np.testing.assert_allclose(their_weights[name], value, atol=1e-9, rtol=0, err_msg=name)
+        assert their_probe == pytest.approx(probe, abs=1e-9)
+        assert their_samples.keys() == samples.keys()
+    assert four[0][3] == four[1][3] == four[2][3] == four[3][3], "copies agree to the last bit"
+
+
 def save_and_learn(learner: LearnerRank, _: int, batch: PackedBatch, location: Path) -> tuple:
     """In the background: the step goes on before the first byte is written."""
     learner.learn(batch, 2)
@@ -237,6 +255,18 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_one_two_and_three(tiny_model, b
             for name, value in expected.items():
                 atol = 0 if ranks == 2 else 1e-6
                 np.testing.assert_allclose(resumed[name], value, atol=atol, rtol=0, err_msg=name)
+
+
+def test_a_checkpoint_of_two_copies_is_resumed_by_one_rank_and_by_copies(tiny_model, batch, tmp_path):
+    given = {"batch": batch, "location": tmp_path / "runs" / "checkpoint"}
+    copies = {"shard_ranks": 2}
+    ((saved, expected), *_) = run(save_and_learn, tiny_model, tmp_path, 4, changes=copies, **given)
+    for ranks, changes in ((1, {}), (4, copies)):
+        for restored, resumed in run(restore_and_learn, tiny_model, tmp_path, ranks, changes=changes, **given):
+            for name, value in saved.items():
+                np.testing.assert_array_equal(restored[name], value, err_msg=name)
+            for name, value in expected.items():
+                np.testing.assert_allclose(resumed[name], value, atol=0 if changes else 1e-6, rtol=0, err_msg=name)
 
 
 def save_to_a_full_disk(learner: LearnerRank, rank: int, location: Path) -> None:

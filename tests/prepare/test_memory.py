@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
-from rlhfless.functions import policy
+from rlhfless.functions import head
 from rlhfless.functions.generation.vllm import arguments
 from rlhfless.functions.prefix_attention import NAME, packed_row
 from rlhfless.prefixes.packing import SharingSequences
@@ -155,6 +155,7 @@ CASES = [
     (8, LearnerSpec(dtype="bfloat16"), 4),
     (8, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True), 4),
     (8, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True, head_dtype="float32"), 4),
+    (32, LearnerSpec(dtype="bfloat16", gradient_checkpointing=True, shard_ranks=8), 4),
 ]
 
 
@@ -165,7 +166,13 @@ def test_the_learners_own_code_holds_what_the_plan_says(ranks: int, learner: Lea
 
     sizes = QWEN_7B | {"num_hidden_layers": layers}
     held = peak_bytes(Qwen2Config(**sizes), learner, ranks, rows=4, width=1024)
-    how = Sharded(ranks, learner.dtype, learner.gradient_checkpointing, exact_head=learner.head_dtype is not None)
+    how = Sharded(
+        learner.split_over(ranks),
+        learner.dtype,
+        learner.gradient_checkpointing,
+        exact_head=learner.head_dtype is not None,
+        copies=ranks // learner.split_over(ranks),
+    )
     learn = learn_phases(shape(sizes), 4 * 1024, how, 2**25)[0]
     assert learn.size_bytes == pytest.approx(held["total"], rel=0.1), (learn, held)
 
@@ -216,6 +223,73 @@ def test_ranks_of_reference_and_reward_model_follow_from_the_plan() -> None:
         fewer = edited(found, {key: ranks // 2 or 1})
         assert ranks == 1 or not dataclasses.replace(tight, spec=fewer).plan().fits
     assert settled(run, "cpu-core").reference.ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "placement", "ranks", "learner", "shard_ranks"),
+    [
+        (16, {}, 16, {}, 8),
+        (8, {}, 8, {}, "auto"),
+        (20, {"mode": "disaggregated", "learner_devices": 12}, 12, {}, 4),
+        (19, {"mode": "disaggregated", "learner_devices": 11}, 11, {}, "auto"),
+        (16, {}, 16, {"shard_ranks": 4}, 4),
+        (16, {}, 16, {"offload": True}, "auto"),
+    ],
+    ids=["two nodes", "one node", "eight and four", "eight and three", "what is set", "offloaded"],
+)
+def test_states_are_split_inside_of_nodes_where_they_fit(
+    count: int, placement: dict[str, Any], ranks: int, learner: dict[str, Any], shard_ranks: Any
+) -> None:
+    run = spec(
+        placement={"mode": "colocated"} | placement,
+        learner={"ranks": ranks} | learner,
+        generation={"engine": {"gpu_memory_fraction": 0.6}},
+    )
+    question = asked(QWEN_7B, "h200", count, run)
+    decided = placed(question)
+    assert decided.learner.shard_ranks == shard_ranks
+    plan = dataclasses.replace(question, spec=decided).plan()
+    assert plan.fits
+    copies = 1 if shard_ranks == "auto" else ranks // shard_ranks
+    assert plan.checkpoint_bytes == copies * 12 * shape(QWEN_7B).parameters
+    wide = dataclasses.replace(question, spec=edited(decided, {"learner.shard_ranks": "auto"})).plan()
+    assert max(plan.devices, key=lambda device: device.size_bytes).size_bytes >= max(
+        device.size_bytes for device in wide.devices
+    )
+
+
+def test_states_that_a_node_cannot_hold_are_split_over_all_ranks() -> None:
+    """32 B parameters: 65 GiB of states on each of eight GPUs, 33 on each of sixteen."""
+    large = QWEN_7B | {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648,
+                       "num_attention_heads": 40, "num_key_value_heads": 8}  # fmt: skip
+    run = spec(
+        placement={"mode": "disaggregated", "learner_devices": 16},
+        learner={"ranks": 16},
+        generation={"engine": {"tensor_parallel_size": 4}},
+    )
+    question = asked(large, "h100", 24, run)
+    decided = placed(question)
+    assert decided.learner.shard_ranks == "auto"
+    assert dataclasses.replace(question, spec=decided).plan().fits
+    assert placed(asked(large, "b200", 24, run)).learner.shard_ranks == 8
+    set_too_small = asked(large, "h100", 24, edited(run, {"learner.shard_ranks": 8}))
+    change = nearest_change(dataclasses.replace(set_too_small, spec=placed(set_too_small)))
+    assert change is not None
+    assert change.text == "learner.shard_ranks: auto"
+
+
+def test_blocks_of_logits_are_the_largest_of_which_twice_as_large_ones_fit() -> None:
+    run = spec(placement={"mode": "disaggregated", "learner_devices": 4}, learner={"ranks": 4})
+    roomy = asked(QWEN_7B, "h100", 5, run)
+    assert placed(roomy).learner.logits_mib == 2048
+    assert placed(asked(QWEN_7B, "h100", 5, edited(run, {"learner.logits_mib": 300}))).learner.logits_mib == 300
+    tight = asked(QWEN_7B, "l40s", 5, run)
+    decided = placed(tight)
+    assert decided.learner.logits_mib == 512
+    for mib, fits in ((1024, True), (2048, False)):
+        changed = edited(decided, {"learner.logits_mib": mib})
+        assert dataclasses.replace(tight, spec=changed).plan().fits is fits
+    assert settled(run, "cpu-core").learner.logits_elements is None
 
 
 def test_an_engines_parts_by_hand() -> None:
@@ -285,7 +359,7 @@ def _kept_by_torch(layers: int, dtype: str, checkpointing: bool, sharing: bool) 
 
 
 def test_constants_are_those_of_the_functions() -> None:
-    assert plan_module.LOGITS_CHUNK_ELEMENTS == policy.LOGITS_CHUNK_ELEMENTS
+    assert plan_module.LOGITS_CHUNK_ELEMENTS == head.LOGITS_CHUNK_ELEMENTS
     assert plan_module.DEFAULT_CPU_KV_GIB == arguments.CPU_KV_CACHE_GIB
 
 

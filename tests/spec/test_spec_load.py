@@ -208,6 +208,10 @@ def test_a_wrong_override_is_explained(fault, override, parts):
         ("steps: 3\nsteps: 4", ["steps (line 8)", "given twice", "line 7"]),
         ("steps: " + "1" * 5000, ["line 7", "a number of 5,000 characters"]),
         ("kwargs: &a [*a]", ["line 7: nested too deeply (more than 64 levels), or an alias that holds itself"]),
+        (
+            "learner: {ranks: 16, shard_ranks: 5}",
+            ["learner (line 7): shard_ranks is 5, and 16 ranks are", "set it to 4"],
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_explained(fault, lines, parts):

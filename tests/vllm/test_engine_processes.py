@@ -1,6 +1,7 @@
 """An engine of several processes whose caller is killed, or whose weights cannot be read."""
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
 import time
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from tiny_models import TinyModel, make_tiny_model, start_tiny_engine, tiny_settings
 
+from rlhfless.functions.cuda import cuda_fault
 from rlhfless.functions.generation.vllm.adapter import Engine
 from rlhfless.functions.generation.vllm.messages import EngineDead
 from rlhfless.functions.out_of_memory import engine_fault
@@ -69,3 +72,12 @@ async def test_a_kv_cache_that_is_too_small_is_called_so(tmp_path: Path) -> None
     assert told is not None
     assert str(told).startswith("generation ran out of memory in `generate` (the memory plan counts 0.75 GiB for it): ")
     assert "cache" in str(told).partition("): ")[2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+async def test_an_engine_that_was_given_a_gpu_does_not_start_on_cpus(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", tied=True)
+    settings = dataclasses.replace(tiny_settings(model, tmp_path, EngineSpec(max_sequences=4)), device="cuda")
+    with pytest.raises(EngineDead) as ended:
+        await Engine.start(settings)
+    assert str(cuda_fault(str(ended.value))).startswith("no CUDA on ")

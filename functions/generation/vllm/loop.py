@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rlhfless import processes
+from rlhfless.functions.cuda import require_cuda
 from rlhfless.functions.generation.vllm.messages import (
     Call,
     Crashed,
@@ -116,6 +117,8 @@ def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:
     the start), so it is off until the imports are done, and those objects are frozen.
     """
     started = time.monotonic()
+    if settings.device == "cuda":
+        require_cuda()
     gc.disable()
     from rlhfless.functions.generation.vllm.core import Core  # most of the start
 

@@ -83,6 +83,8 @@ def _of_learner(asked: Question) -> Iterator[Edit]:
         yield "learner.dtype: bfloat16", {"learner.dtype": "bfloat16"}, None, None
     if not spec.learner.gradient_checkpointing:
         yield "learner.gradient_checkpointing: true", {"learner.gradient_checkpointing": True}, None, None
+    if on_gpu and spec.learner.copies > 1:
+        yield "learner.shard_ranks: auto", {"learner.shard_ranks": "auto"}, None, None
     tokens = spec.learner.micro_batch_tokens // 2
     while tokens >= max(asked.sequence_tokens, 256):
         yield f"learner.micro_batch_tokens: {tokens}", {"learner.micro_batch_tokens": tokens}, None, None

@@ -25,7 +25,7 @@ GRAPH_BYTES = int(0.6 * GIB)
 
 LOGITS_COPIES = 5
 """Blocks of logits that are alive at once in a backward pass of the head: logits, scaled logits, log-probabilities, and
-the gradients of two of them (rlhfless/functions/policy.py, `_chunk_logprobs`)."""
+the gradients of two of them (rlhfless/functions/head.py)."""
 
 SAMPLER_COPIES = 3
 """Blocks `[sequences, V]` in float32 of vLLM's sampler: logits, log-probabilities, probabilities."""
@@ -117,6 +117,7 @@ class Sharded:
     """How a learner is split."""
 
     ranks: int = 1
+    """Ranks that the states are split over."""
     dtype: DType = "float32"
     """Of the layers' matrix products."""
     checkpointing: bool = False
@@ -126,11 +127,13 @@ class Sharded:
     """What belongs to no layer is gathered in float32."""
     sharing: bool = False
     """Prefixes may be computed once (rlhfless.functions.prefix_attention)."""
+    copies: int = 1
+    """Sets of so many ranks (HSDP)."""
 
     @property
     def alone(self) -> bool:
         """One rank keeps what it has gathered, and the gradients of a step, whole (rlhfless.functions.sharding)."""
-        return self.ranks == 1 and not self.offload
+        return self.ranks * self.copies == 1 and not self.offload
 
 
 def learner_states_bytes(shape: ModelShape, ranks: int = 1) -> tuple[Part, ...]:
@@ -151,13 +154,13 @@ def root_parameters(shape: ModelShape) -> int:
 
 
 def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: int) -> tuple[Phase, ...]:
-    """The phases of one of N learner ranks, whose micro-batches have T tokens. b and r are the bytes of a number in a
-    gathered layer and in what belongs to none; A are the activations.
+    """The phases of one of N learner ranks that split the states, whose micro-batches have T tokens. b and r are the
+    bytes of a number in a gathered layer and in what belongs to none; A are the activations.
 
     The states are the device's unless they are offloaded. Beside them `learn` holds the most of three moments:
 
-        head       r R + b G + A + 2 r h V + logits                 the head's gradient, and the same of one chunk
-                                                                    if the logits take several
+        head       r R + b G + A + (r + 4) h V + logits             the head's gradient, and its sum in float32 if the
+                                                                    logits take several chunks
         layer      r R + 2 b G + r h V + 8 G + A + T layer_token_bytes    its weights and the next one's, gathered; the
                                                                     head's gradient; its own, in and after the
                                                                     reduction; and T sharing_token_bytes
@@ -178,9 +181,9 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     logits = logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES)
     all_of_it = b * (shape.parameters - root) + r * root
     gathered = {"head": r * root + b * layer, "layer": r * root + 2 * b * layer, "root": 0}
-    chunks = 2 if tokens * shape.vocabulary > chunk_elements else 1
+    of_head = (r + 4 * (tokens * shape.vocabulary > chunk_elements)) * head
     moments = {
-        "head": (Part("activations", kept), Part("head's gradient", chunks * r * head), Part("logits", logits)),
+        "head": (Part("activations", kept), Part("head's gradient", of_head), Part("logits", logits)),
         "layer": (
             Part("activations", kept + anew),
             Part("attention to shared prefixes", sharing),

@@ -29,14 +29,22 @@ from rlhfless.prepare.memory.formulas import (
 from rlhfless.records import FunctionName
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
-from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, place_run, ranks_of
+from rlhfless.scaling.placement import (
+    CPU_KIND,
+    NODE_DEVICES,
+    Node,
+    Placement,
+    PlacementError,
+    place_run,
+    ranks_of,
+)
 from rlhfless.spec import RewardModelSpec, RunSpec
 
 Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
 """The reward models of a run whose sizes are known."""
 
 LOGITS_CHUNK_ELEMENTS = 2**25
-"""As in rlhfless.functions.policy, which imports torch; a test compares the two."""
+"""Where nothing is said: as in rlhfless.functions.head, which imports torch; a test compares the two."""
 
 DEFAULT_CPU_KV_GIB = 1.0
 """As in rlhfless.functions.generation.vllm.arguments; a test compares the two."""
@@ -148,18 +156,19 @@ def memory_plan(
         ]
         plans.append(DevicePlan(times, sheet.kind, memory, tuple(parts)))
     store = version_bytes(shape, spec.model.dtype)
-    loading = (16 if spec.learner.offload else 4) * shape.parameters
-    loading += _frozen_bytes(spec, shape, rewards)
-    on_cpu = sum(plan.count * plan.size_bytes for plan in plans) if sheet.kind == CPU_KIND else 0
+    states = (16 if spec.learner.offload else 4) * shape.parameters * spec.learner.copies
+    held = states + _frozen_bytes(spec, shape, rewards)
+    if sheet.kind == CPU_KIND:
+        held = sum(plan.count * plan.size_bytes for plan in plans) + (states if spec.learner.offload else 0)
     return MemoryPlan(
         devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
         kv_tokens=_kv_tokens(spec, shape, sheet),
         sequence_tokens=sequence_tokens,
         micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
-        host_bytes=on_cpu or loading,
+        host_bytes=held,
         shared_bytes=STORED_VERSIONS * store,
         cache_bytes=CACHED_VERSIONS * store,
-        checkpoint_bytes=12 * shape.parameters if spec.checkpoint.background else 0,
+        checkpoint_bytes=12 * shape.parameters * spec.learner.copies if spec.checkpoint.background else 0,
     )
 
 
@@ -169,10 +178,23 @@ def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
     return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, functions),) if plans else ()
 
 
+def learner_nodes(spec: RunSpec, kind: str, count: int) -> tuple[int, ...]:
+    """The learner's devices on each node that it has some on; none if there are too few."""
+    try:
+        placement = _placement(spec, kind, count)
+    except PlacementError:
+        return ()
+    return tuple(len(group.devices) for group in placement.groups_of(placement.allocation(FunctionName.LEARNER, 0)))
+
+
+def _placement(spec: RunSpec, kind: str, count: int) -> Placement:
+    asked = spec.placement.model_copy(update={"kind": kind, "devices": count})
+    return place_run(spec.model_copy(update={"placement": asked}), _nodes(kind, count))
+
+
 def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, list[FunctionName]]:
     """By device: the functions of the replicas and ranks that are on it."""
-    asked = spec.placement.model_copy(update={"kind": kind, "devices": count})
-    placement = place_run(spec.model_copy(update={"placement": asked}), _nodes(kind, count))
+    placement = _placement(spec, kind, count)
     ranks = ranks_of(spec)
     found: defaultdict[str, list[FunctionName]] = defaultdict(list)
     for function, allocations in placement.allocations.items():
@@ -214,7 +236,8 @@ def phases_of(
     elif function is FunctionName.REFERENCE:
         sharing, ranks = spec.learner.share_prefixes, ranks_of(spec)[function]
         dtype = spec.learner.dtype
-        phases = (reference_phase(shape, tokens, dtype, LOGITS_CHUNK_ELEMENTS, sharing=sharing, ranks=ranks),)
+        chunk = spec.learner.logits_elements or LOGITS_CHUNK_ELEMENTS
+        phases = (reference_phase(shape, tokens, dtype, chunk, sharing=sharing, ranks=ranks),)
     else:
         phases = (score_phase([_scored(part, of) for part, of in rewards], ranks_of(spec)[function]),)
     return tuple(Phase(phase.name, (*phase.parts, process)) for phase in phases)
@@ -267,14 +290,15 @@ def _kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
 def _learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[Phase, ...]:
     learner = spec.learner
     how = Sharded(
-        learner.world_size,
+        learner.split_over(learner.world_size),
         learner.dtype,
         learner.gradient_checkpointing,
         learner.offload,
         learner.head_dtype == "float32",
         learner.share_prefixes,
+        learner.copies,
     )
-    return learn_phases(shape, tokens, how, LOGITS_CHUNK_ELEMENTS)
+    return learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
 
 
 def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan], memory: int) -> int:

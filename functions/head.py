@@ -1,0 +1,126 @@
+"""The output head: logprobs of given tokens from hidden states, in chunks of logits of bounded size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+LOGITS_CHUNK_ELEMENTS = 2**25
+"""Largest `[positions, vocabulary]` block of logits where nothing is said (`learner.logits_mib`): 128 MiB in float32.
+With a vocabulary of 150,000 that is 220 rows; all logits of 8192 tokens at once would take 5 GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """Hidden states to logits: a linear layer, a scale, a soft cap (Gemma 2, arXiv 2408.00118)."""
+
+    linear: torch.nn.Linear
+    scale: float
+    soft_cap: float | None
+    chunk_elements: int | None = None
+    """Of the largest block of logits; LOGITS_CHUNK_ELEMENTS if None."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden` [positions, hidden] -> [positions, vocabulary], float32 or finer."""
+        return self.finished(self.linear(hidden))
+
+    def finished(self, products: torch.Tensor) -> torch.Tensor:
+        """What the linear layer gives [positions, vocabulary] -> logits, float32 or finer."""
+        logits = at_least_float32(products)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits
+
+
+def at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    """`values` in float32, if their own format is not finer."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def output_head(model: Any, chunk_elements: int | None = None) -> OutputHead:
+    """Scale and soft cap have different names per model family; `load_policy` verifies the result."""
+    config = model.config
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    soft_cap = getattr(config, "final_logit_softcapping", None)
+    return OutputHead(model.get_output_embeddings(), float(scale), soft_cap, chunk_elements)
+
+
+def head_logprobs(
+    head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropy, [positions] each. In chunks; where there are several, the backward pass computes each
+    chunk's logits anew."""
+    rows = max(1, (head.chunk_elements or LOGITS_CHUNK_ELEMENTS) // head.linear.weight.shape[0])
+    if len(targets) > rows:
+        linear = head.linear
+        logprobs, entropy = _ChunkedHead.apply(hidden, linear.weight, linear.bias, targets, head, temperature, rows)
+        return logprobs, entropy
+    everything = _log_softmax(head, head.linear(hidden), temperature)
+    return _taken(everything, targets), _entropy(everything)
+
+
+def _log_softmax(head: OutputHead, products: torch.Tensor, temperature: float) -> torch.Tensor:
+    """What the head's linear layer gives -> logprobs of all tokens, [positions, vocabulary] both."""
+    logits = head.finished(products)
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
+def _taken(everything: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return everything.gather(1, targets.unsqueeze(1)).squeeze(1)
+
+
+@torch.no_grad()
+def _entropy(everything: torch.Tensor) -> torch.Tensor:
+    return -(everything.exp() * everything).sum(-1)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """hidden [positions, hidden], weight, bias, targets [positions] -> logprobs and entropy, [positions] each, with the
+    logits of `rows` positions at a time. The gradients that chunks have for the weight are added up in float32 at
+    least: in bfloat16 the sum of 25 chunks would lose most of what the last ones add."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        head: OutputHead,
+        temperature: float,
+        rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = []
+        for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
+            everything = _log_softmax(head, linear(part, weight, bias), temperature)
+            found.append((_taken(everything, target), _entropy(everything)))
+        logprobs, entropy = map(torch.cat, zip(*found, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.head, ctx.temperature, ctx.rows = head, temperature, rows
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        of_weight, of_bias = (None if each is None else torch.zeros_like(each, dtype=wide) for each in (weight, bias))
+        chunks = (torch.split(each, ctx.rows) for each in (hidden, targets, gradients[0], of_hidden))
+        for part, target, upstream, result in zip(*chunks, strict=True):
+            products = linear(part, weight, bias).requires_grad_()
+            with torch.enable_grad():
+                taken = _taken(_log_softmax(ctx.head, products, ctx.temperature), target)
+            (slope,) = torch.autograd.grad(taken, products, upstream)
+            result.copy_(slope @ weight)
+            of_weight += slope.T @ part
+            if of_bias is not None:
+                of_bias += slope.sum(0, dtype=wide)
+        of_parameters = (None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))
+        return of_hidden, *of_parameters, None, None, None, None

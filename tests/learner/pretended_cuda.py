@@ -1,0 +1,54 @@
+"""A "cuda" device that torch takes for one: tensors without data may be on it, and nothing may be computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.distributed import sharding_utils
+
+from rlhfless.functions import loading, policy
+
+
+class _NoStream:
+    """Of streams and events: their order does not matter where nothing is computed."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, _: str) -> Callable[..., _NoStream]:
+        return _NoStream
+
+
+@contextlib.contextmanager
+def pretended_cuda(monkeypatch: pytest.MonkeyPatch, ranks: int) -> Iterator[DeviceMesh]:
+    """Within the block this is rank 0 of so many on GPUs: their mesh. Tensors have no data, so what looks at data while
+    a model is loaded is left out."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, _NoStream)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    monkeypatch.setattr(loading, "is_finite", lambda _: True)
+    monkeypatch.setattr(policy, "_check_against_model", lambda *_: None)
+    offset = sharding_utils.compute_local_shape_and_global_offset
+
+    def with_data(*arguments: Any) -> Any:
+        with unset_fake_temporarily():
+            return offset(*arguments)
+
+    monkeypatch.setattr(sharding_utils, "compute_local_shape_and_global_offset", with_data)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield mesh
+    finally:
+        dist.destroy_process_group()
