@@ -73,6 +73,8 @@ class ReplicaInfo:
     """For a learner: the last training step of its weights."""
     kv_capacity_tokens: int = 0
     """For a generation actor: tokens that its KV cache holds; 0 if the engine does not say."""
+    log: str = ""
+    """For a generation actor: the file on its host that has what its engine prints."""
 
 
 class FunctionBroken(RuntimeError):

@@ -61,6 +61,7 @@ class Launcher:
     recorder: Recorder
     placement: Placement
     devices: RunDevices
+    run_folder: Path
     store_folder: Path
     store_token: str
 
@@ -84,7 +85,7 @@ class Launcher:
         placement = place_run(spec, await cluster.nodes(spec.placement.kind))
         devices = RunDevices(cluster, placement, call, spec.timeouts, spec.recovery.lease_s, shown)
         home = store_folder(spec, call.run_id)
-        return cls(spec, prepared, call, cluster, recorder, placement, devices, home, token)
+        return cls(spec, prepared, call, cluster, recorder, placement, devices, folder, home, token)
 
     def pools(self) -> tuple[Pool, Pool, Pool | None, Pool | None, Pool]:
         """Generation, scoring, reward model (if a reward is one), reference (None when KL is off) and learner.
@@ -128,6 +129,7 @@ class Launcher:
                 ),
                 probe_tolerance=spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, self._layers),
                 binding=binding(allocation.devices, exclusive=True),
+                run_folder=str(self.run_folder.absolute()),
                 planned=self._planned(FunctionName.GENERATION, allocation),
             )
 
