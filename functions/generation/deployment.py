@@ -90,6 +90,7 @@ class GenerationFunction(Function):
         settings.binding.bind()
         self._settings = settings
         with self.starting():
+            settings.binding.require_usable()
             try:
                 self._engine = await Engine.start(settings.engine, _log_file(settings))
             except EngineDead as error:

@@ -56,6 +56,7 @@ class RankActor(Generic[S]):
 
     def start(self, address: str, on_one_node: bool) -> None:
         """Join the other ranks and load the model. *Collective.*"""
+        self._settings.rank_bindings[self._number].require_usable()
         if on_one_node:
             prefer(loopback_environment())
         bind_rendezvous_to_loopback()
