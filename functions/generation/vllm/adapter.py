@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless import processes
+from rlhfless.functions.generation.engine_log import errors_and_end
 from rlhfless.functions.generation.vllm.arguments import engine_environment
 from rlhfless.functions.generation.vllm.messages import (
     CORE_DIED,
@@ -52,18 +53,11 @@ from rlhfless.functions.generation.vllm.messages import (
 )
 from rlhfless.functions.generation.vllm.version import require_supported_vllm
 from rlhfless.records import PublishedWeights, WeightVersion
-from rlhfless.tails import tail
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """Of multiprocessing's own process, which removes what others have left in shared memory once they are gone."""
-
-SHOWN_LINES = 25
-"""Of the log of an engine that did not start: a cause and some of its trace."""
-
-MOST_LINES = 200
-"""Of the log that are looked at for such lines."""
 
 KILL_S = 10.0
 """How long killed processes are waited for. The kernel takes a GPU's memory back within seconds."""
@@ -317,9 +311,7 @@ class Engine:
         vLLM's core is a process of its own; later where the log is."""
         if self.start_seconds:
             return what if self.log.parent == self._folder else f"{what}; its log is {self.log}"
-        # Indented, so that no line is taken for that of the exception (rlhfless.fleet.causes).
-        lines = [f"    {line}" for line in tail(self.log, MOST_LINES).splitlines() if line.strip() not in what]
-        return "\n".join([what, f"the engine's log, {self.log}, ends with:", *lines[-SHOWN_LINES:]]) if lines else what
+        return f"{what}\n{errors_and_end(self.log, what)}".rstrip()
 
     def _fail(self, failure: EngineError) -> None:
         """The first failure is the cause; it ends every wait, each with an exception of its own."""
