@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from rlhfless.functions.compute_mode import require_shareable
 from rlhfless.functions.lease import Lease, LeaseTerms
 from rlhfless.functions.loopback import bind_replica_to_loopback
 from rlhfless.spec.errors import UserError
@@ -73,6 +74,8 @@ class ReplicaInfo:
     """For a learner: the last training step of its weights."""
     kv_capacity_tokens: int = 0
     """For a generation actor: tokens that its KV cache holds; 0 if the engine does not say."""
+    log: str = ""
+    """For a generation actor: the file on its host that has what its engine prints."""
 
 
 class FunctionBroken(RuntimeError):
@@ -182,6 +185,13 @@ class DeviceBinding:
     """Pin to these cores. A function that shares all cores with others is left to the scheduler."""
     node: str = ""
     """Ray's id of the node: numbers are alike on many nodes."""
+    shared: bool = False
+    """Other functions, or ranks, use the same devices."""
+
+    def require_usable(self) -> None:
+        """Raises GpuNotShared if the devices are shared, and one of them takes one process alone."""
+        if self.shared and self.kind == "cuda":
+            require_shareable(self.ids)
 
     def bind(self) -> None:
         """Restrict this process, and what it starts, to its devices.

@@ -45,7 +45,7 @@ def memory_told(function: str, phase: str, planned: Planned) -> Iterator[None]:
 
 def engine_fault(trace: str, planned: Planned) -> OutOfMemory | None:
     """What the end of an engine's process says of memory; None if it ended for another reason."""
-    found = _ENGINE.findall(trace)
+    found = [line for line in _ENGINE.findall(trace) if " INFO " not in line]  # which tell how much there was
     if not found:
         return None
     return OutOfMemory(told("generation", "generate", planned, found[-1].strip()))

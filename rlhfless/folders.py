@@ -22,6 +22,11 @@ class NotPrivate(UserError):
     """A folder belongs to another user, or another user could put other content in its place."""
 
 
+def home() -> Path:
+    """Where this user's caches, models, charts and logs of engines are on this machine."""
+    return Path(os.environ.get("RLHFLESS_HOME") or Path.home() / ".cache" / "rlhfless").absolute()
+
+
 def private(folder: Path) -> Path:
     """The folder, made if it is missing, with mode 0700, whatever the umask. Raises NotPrivate if it, or the link that
     leads to it, is another user's."""

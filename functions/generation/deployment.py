@@ -14,10 +14,12 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from uuid import uuid4
 
 from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply, Usage
 from rlhfless.functions.cuda import cuda_fault
+from rlhfless.functions.generation.engine_log import log_file
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
     GenerationEvent,
@@ -60,6 +62,8 @@ class GenerationSettings:
     probe_tolerance: float
     """Largest difference between engine and learner in the logprob of a probe token."""
     binding: DeviceBinding
+    run_folder: str
+    """The run's own; the engine's log goes there, if the actor's machine has it."""
     planned: Planned = field(default_factory=dict)
 
 
@@ -87,8 +91,9 @@ class GenerationFunction(Function):
         settings.binding.bind()
         self._settings = settings
         with self.starting():
+            settings.binding.require_usable()
             try:
-                self._engine = await Engine.start(settings.engine)
+                self._engine = await Engine.start(settings.engine, _log_file(settings))
             except EngineDead as error:
                 told = engine_fault(str(error), settings.planned) or cuda_fault(str(error))
                 raise told or error from error
@@ -103,7 +108,8 @@ class GenerationFunction(Function):
         self.admit(call)
         if not self._engine.usable:
             raise FunctionBroken("the engine is dead")
-        about = replace(self.info(self._engine.pids), kv_capacity_tokens=self._engine.kv_capacity_tokens)
+        engine = self._engine
+        about = replace(self.info(engine.pids), kv_capacity_tokens=engine.kv_capacity_tokens, log=str(engine.log))
         return self.reply(about, time.time())
 
     async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:
@@ -246,6 +252,12 @@ class GenerationFunction(Function):
         except (EngineDead, EngineTimeout, WeightFileError) as error:
             self._engine.kill()
             raise FunctionBroken(f"the engine failed during {doing}: {error}") from error
+
+
+def _log_file(settings: GenerationSettings) -> Path:
+    from ray import serve  # takes seconds to import, and a driver that only makes calls does not need it
+
+    return log_file(settings.run_folder, settings.run_id, serve.get_replica_context().app_name)
 
 
 @contextmanager

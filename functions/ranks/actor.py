@@ -58,7 +58,9 @@ class RankActor(Generic[S]):
     def start(self, address: str, on_one_node: bool) -> None:
         """Join the other ranks and load the model. Raises NoCuda on a node whose GPUs it does not reach.
         *Collective.*"""
-        if self._settings.rank_bindings[self._number].kind == "cuda":
+        binding = self._settings.rank_bindings[self._number]
+        binding.require_usable()
+        if binding.kind == "cuda":
             require_cuda()
         if on_one_node:
             prefer(loopback_environment())

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import psutil
 from pydantic import Field
 
-from rlhfless.folders import OTHERS, NotPrivate, private, require_safe_place
+from rlhfless.folders import OTHERS, NotPrivate, home, private, require_safe_place
 from rlhfless.spec import SizesSpec
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.sizes import MOST_SIZES
@@ -153,5 +153,4 @@ def address_of(settings: ServiceSettings) -> str | None:
 
 def default_roots() -> tuple[str, ...]:
     """The current folder, and where the bundled models are made."""
-    home = os.environ.get("RLHFLESS_HOME") or str(Path.home() / ".cache" / "rlhfless")
-    return (str(Path.cwd()), str(Path(home).absolute()))
+    return (str(Path.cwd()), str(home()))

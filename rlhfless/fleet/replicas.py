@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 PROBE_S = 10.0
 """Longest wait for an answer that costs a replica nothing. Long, because all cores may be busy."""
 
+TELLS_S = 15.0
+"""How much longer than the start's limit the fleet waits: an engine that takes too long says what it did last."""
+
 
 class Replicas:
     """All replicas of a function, by name and by slot, which is the number of their allocation."""
@@ -106,13 +109,15 @@ class Replicas:
                 bound.devices[0].node,
                 stop_s=self._timeouts.drain_s,
             )
-            await self._cluster.wait_running(name, self._timeouts.start_s)
+            await self._cluster.wait_running(name, self._timeouts.start_s + TELLS_S)
             try:
                 reply = await asyncio.wait_for(handle.describe.remote(self._call), self._timeouts.call_s)
             except RayTaskError as error:
                 raise error.cause from error  # Ray's own text is the remote traceback
             replica.check_kept()
             replica.is_up(handle, reply.value)
+            if reply.value.log:
+                log.info("%s is up; its engine's log is %s on %s", name, reply.value.log, reply.value.host)
             self._devices.is_up(name)
         except BaseException:
             await self._call_off(replica)

@@ -61,6 +61,7 @@ class Launcher:
     recorder: Recorder
     placement: Placement
     devices: RunDevices
+    run_folder: Path
     store_folder: Path
     store_token: str
 
@@ -84,7 +85,7 @@ class Launcher:
         placement = place_run(spec, await cluster.nodes(spec.placement.kind))
         devices = RunDevices(cluster, placement, call, spec.timeouts, spec.recovery.lease_s, shown)
         home = store_folder(spec, call.run_id)
-        return cls(spec, prepared, call, cluster, recorder, placement, devices, home, token)
+        return cls(spec, prepared, call, cluster, recorder, placement, devices, folder, home, token)
 
     def pools(self) -> tuple[Pool, Pool, Pool | None, Pool | None, Pool]:
         """Generation, scoring, reward model (if a reward is one), reference (None when KL is off) and learner.
@@ -127,7 +128,8 @@ class Launcher:
                     shared_kv_bytes(spec, self.prepared.shape, allocation.devices[0].kind),
                 ),
                 probe_tolerance=spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, self._layers),
-                binding=binding(allocation.devices, exclusive=True),
+                binding=binding(allocation.devices, exclusive=True, shared=is_shared(allocation)),
+                run_folder=str(self.run_folder.absolute()),
                 planned=self._planned(FunctionName.GENERATION, allocation),
             )
 
@@ -226,7 +228,7 @@ class Launcher:
     def _rank_bindings(self, function: FunctionName, allocation: Allocation) -> tuple[DeviceBinding, ...]:
         ranks = ranks_of(self.spec)[function]
         devices = (rank_devices(allocation.devices, rank, ranks) for rank in range(ranks))
-        return tuple(binding(mine, exclusive=False) for mine in devices)
+        return tuple(binding(mine, exclusive=False, shared=is_shared(allocation, ranks)) for mine in devices)
 
     def _planned(self, function: FunctionName, allocation: Allocation) -> Planned:
         kind, tokens = allocation.devices[0].kind, self.prepared.max_model_len
@@ -292,10 +294,15 @@ def store_folder(spec: RunSpec, run_id: str) -> Path:
     return store_base(spec) / (run_id if spec.weights.folder else f"rlhfless-{run_id}")
 
 
-def binding(devices: Sequence[Device], *, exclusive: bool) -> DeviceBinding:
+def binding(devices: Sequence[Device], *, exclusive: bool, shared: bool = False) -> DeviceBinding:
     """How a process finds its devices, which are held and on one node."""
     kind = "cpu" if devices[0].kind == CPU_KIND else "cuda"
-    return DeviceBinding(kind, tuple(device.local_id for device in devices), exclusive, devices[0].node)
+    return DeviceBinding(kind, tuple(device.local_id for device in devices), exclusive, devices[0].node, shared)
+
+
+def is_shared(allocation: Allocation, ranks: int = 1) -> bool:
+    """Whether a device of a replica with so many ranks has several processes: other functions, or other ranks."""
+    return min(allocation.shares) < 1 or ranks > len(allocation.devices)
 
 
 def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Device, ...]:

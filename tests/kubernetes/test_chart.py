@@ -103,6 +103,80 @@ def test_the_cores_of_a_trial_are_devices(render: Render) -> None:
     assert "--capacity=cpu-core=2" in arguments
 
 
+GROUP = yaml.safe_load((CHART / FILES[1]).read_text())["ray"]["gpuGroups"][0]
+
+
+def test_a_group_has_what_rdma_needs(render: Render) -> None:
+    rdma = {
+        "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"},
+        "hostNetwork": True,
+        "capabilities": ["IPC_LOCK"],
+        "resources": {"requests": {"cpu": "64", "rdma/hca": 8}, "limits": {"memory": "800Gi", "rdma/hca": 8}},
+    }
+    objects = render({"ray": {"gpuGroups": [GROUP | rdma]}})
+    (cluster,) = of_kind(objects, "RayCluster")
+    cpu, node = (group["template"] for group in cluster["spec"]["workerGroupSpecs"])
+    assert node["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": "rdma"}
+    assert (node["spec"]["hostNetwork"], node["spec"]["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    (container,) = node["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert container["resources"]["limits"] == {"memory": "800Gi", "rdma/hca": 8, "nvidia.com/gpu": 8}
+    assert "annotations" not in cpu["metadata"]  # and the other pods stay restricted
+    assert not {"hostNetwork", "dnsPolicy"} & cpu["spec"].keys()
+    assert cpu["spec"]["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_annotations_of_all_pods_of_the_ray_cluster(render: Render) -> None:
+    given = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    (cluster,) = of_kind(render({"ray": {part: {"annotations": given} for part in ("head", "cpuGroup")}}), "RayCluster")
+    templates = [cluster["spec"]["headGroupSpec"]["template"], cluster["spec"]["workerGroupSpecs"][0]["template"]]
+    assert [template["metadata"]["annotations"] for template in templates] == [given, given]
+
+
+def test_a_new_pod_finds_what_others_have_fetched_and_compiled(render: Render) -> None:
+    caches = {
+        "RLHFLESS_HOME", "HF_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
+        "FLASHINFER_WORKSPACE_BASE", "DG_JIT_CACHE_DIR", "CUDA_CACHE_PATH",
+    }  # fmt: skip
+    for file, mode in ((FILES[0], "ReadWriteMany"), (FILES[1], "ReadWriteOnce")):
+        objects = render({}, file)
+        (claim,) = (
+            one for one in of_kind(objects, "PersistentVolumeClaim") if one["metadata"]["name"].endswith("cache")
+        )
+        assert claim["spec"]["accessModes"] == [mode]
+        for spec in pods(objects).values():
+            (volume,) = (volume for volume in spec["volumes"] if volume["name"] == "cache")
+            assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+            for container in spec["containers"]:
+                places = {each["name"]: each.get("value", "") for each in container["env"]}
+                assert {name for name, value in places.items() if value.startswith("/cache/")} == caches
+                assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
+    named = render({"volumes": {"cache": {"enabled": True, "existingClaim": "mine"}}})
+    assert len(of_kind(named, "PersistentVolumeClaim")) == 2
+    assert "cache" not in {volume["name"] for volume in pods(render())["cpu"]["volumes"]}
+
+
+def test_k3s_runs_pods_with_gpus_under_its_runtime_class(render: Render) -> None:
+    found = pods(render({}, FILES[1]))
+    assert found["node"]["runtimeClassName"] == "nvidia"
+    assert "runtimeClassName" not in found["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("shared", "worker", "head"),
+    [("256Gi", 8 << 30, 8 << 30), ("16Gi", 2 << 30, 8 << 30), ("1.5G", 200_000_000, 750_000_000)],
+)
+def test_rays_object_store_is_a_part_of_the_shared_memory(render: Render, shared: str, worker: int, head: int) -> None:
+    """It is on the same file system as the weights."""
+    values = {"head": {"sharedMemory": shared}, "gpuGroups": [GROUP | {"sharedMemory": shared}]}
+    (cluster,) = of_kind(render({"ray": values}), "RayCluster")
+    parts = (cluster["spec"]["workerGroupSpecs"][1], cluster["spec"]["headGroupSpec"])
+    assert [int(part["rayStartParams"]["object-store-memory"]) for part in parts] == [worker, head]
+    for part in parts:
+        (volume,) = (each for each in part["template"]["spec"]["volumes"] if each["name"] == "shared-memory")
+        assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": shared}
+
+
 def test_the_database_by_url_comes_from_its_secret_alone(render: Render) -> None:
     spec = pods(render(POSTGRES))["Deployment/r-rlhfless"]
     for container in (*spec["initContainers"], *spec["containers"]):
@@ -139,6 +213,9 @@ def test_claims_that_are_kept(render: Render) -> None:
         ({"ray": {"gpuGroups": [{"name": "h100"}]}}, "gpuGroups"),
         ({"volumes": {"runs": {"accessMode": "RWX"}}}, "accessMode"),
         ({"ray": {"cpuGroup": {"minNodes": 5, "maxNodes": 4}}}, "minNodes"),
+        ({"volumes": {"cache": {"enabled": "yes"}}}, "enabled"),
+        ({"ray": {"gpuGroups": [GROUP | {"capabilities": ["ipc_lock"]}]}}, "capabilities"),
+        ({"ray": {"gpuGroups": [GROUP | {"hostNetwork": "yes"}]}}, "hostNetwork"),
         ({"ingress": {"enabled": True}}, "ingress.host"),
         ({"gateway": {"enabled": True}}, "gateway.parents"),
     ],

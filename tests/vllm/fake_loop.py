@@ -1,7 +1,11 @@
 """The real message loop around a fake engine: fast, and able to hang or die when asked to."""
 
+# ruff: noqa: E402
 import os
 import time
+
+# Before the imports, which may take as long as a start that is given up gets.
+print("INFO 11-25 00:00:00 [utils.py:1] Free memory on device (79/79 GiB)", flush=True)
 
 from rlhfless.functions.generation.vllm import loop
 from rlhfless.functions.generation.vllm.messages import LoadReport, Sampled, SampleRequest
@@ -64,8 +68,17 @@ class FakeCore:
         return Sampled(name, tuple(range(count)), (-1.0,) * count, reason, (), 0, "")
 
 
-if __name__ == "__main__":
-    loop._start = lambda _settings: (FakeCore(), {"import": 0.0})  # type: ignore[assignment,return-value]
+def _start(_settings: object) -> tuple[FakeCore, dict[str, float]]:
     if "RLHFLESS_TEST_SLOW_START" in os.environ:
         time.sleep(60)
+    if "RLHFLESS_TEST_FAILED_START" in os.environ:
+        print(
+            "(EngineCore pid=7) ERROR 11-25 00:00:01 [core.py:1] torch.OutOfMemoryError: CUDA out of memory", flush=True
+        )
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+    return FakeCore(), {"import": 0.0}
+
+
+if __name__ == "__main__":
+    loop._start = _start  # type: ignore[assignment]
     loop.main()

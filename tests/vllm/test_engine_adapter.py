@@ -6,9 +6,11 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from rlhfless.fleet.causes import innermost
 from rlhfless.functions.generation.vllm import adapter
 from rlhfless.functions.generation.vllm.adapter import Engine
 from rlhfless.functions.generation.vllm.messages import (
@@ -18,6 +20,7 @@ from rlhfless.functions.generation.vllm.messages import (
     EngineTimeout,
     SampleRequest,
 )
+from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.records import FinishReason, Probe, PublishedWeights, WeightVersion
 from rlhfless.spec import EngineSpec, TimeoutsSpec
 from rlhfless.weights.address import StoreAddress
@@ -151,14 +154,41 @@ async def test_a_process_that_exits_in_a_call(engine: Engine) -> None:
 async def test_a_start_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_MODULE", "fake_loop")
     monkeypatch.setenv("RLHFLESS_TEST_SLOW_START", "1")
-    with pytest.raises(EngineTimeout, match="`start` within 1 s"):
-        await Engine.start(replace(SETTINGS, timeouts=TimeoutsSpec(start_s=1, drain_s=0.1)))
+    with pytest.raises(EngineTimeout, match=r"(?s)`start` within 3 s\n.* ends with:\n    INFO .* Free memory"):
+        await Engine.start(replace(SETTINGS, timeouts=TimeoutsSpec(start_s=3, drain_s=60)))
 
 
 async def test_a_process_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_MODULE", "no_such_module")
     with pytest.raises(EngineDead, match="exit code 1"):
         await Engine.start(SETTINGS)
+
+
+async def test_a_failed_start_is_told_with_the_last_lines_of_its_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM's core is a process of its own on GPUs: the cause is what it printed, and not in the trace."""
+    monkeypatch.setattr(adapter, "_MODULE", "fake_loop")
+    monkeypatch.setenv("RLHFLESS_TEST_FAILED_START", "1")
+    log = tmp_path / "generation-0.log"
+    with pytest.raises(EngineDead) as ended:
+        await Engine.start(SETTINGS, log)
+    told = str(ended.value)
+    trace, _, last = told.partition(f"the engine's log, {log}, ends with:\n")
+    assert trace.rstrip().endswith("RuntimeError: Engine core initialization failed. See root cause above.")
+    assert all(line.startswith("    ") for line in last.splitlines())
+    assert "RuntimeError" not in last  # it is in the trace
+    assert "CUDA out of memory" in log.read_text()
+    assert "CUDA out of memory" in innermost([f"rlhfless.x.EngineDead: {told}"]).message
+    assert "CUDA out of memory" in str(engine_fault(told, {}))
+
+
+async def test_an_engine_that_dies_later_is_told_with_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(adapter, "_MODULE", "fake_loop")
+    engine = await Engine.start(SETTINGS, tmp_path / "0.log")
+    with pytest.raises(EngineDead, match=rf"exit code 3; its log is {tmp_path}/0.log"):
+        await engine.load(_published("die"))
+    assert "Free memory on device" in (tmp_path / "0.log").read_text()
 
 
 async def test_the_process_ends_with_its_adapter(monkeypatch: pytest.MonkeyPatch) -> None:

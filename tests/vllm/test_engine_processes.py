@@ -63,9 +63,9 @@ def _runs(process: psutil.Process) -> bool:
 
 @pytest.mark.engine
 async def test_a_kv_cache_that_is_too_small_is_called_so(tmp_path: Path) -> None:
-    """In vLLM's words, which the next release may change."""
+    """In vLLM's words, which the next release may change, and which only the log of its core has."""
     model = make_tiny_model(tmp_path / "model", tied=True)
-    settings = tiny_settings(model, tmp_path, EngineSpec(kv_cache_gib=1e-5, max_sequences=4))
+    settings = tiny_settings(model, tmp_path, EngineSpec(kv_cache_gib=1e-5, max_sequences=4, core_process=True))
     with pytest.raises(EngineDead) as ended:
         await Engine.start(settings)
     told = engine_fault(str(ended.value), {"generate": 3 << 28})

@@ -97,6 +97,8 @@ def test_environment(tmp_path: Path) -> None:
     assert hub["HOME"] == "/home/me"
     assert hub["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert hub["TORCHDYNAMO_DISABLE"] == "1"
+    assert hub["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert engine_environment(_settings(), {"VLLM_LOGGING_LEVEL": "DEBUG"})["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert "HF_HUB_OFFLINE" not in hub
     assert engine_environment(_settings(path=str(tmp_path)), inherited)["HF_HUB_OFFLINE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in engine_environment(_settings("cuda"), inherited)

@@ -24,9 +24,11 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rlhfless import processes
+from rlhfless.functions.generation.engine_log import errors_and_end
 from rlhfless.functions.generation.vllm.arguments import engine_environment
 from rlhfless.functions.generation.vllm.messages import (
     CORE_DIED,
@@ -66,8 +68,10 @@ _MODULE = "rlhfless.functions.generation.vllm.loop"
 class Engine:
     """A running engine, made by `await Engine.start(settings)`."""
 
-    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], folder: str) -> None:
+    def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
         self.settings = settings
+        self.log = log
+        """What the engine's processes print."""
         self.loaded: WeightVersion | None = None
         """The version that serves; None while it is still the model folder's."""
         self.start_seconds: dict[str, float] = {}
@@ -90,32 +94,37 @@ class Engine:
         self._reading: asyncio.Task[None]
 
     @classmethod
-    async def start(cls, settings: EngineSettings) -> Engine:
-        """Starts a process with the engine in it and waits until it can serve.
+    async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> Engine:
+        """Starts a process with the engine in it and waits until it can serve. What it prints is appended to
+        `log_file`; without one it is kept while the engine lives.
 
         Raises:
             RuntimeError: vLLM is missing or of another release.
-            EngineTimeout: the start took longer than `timeouts.start_s`.
-            EngineDead: the process ended during the start; the message holds its trace.
+            EngineTimeout: the start took longer than `timeouts.start_s`; the message ends with the log's last lines.
+            EngineDead: the process ended during the start; the message holds its trace and the log's last lines.
         """
         require_supported_vllm()
-        folder = tempfile.mkdtemp(prefix="rlhfless-engine-")  # of sockets, some of which vLLM leaves
+        folder = Path(tempfile.mkdtemp(prefix="rlhfless-engine-"))  # of sockets, some of which vLLM leaves
+        printed = log_file or folder / "engine.log"
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, printed.open("ab") as output:
             process = subprocess.Popen(  # noqa: ASYNC220 - quick, and asyncio's own needs a child watcher
                 [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,  # so that all its processes can be found
-                env=engine_environment(settings, os.environ) | {"VLLM_RPC_BASE_PATH": folder},
+                env=engine_environment(settings, os.environ) | {"VLLM_RPC_BASE_PATH": str(folder)},
             )
-        engine = cls(settings, process, folder)
+        engine = cls(settings, process, folder, printed)
         reader, engine._writer = await asyncio.open_connection(sock=ours)
         engine._reading = asyncio.create_task(engine._read(reader))
         engine._send(settings)
         try:
             engine.start_seconds = await engine._wait(engine._started, settings.timeouts.start_s, "start")
         except BaseException:
+            engine.kill()  # it reads no messages while it starts
             await engine.stop()
             raise
         return engine
@@ -227,13 +236,17 @@ class Engine:
         self._writer.close()
         self._reading.cancel()
 
-    def _reap(self) -> int:
+    def _reap(self) -> None:
+        """Waits for the process's end, ends the engine's other processes, and removes their files."""
+        self._wait_for_end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait_for_end(self) -> int:
         """Waits for the process's end, and ends the engine's other processes. Returns its exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.settings.timeouts.drain_s)
         if not processes.end_session(self._process.pid, GRACE_S, KILL_S):
             log.error("processes of an engine are there %.0f s after they were killed; they may hold a device", KILL_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
         return self._process.wait()
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
@@ -260,7 +273,7 @@ class Engine:
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
-            failure = EngineTimeout(f"the engine did not finish `{what}` within {timeout_s:g} s")
+            failure = EngineTimeout(self._told(f"the engine did not finish `{what}` within {timeout_s:g} s"))
             self._fail(failure)
             raise failure from None
 
@@ -269,9 +282,10 @@ class Engine:
             while True:
                 self._receive(await processes.read(reader))
         except (EOFError, OSError):
-            code = await asyncio.to_thread(self._reap)
+            code = await asyncio.to_thread(self._wait_for_end)
             what = "process of vLLM's core" if code == CORE_DIED else "process"
-            self._fail(EngineDead(f"the engine's {what} ended; exit code {code}"))
+            self._fail(EngineDead(self._told(f"the engine's {what} ended; exit code {code}")))
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _receive(self, message: Answer) -> None:
         self._heard_s = time.monotonic()
@@ -290,7 +304,14 @@ class Engine:
                 self.block_tokens = message.block_tokens
                 _resolve(self._started, message.seconds)
             case Crashed():
-                self._fail(EngineDead(f"the engine's process failed:\n{message.trace}"))
+                self._fail(EngineDead(self._told(f"the engine's process failed:\n{message.trace.rstrip()}")))
+
+    def _told(self, what: str) -> str:
+        """A fault with what the log adds to it: of a failed start the last lines, which may have the cause, as where
+        vLLM's core is a process of its own; later where the log is."""
+        if self.start_seconds:
+            return what if self.log.parent == self._folder else f"{what}; its log is {self.log}"
+        return f"{what}\n{errors_and_end(self.log, what)}".rstrip()
 
     def _fail(self, failure: EngineError) -> None:
         """The first failure is the cause; it ends every wait, each with an exception of its own."""

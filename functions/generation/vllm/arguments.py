@@ -123,7 +123,7 @@ def has_core_process(settings: EngineSettings) -> bool:
 def engine_environment(settings: EngineSettings, inherited: Mapping[str, str]) -> dict[str, str]:
     """Environment of the engine's process. A variable that the user set is kept, unless the adapter depends on it."""
     chosen = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # An engine runs on one node; the node's host name may resolve to an address of the network.

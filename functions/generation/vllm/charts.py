@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlhfless.folders import home
 from rlhfless.functions.generation.vllm.read_back import Chart
 from rlhfless.weights.files import replacing
 
@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 
 def charts_folder() -> Path:
     """Where the charts of this node are."""
-    home = os.environ.get("RLHFLESS_HOME") or Path.home() / ".cache" / "rlhfless"
-    return Path(home) / "charts"
+    return home() / "charts"
 
 
 def key_of(

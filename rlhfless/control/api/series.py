@@ -34,9 +34,9 @@ from rlhfless.control.objects import (
     UsageObject,
 )
 from rlhfless.control.service import service_of
-from rlhfless.control.tails import tail
 from rlhfless.control.thinning import FEWEST
 from rlhfless.redaction import redacted_text
+from rlhfless.tails import tail
 from rlhfless.telemetry.logs import LOG_FILE as RUN_LOG
 
 router = APIRouter(tags=["runs"])

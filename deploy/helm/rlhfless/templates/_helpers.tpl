@@ -63,6 +63,24 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- default (printf "%s-runs" (include "rlhfless.fullname" .)) .Values.volumes.runs.existingClaim -}}
 {{- end -}}
 
+{{- define "rlhfless.cacheClaim" -}}
+{{- default (printf "%s-cache" (include "rlhfless.fullname" .)) .Values.volumes.cache.existingClaim -}}
+{{- end -}}
+
+{{/* Bytes of a Kubernetes quantity. */}}
+{{- define "rlhfless.bytes" -}}
+{{- $units := dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $unit := regexFind "[A-Za-z]+$" . -}}
+{{- mulf (trimSuffix $unit . | float64) (get $units $unit | default 1 | float64) | int64 -}}
+{{- end -}}
+
+{{/* What Ray may keep of /dev/shm, in bytes, for what goes from one process to another: batches, of which long contexts
+make hundreds of MB; what does not fit it writes to disk. The weights of runs take the rest of a worker's. */}}
+{{- define "rlhfless.objectStore" -}}
+{{- $all := include "rlhfless.bytes" .sharedMemory | int64 -}}
+{{- div $all (ternary 2 8 (default false .head)) | min 8589934592 | max 200000000 -}}
+{{- end -}}
+
 {{- define "rlhfless.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: {{ .Values.podSecurity.user }}
@@ -75,13 +93,23 @@ seccompProfile: {type: RuntimeDefault}
 {{- define "rlhfless.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+capabilities: {drop: [ALL]{{ with .capabilities }}, add: {{ toJson . }}{{ end }}}
 {{- end -}}
 
 {{/* What all containers of ours have in their environment. */}}
 {{- define "rlhfless.env" -}}
 - {name: HOME, value: /tmp/home}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{- if .Values.volumes.cache.enabled }}
+- {name: RLHFLESS_HOME, value: /cache/rlhfless}
+- {name: HF_HOME, value: /cache/huggingface}
+- {name: VLLM_CACHE_ROOT, value: /cache/vllm}
+- {name: TORCHINDUCTOR_CACHE_DIR, value: /cache/inductor}
+- {name: TRITON_CACHE_DIR, value: /cache/triton}
+- {name: FLASHINFER_WORKSPACE_BASE, value: /cache/flashinfer}
+- {name: DG_JIT_CACHE_DIR, value: /cache/deep-gemm}
+- {name: CUDA_CACHE_PATH, value: /cache/cuda}
+{{- end }}
 {{- if .Values.hub.existingSecret }}
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ .Values.hub.existingSecret }}, key: token}}
@@ -94,6 +122,9 @@ capabilities: {drop: [ALL]}
 {{- define "rlhfless.mounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: runs, mountPath: /data/runs}
+{{- if .Values.volumes.cache.enabled }}
+- {name: cache, mountPath: /cache}
+{{- end }}
 {{- if .Values.volumes.models.existingClaim }}
 - {name: models, mountPath: /models, readOnly: true}
 {{- end }}
@@ -106,6 +137,10 @@ capabilities: {drop: [ALL]}
 - {name: tmp, emptyDir: {}}
 - name: runs
   persistentVolumeClaim: {claimName: {{ include "rlhfless.runsClaim" . }}}
+{{- if .Values.volumes.cache.enabled }}
+- name: cache
+  persistentVolumeClaim: {claimName: {{ include "rlhfless.cacheClaim" . }}}
+{{- end }}
 {{- if .Values.volumes.models.existingClaim }}
 - name: models
   persistentVolumeClaim: {claimName: {{ .Values.volumes.models.existingClaim }}, readOnly: true}
@@ -137,14 +172,21 @@ capabilities: {drop: [ALL]}
 {{- toJson $found -}}
 {{- end -}}
 
-{{/* A pod of the Ray cluster. Takes root, resources, sharedMemory, nodeSelector, tolerations, runtimeClassName, gpu. */}}
+{{/* A pod of the Ray cluster. Takes root, head, and the keys of a group (values.schema.json). */}}
 {{- define "rlhfless.rayPod" -}}
 {{- $root := .root -}}
 # Nothing here changes with the chart's version: another template would replace the pods.
 metadata:
   labels: {{- include "rlhfless.selector" $root | nindent 4 }}
     app.kubernetes.io/component: ray
+  {{- with .annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
+  {{- if .hostNetwork }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
   {{- if not .head }}
   automountServiceAccountToken: false
   {{- end }}
@@ -172,7 +214,7 @@ spec:
       lifecycle:
         preStop: {exec: {command: [python, -m, rlhfless.fleet.leave_node, {{ max 1 (sub $grace 15) | quote }}]}}
       {{- end }}
-      securityContext: {{- include "rlhfless.containerSecurity" $root | nindent 8 }}
+      securityContext: {{- include "rlhfless.containerSecurity" . | nindent 8 }}
       resources: {{- toYaml .resources | nindent 8 }}
       volumeMounts:
         - {name: shared-memory, mountPath: /dev/shm}

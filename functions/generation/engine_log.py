@@ -1,0 +1,49 @@
+"""Where the log of an actor's engine is, one file for each replica, and what it says of a start that failed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from rlhfless.folders import home
+from rlhfless.tails import tail
+
+FOLDER = "engines"
+
+READ_LINES = 1000
+"""Of the end of the log: each process of an engine writes its trace, of some fifty lines, and those that wait for it
+write theirs after it."""
+
+LAST_LINES = 12
+"""That are shown: of a process that died without a trace they have the cause."""
+
+MOST_ERRORS = 6
+
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:ERROR [\d-]+ [\d:]+ \[[^\]]+\] )?")
+"""Of vLLM's lines: the process, and of logged ones level, time and place."""
+
+_ERROR = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S")
+
+
+def log_file(run_folder: str, run_id: str, replica: str) -> Path:
+    """`replica`'s file in the run's folder, if this machine has that, or else in this user's own folder here. A driver
+    that resumes the run uses names again: its engines go on in the same files. The folder is made."""
+    run = Path(run_folder)
+    folder = run / FOLDER if run.is_dir() and os.access(run, os.W_OK) else home() / "logs" / run_id
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{replica.removeprefix(f'{run_id}-')}.log"
+
+
+def errors_and_end(log: Path, said: str) -> str:
+    """The errors that the log of a failed start names, the first one first, because the others follow from it; and its
+    last lines. Without lines that `said` has. Indented, so that no line is taken for the fault's own."""
+    lines = [line for line in tail(log, READ_LINES).splitlines() if line.strip() not in said]
+    named = dict.fromkeys(text for line in lines if _ERROR.match(text := _PREFIX.sub("", line)))
+    found = [f"errors in the engine's log, {log}:", *map(_indented, list(named)[:MOST_ERRORS])] if named else []
+    last = [f"the engine's log, {log}, ends with:", *map(_indented, lines[-LAST_LINES:])] if lines else []
+    return "\n".join([*found, *last])
+
+
+def _indented(line: str) -> str:
+    return f"    {line}"
