@@ -174,9 +174,9 @@ async def test_a_failed_start_is_told_with_the_last_lines_of_its_log(
     with pytest.raises(EngineDead) as ended:
         await Engine.start(SETTINGS, log)
     told = str(ended.value)
-    trace, _, last = told.partition(f"the engine's log, {log}, ends with:\n")
+    trace, _, last = told.partition(f"errors in the engine's log, {log}:\n")
     assert trace.rstrip().endswith("RuntimeError: Engine core initialization failed. See root cause above.")
-    assert all(line.startswith("    ") for line in last.splitlines())
+    assert last.startswith("    torch.OutOfMemoryError: CUDA out of memory\n")
     assert "RuntimeError" not in last  # it is in the trace
     assert "CUDA out of memory" in log.read_text()
     assert "CUDA out of memory" in innermost([f"rlhfless.x.EngineDead: {told}"]).message
