@@ -166,7 +166,7 @@ def _scenario(
     if spec.algorithm.needs.reference:
         values["reference"] = {}
     if spec.scaling.generation.fixed:
-        values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.max_actors}}]
+        values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.most_actors}}]
     return Scenario.model_validate(values)
 
 
