@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless import __version__
+from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.control.compute.planning import planned_on
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS
 from rlhfless.selftest.check import Outcome, outcomes
 from rlhfless.selftest.checks import CHECKS
-from rlhfless.selftest.subject import Subject, opened
+from rlhfless.selftest.subject import BUNDLED, Subject, opened
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
@@ -48,6 +49,8 @@ def node_report(spec: RunSpec | None, shown: Callable[[Outcome], object] = lambd
         }
         if subject.found.keys() >= set(NEEDED):
             latency = _latency(subject)
+            if subject.model != BUNDLED:  # the next run of this model plans with it
+                EngineStarts(subject.spec, subject.asked.shape).keep(subject.kind, latency.start_s)
             report["latency"] = latency.model_dump(mode="json") | {"ranks": subject.found["ranks"]}
             row, lengths = planned_on(subject.asked, None, latency)
             report["step"] = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
