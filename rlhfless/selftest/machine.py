@@ -10,11 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import psutil
-import torch
-
-from rlhfless.loop.launch import SHARED_MEMORY, serves_by_http
-from rlhfless.prepare.memory.formulas import GIB
+from rlhfless.functions.cuda import require_cuda
+from rlhfless.prepare.memory.assumed import loading_bytes
+from rlhfless.prepare.memory.formulas import GIB, version_bytes
+from rlhfless.prepare.memory.room import Needed, room_at, room_problems, store_base
 from rlhfless.selftest.check import Measured, Wrong, check
 from rlhfless.selftest.subject import Subject
 
@@ -46,9 +45,8 @@ def driver(_: Subject) -> Measured:
     """`torch.cuda.is_available()` in this process; ranks and the engine's core tell of themselves later."""
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,name,memory.total", "--format=csv,noheader"]
     told = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    measured = {"nvidia_smi": told.stdout.splitlines(), "wheel_cuda": torch.version.cuda or "none"}
-    if not torch.cuda.is_available():
-        raise Wrong("torch sees no CUDA device", **measured)
+    measured = {"nvidia_smi": told.stdout.splitlines()}
+    require_cuda()
     if "Exclusive" in told.stdout:
         raise Wrong("a GPU is in exclusive mode, which refuses a second process", **measured)
     return measured
@@ -101,26 +99,21 @@ def caches(_: Subject) -> Measured:
     return free
 
 
-@check(
-    "shared memory", "Docker: --shm-size; Kubernetes: sharedMemory of the group; or set weights.folder to a fast disk"
-)
-def shared_memory(subject: Subject) -> Measured:
-    """Free bytes of the store's folder against the versions that the plan has there."""
-    spec, plan = subject.spec, subject.asked.plan()
-    folder = Path(spec.weights.folder or SHARED_MEMORY)
-    here = folder if folder.exists() else folder.parent
-    planned = plan.shared_bytes + (plan.cache_bytes if serves_by_http(spec) else 0)
-    return _room(str(folder), shutil.disk_usage(here).free, planned)
-
-
-@check("host memory", "end other programs, use a larger machine, or turn off learner.offload")
-def host_memory(subject: Subject) -> Measured:
-    """What is available against the plan's largest phase on this node."""
-    return _room("the host", psutil.virtual_memory().available, subject.asked.plan().host_bytes)
-
-
-def _room(where: str, free: int, planned: int) -> Measured:
-    measured = {"free_gib": free / GIB, "planned_gib": planned / GIB}
-    if free < planned:
-        raise Wrong(f"{where} has {free / GIB:.1f} GiB free, and {planned / GIB:.1f} are planned", **measured)
+@check("room", "free the memory that is named, or set weights.folder to a folder with more room")
+def room(subject: Subject) -> Measured:
+    """Free shared memory and memory of the host, against the versions and processes that are planned."""
+    spec, asked = subject.spec, subject.asked
+    there = room_at(str(store_base(spec)))
+    size = version_bytes(asked.shape, spec.model.dtype)
+    loading = loading_bytes(spec, subject.kind, asked.count, asked.sequence_tokens)
+    needed = Needed(size, learner=True, memory_bytes=loading)
+    measured = {
+        "folder": there.folder,
+        "folder_free_gib": there.store_bytes / GIB,
+        "versions_gib": needed.versions * size / GIB,
+        "host_free_gib": there.memory_bytes / GIB,
+        "loading_gib": loading / GIB,
+    }
+    if problems := room_problems(needed, there):
+        raise Wrong("; ".join(f"{problem.what} ({problem.mend})" for problem in problems), **measured)
     return measured

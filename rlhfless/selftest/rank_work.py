@@ -120,10 +120,10 @@ def publish(
     """The weights in the store, with what an engine is checked against, by rank 0; and the seconds of it."""
     began_s = time.perf_counter()
     with rank.perturbed(SEED) if perturbed else contextlib.nullcontext():
-        stream = rank.published()
+        stream, samples = rank.published(probe)
         stored = FolderStore(folder).put("selftest", 0, max(step, 0), stream) if dist.get_rank() == 0 else None
         drain(stream)
-        checked = Probe(probe, rank.probe_logprobs(probe), rank.weight_samples(probe))
+        checked = Probe(probe, rank.probe_logprobs(probe), samples)
     seconds = time.perf_counter() - began_s
     if stored is None:
         return None, seconds

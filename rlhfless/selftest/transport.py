@@ -15,6 +15,7 @@ from rlhfless.selftest.subject import Subject
 from rlhfless.weights.digest import digest_of
 from rlhfless.weights.files import TensorStream, write_tensors
 from rlhfless.weights.http import HttpStore, HttpStoreServer
+from rlhfless.weights.store import FolderStore
 
 TENSORS = 32
 
@@ -54,11 +55,12 @@ def weights(subject: Subject) -> Measured:
     with (subject.folder / "plain").open("wb") as file, _timed(rates, "write", size):
         write_tensors(file, TensorStream.of(tensors), dict)
     (subject.folder / "plain").unlink()
-    with HttpStoreServer(subject.folder / "rates") as store:
+    folder = FolderStore(subject.folder / "rates")
+    with HttpStoreServer(folder.folder) as store:
         with _timed(rates, "publish", size):
             stored = store.put("selftest", 0, 0, tensors)
         with _timed(rates, "read", size):
-            _drain(store._folder.read, str(store._folder.path(stored.version)))
+            _drain(folder.read, str(folder.path(stored.version)))
         with _timed(rates, "http", size):
             _drain(HttpStore(store.token, subject.folder / "cache").read, stored.location)
     for name in ("rates", "cache"):

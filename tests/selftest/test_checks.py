@@ -76,10 +76,12 @@ def outcome_of(one: Check, subject: Subject) -> tuple[str, str]:
 
 
 def test_a_small_shared_memory_is_told_with_both_figures(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert outcome_of(machine.shared_memory, subject)[0] == "ok"
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1024))
-    state, why = outcome_of(machine.shared_memory, subject)
-    assert (state, "0.0 GiB free" in why, "planned" in why) == ("failed", True, True)
+    assert outcome_of(machine.room, subject)[0] == "ok"
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=2**20))
+    state, why = outcome_of(machine.room, subject)
+    assert state == "failed"
+    assert "has 1 MiB free, and up to 4 versions of the weights of 1.85 MiB each" in why
+    assert "--shm-size" in why
 
 
 def test_a_cache_that_cannot_be_written_is_named(
