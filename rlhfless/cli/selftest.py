@@ -79,7 +79,7 @@ async def _on_cluster(address: str, spec: RunSpec | None) -> dict[str, dict[str,
 
     cluster = await Cluster.start(PlacementSpec(ray_address=address), Path())
     try:
-        found: Any = await asyncio.to_thread(on_each_node, node_report, spec, timeout_s=NODE_S)
+        found: Any = await asyncio.to_thread(on_each_node, node_report, spec, timeout_s=NODE_S, with_cores=True)
     finally:
         await cluster.stop()
     if not found:

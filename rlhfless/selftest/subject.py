@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,10 +92,11 @@ def opened(spec: RunSpec | None) -> Iterator[Subject]:
         subject = _subject(spec or _bundled(folder / "bundled"), name, folder)
         yield subject
     finally:
-        for part in () if subject is None else (subject.engines, subject.ranks):
-            if part is not None:
-                part.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        with ExitStack() as ending:
+            ending.callback(shutil.rmtree, folder, ignore_errors=True)
+            for part in () if subject is None else (subject.ranks, subject.engines):
+                if part is not None:
+                    ending.callback(part.close)
 
 
 def _subject(spec: RunSpec, model: str, folder: Path) -> Subject:
