@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.autoscaling.figures import FleetFigures
 from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.autoscaling.sample_table import SampleTable
@@ -45,6 +46,7 @@ class LiveFleet:
         speeds: EngineSpeeds,
         max_model_len: int,
         moves: PrefixMoves | None = None,
+        starts: EngineStarts | None = None,
     ) -> None:
         """`pools`: the pool of the generation actors first. Every other pool has one replica."""
         self._spec = spec
@@ -58,6 +60,13 @@ class LiveFleet:
         self._speeds = speeds
         self._max_model_len = max_model_len
         self._moves = moves
+        self._starts = starts or EngineStarts(spec, None)
+
+    def keep_starts(self) -> None:
+        """Keep the time of the engines' starts for later runs."""
+        measured_s = self._ledger.mean_start_s(FunctionName.GENERATION)
+        if measured_s is not None and self._actors.allocations:
+            self._starts.keep(self._actors.allocations[0].devices[0].kind, measured_s)
 
     def slot_of(self, function: FunctionName) -> int:
         """The slot of a function that has one replica."""
@@ -144,15 +153,17 @@ class LiveFleet:
         return Call(self._call.run_id, self._call.attempt, step)
 
     def _replica_slots(self, pool: Pool) -> list[ReplicaSlot]:
-        """The slots of a pool. A start takes as long as the pool's starts have taken on average."""
+        """The slots of a pool. A start takes as long as the pool's starts have taken on average, and before the first
+        one as long as an engine's is expected to."""
         function = pool.function
-        start_s = self._ledger.mean_start_s(function)
+        measured_s = self._ledger.mean_start_s(function)
         kinds = (
             {allocation.devices[0].kind for allocation in pool.allocations}
             if function is FunctionName.GENERATION
             else ()
         )
         engines = {kind: self._engine(kind) for kind in kinds}
+        expected_s = {} if measured_s is not None else {kind: self._starts.expected_s(kind) for kind in kinds}
         return [
             ReplicaSlot(
                 function=function,
@@ -160,7 +171,7 @@ class LiveFleet:
                 devices=tuple(device.name for device in allocation.devices),
                 node=NODE,
                 usd_per_s=self._usd_per_s(function, allocation),
-                start_s=START_S if start_s is None else start_s,
+                start_s=expected_s.get(allocation.devices[0].kind, START_S) if measured_s is None else measured_s,
                 wake_s={},
                 resident_usd_per_s={},
                 engine=engines.get(allocation.devices[0].kind),

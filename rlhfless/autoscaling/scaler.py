@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.autoscaling.even_split import EvenSplit
 from rlhfless.autoscaling.figures import FleetFigures
 from rlhfless.autoscaling.live_fleet import LiveFleet
@@ -66,6 +67,10 @@ class Scaler:
         """Use at most so many generation actors from now on; called between steps."""
         self._fleet.limit_actors(most)
 
+    def keep_starts(self) -> None:
+        """See LiveFleet.keep_starts."""
+        self._fleet.keep_starts()
+
     def drawn(self, step: int) -> None:
         """The rollouts of a step are in the ledger: learn the speed of the engines from them."""
         if self._runner.figures(step):
@@ -93,7 +98,8 @@ def scaler_of(
     kv_token_bytes = 0 if prepared.shape is None else prepared.shape.kv_bytes
     connector = spec.generation.engine.kv_connector if kv_token_bytes else None
     moves = PrefixMoves(connector, kv_token_bytes, speeds)
-    fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, moves)
+    starts = EngineStarts(spec, prepared.shape)
+    fleet = LiveFleet(spec, call, pools, ledger, speeds, prepared.max_model_len, moves, starts)
     return Scaler(policy_of(spec, earlier, ledger.cost_usd(())), fleet, speeds, ledger, moves)
 
 

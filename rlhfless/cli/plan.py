@@ -36,6 +36,10 @@ def plan(
         Path | None,
         typer.Option(metavar="DIR", help="Take response lengths and latencies of this recorded run."),
     ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take speeds of this report of `rlhfless selftest SPEC --out FILE`."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Memory per device and phase, the nearest change that fits, and the time and cost of the run.
@@ -52,17 +56,24 @@ def plan(
     loaded = load_spec(spec, overrides or ())
     trace = None if lengths_of is None else read_trace(trace_folder(lengths_of), tokens=False)
     asked = question_of(loaded, *(parsed_devices(devices) if devices is not None else local_devices(loaded)))
+    latency = None
+    if measured is not None:
+        from rlhfless.selftest.report import measured_latency
+
+        latency = measured_latency(measured, asked)
     found = asked.plan()
     problems = plan_problems(asked, found)
     change = None if found.fits else nearest_change(asked)
     if as_json:
-        row, lengths = planned_on(asked, trace)
+        row, lengths = planned_on(asked, trace, latency)
         cost = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
         typer.echo(json.dumps(_as_json(asked, found, problems, change) | cost, indent=2))
     else:
         _show(asked, found, problems, change)
         if not problems:
-            _show_cost(*planned_on(asked, trace), "" if trace else "; --lengths-of takes them from a recorded run")
+            _show_cost(
+                *planned_on(asked, trace, latency), "" if trace else "; --lengths-of takes them from a recorded run"
+            )
     if problems:
         raise typer.Exit(DOES_NOT_FIT)
 

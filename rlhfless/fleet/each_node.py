@@ -22,12 +22,15 @@ def on_node(node: str, work: Callable[..., object], *arguments: object) -> Any:
     return task.remote(*arguments)
 
 
-def on_each_node(work: Callable[..., object], *arguments: object, timeout_s: float) -> dict[str, object]:
-    """What `work` returned on each node that is alive, by the node's address.
+def on_each_node(
+    work: Callable[..., object], *arguments: object, timeout_s: float, with_cores: bool = False
+) -> dict[str, object]:
+    """What `work` returned on each node that is alive, by the node's address; `with_cores`: where functions can be, and
+    not on a head that is for drivers alone.
 
     A node on which it did not end within `timeout_s`, or raised, or which was lost, is not among them; the log says so.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [node for node in ray.nodes() if node["Alive"] and (node["Resources"].get("CPU") or not with_cores)]
     calls = {on_node(node["NodeID"], work, *arguments): node["NodeManagerAddress"] for node in nodes}
     ended, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
     for call in late:

@@ -178,6 +178,7 @@ async def _fleet(
         try:
             yield run, await _begin(session, run, cluster, launcher.devices)
         finally:
+            run.scaler.keep_starts()
             for watch in watches:
                 watch.cancel()
             with session.console.waiting("stopping all functions"):

@@ -21,7 +21,7 @@ def capacity_problems(spec: RunSpec, memory_bytes: int) -> list[Problem]:
     memory_gib = memory_bytes / 2**30
     kv_gib = spec.generation.engine.kv_cache_gib or DEFAULT_CPU_KV_GIB
     asked = (
-        ("scaling.generation.max_actors", spec.scaling.generation.max_actors, kv_gib, "for its KV cache"),
+        ("scaling.generation.max_actors", spec.scaling.generation.most_actors, kv_gib, "for its KV cache"),
         ("scoring.workers", spec.scoring.workers, WORKER_GIB, "for its process"),
     )
     return [
@@ -39,7 +39,7 @@ def capacity_problems(spec: RunSpec, memory_bytes: int) -> list[Problem]:
 def capacity_warnings(spec: RunSpec, devices: int) -> Iterator[str]:
     """What so many cores are shared by too many processes for, and what will not learn."""
     bounds = spec.scaling.generation
-    for name, actors in (("min_actors", bounds.min_actors), ("max_actors", bounds.max_actors)):
+    for name, actors in (("min_actors", bounds.min_actors), ("max_actors", bounds.most_actors)):
         if actors > devices:
             yield (
                 f"scaling.generation.{name}: {actors} actors share {devices} core(s); more actors than cores draw no "

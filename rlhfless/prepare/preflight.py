@@ -284,7 +284,8 @@ def _warnings(spec: RunSpec, prompts: Sequence[Prompt], max_model_len: int) -> l
             f"{max_model_len} tokens; such a sequence gets a pass of its own, and more memory"
         )
     bounds = spec.scaling.generation
-    if "contract" in spec.scaling.model_fields_set and bounds.fixed:
+    undecided = bounds.max_actors == "auto" and spec.placement.ray_address is not None
+    if "contract" in spec.scaling.model_fields_set and bounds.fixed and not undecided:
         warnings.append(
             f"scaling.contract: is of no effect, because there are always {bounds.min_actors} generation actors; lower "
             "scaling.generation.min_actors or raise max_actors to leave the number to it"

@@ -168,7 +168,7 @@ def place_run(spec: RunSpec, nodes: Sequence[Node]) -> Placement:
     return place(
         spec.placement,
         nodes,
-        generation_actors=spec.scaling.generation.max_actors,
+        generation_actors=spec.scaling.generation.most_actors,
         devices_per_actor=spec.generation.engine.tensor_parallel_size,
         ranks=ranks_of(spec),
         functions=helpers(spec),

@@ -45,18 +45,24 @@ class GenerationScalingSpec(SpecModel):
     """Bounds on the number of generation actors. A static fleet is min = max."""
 
     min_actors: Processes = 1
-    max_actors: Processes = 1
+    max_actors: Processes | Literal["auto"] = "auto"
+    """`auto`: on GPUs as many as the devices hold beside what else is on them, on CPU cores `min_actors`."""
 
     @model_validator(mode="after")
     def _ordered(self) -> GenerationScalingSpec:
-        if self.max_actors < self.min_actors:
+        if self.max_actors != "auto" and self.max_actors < self.min_actors:
             raise ValueError(f"max_actors ({self.max_actors}) is below min_actors ({self.min_actors})")
         return self
 
     @property
+    def most_actors(self) -> int:
+        """`max_actors` as a number: `min_actors` where `auto` is still to be decided."""
+        return self.min_actors if self.max_actors == "auto" else self.max_actors
+
+    @property
     def fixed(self) -> bool:
         """Whether the number of actors is fixed, so that no policy decides it."""
-        return self.min_actors == self.max_actors
+        return self.min_actors == self.most_actors
 
 
 Hold = Literal["auto", "always", "never"]

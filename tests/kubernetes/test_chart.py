@@ -251,7 +251,7 @@ def test_monitoring_is_complete_when_it_is_wanted(render: Render) -> None:
 def test_worker_pods_leave_in_order_within_their_grace_period(render: Render) -> None:
     objects = render({}, FILES[0])
     for name, spec in pods(objects).items():
-        if name in ("head", "Deployment/r-rlhfless", "Pod/r-rlhfless-test"):
+        if name == "head" or name.startswith(("Deployment/", "Pod/")):
             continue
         command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
         assert command == ["python", "-m", "rlhfless.fleet.leave_node", "105"]
@@ -276,3 +276,20 @@ def test_the_right_to_list_nodes_is_asked_for_only_where_it_is_used(render: Rend
 
 def test_its_default_image_is_of_this_version():
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == rlhfless.__version__
+
+
+def test_the_self_test_is_a_job_of_the_ray_cluster_which_only_it_and_the_control_plane_reach(render: Render) -> None:
+    objects = render({"networkPolicy": {"enabled": True}}, FILES[0])
+    (container,) = pods(objects)["Pod/r-rlhfless-selftest"]["containers"]
+    head = "http://r-rlhfless-ray-head-svc.space:8265"
+    assert [*container["command"], *container["args"]] == [
+        *("ray", "job", "submit", "--address", head, "--"),
+        *("rlhfless", "selftest", "--ray-address", "auto"),
+    ]
+    policies = {one["metadata"]["name"]: one["spec"]["ingress"] for one in of_kind(objects, "NetworkPolicy")}
+    (rule,) = policies["r-rlhfless-selftest"]
+    (source,) = rule["from"]
+    assert rule["ports"] == [{"port": 8265}]
+    assert source["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "selftest"
+    without = render({"networkPolicy": {"enabled": False}}, FILES[0])
+    assert not of_kind(without, "NetworkPolicy")

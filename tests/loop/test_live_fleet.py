@@ -12,6 +12,7 @@ from fake_cluster import FakeCluster, pool_of
 from test_generation_stage import until
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.autoscaling.live_fleet import LiveFleet
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.blueprint import Bounds
@@ -22,6 +23,7 @@ from rlhfless.records import Decision, FunctionName, Holding, Invocation, Replic
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.acquisition import Acquired
 from rlhfless.scaling.assignment import PolicyFault
+from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import PriceBook
@@ -81,6 +83,13 @@ def starting(name: str, function: FunctionName, end_s: float) -> Holding:
 
 def loading(seconds: float) -> Invocation:
     return Invocation(FunctionName.GENERATION, "a", "i", Work.LOAD_WEIGHTS, 1, 50.0, 50.0 + seconds)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("RLHFLESS_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
 
 
 async def test_slots_are_allocations_with_prices_and_the_times_of_the_ledger(tmp_path: Path) -> None:
@@ -214,3 +223,31 @@ async def test_a_start_waits_for_devices_that_have_to_come_as_long_as_such_have_
     # The first actor's core is held; the second one's node took 240 s the last time.
     assert [slot.reacquire_s for slot in fleet.fleet.view().replica_slots][:2] == [0.0, 240.0]
     assert [row.choice for row in fleet.decisions()] == ["1 x cpu-core"]
+
+
+async def test_a_second_run_expects_the_start_that_the_first_has_measured(tmp_path: Path) -> None:
+    first = Fleet(tmp_path / "first")
+    first.fleet.keep_starts()  # nothing to keep yet
+    assert first.fleet.view().replica_slots[0].start_s == START_S
+    first.ledger.add_holding(starting("a", FunctionName.GENERATION, 80.0))
+    first.fleet.keep_starts()
+    slots = Fleet(tmp_path / "second").fleet.view().replica_slots
+    assert [slot.start_s for slot in slots] == [80.0, 80.0, START_S, START_S]
+
+
+async def test_kept_starts_that_cannot_be_read_are_as_none(tmp_path: Path, home: Path) -> None:
+    home.mkdir()
+    (home / "starts.json").write_text("{")
+    assert Fleet(tmp_path / "run").fleet.view().replica_slots[0].start_s == START_S
+
+
+def test_the_prior_of_a_gpu_knows_compilation_and_the_models_own_weights() -> None:
+    config = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28,
+              "num_key_value_heads": 4, "vocab_size": 152064, "torch_dtype": "bfloat16"}  # fmt: skip
+    shape = ModelShape.of_config(config)
+    spec = RunSpec.model_validate(
+        {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
+    )
+    expected_s = EngineStarts(spec, shape).expected_s("h100")
+    assert expected_s == pytest.approx(33.7 + 0.81 * 7.6 + 60 + 15.2 / 1.75, rel=0.02)
+    assert EngineStarts(spec, None).expected_s("h100") == START_S

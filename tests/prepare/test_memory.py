@@ -503,3 +503,18 @@ def test_a_resumed_spec_keeps_what_was_decided(tmp_path: Path) -> None:
     again = settled(load_spec(file), "h100")
     assert again.model.dtype == "bfloat16"
     assert again.timeouts == load_spec(file).timeouts
+
+
+def test_actors_have_all_devices_of_their_side_unless_the_spec_says_how_many() -> None:
+    def actors(count: int, run: RunSpec, config: dict[str, Any] = QWEN_7B) -> tuple[str, int]:
+        found = asked(config, "h100", count, run)
+        settled_spec = placed(dataclasses.replace(found, spec=settled(run, "h100")))
+        return settled_spec.placement.mode, settled_spec.scaling.generation.most_actors
+
+    assert actors(8, spec()) == ("colocated", 8)
+    assert actors(8, spec(generation={"engine": {"tensor_parallel_size": 2}})) == ("colocated", 4)
+    assert actors(8, spec(scaling={"generation": {"max_actors": 3}})) == ("colocated", 3)
+    apart = {"mode": "disaggregated", "learner_devices": 2}
+    assert actors(8, spec(placement=apart)) == ("disaggregated", 6)
+    on_cores = settled(spec(scaling={"generation": {"min_actors": 2}}), "cpu-core").scaling.generation
+    assert (on_cores.max_actors, on_cores.fixed) == (2, True)

@@ -14,6 +14,8 @@ from rlhfless.records.traces import Trace, read_trace
 from rlhfless.scaling.latency.devices import load_devices
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
 from rlhfless.scaling.prices import load_price_book
+from rlhfless.sim.replay.calibrate import calibrate
+from rlhfless.sim.replay.latency_file import LatencyFile
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, UserError
 
@@ -54,10 +56,10 @@ def planned(question: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def planned_on(asked: Question, trace: Trace | None) -> tuple[dict[str, Any], str]:
-    """`chosen` and `lengths` of a plan, for these devices alone."""
+def planned_on(asked: Question, trace: Trace | None, measured: LatencyFile | None = None) -> tuple[dict[str, Any], str]:
+    """`chosen` and `lengths` of a plan, for these devices alone; with latencies `measured` on them, if they were."""
     lengths = lengths_of(asked.spec, trace)
-    return _row(asked, _config(asked.spec), lengths, trace), lengths.source
+    return _row(asked, _config(asked.spec), lengths, trace, measured), lengths.source
 
 
 def _config(spec: RunSpec) -> dict[str, Any] | None:
@@ -90,7 +92,13 @@ def _no_row(kind: str, count: int, placement: str, why: str) -> dict[str, Any]:
     return {"kind": kind, "count": count, "placement": placement, "fits": False, "problems": [why]} | empty
 
 
-def _row(asked: Question, config: dict[str, Any] | None, lengths: Lengths, trace: Trace | None) -> dict[str, Any]:
+def _row(
+    asked: Question,
+    config: dict[str, Any] | None,
+    lengths: Lengths,
+    trace: Trace | None,
+    measured: LatencyFile | None = None,
+) -> dict[str, Any]:
     """One kind and number of devices: whether the run fits, and its time and cost if it does."""
     plan = asked.plan()
     problems = plan_problems(asked, plan)
@@ -111,7 +119,9 @@ def _row(asked: Question, config: dict[str, Any] | None, lengths: Lengths, trace
         row["reason"] = "the model's config.json cannot be read"
     else:
         try:
-            row["predicted"] = predicted(asked, config, lengths, _same_devices(trace, asked)).model_dump()
+            same = None if measured is not None else _same_devices(trace, asked)
+            latency = measured if same is None else calibrate([same])
+            row["predicted"] = predicted(asked, config, lengths, latency).model_dump()
         except (UserError, ValueError) as error:
             row["reason"] = str(error).splitlines()[-1].strip()
     return row

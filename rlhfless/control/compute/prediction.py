@@ -22,7 +22,6 @@ from rlhfless.records.traces import Trace
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.rows import Totals
-from rlhfless.sim.replay.calibrate import calibrate
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.sim.scenarios.work import LearnerTimingSpec
@@ -85,21 +84,21 @@ def lengths_of(spec: RunSpec, trace: Trace | None) -> Lengths:
     )
 
 
-def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, measured_on: Trace | None) -> PlannedCost:
-    """Time and cost of a run. `config`: of the model; `measured_on`: an earlier run of the model on these devices.
+def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, latency: LatencyFile | None) -> PlannedCost:
+    """Time and cost of a run. `config`: of the model; `latency`: of the model on these devices, if it was measured.
 
     Raises InputError if the simulator cannot run it.
     """
     factors = (1.0,) if lengths.known else (1.0, 0.5, 2.0)
     with tempfile.TemporaryDirectory() as folder:
         measured: dict[str, Any] = {}
-        if measured_on is not None:
-            latency, file = calibrate([measured_on]), Path(folder) / "latency.yaml"
+        if latency is not None:
+            file = Path(folder) / "latency.yaml"
             write_latency(latency, file)
             measured = _measured(asked, latency, lengths, str(file))
         found = [_totals(_scenario(asked, config, lengths, factor, measured)) for factor in factors]
     steps, sure = asked.spec.steps, 1.0
-    if measured_on is None:
+    if latency is None:
         sure = SHEET_FACTOR_CPU if asked.sheet.kind == CPU_KIND else SHEET_FACTOR
     step_s = [totals.time_s / totals.steps for totals in found[0]]
     step_usd = [totals.usd / totals.steps for totals in found[0]]
@@ -167,7 +166,7 @@ def _scenario(
     if spec.algorithm.needs.reference:
         values["reference"] = {}
     if spec.scaling.generation.fixed:
-        values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.max_actors}}]
+        values["policies"] = [{"name": "static", "settings": {"actors": spec.scaling.generation.most_actors}}]
     return Scenario.model_validate(values)
 
 

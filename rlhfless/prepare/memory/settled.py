@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited, more_ranks
@@ -32,12 +33,15 @@ LOGITS_MIB = (2048, 1024, 512, 256)
 """Blocks of logits in float32. Each reads and writes the head's gradient once, 6.5 GB for 7 B parameters: by an H100's
 data sheet 2 ms, beside matrix products of 1.2 ms at 128 MiB and 19 ms at 2048. Not measured."""
 
+MOST = "scaling.generation.max_actors"
+
 
 def settled(spec: RunSpec, kind: str) -> RunSpec:
     """The spec with the formats that devices of a kind want: on GPUs bfloat16, and activation checkpointing on."""
     if kind == CPU_KIND:
         open_keys = {"placement.mode": "colocated"} if spec.placement.mode == "auto" else {}
-        return edited(spec, open_keys | dict.fromkeys(_open_ranks(spec), 1))
+        numbers = dict.fromkeys(_open_ranks(spec), 1) | {MOST: spec.scaling.generation.most_actors}
+        return edited(spec, open_keys | numbers)
     wanted = {
         "model.dtype": "bfloat16",
         "learner.dtype": "bfloat16",
@@ -55,6 +59,7 @@ SETTLED = (
     "learner.shard_ranks",
     "reference.ranks",
     "scoring.reward_model_ranks",
+    MOST,
 )
 """Keys of what belongs to a run once it is settled."""
 
@@ -64,10 +69,9 @@ def as_settled(spec: RunSpec, before: RunSpec) -> RunSpec:
     is the run's own."""
     kept = {}
     for key in SETTLED:
-        part, _, name = key.partition(".")
-        value = getattr(getattr(spec, part), name)
+        value = attrgetter(key)(spec)
         if value == "auto" or not is_set(spec, key):
-            kept[key] = getattr(getattr(before, part), name)
+            kept[key] = attrgetter(key)(before)
     return edited(spec, kept)
 
 
@@ -115,10 +119,11 @@ def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
 
 
 def placed(asked: Question) -> RunSpec:
-    """The spec with `placement.mode: auto` and numbers of ranks that are `auto` decided: co-located if the memory plan
-    fits, with a smaller fraction for the engines if none was set; else disaggregated if there are devices for both
-    sides, with the fewest ranks that fit: first of the learner, then of reference and reward models on its side. Then
-    the states are split inside of nodes if the plan still fits, and the blocks of logits are enlarged."""
+    """The spec with `placement.mode: auto` and numbers of ranks and actors that are `auto` decided: co-located if the
+    memory plan fits, with a smaller fraction for the engines if none was set; else disaggregated if there are devices
+    for both sides, with the fewest ranks that fit: first of the learner, then of reference and reward models on its
+    side. Actors have all devices of their side, or the fewest that are allowed if nothing fits with more. Then the
+    states are split inside of nodes if the plan still fits, and the blocks of logits are enlarged."""
     return _with_large_logits(asked, _inside_nodes(asked, _with_all_ranks(asked)))
 
 
@@ -145,15 +150,33 @@ def _inside_nodes(asked: Question, spec: RunSpec) -> RunSpec:
 
 
 def _with_all_ranks(asked: Question) -> RunSpec:
-    if asked.spec.placement.mode != "auto" and not _open_ranks(asked.spec):
+    if asked.spec.placement.mode != "auto" and not _open_ranks(asked.spec) and not _open_actors(asked.spec):
         return asked.spec
-    for candidate in _placements(asked):
+    candidates = list(_placements(asked))
+    for candidate in (*(_filled(asked, each) for each in candidates), *map(_with_fewest, candidates)):
         found = _with_frozen(asked, candidate)
         if found is not None:
             return found
     # Nothing fits; what is said of it, and the nearest change, are of the placement that large models want.
-    last = _last_resort(asked)
+    last = _with_fewest(_last_resort(asked))
     return edited(last, dict.fromkeys(_open_ranks(last), _side(asked, last)))
+
+
+def _open_actors(spec: RunSpec) -> bool:
+    return spec.scaling.generation.max_actors == "auto"
+
+
+def _filled(asked: Question, spec: RunSpec) -> RunSpec:
+    """The spec with as many actors as its side of the devices has room for, if their number is open."""
+    if not _open_actors(spec):
+        return spec
+    side = asked.count if spec.placement.mode == "colocated" else asked.count - spec.placement.learner_devices
+    room = side // spec.generation.engine.tensor_parallel_size
+    return edited(spec, {MOST: max(room, spec.scaling.generation.min_actors)})
+
+
+def _with_fewest(spec: RunSpec) -> RunSpec:
+    return edited(spec, {MOST: spec.scaling.generation.most_actors})
 
 
 def _fits(asked: Question, spec: RunSpec) -> bool:

@@ -1,0 +1,124 @@
+"""`rlhfless selftest`: does all that a run needs work on this machine, or on each node of a cluster, and how fast?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhfless.cli.options import OptionalSpecFile, Overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlhfless.selftest.check import Outcome
+    from rlhfless.spec import RunSpec
+
+FAILED = 1
+"""Exit code if a check has failed."""
+
+NODE_S = 1800.0
+"""Longest wait for the nodes of a cluster: a self-test with the bundled model takes five minutes, and a large model's
+start as long again for each engine."""
+
+COLOURS = {"ok": "green", "failed": "red", "not applicable": "dim"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(selftest)
+
+
+def selftest(
+    spec: OptionalSpecFile = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the report, as JSON, for an issue or a plan.")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="Test every node of this Ray cluster.")
+    ] = None,
+) -> None:
+    """Check drivers, memory, engine, learner and weights in minutes, with a bundled model or the model of SPEC.
+
+    Ends with the step time that follows from what was measured; `rlhfless plan --measured` plans with it.
+    """
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from rlhfless.selftest.report import node_report, whole_report
+    from rlhfless.spec.load import load_spec
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    loaded = None if spec is None else load_spec(spec, overrides or ())
+    console = Console(highlight=False, soft_wrap=True)
+    if ray_address is None:
+        nodes = {"this machine": node_report(loaded, lambda outcome: _show(console, outcome))}
+    else:
+        nodes = asyncio.run(_on_cluster(ray_address, loaded))
+        _show_nodes(console, nodes)
+    report = whole_report(nodes)
+    for node in nodes.values():
+        _show_step(console, node["step"])
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+        console.print(f"{out} has the report")
+    if any(check["state"] == "failed" for node in nodes.values() for check in node["checks"]):
+        raise typer.Exit(FAILED)
+
+
+async def _on_cluster(address: str, spec: RunSpec | None) -> dict[str, dict[str, Any]]:
+    from rlhfless.fleet.cluster import Cluster, FleetError
+    from rlhfless.fleet.each_node import on_each_node
+    from rlhfless.selftest.report import node_report
+    from rlhfless.spec import PlacementSpec
+
+    cluster = await Cluster.start(PlacementSpec(ray_address=address), Path())
+    try:
+        found: Any = await asyncio.to_thread(on_each_node, node_report, spec, timeout_s=NODE_S, with_cores=True)
+    finally:
+        await cluster.stop()
+    if not found:
+        raise FleetError(f"no node of the cluster at {address} ended its self-test within {NODE_S:.0f} s")
+    return dict(found)
+
+
+def _show_nodes(console: Console, nodes: Mapping[str, Mapping[str, Any]]) -> None:
+    from rlhfless.selftest.check import Outcome
+
+    for name, node in nodes.items():
+        console.print(f"node {name}: {node['devices']['count']} x {node['devices']['kind']}")
+        for check in node["checks"]:
+            _show(console, Outcome(**check))
+
+
+def _show(console: Console, outcome: Outcome) -> None:
+    from rich.markup import escape
+
+    figures = ", ".join(f"{name} {_figure(value)}" for name, value in outcome.measured.items() if name != "trace")
+    state = f"[{COLOURS[outcome.state]}]{outcome.state}[/]"
+    console.print(f"{outcome.name:20} {state:8} {outcome.seconds:6.1f} s  {escape(outcome.why or figures)}")
+    if outcome.state == "failed":
+        console.print(escape("\n".join(filter(None, (figures, outcome.measured.get("trace"))))), style="dim")
+        console.print(f"remedy: {escape(outcome.remedy)}")
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_figure(each)}" for name, each in value.items()) + "}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _show_step(console: Console, step: Mapping[str, Any] | None) -> None:
+    if step is None:
+        console.print("step time: not predicted, because not all that it needs was measured")
+    elif step["predicted"] is None:
+        console.print(f"step time: {step['reason']}")
+    else:
+        predicted = step["predicted"]
+        low, high = (predicted[name] / predicted["steps"] for name in ("wall_low_s", "wall_high_s"))
+        console.print(f"step time: {predicted['step_s']:.3g} s ({low:.3g} to {high:.3g}); lengths {step['lengths']}")

@@ -1,0 +1,99 @@
+"""A check, its outcome, and the order of the checks: one that needs what another has found is left out without it."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhfless.selftest.subject import Subject
+
+State = Literal["ok", "failed", "not applicable"]
+
+Measured = Mapping[str, Any]
+"""Figures by name; a name ends with its unit. Plain values, which JSON can hold."""
+
+
+class NotHere(Exception):
+    """The check does not apply to this machine; the message says why."""
+
+
+class Wrong(Exception):
+    """The check has found a fault: what it measured, and what is wrong with it."""
+
+    def __init__(self, why: str, **measured: Any) -> None:
+        super().__init__(why)
+        self.measured = measured
+
+
+Run = Callable[[Subject], Measured]
+"""Raises NotHere, Wrong, or any other error, which is a failure, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One property of the machine. What it measures is the docstring of `run`."""
+
+    name: str
+    remedy: str
+    """What to do if it fails."""
+    run: Run
+    needs: tuple[str, ...] = ()
+    """Checks that must have been ok."""
+    gpus: int = 0
+    """The fewest GPUs of a node that it applies to."""
+
+
+def check(name: str, remedy: str, *, needs: tuple[str, ...] = (), gpus: int = 0) -> Callable[[Run], Check]:
+    """Make a function a check."""
+    return lambda run: Check(name, remedy, run, needs, gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a check has found."""
+
+    name: str
+    measures: str
+    state: State
+    seconds: float
+    measured: Measured = field(default_factory=dict)
+    why: str = ""
+    """Why it failed, or does not apply."""
+    remedy: str = ""
+    """Of one that has failed."""
+
+
+def outcomes(subject: Subject, checks: Sequence[Check]) -> Iterator[Outcome]:
+    """Run the checks in order."""
+    states: dict[str, State] = {}
+    for one in checks:
+        found = _outcome(one, subject, states)
+        states[one.name] = found.state
+        yield found
+
+
+def _outcome(check: Check, subject: Subject, states: Mapping[str, State]) -> Outcome:
+    began_s = time.monotonic()
+
+    def found(state: State, measured: Measured, why: str = "") -> Outcome:
+        remedy = check.remedy if state == "failed" else ""
+        return Outcome(
+            check.name, inspect.getdoc(check.run) or "", state, time.monotonic() - began_s, measured, why, remedy
+        )
+
+    if subject.gpus < check.gpus:
+        return found("not applicable", {}, f"it needs {check.gpus} GPU(s), and {subject.gpus} are here")
+    if missing := [name for name in check.needs if states.get(name) != "ok"]:
+        return found("not applicable", {}, f"it needs what {' and '.join(missing)} did not find")
+    try:
+        return found("ok", check.run(subject))
+    except NotHere as reason:
+        return found("not applicable", {}, str(reason))
+    except Wrong as fault:
+        return found("failed", fault.measured, str(fault))
+    except Exception as error:
+        return found("failed", {"trace": traceback.format_exc()}, f"{type(error).__name__}: {error}")

@@ -1,0 +1,320 @@
+"""Checks of an engine on this node's devices, beside the learner whose weights it loads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rlhfless.functions.generation.vllm.adapter import Engine
+from rlhfless.functions.generation.vllm.arguments import is_eager
+from rlhfless.functions.generation.vllm.messages import EngineSettings, SampleRequest
+from rlhfless.prepare.memory.assumed import shared_kv_bytes
+from rlhfless.records import PublishedWeights
+from rlhfless.selftest import rank_work
+from rlhfless.selftest.check import Measured, NotHere, Wrong, check
+from rlhfless.selftest.ranks import Ranks, up, visible
+from rlhfless.selftest.subject import Subject
+from rlhfless.weights.address import StoreAddress
+from rlhfless.weights.check import (
+    MEAN_TOLERANCE,
+    allowed_difference,
+    check_moved,
+    default_tolerance,
+    largest_difference,
+    mean_difference,
+)
+
+T = TypeVar("T")
+
+BATCHES = (1, 32, 128)
+"""Sequences that are drawn at once, to see how the time of an iteration grows: the knots of the fitted engine."""
+
+DRAWN_TOKENS = 64
+
+MOVED, MOVED_AFTER = 8, 9
+"""Samples that are moved, and the tokens after which each is."""
+
+KV_SHARE = 0.9
+"""Fewest tokens of the KV cache, as a share of the plan's."""
+
+
+class Engines:
+    """The one engine that is up, and the loop that hears it."""
+
+    def __init__(self, subject: Subject, tensor_parallel: int = 0) -> None:
+        spec = subject.spec
+        engine = spec.generation.engine
+        if tensor_parallel:
+            engine = engine.model_copy(update={"tensor_parallel_size": tensor_parallel})
+        self._devices = _devices_of(subject, engine.tensor_parallel_size)
+        settings = EngineSettings.of(
+            spec,
+            "cuda" if subject.gpus else "cpu",
+            StoreAddress("folder", str(subject.store.folder)),
+            subject.asked.sequence_tokens,
+            shared_kv_bytes(spec, subject.asked.shape, subject.kind),
+        )
+        self._settings = replace(settings, engine=engine)
+        self._runner = asyncio.Runner()
+        self.start()
+
+    def start(self) -> None:
+        with _bound(self._devices, on_gpus=self._settings.device == "cuda"):
+            self.engine = self.run(Engine.start(self._settings))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(work)
+
+    def load(self, published: PublishedWeights) -> tuple[Any, tuple[float, ...]]:
+        """The report of the load, and the probe's logprobs after it."""
+        report = self.run(self.engine.load(published))
+        return report, self.run(self.engine.logprobs(published.probe.token_ids))
+
+    def draw(self, *requests: SampleRequest) -> list[tuple[int, ...]]:
+        """The tokens of each, drawn at the same time."""
+
+        async def drawn() -> list[tuple[int, ...]]:
+            return [sample.token_ids for sample in await asyncio.gather(*map(self.engine.sample, requests))]
+
+        return self.run(drawn())
+
+    def close(self) -> None:
+        self.run(self.engine.stop())
+        self._runner.close()
+
+
+def _devices_of(subject: Subject, count: int) -> tuple[str, ...]:
+    """The first of the node, which the learner has, too, where they share devices; else the last."""
+    colocated = subject.spec.placement.mode == "colocated"
+    if not subject.gpus:
+        return tuple(map(str, sorted(os.sched_getaffinity(0))))[:count]
+    first = 0 if colocated else subject.gpus - count
+    return tuple(visible(first + index) for index in range(count))
+
+
+@contextmanager
+def _bound(devices: tuple[str, ...], *, on_gpus: bool) -> Iterator[None]:
+    """Within the block what this thread starts has these devices alone."""
+    name, cores = "CUDA_VISIBLE_DEVICES", os.sched_getaffinity(0)
+    before = os.environ.get(name)
+    os.environ[name] = ",".join(devices) if on_gpus else ""
+    if not on_gpus:
+        os.sched_setaffinity(0, set(map(int, devices)))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _up(subject: Subject) -> Engines:
+    assert isinstance(subject.engines, Engines)
+    return subject.engines
+
+
+def _published(subject: Subject, step: int, *, perturbed: bool = False) -> tuple[PublishedWeights, float]:
+    work = up(subject).do(rank_work.publish, str(subject.store.folder), step, subject.probe, perturbed)
+    return next((weights, seconds) for weights, seconds in work if weights is not None)
+
+
+@check(
+    "engine",
+    "see the trace; lower generation.engine.gpu_memory_fraction, or try generation.engine.eager: true",
+    needs=("learner",),
+)
+def start(subject: Subject) -> Measured:
+    """An engine beside the learner, which is up: seconds of each phase, and its KV cache against the plan's."""
+    engines = subject.engines = Engines(subject)
+    engine, planned = engines.engine, subject.asked.plan().kv_tokens
+    seconds = {f"{name}_s": value for name, value in engine.start_seconds.items()}
+    subject.found["start_s"] = sum(seconds.values())
+    measured = {
+        **seconds,
+        "kv_tokens": engine.kv_capacity_tokens,
+        "planned_kv_tokens": planned,
+        "graphs": not is_eager(engine.settings),
+    }
+    if engine.kv_capacity_tokens and engine.kv_capacity_tokens < KV_SHARE * planned:
+        raise Wrong(f"the KV cache has {engine.kv_capacity_tokens:,} tokens, and {planned:,} are planned", **measured)
+    return measured
+
+
+@check(
+    "perturbed load", "the engine serves other weights than it was given: report it with this file", needs=("engine",)
+)
+def perturbed(subject: Subject) -> Measured:
+    """A perturbed version must reach every tensor, and move the outputs to where the learner's are."""
+    (weights, publish_s), engines = _published(subject, -1, perturbed=True), _up(subject)
+    before = engines.run(engines.engine.logprobs(subject.probe))
+    began_s = time.perf_counter()
+    report, after = engines.load(weights)
+    measured = {
+        "publish_s": publish_s,
+        "load_s": time.perf_counter() - began_s,
+        "moved_nats": largest_difference(before, after),
+        "tensors": weights.tensors,
+        "read_back_tensors": report.read_back,
+    }
+    check_moved(weights.version, weights.probe, before, after, _tolerance(subject))
+    return measured
+
+
+def _tolerance(subject: Subject) -> float:
+    spec = subject.spec
+    return spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, subject.asked.shape.layers)
+
+
+@check(
+    "probe",
+    "raise weights.probe_tolerance if all tensors were read back, and report it with this file",
+    needs=("perturbed load",),
+)
+def probe(subject: Subject) -> Measured:
+    """A load of the learner's weights: its rate, and how much of the probe's tolerance rounding takes."""
+    weights, publish_s = _published(subject, 1)
+    subject.found |= {"published": weights, "publish_s": publish_s}
+    began_s = time.perf_counter()
+    measured = _loaded(subject, _up(subject))
+    load_s = subject.found["load_s"] = time.perf_counter() - began_s
+    size = weights.size_bytes / 1e9
+    return measured | {"publish_gb_per_s": size / publish_s, "load_gb_per_s": size / load_s}
+
+
+def _loaded(subject: Subject, engines: Engines) -> dict[str, Any]:
+    """Load what is published, and compare."""
+    weights = subject.found["published"]
+    report, logprobs = engines.load(weights)
+    allowed = allowed_difference(weights.probe, _tolerance(subject))
+    measured = {
+        "largest_share": largest_difference(logprobs, weights.probe.logprobs) / allowed,
+        "mean_share": mean_difference(logprobs, weights.probe.logprobs) / (MEAN_TOLERANCE * allowed),
+        "read_back_tensors": report.read_back,
+        "tensors": weights.tensors,
+    }
+    if not max(measured["largest_share"], measured["mean_share"]) <= 1:
+        raise Wrong("engine and learner compute different logprobs", **measured)
+    return measured
+
+
+def _request(subject: Subject, number: int, most: int = DRAWN_TOKENS, prompt: int = 8) -> SampleRequest:
+    tokens = subject.tokens(prompt, 31 * number)
+    room = subject.asked.sequence_tokens - prompt
+    return SampleRequest(f"r{number}", tokens, seed=number, max_tokens=min(most, room), temperature=1.0)
+
+
+@check("speed", "see the trace", needs=("probe",))
+def speed(subject: Subject) -> Measured:
+    """Tokens per second of several batches, and of a prefill: the seconds of an iteration follow."""
+    engines, spec = _up(subject), subject.spec.generation.engine
+    engines.draw(_request(subject, 0))  # whatever is compiled at the first request is not counted
+    points: list[tuple[float, float]] = []
+    for number in sorted({min(batch, spec.max_sequences) for batch in BATCHES}):
+        began_s = time.perf_counter()
+        lengths = [len(tokens) for tokens in engines.draw(*(_request(subject, index) for index in range(number)))]
+        elapsed_s = time.perf_counter() - began_s
+        points.append((sum(lengths) / max(lengths), elapsed_s / max(lengths)))
+    long = min(subject.asked.sequence_tokens - 1, spec.max_batch_tokens)
+    began_s = time.perf_counter()
+    engines.draw(_request(subject, 1001, most=1, prompt=long))
+    prefill_s = max(time.perf_counter() - began_s - points[0][1], 0.0)
+    sequences, iteration_s = points[-1]
+    subject.found["iterations"] = points
+    subject.found["prefill_token_s"] = prefill_s / long
+    return {
+        "iteration_s": {f"{count:.0f}": seconds for count, seconds in points},
+        "tokens_per_s": sequences / iteration_s,
+        "prefill_tokens_per_s": long / max(prefill_s, 1e-9),
+    }
+
+
+@check(
+    "moved sample",
+    "set generation.batch_invariant: true on GPUs, and report it with this file",
+    needs=("probe",),
+)
+def moved(subject: Subject) -> Measured:
+    """Samples that go on after some tokens, as on another actor, against the same drawn in one go."""
+    engines = _up(subject)
+    whole = [_request(subject, number, most=4 * MOVED_AFTER) for number in range(MOVED)]
+    expected = engines.draw(*whole)
+    long = [pair for pair in zip(whole, expected, strict=True) if len(pair[1]) > MOVED_AFTER]
+    if not long:
+        raise NotHere("every sample ended before it could be moved")
+    rest = [
+        replace(
+            request,
+            token_ids=request.token_ids + tokens[:MOVED_AFTER],
+            max_tokens=request.max_tokens - MOVED_AFTER,
+            drawn_tokens=MOVED_AFTER,
+        )
+        for request, tokens in long
+    ]
+    same = sum(
+        tokens[:MOVED_AFTER] + more == tokens for (_, tokens), more in zip(long, engines.draw(*rest), strict=True)
+    )
+    exact = not subject.gpus or subject.spec.generation.batch_invariant
+    measured = {"samples": len(long), "with_the_same_tokens": same, "promised": exact}
+    if same < (len(long) if exact else 1):
+        raise Wrong(f"{len(long) - same} of {len(long)} moved samples have other tokens", **measured)
+    return measured
+
+
+@check(
+    "restart", "look for processes that hold the device (`nvidia-smi`), and report it with this file", needs=("probe",)
+)
+def restart(subject: Subject) -> Measured:
+    """The engine is killed while the learner trains; a new one starts beside it and loads."""
+    engines = _up(subject)
+    up(subject).ask(rank_work.learn, rank_work.batch(subject))
+    began_s = time.monotonic()
+    engines.engine.kill()
+    with contextlib.suppress(Exception):
+        engines.run(engines.engine.stop())  # its processes are gone after this
+    gone_s = time.monotonic() - began_s
+    engines.start()
+    seconds = time.monotonic() - began_s
+    metrics = up(subject).answers()[0][0]
+    measured = {"gone_s": gone_s, "restart_s": seconds, **_loaded(subject, engines)}
+    if not math.isfinite(metrics["gradient_norm"]):
+        raise Wrong("the learner's gradient was not finite", **measured)
+    return measured
+
+
+@check("learner after engine", "lower generation.engine.gpu_memory_fraction", needs=("restart",))
+def other_order(subject: Subject) -> Measured:
+    """A learner that starts beside an engine that is up; in a run the learner starts first."""
+    engines = _up(subject)
+    count = len(up(subject).about)
+    up(subject).close()
+    began_s = time.monotonic()
+    subject.ranks = Ranks(subject, count)
+    measured = {"learner_start_s": time.monotonic() - began_s}
+    subject.found["published"] = _published(subject, 2)[0]
+    return measured | _loaded(subject, engines)
+
+
+@check(
+    "engine over two GPUs",
+    "see the trace; try NCCL_P2P_DISABLE=1 to tell NCCL's part",
+    needs=("learner after engine",),
+    gpus=2,
+)
+def two_devices(subject: Subject) -> Measured:
+    """An engine over two GPUs, in place of the one that is up."""
+    _up(subject).close()
+    subject.engines = None
+    both = Engines(subject, tensor_parallel=2)
+    try:
+        seconds = {f"{name}_s": value for name, value in both.engine.start_seconds.items()}
+        return seconds | {"graphs": not is_eager(both.engine.settings)} | _loaded(subject, both)
+    finally:
+        both.close()

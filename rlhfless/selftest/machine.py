@@ -1,0 +1,119 @@
+"""Checks of a node by itself: driver, imports, compiler, folders, memory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rlhfless.functions.cuda import require_cuda
+from rlhfless.prepare.memory.assumed import loading_bytes
+from rlhfless.prepare.memory.formulas import GIB, version_bytes
+from rlhfless.prepare.memory.room import Needed, room_at, room_problems, store_base
+from rlhfless.selftest.check import Measured, Wrong, check
+from rlhfless.selftest.subject import Subject
+
+IMPORTS = ("torch", "transformers", "ray", "vllm")
+GPU_IMPORTS = ("cuda.bindings", "triton", "flashinfer")
+
+IMPORT_S = 300.0
+"""Longest wait for all imports, on a cold disk."""
+
+CACHES = {
+    "RLHFLESS_HOME": "~/.cache/rlhfless",
+    "VLLM_CACHE_ROOT": "~/.cache/vllm",
+    "TRITON_CACHE_DIR": "~/.triton/cache",
+    "HF_HOME": "~/.cache/huggingface",
+}
+"""Folders that a start writes to, by the variable that moves each."""
+
+CACHE_GIB = 2.0
+"""Of compiled kernels and graphs; vLLM's are some hundred MB for each model and shape."""
+
+
+@check(
+    "driver",
+    "install a driver as new as the wheels want (CUDA 13: 580 or newer), or wheels for the driver's CUDA; in a pod "
+    "check runtimeClassName; `nvidia-smi -c DEFAULT` ends the exclusive mode",
+    gpus=1,
+)
+def driver(_: Subject) -> Measured:
+    """`torch.cuda.is_available()` in this process; ranks and the engine's core tell of themselves later."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,name,memory.total", "--format=csv,noheader"]
+    told = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    measured = {"nvidia_smi": told.stdout.splitlines()}
+    require_cuda()
+    if "Exclusive" in told.stdout:
+        raise Wrong("a GPU is in exclusive mode, which refuses a second process", **measured)
+    return measured
+
+
+@check("imports", "install requirements/gpu.txt (GPUs) or requirements/cpu.txt into an empty environment")
+def imports(subject: Subject) -> Measured:
+    """In a process of its own, as vLLM and numba do not start in one."""
+    names = (*IMPORTS, *(GPU_IMPORTS if subject.gpus else ()))
+    code = "import importlib, sys\nfor name in sys.argv[1:]: print(name, flush=True); importlib.import_module(name)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=IMPORT_S, check=False
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it crashed"])[-1]
+        raise Wrong(f"`import {(done.stdout.split() or names)[-1]}` fails: {reason}")
+    return {name: getattr(importlib.import_module(name), "__version__", "there") for name in ("torch", "transformers")}
+
+
+@check("compiler", "install gcc (`apt-get install build-essential`), or name a compiler in CC")
+def compiler(_: Subject) -> Measured:
+    """vLLM on CPUs, Triton and torch.compile call a C compiler in the first start."""
+    found = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        raise Wrong("there is no C compiler on the path")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "a.c"
+        source.write_text("int answer(void) { return 42; }\n")
+        command = [found, "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise Wrong(f"{found} compiles nothing: {done.stderr.strip()}")
+    return {"compiler": found}
+
+
+@check("caches", "make the folder writable, or move it with the variable that is named")
+def caches(_: Subject) -> Measured:
+    """A file can be made in each, and there is room."""
+    folders = {name: Path(os.environ.get(name) or Path(usual).expanduser()) for name, usual in CACHES.items()}
+    for name, folder in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise Wrong(f"{folder} ({name}) cannot be written: {error}") from error
+    free = {f"{name}_free_gib": shutil.disk_usage(folder).free / GIB for name, folder in folders.items()}
+    name, least = min(free.items(), key=lambda item: item[1])
+    if least < CACHE_GIB:
+        raise Wrong(f"{name} is {least:.1f}, and compiled kernels take up to {CACHE_GIB:g}", **free)
+    return free
+
+
+@check("room", "free the memory that is named, or set weights.folder to a folder with more room")
+def room(subject: Subject) -> Measured:
+    """Free shared memory and memory of the host, against the versions and processes that are planned."""
+    spec, asked = subject.spec, subject.asked
+    there = room_at(str(store_base(spec)))
+    size = version_bytes(asked.shape, spec.model.dtype)
+    loading = loading_bytes(spec, subject.kind, asked.count, asked.sequence_tokens)
+    needed = Needed(size, learner=True, memory_bytes=loading)
+    measured = {
+        "folder": there.folder,
+        "folder_free_gib": there.store_bytes / GIB,
+        "versions_gib": needed.versions * size / GIB,
+        "host_free_gib": there.memory_bytes / GIB,
+        "loading_gib": loading / GIB,
+    }
+    if problems := room_problems(needed, there):
+        raise Wrong("; ".join(f"{problem.what} ({problem.mend})" for problem in problems), **measured)
+    return measured

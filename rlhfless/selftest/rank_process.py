@@ -1,0 +1,16 @@
+"""The beginning of a rank's process. Nothing that imports torch may come before its devices are bound."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+from rlhfless.functions.base import DeviceBinding
+from rlhfless.spec import RunSpec
+
+
+def begin(end: Connection, spec: RunSpec, binding: DeviceBinding, rank: int, ranks: int, meeting: str) -> None:
+    """Bind the devices, and serve."""
+    binding.bind()
+    from rlhfless.selftest import rank_work
+
+    rank_work.serve(end, spec, rank, ranks, meeting)

@@ -1,0 +1,151 @@
+"""What the ranks do when they are asked; in their own processes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhfless.algorithms.batch import PackedBatch, pack
+from rlhfless.functions.learner.checkpoint import drain
+from rlhfless.functions.learner.rank import LearnerRank
+from rlhfless.records import FinishReason, FloatArray, Group, Probe, Prompt, PublishedWeights, Rollout
+from rlhfless.spec import LearnerSpec, RunSpec
+from rlhfless.weights.store import FolderStore
+
+if TYPE_CHECKING:
+    from rlhfless.selftest.subject import Subject
+
+PROMPTS, SAMPLES = 4, 4
+LONGEST_TOKENS = 1024
+"""Of a response in the batch: long enough for a rate, short enough for any model."""
+
+SEED = 7
+BUFFER_BYTES, ROUNDS = 2**28, 5
+
+ANY_SHARE = 1.0
+"""Sequences are packed as soon as that computes fewer tokens; 0 packs none."""
+
+
+def serve(end: Connection, spec: RunSpec, rank: int, ranks: int, meeting: str) -> None:
+    """Be a learner rank until the other end closes: first tell of itself, then of each piece of work."""
+
+    def answer(work: Any, *arguments: Any) -> Any:
+        try:
+            value = work(*arguments)
+            end.send((value, None))
+            return value
+        except Exception:
+            end.send((None, traceback.format_exc()))
+            return None
+
+    made: list[LearnerRank] = []
+
+    def start() -> dict[str, Any]:
+        began_s = time.monotonic()
+        made.append(
+            LearnerRank(
+                spec.model, spec.learner, spec.optimizer, spec.algorithm, spec.generation.temperature,
+                rank=rank, world_size=ranks, init_method=meeting, timeout_s=spec.timeouts.call_s,
+            )
+        )  # fmt: skip
+        return {"device": made[0]._policy.device.type, "start_s": time.monotonic() - began_s}
+
+    if answer(start) is None:
+        return
+    while True:
+        try:
+            work, arguments = end.recv()
+        except EOFError:
+            return
+        answer(work, made[0], *arguments)
+
+
+def batch(subject: Subject) -> PackedBatch:
+    """Groups whose samples share their prompt, with advantages; half a sequence is prompt."""
+    half = min(subject.asked.sequence_tokens, 2 * LONGEST_TOKENS) // 2
+    groups = []
+    for number in range(PROMPTS):
+        prompt = Prompt(f"p{number}", subject.tokens(half, 1000 * number), "")
+        rollouts = tuple(
+            Rollout(
+                prompt.prompt_id, sample, 0, np.array(subject.tokens(half - sample, 97 * number + 13 * sample)),
+                np.full(half - sample, -np.log(subject.vocabulary), dtype=np.float32), "", FinishReason.STOP, (),
+                "selftest", 0.0, 1.0,
+            )
+            for sample in range(SAMPLES)
+        )  # fmt: skip
+        groups.append(Group.of(prompt, rollouts))
+    packed = pack(groups)
+    return packed.with_columns(advantages=packed.spread(np.tile([1.0, -1.0], packed.sequences // 2)))
+
+
+def learn(rank: LearnerRank, packed: PackedBatch) -> tuple[dict[str, float], float, int]:
+    """Metrics and seconds of a step, and what torch has held on the GPU at most, in bytes."""
+    began_s = time.perf_counter()
+    metrics = rank.learn(packed, 1)  # metrics are numbers, so it has ended on the device, too
+    held = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return metrics, time.perf_counter() - began_s, held
+
+
+def first_logprobs(rank: LearnerRank, packed: PackedBatch) -> FloatArray:
+    """After a step, which two ranks must take as one does."""
+    rank.learn(packed, 1)
+    return rank.evaluate(packed)
+
+
+def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:
+    """Largest difference, in nats, between both ways to compute logprobs; None if there is one way alone."""
+    before = rank._policy
+    if not before.packs_below:
+        return None
+    found = []
+    for share in (0.0, ANY_SHARE):
+        rank._policy = replace(before, packs_below=share)
+        found.append(rank.evaluate(packed))
+    rank._policy = before
+    return float(np.abs(found[0] - found[1]).max())
+
+
+def publish(
+    rank: LearnerRank, folder: str, step: int, probe: tuple[int, ...], perturbed: bool
+) -> tuple[PublishedWeights | None, float]:
+    """The weights in the store, with what an engine is checked against, by rank 0; and the seconds of it."""
+    began_s = time.perf_counter()
+    with rank.perturbed(SEED) if perturbed else contextlib.nullcontext():
+        stream, samples = rank.published(probe)
+        stored = FolderStore(folder).put("selftest", 0, max(step, 0), stream) if dist.get_rank() == 0 else None
+        drain(stream)
+        checked = Probe(probe, rank.probe_logprobs(probe), samples)
+    seconds = time.perf_counter() - began_s
+    if stored is None:
+        return None, seconds
+    return PublishedWeights(stored.version, stored.location, stored.size_bytes, stored.tensors, checked), seconds
+
+
+def rehearsed_peak(model: str, learner: LearnerSpec, rows: int, tokens: int) -> int:
+    """Bytes of a step of the learner that computes nothing."""
+    from transformers import AutoConfig
+
+    from rlhfless.functions.learner.rehearsal import peak_bytes
+
+    return peak_bytes(AutoConfig.from_pretrained(model), learner, 1, rows, tokens)["total"]
+
+
+def all_reduce_rate(rank: LearnerRank) -> float:
+    """GB/s; the median of some rounds."""
+    device, ranks = rank._policy.device, dist.get_world_size()
+    buffer, times = torch.zeros(BUFFER_BYTES // 4, device=device), []
+    for _ in range(ROUNDS):
+        began_s = time.perf_counter()
+        dist.all_reduce(buffer)
+        buffer[0].item()  # waits for the device
+        times.append(time.perf_counter() - began_s)
+    return 2 * (ranks - 1) / ranks * BUFFER_BYTES / sorted(times)[ROUNDS // 2] / 1e9

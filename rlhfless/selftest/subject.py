@@ -1,0 +1,121 @@
+"""What is tested: a run's spec as this machine settles it, and the parts that are up between one check and the next."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhfless.bundled import Recipe, WarmStartRecipe, build
+from rlhfless.prepare.memory.assumed import config_file, local_devices, question_of, settled_on
+from rlhfless.prepare.memory.changes import Question
+from rlhfless.prepare.memory.room import SHARED_MEMORY
+from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.spec import RunSpec
+from rlhfless.weights.store import FolderStore
+
+BUNDLED = "bundled"
+"""Name of the model of a self-test without a run of the user's."""
+
+PROBE_TOKENS = 128
+
+
+class Part(Protocol):
+    """Processes that stay up from one check to the next."""
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Subject:
+    """One node's."""
+
+    asked: Question
+    """The settled spec, the model's sizes, and the devices."""
+    model: str
+    folder: Path
+    """Scratch; in shared memory, as a run's store is."""
+    vocabulary: int
+    engines: Part | None = None
+    ranks: Part | None = None
+    found: dict[str, Any] = field(default_factory=dict)
+    """What later checks and the report need of earlier ones."""
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.asked.spec
+
+    @property
+    def kind(self) -> str:
+        return self.asked.sheet.kind
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of this node."""
+        return 0 if self.kind == CPU_KIND else self.asked.count
+
+    @property
+    def small(self) -> Subject:
+        """The bundled model on the same devices."""
+        return self if self.model == BUNDLED else _subject(_bundled(self.folder / "bundled"), BUNDLED, self.folder)
+
+    @property
+    def store(self) -> FolderStore:
+        return FolderStore(self.folder / "store")
+
+    def tokens(self, count: int, first: int = 0) -> tuple[int, ...]:
+        """Any tokens of the vocabulary, different for each `first`."""
+        return tuple((7 * (first + index) + 11 * (index + 1)) % self.vocabulary for index in range(count))
+
+    @property
+    def probe(self) -> tuple[int, ...]:
+        return self.tokens(min(PROBE_TOKENS, self.asked.sequence_tokens - 1))
+
+
+@contextmanager
+def opened(spec: RunSpec | None) -> Iterator[Subject]:
+    """A subject on this machine, whose parts are ended and whose files are removed after the block. Without a spec the
+    bundled model, untaught, is built.
+
+    Raises InputError and PlacementError, as a run of this spec would.
+    """
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="rlhfless-selftest-", dir=base))
+    subject = None
+    try:
+        name = BUNDLED if spec is None else spec.model.path
+        subject = _subject(spec or _bundled(folder / "bundled"), name, folder)
+        yield subject
+    finally:
+        with ExitStack() as ending:
+            ending.callback(shutil.rmtree, folder, ignore_errors=True)
+            for part in () if subject is None else (subject.ranks, subject.engines):
+                if part is not None:
+                    ending.callback(part.close)
+
+
+def _subject(spec: RunSpec, model: str, folder: Path) -> Subject:
+    kind, count = local_devices(spec)
+    asked = question_of(settled_on(spec, kind, count), kind, count)
+    config = json.loads(config_file(spec.model.path).read_text("utf-8"))
+    return Subject(asked, model, folder, int(config.get("text_config", config)["vocab_size"]))
+
+
+def _bundled(folder: Path) -> RunSpec:
+    paths = build(folder, recipe=Recipe(warm_start=WarmStartRecipe(steps=0)))
+    return RunSpec.model_validate(
+        {
+            "name": "selftest",
+            "model": {"path": str(paths.model)},
+            "prompts": {"path": str(paths.train), "id_field": "id"},
+            "rewards": [{"type": "exact_match"}],
+            "prompts_per_step": 8,
+            "samples_per_prompt": 8,
+            "generation": {"max_tokens": 112, "engine": {"kv_cache_gib": 0.25}},
+        }
+    )

@@ -1,0 +1,97 @@
+"""`rlhfless selftest` on this machine with a run's model, and `rlhfless plan --measured` with its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rlhfless.bundled import Recipe, WarmStartRecipe, build
+from rlhfless.cli.main import app
+
+LATENCY: dict[str, Any] = {
+    "traces": ["selftest"], "steps": 1, "device_kind": "cpu-core", "ranks": 1,
+    "generation": {"fixed_s": 0.02, "sequence_s": [0.001] * 3, "context_s": 0.0, "prefill_token_s": 1e-4,
+                   "prefill_context_s": 0.0},
+    "call_s": 0.0, "load_weights_s": 0.1, "start_s": 20.0, "group_s": 0.0, "learn": {"fixed_s": 0.0, "token_s": 1e-4},
+    "publish_s": 0.1, "driver_s": 0.0, "mean_s": {}, "evaluate": {"fixed_s": 0.0, "token_s": 3e-5},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    paths = build(folder / "tiny", recipe=Recipe(warm_start=WarmStartRecipe(steps=0)))
+    values = {
+        "name": "mine",
+        "model": {"path": str(paths.model)},
+        "prompts": {"path": str(paths.train), "id_field": "id"},
+        "rewards": [{"type": "exact_match"}],
+        "prompts_per_step": 8,
+        "samples_per_prompt": 8,
+        "generation": {"max_tokens": 64, "engine": {"kv_cache_gib": 0.25}},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    return folder / "run.yaml"
+
+
+def report(folder: Path, model: str, latency: dict[str, Any] | None) -> Path:
+    node = {"model": model, "devices": {"kind": "cpu-core", "count": 2}, "latency": latency}
+    (folder / "report.json").write_text(json.dumps({"nodes": {"this machine": node}}))
+    return folder / "report.json"
+
+
+def planned(spec: Path, measured: Path) -> Any:
+    return CliRunner().invoke(
+        app, ["plan", str(spec), "--devices", "1xcpu-core", "--measured", str(measured), "--json"]
+    )
+
+
+def step_s(spec: Path, measured: Path) -> float:
+    done = planned(spec, measured)
+    assert done.exit_code == 0, done.output
+    return float(json.loads(done.stdout)["predicted"]["step_s"])
+
+
+def test_a_plan_goes_by_what_was_measured(spec: Path, tmp_path: Path) -> None:
+    model = yaml.safe_load(spec.read_text())["model"]["path"]
+    as_measured = step_s(spec, report(tmp_path, model, LATENCY))
+    slower = LATENCY | {"generation": LATENCY["generation"] | {"fixed_s": 0.2}}
+    assert step_s(spec, report(tmp_path, model, slower)) > 2 * as_measured
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "is no report of a self-test"),
+        ('{"nodes": {"a": {"model": "m", "devices": {"kind": "h100"}, "latency": {"ranks": 1}}}}', "m on h100"),
+        ('{"nodes": {"a": {"model": "m", "devices": {"kind": "h100"}, "latency": null}}}', "no speed"),
+    ],
+)
+def test_a_report_of_something_else_is_refused(spec: Path, tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    done = planned(spec, tmp_path / "report.json")
+    assert done.exit_code == 2
+    assert says in done.output
+    assert "rlhfless selftest" in done.output
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_on_this_machine(spec: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    done = CliRunner().invoke(app, ["selftest", str(spec), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    (node,) = json.loads(out.read_text())["nodes"].values()
+    states = {check["name"]: check["state"] for check in node["checks"]}
+    on_gpus = {"driver", "offload", "collectives", "engine over two GPUs"}
+    assert {name for name, state in states.items() if state == "not applicable"} == on_gpus
+    measured = {check["name"]: check["measured"] for check in node["checks"]}
+    for name in ("perturbed load", "probe", "restart", "learner after engine"):
+        assert measured[name]["read_back_tensors"] == measured[name]["tensors"] > 0
+    assert measured["moved sample"]["with_the_same_tokens"] == measured["moved sample"]["samples"] > 0
+    assert step_s(spec, out) == pytest.approx(node["step"]["predicted"]["step_s"], rel=0.5)
