@@ -195,6 +195,13 @@ def test_what_is_named_is_not_made(render: Render) -> None:
     assert claims == {"my-runs", "my-models"}
 
 
+def test_an_operator_bounds_runs_and_drivers(render: Render) -> None:
+    bounds = {"sizes": {"step_samples": 40_960_000}, "driverMemoryGiB": 2.5}
+    (control,) = of_kind(render({"controlPlane": bounds}), "Deployment")
+    words = control["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert {"--size=step_samples=40960000", "--driver-memory=2.5"} <= set(words)
+
+
 def test_claims_that_are_kept(render: Render) -> None:
     for keep in (True, False):
         for claim in of_kind(render({"volumes": {"keep": keep}}), "PersistentVolumeClaim"):
