@@ -18,7 +18,7 @@ MOST_STOPS = 256
 class EngineSpec(SpecModel):
     """Settings of one vLLM engine. Fields that are left out are chosen for the device."""
 
-    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    kv_cache_gib: Annotated[float, Field(gt=0, le=65536)] | None = None
     """Memory for the KV cache of a CPU engine (1 GiB by default)."""
 
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.85

@@ -177,7 +177,7 @@ class Scenario(SpecModel):
         if not isinstance(data, dict) or "policies" in data:
             return data
         workload = data.get("workload")
-        known = isinstance(workload, dict) and workload.get("type") in SYNTHETIC
+        known = isinstance(workload, dict) and workload.get("type") in tuple(SYNTHETIC)
         bounds = (DISTRIBUTION_ORACLE, CLAIRVOYANT) if known else (CLAIRVOYANT,)
         # `static` is what the best static fleet is made of.
         names = (*(name for name in POLICIES if name != "static"), BEST_STATIC, *bounds)

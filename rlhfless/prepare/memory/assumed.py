@@ -198,8 +198,12 @@ def config_file(model: str) -> Path:
     if is_path(model):
         return Path(model) / "config.json"
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(model, "config.json")
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+    except HFValidationError as error:
+        raise FileNotFoundError(f"no such folder, and no name of the hub: {error}") from error
     if isinstance(cached, str):
         return Path(cached)
     if missing := missing_on_hub(model):

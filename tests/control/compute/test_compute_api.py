@@ -224,3 +224,17 @@ def test_checkpoints_and_traces_are_downloaded_whole(
     shutil.rmtree(folder)
     gone = client.get(f"/v1/runs/{run}/checkpoints/step-000005/download")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize("path", ["", "a{99999999999}", "(" * 5000])
+def test_a_model_that_no_hub_can_have_is_refused_by_a_plan(
+    client: httpx.Client, spec: dict[str, Any], path: str
+) -> None:
+    answer = client.post("/v1/runs:plan", json={"spec": spec | {"model": {"path": path}}}, timeout=120)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, "model.path")
+
+
+@pytest.mark.parametrize("kind", [[], {}, [[[]]]])
+def test_a_kind_of_workload_that_is_no_text_is_refused(client: httpx.Client, kind: Any) -> None:
+    answer = client.post("/v1/simulations", json={"scenario": {"workload": {"type": kind}}}, timeout=60)
+    assert answer.status_code == 422, answer.text
