@@ -51,7 +51,7 @@ def ray_nodes() -> Iterator[RayNodes]:
             environment.setenv("CUDA_VISIBLE_DEVICES", "4,5")
             add(nodes, B, 2)
             environment.delenv("CUDA_VISIBLE_DEVICES")
-            Cluster._start(PlacementSpec(ray_address=nodes.address), None)
+            Cluster._start(PlacementSpec(ray_address=nodes.address), Path("of no private Ray"), None)
             yield nodes
         finally:
             ray_session.end()
