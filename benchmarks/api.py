@@ -90,7 +90,9 @@ class Lines:
         async with self._room:
             reader, writer = self._free.pop() if self._free else await asyncio.open_connection(self._host, self._port)
             length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
-            writer.write(f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\n{length}{headers}\r\n".encode() + body)
+            writer.write(
+                f"{method} {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{length}{headers}\r\n".encode() + body
+            )
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             size = int(head.partition("content-length:")[2].split("\r\n")[0])
             await reader.readexactly(size)
@@ -114,7 +116,8 @@ async def gets(lines: Lines, run: str, get_s: float) -> list[float]:
 
     async def one() -> None:
         began_s = time.perf_counter()
-        assert await lines.ask("GET", f"/v1/runs/{run}") == 200
+        status = await lines.ask("GET", f"/v1/runs/{run}")
+        assert status == 200, f"GET of the run answers {status}"
         took.append(time.perf_counter() - began_s)
 
     tasks, began_s = [], time.perf_counter()
@@ -167,7 +170,8 @@ async def posts(lines: Lines, client: httpx.AsyncClient, model: Path, many: int)
     began_s = time.perf_counter()
 
     async def one(number: int) -> None:
-        assert await lines.ask("POST", "/v1/runs", spec, f"Idempotency-Key: bench-{number}\r\n") == 201
+        status = await lines.ask("POST", "/v1/runs", spec, f"Idempotency-Key: bench-{number}\r\n")
+        assert status == 201, f"POST of a run answers {status}"
 
     tasks = []
     for number in range(many):
