@@ -38,11 +38,14 @@ from rlhfless.functions.generation.vllm.messages import (
     Sampled,
     SampleRequest,
 )
+from rlhfless.functions.launching import Launch, binding, is_shared
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned, engine_fault
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights
-from rlhfless.weights.check import check_moved, check_probe, largest_difference
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
+from rlhfless.weights.check import check_moved, check_probe, default_tolerance, largest_difference
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 log = logging.getLogger(__name__)
@@ -84,6 +87,22 @@ class WrongVersion(RuntimeError):
 
 class GenerationFunction(Function):
     """One generation actor."""
+
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> GenerationSettings:
+        """The settings of a replica in an allocation whose devices are bound."""
+        spec, device = launch.spec, allocation.devices[0].kind
+        layers = None if launch.shape is None else launch.shape.layers
+        on = binding(allocation.devices, exclusive=True, shared=is_shared(allocation))
+        return GenerationSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            engine=EngineSettings.of(spec, on.kind, launch.store, launch.max_model_len, launch.kv_bytes(device)),
+            probe_tolerance=spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, layers),
+            binding=on,
+            run_folder=str(launch.run_folder.absolute()),
+            planned=launch.planned(kind, allocation),
+        )
 
     async def __init__(self, settings: GenerationSettings) -> None:  # type: ignore[misc]
         # Serve awaits the constructor; the replica is up when the engine is.

@@ -34,9 +34,9 @@ from rlhfless.functions.generation.vllm.messages import (
 )
 from rlhfless.prefixes.precompute import to_precompute
 from rlhfless.prefixes.trie import shared_prefixes
-from rlhfless.prepare.memory.formulas import kv_token_bytes
 from rlhfless.records import FinishReason, VersionSpan
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import kv_token_bytes
 from rlhfless.weights.check import (
     PROBE_TOLERANCE,
     check_moved,
