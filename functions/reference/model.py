@@ -20,7 +20,7 @@ class FrozenPolicy:
     def __init__(self, settings: ColumnSettings, threads: int, mesh: DeviceMesh | None = None) -> None:
         torch.set_num_threads(threads)
         policy = load_policy(
-            self._model(settings),
+            self.model_of(settings),
             parameter_dtype=settings.dtype,
             compute_dtype=settings.dtype,
             mesh=mesh,
@@ -31,7 +31,8 @@ class FrozenPolicy:
         self._settings = settings
 
     @staticmethod
-    def _model(settings: ColumnSettings) -> ModelSpec:
+    def model_of(settings: ColumnSettings) -> ModelSpec:
+        """The model that is loaded."""
         return settings.model
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:

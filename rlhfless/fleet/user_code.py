@@ -56,8 +56,8 @@ def _targets(value: object) -> Iterator[str]:
     elif isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _targets(getattr(value, name))
-    elif isinstance(value, tuple | list):
-        for item in value:
+    elif isinstance(value, tuple | list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _targets(item)
 
 
