@@ -124,7 +124,7 @@ def _prepared(prepare: Callable[[Any], None] | None) -> Iterator[None]:
         prepare(model)
         return load(model, *arguments, **options)
 
-    with _replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(load), staticmethod(load_prepared)):
+    with _replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(load_prepared)):
         yield
 
 
@@ -136,16 +136,16 @@ def _in_host_memory() -> Iterator[None]:
     def wrapped(part: torch.Tensor, like: DTensor) -> DTensor:
         return DTensor(part.contiguous(), like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
-    name = "_dtensor_from_local_like"
     with contextlib.ExitStack() as replaced:
         for user in (core_model_loading, modeling_utils):
-            replaced.enter_context(_replaced(user, name, getattr(user, name), wrapped))
+            replaced.enter_context(_replaced(user, "_dtensor_from_local_like", wrapped))
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object, by: object) -> Iterator[None]:
-    """Within the block an attribute has another value."""
+def _replaced(owner: Any, name: str, by: object) -> Iterator[None]:
+    """Within the block an attribute of a class or module has another value."""
+    value = vars(owner)[name]
     setattr(owner, name, by)
     try:
         yield
@@ -162,10 +162,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(low) and math.isfinite(high)
 
 
-def build_blank(auto: Any, config: Any, *, trust_remote_code: bool) -> Any:
-    """The model of a config, its tensors without data. Raises what the model's class raises."""
+def build_blank(auto: Any, config: Any, **options: Any) -> Any:
+    """`auto.from_config(config, **options)`, its tensors without data. Raises what the model's class raises."""
     with _quiet(), torch.device("meta"):
-        return auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        return auto.from_config(copy.deepcopy(config), **options)
 
 
 def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:

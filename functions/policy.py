@@ -362,7 +362,7 @@ def _can_lie_side_by_side(policy: Policy, path: str) -> bool:
 @torch.no_grad()
 def _can_share(policy: Policy, path: str) -> bool:
     """Whether the model's attention can share prefixes: two sequences with a common prefix, both ways."""
-    if not policy.model._supports_attention_backend:
+    if not policy.model.is_backend_compatible():
         log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
         return False
     vocabulary = policy.head.linear.weight.shape[0]

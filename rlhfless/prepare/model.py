@@ -181,10 +181,10 @@ def _tokenizer_info(spec: ModelSpec, tokenizer: Any) -> tuple[TokenizerInfo, tup
 
 def _kind_problems(spec: ModelSpec, config: Any) -> list[Problem]:
     """Only a decoder with a language-model head can be a policy."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     heads = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
-    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or spec.trust_remote_code
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or spec.trust_remote_code
     wrong_head = heads.endswith(("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM"))
     if config.is_encoder_decoder or wrong_head or not known:
         what = f"{spec.path!r} is no causal language model ({heads})"
