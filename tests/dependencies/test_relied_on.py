@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,15 +15,42 @@ import pytest
 import ray
 import torch
 from contracts import package_folder
+from ray._private import worker
 from ray.exceptions import RayTaskError
+from ray.serve.config import RequestRouterConfig
 
 from rlhfless.fleet.causes import innermost
-from rlhfless.fleet.ray_session import _known_by_loopback
+from rlhfless.fleet.cluster import _make_router_configs_one_at_a_time
+from rlhfless.fleet.ray_session import _known_by_loopback, errors_to_log
 from rlhfless.functions.generation.engine_log import _ERROR, _PREFIX
 from rlhfless.functions.learner.optimizer import MOMENTS
 from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.functions.ranks.group import _of_network
 from rlhfless.spec.errors import UserError
+
+# In a process of its own: a process group belongs to a process, and the store is made by torch.
+GROUP = """
+import socket, sys
+from datetime import timedelta
+import psutil
+import torch
+import torch.distributed as dist
+from rlhfless.functions import loopback
+loopback.bind_rendezvous_to_loopback()
+loopback.bind_rendezvous_to_loopback()  # a second engine in the same process
+loopback.prefer(loopback.loopback_environment())
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+for group in range(2):
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1, timeout=timedelta(seconds=30))
+    dist.all_reduce(torch.ones(1))
+    for socket_ in psutil.Process().net_connections("inet"):
+        if socket_.status == psutil.CONN_LISTEN:
+            print(socket_.laddr.ip)
+    dist.destroy_process_group()
+"""
 
 
 def texts_in(file: Path, node_kind: type[ast.AST]) -> Iterator[str]:
@@ -105,3 +135,38 @@ def test_an_error_of_torchs_network_is_told_from_others() -> None:
         torch.distributed.TCPStore("127.0.0.1", 1, 2, is_master=False, timeout=timedelta(seconds=1))
     assert _of_network(raised.value)
     assert not _of_network(ValueError("connection"))
+
+
+def test_a_process_group_listens_on_loopback_alone() -> None:
+    command = [sys.executable, "-c", GROUP]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    found = result.stdout.split()
+    assert len(found) >= 2, "the group listens nowhere, so there is nothing to see"
+    assert {ip.removeprefix("::ffff:") for ip in found} == {"127.0.0.1"}
+
+
+def test_handles_make_their_configurations_while_replicas_are_deployed() -> None:
+    """Each handle has a thread of its own for it. Without the lock a few of these fail."""
+    _make_router_configs_one_at_a_time()
+    _make_router_configs_one_at_a_time()  # a second cluster in the same process
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            made = list(threads.map(lambda _: RequestRouterConfig(), range(64)))
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert len({config.get_serialized_request_router_cls() for config in made}) == 1
+
+
+def test_a_worker_that_dies_is_not_printed_over_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # put back at the end
+    errors_to_log()
+    with caplog.at_level(logging.INFO, "rlhfless"):
+        # As `listen_error_messages` does.
+        worker.print_to_stdstream({"lines": ["A worker died"], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    assert capsys.readouterr().out == ""
+    assert caplog.messages == ["raylet: A worker died"]
