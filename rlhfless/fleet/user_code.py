@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from rlhfless.fleet.each_node import on_each_node
 from rlhfless.folders import private
-from rlhfless.spec import RunSpec
+from rlhfless.spec import EngineSpec, RunSpec
 from rlhfless.spec.errors import UserError
 from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.imports import TargetError, load_target
@@ -53,6 +53,8 @@ def _targets(value: object) -> Iterator[str]:
         yield value.type
     elif isinstance(value, PythonRewardSpec):
         yield value.target
+    elif isinstance(value, EngineSpec):
+        yield from (value.type,) if ":" in value.type else ()
     elif isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _targets(getattr(value, name))

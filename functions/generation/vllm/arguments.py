@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.loopback import LOOPBACK, loopback_environment
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.scaling.memory import CPU_KV_GIB

@@ -37,7 +37,7 @@ FROM_HUB = frozenset({"model.path", "model.tokenizer", "prompts.path", "prompts.
 """Of these, those that may name something of the hub instead."""
 
 CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.policy", "scaling.policy.type",
-        "rewards.*.target", "functions.*", "functions.*.type")  # fmt: skip
+        "rewards.*.target", "functions.*", "functions.*.type", "generation.engine.type")  # fmt: skip
 """Fields that may name the user's own code."""
 
 
