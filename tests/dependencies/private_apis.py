@@ -103,7 +103,7 @@ VLLM_NAMES = (
     PrivateName("vllm.distributed.get_tensor_model_parallel_world_size", (WEIGHT_ENGINE,), "its share of the hashing"),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1", (KV_FILES,),
                 "move KV between engines by files", takes=("vllm_config", "role", "kv_cache_config"),
-                has=("_kv_transfer_config", "_get_connector_metadata")),
+                has=("_kv_transfer_config", "_get_connector_metadata", "request_finished", "register_kv_caches")),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorMetadata", (KV_FILES,), "the same"),
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorRole", (KV_FILES,), "the same"),
     PrivateName("vllm.config.VllmConfig", (KV_FILES, CHARTS, CORE), "what decides where a worker holds an element",
