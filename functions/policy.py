@@ -50,6 +50,7 @@ from rlhfless.prefixes.packing import (
 )
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
+from rlhfless.spec.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -352,7 +353,7 @@ def _can_lie_side_by_side(policy: Policy, path: str) -> bool:
             return True
         reason = f"its outputs differ by {difference:.2g}"
     except RuntimeError as error:  # such as a GPU or a width of heads that the kernel is not made for
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     finally:
         policy.settle()
     log.info("model %r is computed with padding, without FlashAttention over sequences in a row: %s", path, reason)
