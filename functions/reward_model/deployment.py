@@ -10,8 +10,7 @@ import ray
 from rlhfless.functions.base import Call, Reply, Usage
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.front import RankedFunction
-from rlhfless.functions.reward_model.actor import RewardModelActor
-from rlhfless.functions.reward_model.settings import RewardModelSettings
+from rlhfless.functions.reward_model.actor import RewardModelActor, RewardModelSettings
 from rlhfless.functions.scoring.scorer import by_group, samples_of
 from rlhfless.records import Group, Score
 from rlhfless.rewards import Outcome, combined
