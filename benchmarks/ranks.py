@@ -32,10 +32,9 @@ from where import machine
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.policy import Policy
-from rlhfless.prepare.memory.formulas import Sharded, learn_phases
-from rlhfless.prepare.memory.plan import LOGITS_CHUNK_ELEMENTS
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, Sharded, learn_phases
 from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
 
 WIDTH = 128

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from rlhfless.functions.compute_mode import require_shareable
 from rlhfless.functions.lease import Lease, LeaseTerms
@@ -177,8 +177,7 @@ class Function:
 class DeviceBinding:
     """The devices that a replica was given, and how to bind to them."""
 
-    kind: str
-    """`cpu` or `cuda`."""
+    kind: Literal["cpu", "cuda"]
     ids: tuple[str, ...]
     """Numbers of its cores, or its entries of CUDA_VISIBLE_DEVICES, as they are called on its node."""
     exclusive: bool

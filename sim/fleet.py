@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from rlhfless.records import FunctionName, ReplicaState, Work
+from rlhfless.records import FunctionRole, ReplicaState, Work
 from rlhfless.sim.clock import Agenda
 from rlhfless.sim.devices import Devices
 from rlhfless.sim.events import Due, Happening, Interrupted, Loaded, Up
@@ -44,6 +44,7 @@ class Fleet:
         self._touched: set[int] = set()
         """Slots whose `_states` and `_tiers` may be out of date."""
         self._functions = setup.functions
+        self._roles = setup.roles
         self._ledger = ledger
         self._devices = Devices(self.slot_setups, setup.terms)
         self._waiting: dict[int, float] = {}
@@ -248,7 +249,7 @@ class Fleet:
 
     def _up(self, slot: int, at_s: float) -> bool:
         replica = self.replicas[slot]
-        if self._functions[slot] is not FunctionName.GENERATION:
+        if self._roles[slot] is not FunctionRole.SAMPLES:
             replica.serve(version_of(self._step), at_s)
             return True
         replica.note(replica.life.started(at_s))

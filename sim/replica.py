@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhfless.records import FunctionName, Holding, ReplicaState, WeightVersion, Work
+from rlhfless.records import Holding, ReplicaState, WeightVersion, Work
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation
 from rlhfless.sim.engine import Engine
@@ -15,7 +15,7 @@ class Replica:
     """One incarnation at a slot."""
 
     def __init__(
-        self, ledger: Ledger, function: FunctionName, name: str, allocation: Allocation, at_s: float, number: int
+        self, ledger: Ledger, function: str, name: str, allocation: Allocation, at_s: float, number: int
     ) -> None:
         self._ledger = ledger
         self.number = number

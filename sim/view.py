@@ -28,7 +28,8 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
     actors = setup.actors
     replica_slots = tuple(
         ReplicaSlot(
-            function=function,
+            function=setup.functions[slot],
+            role=setup.roles[slot],
             kind=slot_setup.allocation.devices[0].kind,
             devices=tuple(device.name for device in slot_setup.allocation.devices),
             node=slot_setup.node,
@@ -39,7 +40,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
             engine=_engine_limits(actors[slot]) if slot < len(actors) else None,
             beside=slot_setup.beside,
         )
-        for slot, (function, slot_setup) in enumerate(zip(setup.functions, setup.slot_setups, strict=True))
+        for slot, slot_setup in enumerate(setup.slot_setups)
     )
     links = setup.links
     load_s = setup.transport.load_s(len(actors))

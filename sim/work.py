@@ -41,8 +41,8 @@ class StepUnderWay:
     """When a service has done, or will have done, all that it has taken."""
     foreseen: set[int] = field(default_factory=set)
     """Slots of services that have taken all groups."""
-    prompt_tokens: dict[FunctionName, int] = field(default_factory=dict)
-    """Prompt tokens that reference and learner computed."""
+    prompt_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that services and the learner computed, by function."""
     served: set[int] = field(default_factory=set)
     """Slots of services that have done it."""
 
@@ -63,7 +63,7 @@ class StepUnderWay:
         self.foreseen.add(slot)
         return True
 
-    def computed_prompts(self, function: FunctionName, groups: Ints, saved: int) -> None:
+    def computed_prompts(self, function: str, groups: Ints, saved: int) -> None:
         """A function has computed the prompts of these groups once for each sample, but for `saved` tokens."""
         batch = self.generation.progress.batch
         tokens = int((batch.prompt_tokens[groups] * np.bincount(batch.group)[groups]).sum()) - saved
@@ -107,7 +107,7 @@ def take(
             replica.called(shape.work, batch.step, start_s, end_s)
             replica.busy_s = end_s
         if shape.work is Work.LOGPROBS:
-            under_way.computed_prompts(FunctionName.REFERENCE, groups, 0)
+            under_way.computed_prompts(shape.function, groups, 0)
     taken[groups] = True
     under_way.done_s[slot] = replica.busy_s
 
@@ -121,7 +121,7 @@ def _pass_together(
     tokens: Floats,
     forward: SharedForward,
 ) -> None:
-    """The reference passes all groups that wait in one call, in which shared prefixes are computed once."""
+    """A service passes all groups that wait in one call, in which shared prefixes are computed once."""
     batch, first, count = under_way.generation.progress.batch, 0, len(groups)
     while first < count:
         start_s = max(replica.busy_s, float(arrival_s[first]))
@@ -131,7 +131,7 @@ def _pass_together(
         fed = {"input_tokens": int(tokens[first:last].sum()), "cached_tokens": saved}
         replica.called(shape.work, batch.step, start_s, start_s + spent_s, **fed)
         replica.busy_s = start_s + spent_s
-        under_way.computed_prompts(FunctionName.REFERENCE, groups[first:last], saved)
+        under_way.computed_prompts(shape.function, groups[first:last], saved)
         first = last
 
 

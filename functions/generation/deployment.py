@@ -19,6 +19,17 @@ from uuid import uuid4
 
 from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply, Usage
 from rlhfless.functions.cuda import cuda_fault
+from rlhfless.functions.generation.engine import (
+    OFFER,
+    Engine,
+    EngineDead,
+    EngineSettings,
+    EngineTimeout,
+    LoadReport,
+    Sampled,
+    SampleRequest,
+    engine_class,
+)
 from rlhfless.functions.generation.engine_log import log_file
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
@@ -28,21 +39,15 @@ from rlhfless.functions.generation.messages import (
     SampleKey,
 )
 from rlhfless.functions.generation.sampling import RequestRun
-from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import (
-    OFFER,
-    EngineDead,
-    EngineSettings,
-    EngineTimeout,
-    LoadReport,
-    Sampled,
-    SampleRequest,
-)
+from rlhfless.functions.launching import Launch, binding, is_shared
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned, engine_fault
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights
-from rlhfless.weights.check import check_moved, check_probe, largest_difference
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
+from rlhfless.spec.imports import import_paths, look_in
+from rlhfless.weights.check import check_moved, check_probe, default_tolerance, largest_difference
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 log = logging.getLogger(__name__)
@@ -65,6 +70,8 @@ class GenerationSettings:
     run_folder: str
     """The run's own; the engine's log goes there, if the actor's machine has it."""
     planned: Planned = field(default_factory=dict)
+    import_paths: tuple[str, ...] = ()
+    """Folders from which to import an engine of the user's own: the driver's own `sys.path`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +92,33 @@ class WrongVersion(RuntimeError):
 class GenerationFunction(Function):
     """One generation actor."""
 
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> GenerationSettings:
+        """The settings of a replica in an allocation whose devices are bound."""
+        spec, device = launch.spec, allocation.devices[0].kind
+        layers = None if launch.shape is None else launch.shape.layers
+        on = binding(allocation.devices, exclusive=True, shared=is_shared(allocation))
+        return GenerationSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            engine=EngineSettings.of(spec, on.kind, launch.store, launch.max_model_len, launch.kv_bytes(device)),
+            probe_tolerance=spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, layers),
+            binding=on,
+            run_folder=str(launch.run_folder.absolute()),
+            planned=launch.planned(kind, allocation),
+            import_paths=import_paths(),
+        )
+
     async def __init__(self, settings: GenerationSettings) -> None:  # type: ignore[misc]
         # Serve awaits the constructor; the replica is up when the engine is.
         super().__init__(settings)
         settings.binding.bind()
+        look_in(settings.import_paths)
         self._settings = settings
         with self.starting():
             settings.binding.require_usable()
             try:
-                self._engine = await Engine.start(settings.engine, _log_file(settings))
+                self._engine: Engine = await engine_class(settings.engine).start(settings.engine, _log_file(settings))
             except EngineDead as error:
                 told = engine_fault(str(error), settings.planned) or cuda_fault(str(error))
                 raise told or error from error

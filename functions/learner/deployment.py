@@ -18,9 +18,12 @@ import ray
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, Reply, Usage
-from rlhfless.functions.learner.settings import LearnerSettings
+from rlhfless.functions.launching import Launch
+from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
 from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.records import FloatArray, PublishedWeights
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
 
 
 class LearnerFunction(RankedFunction):
@@ -36,6 +39,26 @@ class LearnerFunction(RankedFunction):
         self._asked = asyncio.Event()
         """Set, and replaced, when a step is to be learned."""
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
+
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> LearnerSettings:
+        """The settings of a replica in an allocation whose devices are bound."""
+        spec = launch.spec
+        return LearnerSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            model=spec.model,
+            learner=spec.learner,
+            optimizer=spec.optimizer,
+            algorithm=spec.algorithm,
+            temperature=spec.generation.temperature,
+            probe_token_ids=launch.probe_token_ids,
+            read_back=spec.weights.read_back,
+            store=StoreHome(str(launch.store_folder), launch.store_token),
+            rank_bindings=launch.rank_bindings(kind, allocation),
+            call_timeout_s=spec.timeouts.call_s,
+            planned=launch.planned(kind, allocation),
+        )
 
     def _actor(self) -> type:
         from rlhfless.functions.learner.actor import LearnerActor

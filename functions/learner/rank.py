@@ -256,6 +256,7 @@ class LearnerRank:
             logprobs=current.logprobs,
             entropy=current.entropy,
             denominator_tokens=batch.denominators.tokens,
+            own={name: of_responses(values) for name, values in batch.own.items()},
             **{name: of_responses(values) for name, values in batch.columns().items() if name in LOSS_COLUMNS},
         )
         outputs = self._algorithm.loss(inputs)

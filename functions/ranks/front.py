@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import ray
 
@@ -36,8 +36,8 @@ class RankedSettings(FunctionSettings, Protocol):
 class RankedFunction(Function):
     """A front that owns a rank actor for each of `settings.rank_bindings`. Awaitable, as Serve wants it."""
 
-    named: ClassVar[str]
-    """In errors."""
+    named: str
+    """The function, in errors."""
 
     async def __init__(self, settings: RankedSettings) -> None:  # type: ignore[misc]
         super().__init__(settings)

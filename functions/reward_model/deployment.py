@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 import ray
 
 from rlhfless.functions.base import Call, Reply, Usage
+from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.functions.reward_model.settings import RewardModelSettings
 from rlhfless.functions.scoring.scorer import by_group, samples_of
 from rlhfless.records import Group, Score
 from rlhfless.rewards import Outcome, combined
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
 
 
 class RewardModelFunction(RankedFunction):
@@ -24,6 +27,19 @@ class RewardModelFunction(RankedFunction):
     async def __init__(self, settings: RewardModelSettings) -> None:  # type: ignore[misc]
         self._settings = settings
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
+
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> RewardModelSettings:
+        """The settings of a replica in an allocation whose devices are bound."""
+        return RewardModelSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            rewards=launch.spec.reward_models,
+            on_failure=launch.spec.scoring.on_failure,
+            rank_bindings=launch.rank_bindings(kind, allocation),
+            call_timeout_s=launch.spec.timeouts.call_s,
+            planned=launch.planned(kind, allocation),
+        )
 
     def _actor(self) -> type:
         from rlhfless.functions.reward_model.actor import RewardModelActor

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.launching import Launch, binding
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.scorer import Scorer
 from rlhfless.records import Group, Score
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import RewardSpec, ScoringSpec
-from rlhfless.spec.imports import look_in
+from rlhfless.spec.imports import import_paths, look_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,18 @@ class ScoringSettings:
 
 class ScoringFunction(Function):
     """One scoring replica."""
+
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> ScoringSettings:  # noqa: ARG004
+        """The settings of a replica in an allocation whose devices are bound."""
+        return ScoringSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            rewards=launch.spec.rewards,
+            scoring=launch.spec.scoring,
+            binding=binding(allocation.devices, exclusive=False),
+            import_paths=import_paths(),
+        )
 
     def __init__(self, settings: ScoringSettings) -> None:
         super().__init__(settings)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from rlhfless.fleet.pool import Pool
-from rlhfless.records import Decision, FunctionName, Invocation
+from rlhfless.records import Decision, Invocation
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.prices import PriceBook
 
@@ -16,7 +16,7 @@ class FleetFigures(Protocol):
 
     prices: PriceBook
 
-    def mean_start_s(self, function: FunctionName) -> float | None:
+    def mean_start_s(self, function: str) -> float | None:
         """Mean duration of the function's cold starts; None if there was none."""
 
     def mean_load_s(self) -> float:

@@ -18,7 +18,7 @@ from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.fleet.pool import Pool
 from rlhfless.functions.base import Call
 from rlhfless.prepare.preflight import Prepared
-from rlhfless.records import FunctionName, StepRecord, Work
+from rlhfless.records import StepRecord, Work
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths import predictor_of
 from rlhfless.scaling.plan import RunContract
@@ -58,7 +58,7 @@ class Scaler:
         """The metrics of a step; none if the policy was not asked about it."""
         return self._runner.figures(step)
 
-    def idle(self, function: FunctionName, step: int) -> None:
+    def idle(self, function: str, step: int) -> None:
         """A function has finished its work of a step."""
         self._runner.ask(Idle(self._fleet.slot_of(function)), step)
         self._fleet.idle(function, step)

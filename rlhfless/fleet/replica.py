@@ -14,7 +14,6 @@ from ray.serve.handle import DeploymentHandle
 
 from rlhfless.functions.base import Call, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.records import (
-    FunctionName,
     Holding,
     Invocation,
     ReplicaState,
@@ -50,7 +49,7 @@ class Replica:
     def __init__(
         self,
         name: str,
-        function: FunctionName,
+        function: str,
         allocation: Allocation,
         recorder: Recorder,
         clock: Clock = time.time,

@@ -131,7 +131,7 @@ class RunSteps:
         verdict = self._session.host.after_step(run, step)
         if step == self._session.spec.steps:
             return
-        limit = reached(self._session.spec.limits, run.ledger.spent(run.pools))
+        limit = reached(self._session.spec.limits, run.ledger.spent(run.pools.values()))
         cause = Cause.LIMIT if limit else verdict.stop
         if cause is not None:
             if not saved:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from rlhfless.fleet.pool import Pool
@@ -14,7 +14,6 @@ from rlhfless.loop.limits import Spent
 from rlhfless.loop.step_context import StepBegun
 from rlhfless.records import (
     Decision,
-    FunctionName,
     Group,
     Holding,
     Invocation,
@@ -85,7 +84,7 @@ class Ledger:
         self._since_s: float | None = None
         """The first holding of this attempt began."""
         self._lags = AcquisitionLags(prices, earlier.acquired)
-        self._recent: dict[FunctionName, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
+        self._recent: dict[str, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
     def add_holding(self, holding: Holding) -> None:
         """Add a span of time in which a replica held a device, in one state."""
@@ -149,7 +148,7 @@ class Ledger:
             device_s * self.prices.price_usd_per_hour(kind) / SECONDS_PER_HOUR for kind, device_s in _open(pools)
         )
 
-    def spent(self, pools: Sequence[Pool]) -> Spent:
+    def spent(self, pools: Collection[Pool]) -> Spent:
         """Of all attempts of the run, up to now."""
         device_s = self._earlier_device_s + self._device_s + sum(device_s for _, device_s in _open(pools))
         held_s = self._earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
@@ -159,15 +158,16 @@ class Ledger:
         """What the bill of the run is made of, of all its attempts: holdings that have been closed, and calls."""
         return list(self._holdings), list(self._invocations)
 
-    def mean_start_s(self, function: FunctionName) -> float | None:
+    def mean_start_s(self, function: str) -> float | None:
         """Mean duration of the function's cold starts; None if there was none."""
-        starts = cold_starts([holding for holding in self._starts if holding.function is function])
+        starts = cold_starts([holding for holding in self._starts if holding.function == function])
         return math.fsum(end_s - start_s for start_s, end_s in starts) / len(starts) if starts else None
 
     def mean_load_s(self) -> float:
         """Mean duration of an actor's recent weight loads; 0 if there was none."""
-        recent = self._recent[FunctionName.GENERATION]
-        loads = [call.duration_s for call in recent if call.work is Work.LOAD_WEIGHTS]
+        loads = [
+            call.duration_s for recent in self._recent.values() for call in recent if call.work is Work.LOAD_WEIGHTS
+        ]
         return sum(loads) / len(loads) if loads else 0.0
 
     def done_in_step(self, step: int) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:

@@ -150,7 +150,8 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     # Imported here, because it imports torch: a fault found earlier should not wait for that.
     from rlhfless.prepare.devices import local_node
     from rlhfless.scaling.accelerators import UnknownAccelerator
-    from rlhfless.scaling.placement import PlacementError, place_run
+    from rlhfless.scaling.function_kinds import place_run
+    from rlhfless.scaling.placement import PlacementError
 
     try:
         place_run(spec, [local_node(load_price_book(spec.scaling.prices).kinds)])
@@ -179,8 +180,8 @@ def _room_problems(
     spec: RunSpec, kind: str, count: int, sequence_tokens: int, shape: ModelShape | None
 ) -> list[Problem]:
     from rlhfless.prepare.memory.assumed import loading_bytes
-    from rlhfless.prepare.memory.formulas import version_bytes
     from rlhfless.prepare.memory.room import Needed, room_at, room_problems, store_base
+    from rlhfless.scaling.memory import version_bytes
 
     if shape is None:
         return []

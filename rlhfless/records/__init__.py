@@ -5,11 +5,13 @@ from rlhfless.records.ledger import (
     PREFIXES,
     Decision,
     FunctionName,
+    FunctionRole,
     Holding,
     Invocation,
     ReplicaState,
     StepRecord,
     Work,
+    in_order,
 )
 from rlhfless.records.rollouts import (
     FinishReason,
@@ -30,6 +32,7 @@ __all__ = [
     "FinishReason",
     "FloatArray",
     "FunctionName",
+    "FunctionRole",
     "GivenSegment",
     "Group",
     "Holding",
@@ -48,5 +51,6 @@ __all__ = [
     "VersionSpan",
     "WeightVersion",
     "Work",
+    "in_order",
     "sample_seed",
 ]

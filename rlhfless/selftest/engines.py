@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rlhfless.functions.generation.vllm.adapter import Engine
+from rlhfless.functions.generation.engine import EngineSettings, SampleRequest
+from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.generation.vllm.arguments import is_eager
-from rlhfless.functions.generation.vllm.messages import EngineSettings, SampleRequest
 from rlhfless.prepare.memory.assumed import shared_kv_bytes
 from rlhfless.records import PublishedWeights
 from rlhfless.selftest import rank_work
@@ -67,7 +67,7 @@ class Engines:
 
     def start(self) -> None:
         with _bound(self._devices, on_gpus=self._settings.device == "cuda"):
-            self.engine = self.run(Engine.start(self._settings))
+            self.engine = self.run(VllmEngine.start(self._settings))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhfless.functions.base import DeviceBinding
+from rlhfless.functions.learner.kind import KIND
 from rlhfless.prepare.memory.assumed import planned
-from rlhfless.prepare.memory.formulas import GIB
-from rlhfless.records import FunctionName
+from rlhfless.scaling.memory import GIB
 from rlhfless.selftest import rank_process, rank_work
 from rlhfless.selftest.check import Measured, NotHere, Wrong, check
 from rlhfless.selftest.subject import Subject
@@ -184,7 +184,7 @@ def peak(subject: Subject) -> Measured:
     else:
         rows = max(spec.learner.micro_batch_tokens // tokens, 1)
         tokens, held = rows * tokens, _rehearsed(subject, rows, tokens)
-    phases = planned(spec, subject.asked.shape, subject.kind, tokens)[FunctionName.LEARNER]
+    phases = planned(spec, subject.asked.shape, subject.kind, tokens)[KIND.name]
     measured = {"held_gib": held / GIB, "planned_gib": phases["learn"] / GIB, "share": held / phases["learn"]}
     if measured["share"] > PEAK_OVER_PLAN:
         raise Wrong("a step holds more than its plan", **measured)

@@ -33,7 +33,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.records import FunctionName
+from rlhfless.records import FunctionRole
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.sim.engine import EngineShape, PricedModel
@@ -253,7 +253,7 @@ class FleetBound:
         served_s, usd, own_s = 0.0, 0.0, np.zeros(batch.groups)
         for service in self._setup.services:
             each_s = service.group_s + service.token_s * tokens
-            shared = self.in_turn and service.function is FunctionName.REFERENCE
+            shared = self.in_turn and service.role is FunctionRole.COLUMN
             total_s = float(each_s.sum())
             usd += (total_s + (_soonest_s(service.slot_setup) if shared else 0.0)) * self._usd_per_s(service.slot_setup)
             served_s = max(served_s, first_s + total_s)

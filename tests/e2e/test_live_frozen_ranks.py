@@ -57,9 +57,9 @@ async def rank_of(pool: Pool | None, number: int) -> int:
 async def sabotage(run: Run) -> int:
     """Returns the process that was made to hang."""
     await saboteur.generating(run, 2)
-    os.kill(await rank_of(run.reference, 1), signal.SIGKILL)
+    os.kill(await rank_of(run.pools["reference"], 1), signal.SIGKILL)
     await saboteur.generating(run, 3)
-    hangs = await rank_of(run.reward_model, 0)
+    hangs = await rank_of(run.pools["reward_model"], 0)
     os.kill(hangs, signal.SIGSTOP)
     return hangs
 

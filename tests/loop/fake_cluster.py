@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rlhfless.fleet.blueprint import Blueprint, Bounds
+from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call, ReplicaInfo, Reply, Usage
 from rlhfless.functions.generation.deployment import LoadProof
 from rlhfless.records import FunctionName, ReplicaState, WeightVersion
+from rlhfless.scaling.function_kinds import Bounds, declared
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.spec import TimeoutsSpec
 
@@ -112,7 +113,9 @@ def pool_of(
 ) -> Pool:
     """A real pool, with replicas of these names that serve in the first slots, on the allocations that are `given`."""
     all_allocations = tuple(given) or tuple(Allocation.of([Device(f"cpu-{i}", "cpu-core", i)]) for i in range(slots))
-    blueprint = Blueprint(function, object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors"))
+    blueprint = Blueprint(
+        declared()[function], object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors")
+    )
     pool = Pool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
     for name, allocation in zip(names, all_allocations, strict=False):
         replica = pool._replicas[name] = Replica(name, function, allocation, NoRecords())

@@ -9,12 +9,12 @@ from fake_cluster import CALL, FakeCluster, pool_of
 from test_generation_stage import until
 from test_pool import Watcher
 
-from rlhfless.fleet.blueprint import Bounds
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.records import Probe, PublishedWeights, ReplicaState, WeightVersion
+from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.spec import RunSpec
 from rlhfless.weights.errors import WeightCheckFailed
 

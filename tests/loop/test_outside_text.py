@@ -53,7 +53,7 @@ class Attempt:
         async def score(groups: list[Group]) -> list[list[Score]]:
             return [list(each) for each in added_up(groups, [await self._scorer.score(groups)], self.scoring)]
 
-        return await collect(stage.groups(), 2, score, None)  # type: ignore[arg-type]
+        return await collect(stage.groups(), 2, score, {})  # type: ignore[arg-type]
 
     def end(self, experience: Experience) -> None:
         for group in experience.groups:

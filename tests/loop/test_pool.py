@@ -10,11 +10,11 @@ import pytest
 from fake_cluster import CALL, FakeCluster, pool_of
 from test_generation_stage import until
 
-from rlhfless.fleet.blueprint import Bounds
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica
 from rlhfless.records import FunctionName, ReplicaState, Work
+from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.placement import Allocation, Device
 
 

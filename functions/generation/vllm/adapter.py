@@ -28,6 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless import processes
+from rlhfless.functions.generation.engine import (
+    EngineBusy,
+    EngineDead,
+    EngineError,
+    EngineSettings,
+    EngineTimeout,
+    LoadReport,
+    Sampled,
+    SampleRequest,
+)
 from rlhfless.functions.generation.engine_log import errors_and_end
 from rlhfless.functions.generation.vllm.arguments import engine_environment
 from rlhfless.functions.generation.vllm.messages import (
@@ -35,18 +45,10 @@ from rlhfless.functions.generation.vllm.messages import (
     Answer,
     Call,
     Crashed,
-    EngineBusy,
-    EngineDead,
-    EngineError,
-    EngineSettings,
-    EngineTimeout,
     Finished,
-    LoadReport,
     Progress,
     Refused,
     Returned,
-    Sampled,
-    SampleRequest,
     Started,
     Stop,
     Submit,
@@ -65,8 +67,8 @@ KILL_S = 10.0
 _MODULE = "rlhfless.functions.generation.vllm.loop"
 
 
-class Engine:
-    """A running engine, made by `await Engine.start(settings)`."""
+class VllmEngine:
+    """See rlhfless.functions.generation.engine.Engine."""
 
     def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
         self.settings = settings
@@ -94,7 +96,7 @@ class Engine:
         self._reading: asyncio.Task[None]
 
     @classmethod
-    async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> Engine:
+    async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> VllmEngine:
         """Starts a process with the engine in it and waits until it can serve. What it prints is appended to
         `log_file`; without one it is kept while the engine lives.
 

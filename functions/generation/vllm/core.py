@@ -31,10 +31,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
-from rlhfless.functions.generation.vllm.generators import DRAWN
-from rlhfless.functions.generation.vllm.messages import (
-    CORE_DIED,
+from rlhfless.functions.generation.engine import (
     EngineBusy,
     EngineDead,
     EngineSettings,
@@ -42,6 +39,9 @@ from rlhfless.functions.generation.vllm.messages import (
     Sampled,
     SampleRequest,
 )
+from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
+from rlhfless.functions.generation.vllm.generators import DRAWN
+from rlhfless.functions.generation.vllm.messages import CORE_DIED
 from rlhfless.functions.generation.vllm.response_text import as_one
 from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.records import FinishReason, PublishedWeights, VersionSpan

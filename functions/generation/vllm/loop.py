@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfless import processes
 from rlhfless.functions.cuda import require_cuda
+from rlhfless.functions.generation.engine import EngineError, EngineSettings
 from rlhfless.functions.generation.vllm.messages import (
     Call,
     Crashed,
-    EngineError,
-    EngineSettings,
     Finished,
     Progress,
     Refused,

@@ -162,7 +162,7 @@ class Reporter:
         """See rlhfless.loop.host.Host."""
         self.status(Status.RUNNING, "running")
         if self._usage is not None:
-            self._usage.later(run.pools)
+            self._usage.later(run.pools.values())
         wish = self._answer.wish if self._answer else "run"
         stop = {"pause": Cause.PAUSE, "yield": Cause.YIELD}.get(wish)
         return Verdict(stop, self._actors())
@@ -253,7 +253,7 @@ class Reporter:
 def replicas_of(run: Run) -> list[ReplicaNow]:
     """The replicas of a run, now. Called from another thread: what changes meanwhile is told next time."""
     found = []
-    for pool in run.pools:
+    for pool in run.pools.values():
         for replica in list(pool.replicas()):
             devices = replica.allocation.devices
             prices = run.ledger.prices

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
+from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import DType
 
 GIB = 2**30
@@ -22,6 +23,13 @@ GPUs) and the buffers of NCCL and cuBLAS. An assumption until a GPU has been mea
 GRAPH_BYTES = int(0.6 * GIB)
 """CUDA graphs of an engine, as vLLM's log of their capture gives them for models of 0.5 B to 8 B parameters (0.3 to
 1 GiB). An assumption until a GPU has been measured."""
+
+LOGITS_CHUNK_ELEMENTS = 2**25
+"""Largest `[positions, vocabulary]` block of logits where nothing is said (`learner.logits_mib`): 128 MiB in float32.
+With a vocabulary of 150,000 that is 220 rows; all logits of 8192 tokens at once would take 5 GB."""
+
+CPU_KV_GIB = 1.0
+"""KV cache of an engine on CPU cores where nothing is said; vLLM would reserve nearly all memory of the machine."""
 
 LOGITS_COPIES = 5
 """Blocks of logits that are alive at once in a backward pass of the head: logits, scaled logits, log-probabilities, and
@@ -55,6 +63,12 @@ class Phase:
     @property
     def size_bytes(self) -> int:
         return sum(part.size_bytes for part in self.parts)
+
+
+def on_device(phases: Sequence[Phase], kind: str) -> tuple[Phase, ...]:
+    """The phases of a process of its own on a device of a kind: on a GPU it holds PROCESS_BYTES, too."""
+    process = Part("process", PROCESS_BYTES if kind != CPU_KIND else 0)
+    return tuple(Phase(phase.name, (*phase.parts, process)) for phase in phases)
 
 
 def mlp_width(shape: ModelShape) -> int:
