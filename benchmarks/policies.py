@@ -123,8 +123,8 @@ def head(found: Sequence[Found]) -> list[str]:
         "",
         "Written by `python benchmarks/policies.py`; nothing here was measured on devices. Means over "
         f"{found[0].scenario.seeds} seeds. [simulate.md](simulate.md) says what the simulator models; the scenarios "
-        "are in `examples/scenarios/`, and [simulations-full.md](simulations-full.md) has every policy of each, with "
-        f"95 % confidence intervals. {spent_s / 60:.0f} minutes of processor on {machine()}.",
+        "are in `examples/scenarios/`; the command also writes `simulations-full.md`, which is not kept here, with every "
+        f"policy of each and 95 % confidence intervals. {spent_s / 60:.0f} minutes of processor on {machine()}.",
         "",
     ]
 
@@ -254,7 +254,7 @@ def missed(goals: Sequence[Goals]) -> list[str]:
     told = "; ".join(f"{name} {statistics.median(shares):.0%}" for name, shares in parts)
     return [
         f"{len(short)} of {len(goals)} scenarios save less than {SHARE:.0%} of what the bound would. Where the rest "
-        f"is, medians of the shares: {told}. simulations-full.md has each scenario.",
+        f"is, medians of the shares: {told}.",
         "",
     ]
 
