@@ -9,7 +9,7 @@ from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned
 from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.rewards import Outcome, Sample
+from rlhfless.rewards import Outcome, RewardSample
 from rlhfless.spec import OnFailure, RewardModelSpec
 
 
@@ -41,7 +41,7 @@ class RewardModelActor(RankActor[RewardModelSettings]):
         with self._memory_told("score"):
             self._models = [RewardModel(spec, threads=self._threads, mesh=mesh) for spec in settings.rewards]
 
-    def score(self, samples: Sequence[Sample]) -> list[Mapping[int, Outcome]]:
+    def score(self, samples: Sequence[RewardSample]) -> list[Mapping[int, Outcome]]:
         """By reward model: see RewardModel.share. *Collective.*"""
         with self._memory_told("score"):
             return [model.share(samples) for model in self._models]
