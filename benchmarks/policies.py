@@ -36,7 +36,7 @@ from smoke import parsed
 from where import machine
 
 from rlhfless.sim.experiment.compare import compare, quoted_part
-from rlhfless.sim.experiment.rows import Row
+from rlhfless.sim.experiment.rows import ResultRow
 from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.report.columns import COLUMNS
 from rlhfless.sim.report.words import PARTS
@@ -80,7 +80,7 @@ class Found:
     """The figures of one scenario."""
 
     scenario: Scenario
-    rows: list[Row]
+    rows: list[ResultRow]
     goals: Goals
     ways: dict[str, Paid]
     spent_s: float
@@ -123,8 +123,8 @@ def head(found: Sequence[Found]) -> list[str]:
         "",
         "Written by `python benchmarks/policies.py`; nothing here was measured on devices. Means over "
         f"{found[0].scenario.seeds} seeds. [simulate.md](simulate.md) says what the simulator models; the scenarios "
-        "are in `examples/scenarios/`; the command also writes `simulations-full.md`, which is not kept here, with every "
-        f"policy of each and 95 % confidence intervals. {spent_s / 60:.0f} minutes of processor on {machine()}.",
+        "are in `examples/scenarios/`; the command also writes `simulations-full.md`, which is not kept here, with "
+        f"every policy of each and 95 % confidence intervals. {spent_s / 60:.0f} minutes of processor on {machine()}.",
         "",
     ]
 

@@ -36,7 +36,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CallUsage:
     """The work of a call, for the ledger."""
 
     input_tokens: int = 0
@@ -56,7 +56,7 @@ class Reply(Generic[T]):
     value: T
     start_s: float
     end_s: float
-    usage: Usage = Usage()
+    usage: CallUsage = CallUsage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +146,9 @@ class Function:
         self.admit(call)
         return self.reply(None, time.time())
 
-    def reply(self, value: T, start_s: float, usage: Usage | None = None) -> Reply[T]:
+    def reply(self, value: T, start_s: float, usage: CallUsage | None = None) -> Reply[T]:
         """Wrap a result; the body ends now."""
-        return Reply(self.incarnation, value, start_s, time.time(), usage or Usage())
+        return Reply(self.incarnation, value, start_s, time.time(), usage or CallUsage())
 
     async def stop(self, call: Call) -> Reply[None]:
         """End the replica's own processes; the fleet deletes the replica itself after this."""

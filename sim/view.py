@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView, StepView, read_only
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
-from rlhfless.sim.fleet import Fleet
+from rlhfless.sim.fleet import SimulatedFleet
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.setup import ActorShape, Setup, SlotSetup
 
@@ -57,7 +57,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
     )
 
 
-def with_waits(view: FleetView, fleet: Fleet, at_s: float) -> FleetView:
+def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView:
     """The view with the waits for nodes that are not there yet, as a live fleet shows them when a step begins."""
     waits_s = [fleet.reacquire_s(slot, at_s) for slot in range(len(view.replica_slots))]
     if not any(waits_s):
@@ -75,7 +75,7 @@ def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook) -> float
 class Window:
     """A step as a policy sees it. Its arrays are the simulation's own; only the slots are new for each view."""
 
-    def __init__(self, fleet_view: FleetView, fleet: Fleet, generation: Generation) -> None:
+    def __init__(self, fleet_view: FleetView, fleet: SimulatedFleet, generation: Generation) -> None:
         batch, table = generation.progress.batch, generation.progress.table
         self._fleet = fleet
         self._generation = generation

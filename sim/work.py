@@ -17,7 +17,7 @@ from rlhfless.scaling.intervals import Interval
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.kernel import JOIN_S
 from rlhfless.sim.memory import Flags, Floats, Ints
-from rlhfless.sim.replica import Replica
+from rlhfless.sim.replica import SimulatedReplica
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import LearnerShape, ServiceShape
 from rlhfless.sim.view import Window
@@ -86,7 +86,11 @@ class StepUnderWay:
 
 
 def take(
-    shape: ServiceShape, slot: int, replica: Replica, under_way: StepUnderWay, forward: SharedForward | None = None
+    shape: ServiceShape,
+    slot: int,
+    replica: SimulatedReplica,
+    under_way: StepUnderWay,
+    forward: SharedForward | None = None,
 ) -> None:
     """A service that is up works on all complete groups of a step that it has not taken yet. `forward`: see
     PrefixUse."""
@@ -114,7 +118,7 @@ def take(
 
 def _pass_together(
     shape: ServiceShape,
-    replica: Replica,
+    replica: SimulatedReplica,
     under_way: StepUnderWay,
     groups: Ints,
     arrival_s: Floats,
@@ -142,7 +146,11 @@ def shared_forward(batch: RolloutBatch, groups: Ints, forward: SharedForward) ->
 
 
 def learn(
-    shape: LearnerShape, replica: Replica, under_way: StepUnderWay, at_s: float, forward: SharedForward | None = None
+    shape: LearnerShape,
+    replica: SimulatedReplica,
+    under_way: StepUnderWay,
+    at_s: float,
+    forward: SharedForward | None = None,
 ) -> None:
     """The learner evaluates, learns and publishes, from `at_s` on. `forward`: see PrefixUse."""
     batch = under_way.generation.progress.batch

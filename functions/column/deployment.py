@@ -7,7 +7,7 @@ import time
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, Reply, Usage
+from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.column.settings import ColumnSettings
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.front import RankedFunction
@@ -58,5 +58,5 @@ class ColumnFunction(RankedFunction):
         answers: list[tuple[FloatArray | None, int]] = await self._group.all("compute", ray.put(batch))
         (values,) = (values for values, _ in answers if values is not None)
         shared_tokens = sum(shared for _, shared in answers)
-        usage = Usage(input_tokens=len(batch.tokens), cached_tokens=shared_tokens, sequences=batch.sequences)
+        usage = CallUsage(input_tokens=len(batch.tokens), cached_tokens=shared_tokens, sequences=batch.sequences)
         return self.reply(values, start_s, usage)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
-from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, CallUsage, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.functions.cuda import cuda_fault
 from rlhfless.functions.generation.engine import (
     OFFER,
@@ -151,7 +151,7 @@ class GenerationFunction(Function):
                 with self._engine_faults("a load"):
                     await self._load_and_check(published)
                 self._loaded = published
-        usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
+        usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published.version.label, start_s, usage)
 
     async def prove_loading(self, call: Call, perturbed: PublishedWeights) -> Reply[LoadProof]:
@@ -174,7 +174,7 @@ class GenerationFunction(Function):
             with _read_back_decides(report, perturbed, after, tolerance):
                 check_moved(perturbed.version, perturbed.probe, before, after, tolerance)
             moved = largest_difference(before, after)
-        usage = Usage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
+        usage = CallUsage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
         read_back = 0 if report is None else report.read_back
         return self.reply(LoadProof(moved, perturbed.tensors, read_back), start_s, usage)
 
@@ -225,7 +225,7 @@ class GenerationFunction(Function):
                 for prefix, of in zip(request.prefixes, given, strict=True)
             ]
         cached = [sampled.cached_tokens for sampled in done]
-        usage = Usage(
+        usage = CallUsage(
             input_tokens=sum(map(len, request.prefixes)),
             cached_tokens=sum(cached),
             evicted_tokens=sum(max(before - there, 0) for before, there in zip(expected, cached, strict=True)),

@@ -6,7 +6,15 @@ from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.memory import CPU_KV_GIB, GIB, PROCESS_BYTES, Part, Phase, engine_parts, kv_token_bytes
+from rlhfless.scaling.memory import (
+    CPU_KV_GIB,
+    GIB,
+    PROCESS_BYTES,
+    MemoryPart,
+    MemoryPhase,
+    engine_parts,
+    kv_token_bytes,
+)
 from rlhfless.scaling.placement import CPU_KIND, Site, Wanted
 from rlhfless.spec import RunSpec
 
@@ -25,13 +33,13 @@ def _bounds(spec: RunSpec) -> Bounds:
     return Bounds(spec.scaling.generation.min_actors, reason)
 
 
-def _phases(terms: MemoryTerms) -> tuple[Phase, ...]:
+def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     """On a GPU an engine takes its fraction, and gives KV what its parts leave of it."""
     parts, kv = _engine(terms.spec, terms.shape, terms.sheet)
-    return (Phase("generate", (*parts, Part("KV", max(kv, 0)))),)
+    return (MemoryPhase("generate", (*parts, MemoryPart("KV", max(kv, 0)))),)
 
 
-def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple[Part, ...], int]:
+def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple[MemoryPart, ...], int]:
     """The parts of one device of an engine, and the bytes of its KV, which are negative if the parts do not fit."""
     engine, on_gpu = spec.generation.engine, sheet.kind != CPU_KIND
     parts = engine_parts(
@@ -44,7 +52,7 @@ def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple
     )
     if not on_gpu:
         return parts, int((engine.kv_cache_gib or CPU_KV_GIB) * GIB)
-    parts = (*parts, Part("process", PROCESS_BYTES))
+    parts = (*parts, MemoryPart("process", PROCESS_BYTES))
     budget = int(engine.gpu_memory_fraction * sheet.memory_bytes.value)
     return parts, budget - sum(part.size_bytes for part in parts)
 

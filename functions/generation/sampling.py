@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import numpy as np
 
-from rlhfless.functions.base import Reply, Usage
+from rlhfless.functions.base import CallUsage, Reply
 from rlhfless.functions.generation.engine import (
     Engine,
     EngineError,
@@ -52,7 +52,7 @@ class RequestRun:
         self._start_s = time.time()
         self._missing = Counter(item.prompt_id for item in request.items)
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._missing}
-        self._usage = Usage(version=request.version)
+        self._usage = CallUsage(version=request.version)
         self._ids = {item.key: f"{incarnation}-{id(self):x}-{i}" for i, item in enumerate(request.items)}
         self._brought = {item.key: 0 if item.prior is None else len(item.prior.token_ids) for item in request.items}
         self._queue: asyncio.Queue[Rollout | BaseException] = asyncio.Queue()
@@ -132,7 +132,7 @@ class RequestRun:
     def _count(self, item: SampleItem, sampled: Sampled) -> None:
         # A sample that was aborted in the queue has not looked into the cache.
         evicted = max(self._expected.get(item.key, 0) - sampled.cached_tokens, 0) if sampled.token_ids else 0
-        self._usage = Usage(
+        self._usage = CallUsage(
             input_tokens=self._usage.input_tokens + len(item.prompt_token_ids) + self._brought[item.key],
             output_tokens=self._usage.output_tokens + len(sampled.token_ids),
             cached_tokens=self._usage.cached_tokens + sampled.cached_tokens,

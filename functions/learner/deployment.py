@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, Reply, Usage
+from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
 from rlhfless.functions.ranks.front import RankedFunction
@@ -74,7 +74,7 @@ class LearnerFunction(RankedFunction):
         self.admit(call)
         start_s = time.time()
         values = (await self._group.all("evaluate", ray.put(batch)))[0]
-        return self.reply(values, start_s, Usage(input_tokens=len(batch.tokens), sequences=batch.sequences))
+        return self.reply(values, start_s, CallUsage(input_tokens=len(batch.tokens), sequences=batch.sequences))
 
     async def learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
         """One training step: an optimiser step per mini-batch. Returns the metrics.
@@ -93,7 +93,7 @@ class LearnerFunction(RankedFunction):
         metrics = dict((await self._group.all("learn", ray.put(batch), mini_batches))[0])
         self._step = call.step
         shared = int(metrics.pop("shared_prompt_tokens", 0))
-        usage = Usage(input_tokens=len(batch.tokens), cached_tokens=shared, sequences=batch.sequences)
+        usage = CallUsage(input_tokens=len(batch.tokens), cached_tokens=shared, sequences=batch.sequences)
         return self.reply(metrics, start_s, usage)
 
     async def meets(self, call: Call, token: str) -> Reply[tuple[str, ...]]:
@@ -126,7 +126,7 @@ class LearnerFunction(RankedFunction):
         # From the last rank: the answers of all ranks are equal, and rank 0 has written the file that they check.
         logprobs = (await self._group.all("probe", perturbed))[-1]
         published = replace(written, probe=replace(written.probe, logprobs=logprobs))
-        usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
+        usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
 
     async def _learned(self, step: int) -> None:

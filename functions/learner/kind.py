@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, Phase, Sharded, learn_phases, on_device
+from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, MemoryPhase, Sharded, learn_phases, on_device
 from rlhfless.scaling.placement import Site, Wanted
 from rlhfless.spec import RunSpec
 
@@ -14,11 +14,11 @@ def _wanted(spec: RunSpec) -> Wanted:
     return Wanted(FunctionName.LEARNER, Site.SIDE, ranks=spec.learner.world_size, ranks_key="learner.ranks")
 
 
-def _phases(terms: MemoryTerms) -> tuple[Phase, ...]:
+def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     return on_device(learner_phases(terms.spec, terms.shape, terms.micro_batch_tokens), terms.sheet.kind)
 
 
-def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[Phase, ...]:
+def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[MemoryPhase, ...]:
     """The phases of a rank with micro-batches of so many tokens, without what every process holds."""
     learner = spec.learner
     how = Sharded(

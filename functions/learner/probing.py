@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from rlhfless.functions.head import output_head
 from rlhfless.functions.learner.publishing import named_tensors
 from rlhfless.functions.loading import build_blank
-from rlhfless.functions.policy import Policy
+from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.sharding import layers_of
 
 Fetch = Callable[[str, torch.Tensor], torch.Tensor]
@@ -28,7 +28,7 @@ Fetch = Callable[[str, torch.Tensor], torch.Tensor]
 class Probing:
     """A blank twin of a policy's model. Its buffers, which are small, are the policy's own."""
 
-    def __init__(self, policy: Policy, *, trust_remote_code: bool) -> None:
+    def __init__(self, policy: PolicyNetwork, *, trust_remote_code: bool) -> None:
         self._source = policy.model
         twin = build_blank(AutoModelForCausalLM, policy.model.config, trust_remote_code=trust_remote_code).eval()
         twin.tie_weights()

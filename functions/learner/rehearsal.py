@@ -24,7 +24,7 @@ from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.learner.optimizer import MOMENTS, ShardedAdamW
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
-from rlhfless.functions.policy import TORCH_DTYPES, Policy, checkpoint_activations, policy_of, response_logprobs
+from rlhfless.functions.policy import TORCH_DTYPES, PolicyNetwork, checkpoint_activations, policy_of, response_logprobs
 from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, reduces, shard
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.spec import AdamWSpec, DType, GRPOSpec, LearnerSpec
@@ -101,7 +101,9 @@ def _rank(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
     return rank
 
 
-def _policy(config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: torch.dtype = torch.float32) -> Policy:
+def _policy(
+    config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: torch.dtype = torch.float32
+) -> PolicyNetwork:
     config._attn_implementation, config.dtype = "sdpa", exact
     model = build_blank(AutoModelForCausalLM, config, trust_remote_code=False)
     compute = TORCH_DTYPES[learner.dtype] if exact == torch.float32 else exact

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhfless.records import FunctionName, FunctionRole
 from rlhfless.scaling.function_kinds import FunctionKind, MemoryTerms, held
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, Phase, on_device, reference_phase
+from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, MemoryPhase, on_device, reference_phase
 from rlhfless.scaling.placement import Site, Wanted
 from rlhfless.spec import RunSpec
 from rlhfless.spec.base import count_of
@@ -19,11 +19,11 @@ def _wanted(spec: RunSpec) -> Wanted | None:
     )
 
 
-def _phases(terms: MemoryTerms) -> tuple[Phase, ...]:
+def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
     return on_device([frozen_phase(terms, terms.shape, count_of(terms.spec.reference.ranks))], terms.sheet.kind)
 
 
-def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> Phase:
+def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPhase:
     """One rank of a frozen model of these sizes on the learner's path (rlhfless.functions.reference.model)."""
     learner = terms.spec.learner
     chunk = learner.logits_elements or LOGITS_CHUNK_ELEMENTS

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.functions.reward_model.settings import RewardModelSettings
-from rlhfless.rewards import Outcome, Sample
+from rlhfless.rewards import Outcome, RewardSample
 
 
 class RewardModelActor(RankActor[RewardModelSettings]):
@@ -23,7 +23,7 @@ class RewardModelActor(RankActor[RewardModelSettings]):
         with self._memory_told("score"):
             self._models = [RewardModel(spec, threads=self._threads, mesh=mesh) for spec in settings.rewards]
 
-    def score(self, samples: Sequence[Sample]) -> list[Mapping[int, Outcome]]:
+    def score(self, samples: Sequence[RewardSample]) -> list[Mapping[int, Outcome]]:
         """By reward model: see RewardModel.share. *Collective.*"""
         with self._memory_told("score"):
             return [model.share(samples) for model in self._models]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import ray
 
-from rlhfless.functions.base import Call, Reply, Usage
+from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.functions.reward_model.settings import RewardModelSettings
@@ -58,7 +58,7 @@ class RewardModelFunction(RankedFunction):
         weights = {spec.label: spec.weight for spec in rewards}
         scores = combined(weights, columns, len(samples), self._settings.on_failure)
         tokens = sum(sample.tokens for group in groups for sample in group.samples)
-        usage = Usage(sequences=len(samples), input_tokens=tokens * len(rewards))
+        usage = CallUsage(sequences=len(samples), input_tokens=tokens * len(rewards))
         return self.reply(by_group(scores, groups), start_s, usage)
 
 

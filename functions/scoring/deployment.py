@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, CallUsage, DeviceBinding, Function, ReplicaInfo, Reply
 from rlhfless.functions.launching import Launch, binding
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.scorer import Scorer
@@ -72,5 +72,5 @@ class ScoringFunction(Function):
         start_s = time.time()
         scores = await self._scorer.score(groups)
         samples = [sample for group in groups for sample in group.samples]
-        usage = Usage(sequences=len(samples), input_tokens=sum(sample.model_tokens for sample in samples))
+        usage = CallUsage(sequences=len(samples), input_tokens=sum(sample.model_tokens for sample in samples))
         return self.reply(scores, start_s, usage)

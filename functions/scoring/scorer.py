@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfless.records import Group, Prompt, Sample, Score
-from rlhfless.rewards import Rewards
-from rlhfless.rewards import Sample as RewardSample
+from rlhfless.rewards import Rewards, RewardSample
 from rlhfless.spec import RewardSpec, ScoringSpec
 
 

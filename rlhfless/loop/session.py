@@ -46,7 +46,7 @@ from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import SPEC_FILE, resolved_yaml
-from rlhfless.telemetry.progress import Progress
+from rlhfless.telemetry.progress import RunProgress
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
 
@@ -66,7 +66,7 @@ class Session:
     prepared: Prepared
     run_id: str
     folder: Path
-    console: Progress
+    console: RunProgress
     sinks: MetricSinks
     host: Host = field(default_factory=NoHost)
 

@@ -34,7 +34,7 @@ class TokenizerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PolicyModel:
     """What is known of the policy before it is loaded."""
 
     tokenizer: Any
@@ -47,7 +47,7 @@ class Policy:
     warnings: tuple[str, ...]
 
 
-def load_policy(spec: ModelSpec) -> Policy:
+def load_policy(spec: ModelSpec) -> PolicyModel:
     """Read configuration and tokenizer, from a folder or the hub. Raises InputError with all problems."""
     _check_folder(spec.path, "model.path")
     if spec.tokenizer:
@@ -62,7 +62,7 @@ def load_policy(spec: ModelSpec) -> Policy:
         problems.append(Problem("model.max_context_tokens", what, f"set it to {limit} or less, or leave it out"))
     if problems:
         raise InputError("model", problems)
-    return Policy(tokenizer, info, spec.max_context_tokens or limit, _shape(spec, config), warnings)
+    return PolicyModel(tokenizer, info, spec.max_context_tokens or limit, _shape(spec, config), warnings)
 
 
 def _check_folder(path: str, field: str) -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from rlhfless.prepare.capacity import capacity_problems, capacity_warnings, learning_rate_warnings
 from rlhfless.prepare.data_rows import read_rows
-from rlhfless.prepare.model import Policy, TokenizerInfo, load_policy
+from rlhfless.prepare.model import PolicyModel, TokenizerInfo, load_policy
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.prepare.prompts import PromptSets, load_prompts
 from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warnings
@@ -100,7 +100,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     )
 
 
-def _longest(spec: RunSpec, prompts: Sequence[Prompt], policy: Policy) -> int:
+def _longest(spec: RunSpec, prompts: Sequence[Prompt], policy: PolicyModel) -> int:
     """Tokens of the longest prompt and response."""
     wanted = max((len(prompt.token_ids) for prompt in prompts), default=0) + spec.generation.max_tokens
     return min(wanted, policy.context_tokens or wanted)
@@ -125,7 +125,7 @@ def _weight_problems(spec: RunSpec, *, config_is_right: bool) -> list[Problem]:
     )
 
 
-def _prompts(spec: RunSpec, policy: Policy) -> PromptSets:
+def _prompts(spec: RunSpec, policy: PolicyModel) -> PromptSets:
     return load_prompts(
         spec.prompts,
         policy.tokenizer,
@@ -238,7 +238,7 @@ def _batch_problems(spec: RunSpec) -> list[Problem]:
     return [Problem("learner.ranks", what, f"set it to {sequences} or less, or make mini-batches larger")]
 
 
-def _token_problems(spec: RunSpec, policy: Policy) -> list[Problem]:
+def _token_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
     problems = []
     context, most = policy.context_tokens, spec.generation.max_tokens
     if context is not None and most > context - 1:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.memory import Phase
+from rlhfless.scaling.memory import MemoryPhase
 from rlhfless.scaling.placement import Node, Placement, Wanted, place
 from rlhfless.spec import RewardModelSpec, RunSpec
 from rlhfless.spec.extension import made
@@ -69,7 +69,7 @@ class MemoryTerms:
         return max(self.spec.learner.micro_batch_tokens, self.sequence_tokens)
 
 
-def no_phases(terms: MemoryTerms) -> tuple[Phase, ...]:  # noqa: ARG001
+def no_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:  # noqa: ARG001
     """Of a function that holds nothing on a device that the plan counts."""
     return ()
 
@@ -87,7 +87,7 @@ class FunctionKind:
     wanted: Callable[[RunSpec], Wanted | None]
     """Its replicas in a run; None if the run has no use for it."""
     bounds: Callable[[RunSpec], Bounds]
-    phases: Callable[[MemoryTerms], tuple[Phase, ...]] = no_phases
+    phases: Callable[[MemoryTerms], tuple[MemoryPhase, ...]] = no_phases
     """What one replica or rank holds on one device."""
     column: str = ""
     """With the role COLUMN: the column of the batch that it computes."""

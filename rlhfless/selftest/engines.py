@@ -19,7 +19,7 @@ from rlhfless.prepare.memory.assumed import shared_kv_bytes
 from rlhfless.records import PublishedWeights
 from rlhfless.selftest import rank_work
 from rlhfless.selftest.check import Measured, NotHere, Wrong, check
-from rlhfless.selftest.ranks import Ranks, up, visible
+from rlhfless.selftest.ranks import RankProcesses, up, visible
 from rlhfless.selftest.subject import Subject
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.check import (
@@ -296,7 +296,7 @@ def other_order(subject: Subject) -> Measured:
     count = len(up(subject).about)
     up(subject).close()
     began_s = time.monotonic()
-    subject.ranks = Ranks(subject, count)
+    subject.ranks = RankProcesses(subject, count)
     measured = {"learner_start_s": time.monotonic() - began_s}
     subject.found["published"] = _published(subject, 2)[0]
     return measured | _loaded(subject, engines)

@@ -26,7 +26,7 @@ from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session, open_session
 from rlhfless.records import Experience, FinishReason
 from rlhfless.records.traces import read_trace
-from rlhfless.rewards import Sample
+from rlhfless.rewards import RewardSample
 from rlhfless.spec import RewardModelSpec
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -121,6 +121,6 @@ def test_two_ranks_each_and_both_lose_one(assets: Path, tmp_path: Path, monkeypa
     for experience in seen:
         for group in experience.groups:
             ours = model.score(
-                [Sample(group.prompt.text, each.text, 0, FinishReason.STOP, {}) for each in group.samples]
+                [RewardSample(group.prompt.text, each.text, 0, FinishReason.STOP, {}) for each in group.samples]
             )
             assert [each.score.total for each in group.samples] == pytest.approx(ours, abs=1e-5)

@@ -10,7 +10,7 @@ from typing import Any
 from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.pool import Pool
 from rlhfless.fleet.replica import Replica
-from rlhfless.functions.base import Call, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
 from rlhfless.functions.generation.deployment import LoadProof
 from rlhfless.records import FunctionName, ReplicaState, WeightVersion
 from rlhfless.scaling.function_kinds import Bounds, declared
@@ -92,7 +92,7 @@ class FakeHandle:
             await self._cluster.loads[self._name]
         info = ReplicaInfo(f"{self._name}-1", 1, "here")
         value = LoadProof(moved_nats=1.0, tensors=1, read_back=1) if method == "prove_loading" else info
-        return Reply(info.incarnation, value, 0.0, 0.0, Usage())
+        return Reply(info.incarnation, value, 0.0, 0.0, CallUsage())
 
 
 class NoRecords:

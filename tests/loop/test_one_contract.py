@@ -38,7 +38,7 @@ from rlhfless.scaling.policy import (
 )
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.events import Interrupted
+from rlhfless.sim.events import SpotInterrupted
 from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
@@ -170,7 +170,7 @@ class Simulated:
 
     def lose(self, slot: int, answer: Sequence[Action]) -> SimulationError | None:
         self.policy.answer = answer
-        event = Interrupted(slot, self.simulation.fleet.replicas[slot].number)
+        event = SpotInterrupted(slot, self.simulation.fleet.replicas[slot].number)
         try:
             self.simulation._interrupted(self.simulation.now_s, event, self.step)
         except SimulationError as fault:

@@ -43,10 +43,10 @@ from rlhfless.functions.generation.vllm.arguments import engine_environment
 from rlhfless.functions.generation.vllm.messages import (
     CORE_DIED,
     Answer,
-    Call,
     Crashed,
+    EngineCall,
+    EngineProgress,
     Finished,
-    Progress,
     Refused,
     Returned,
     Started,
@@ -169,7 +169,7 @@ class VllmEngine:
         finally:
             del self._serials[request.request_id], self._samples[serial]
             if future.cancelled() and self.usable:
-                self._send(Call(next(self._numbers), "abort", ((serial,),)))
+                self._send(EngineCall(next(self._numbers), "abort", ((serial,),)))
 
     def require_beat(self, limit_s: float) -> None:
         """Raises EngineDead if the process has work and has sent nothing for `limit_s`: it hangs."""
@@ -255,7 +255,7 @@ class VllmEngine:
         call_id = next(self._numbers)
         future = self._expect()
         self._calls[call_id] = future
-        self._send(Call(call_id, method, arguments))
+        self._send(EngineCall(call_id, method, arguments))
         try:
             return await self._wait(future, timeout_s, method)
         finally:
@@ -297,7 +297,7 @@ class VllmEngine:
                     _resolve(self._samples.get(sampled.request_id), sampled)
             case Refused():
                 _resolve(self._samples.get(message.request_id), message.error)
-            case Progress():
+            case EngineProgress():
                 self._progress = message.tokens
             case Returned():
                 _resolve(self._calls.get(message.call_id), message.error or message.value)

@@ -24,7 +24,7 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class EngineCall:
     """Run a method of `loop.CALLS` and answer with `Returned`."""
 
     call_id: int
@@ -64,7 +64,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class EngineProgress:
     tokens: dict[str, int]
 
 
@@ -82,5 +82,5 @@ class Crashed:
     trace: str
 
 
-Answer = Started | Finished | Refused | Progress | Returned | Crashed
+Answer = Started | Finished | Refused | EngineProgress | Returned | Crashed
 """Messages that the engine's process sends."""

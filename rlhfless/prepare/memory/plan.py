@@ -16,7 +16,7 @@ from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import MemoryTerms, Rewards, kinds_of, name_of, place_run, wanted_of
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
-from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, PROCESS_BYTES, STORED_VERSIONS, Phase, version_bytes
+from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, PROCESS_BYTES, STORED_VERSIONS, MemoryPhase, version_bytes
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, Placement, PlacementError, Site
 from rlhfless.spec import RunSpec
 
@@ -33,10 +33,10 @@ class FunctionPlan:
 
     function: str
     role: FunctionRole
-    phases: tuple[Phase, ...]
+    phases: tuple[MemoryPhase, ...]
 
     @property
-    def largest(self) -> Phase:
+    def largest(self) -> MemoryPhase:
         return max(self.phases, key=lambda phase: phase.size_bytes)
 
 

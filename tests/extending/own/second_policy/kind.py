@@ -3,7 +3,7 @@
 from rlhfless.functions.reference.kind import frozen_phase
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
-from rlhfless.scaling.memory import Phase, on_device
+from rlhfless.scaling.memory import MemoryPhase, on_device
 from rlhfless.scaling.placement import Site, Wanted
 from rlhfless.spec import RunSpec
 from rlhfless.spec.extension import OwnSpec
@@ -32,7 +32,7 @@ class SecondPolicy:
         def wanted(_: RunSpec) -> Wanted:
             return Wanted(name, Site.BESIDE, ranks=ranks, ranks_key=f"functions.{name}.ranks")
 
-        def phases(terms: MemoryTerms) -> tuple[Phase, ...]:
+        def phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
             return on_device([frozen_phase(terms, terms.shape, ranks)], terms.sheet.kind)  # of the policy's sizes
 
         return FunctionKind(
