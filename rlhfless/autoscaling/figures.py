@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.records import Decision, Invocation
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.prices import PriceBook
@@ -25,7 +25,7 @@ class FleetFigures(Protocol):
     def reacquire_s(self, kind: str) -> float:
         """Expected time until devices of a kind are there whose node has to come; not billed."""
 
-    def cost_usd(self, pools: Iterable[Pool]) -> float:
+    def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
         """Cost of the run up to now, with the holdings of these pools that are still open."""
 
     def has_rollouts_of(self, step: int) -> bool:

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.loop.limits import Spent
 from rlhfless.loop.step_context import StepBegun
 from rlhfless.records import (
@@ -142,13 +142,13 @@ class Ledger:
         self._calls = [call for call in self._calls if call.end_s > since_s]
         self._drawn.pop(record.step, None)
 
-    def cost_usd(self, pools: Iterable[Pool]) -> float:
+    def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
         """Cost of the run up to now, with the holdings that are still open."""
         return self._closed_usd + sum(
             device_s * self.prices.price_usd_per_hour(kind) / SECONDS_PER_HOUR for kind, device_s in _open(pools)
         )
 
-    def spent(self, pools: Collection[Pool]) -> Spent:
+    def spent(self, pools: Collection[ReplicaPool]) -> Spent:
         """Of all attempts of the run, up to now."""
         device_s = self._earlier_device_s + self._device_s + sum(device_s for _, device_s in _open(pools))
         held_s = self._earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
@@ -181,7 +181,7 @@ class Ledger:
             metrics["recovery_s"] = recovery_until_s(begun.step, begun.tried_s, self._calls) - begun.start_s
         return step_times(StepRecord(begun.step, begun.start_s, end_s, metrics), self._calls)
 
-    def write(self, pools: Iterable[Pool]) -> None:
+    def write(self, pools: Iterable[ReplicaPool]) -> None:
         """Write all rows to disk, with the holdings up to now. Raises OSError if the disk is full; the rows are
         kept."""
         self._written_s = time.monotonic()
@@ -192,7 +192,7 @@ class Ledger:
         self._writer.flush(self._step)
         self._behind = False
 
-    def keep_up(self, pools: Iterable[Pool], lag_s: float) -> None:
+    def keep_up(self, pools: Iterable[ReplicaPool], lag_s: float) -> None:
         """Write all rows if none were written for `lag_s`; a full disk is left to `catch_up`."""
         if time.monotonic() - self._written_s >= lag_s:
             try:
@@ -200,7 +200,7 @@ class Ledger:
             except OSError as error:
                 log.warning("the trace could not be written; the end of the step tries again: %s", error)
 
-    def catch_up(self, pools: Iterable[Pool]) -> None:
+    def catch_up(self, pools: Iterable[ReplicaPool]) -> None:
         """Write the rows that could not be written before. Raises OSError if the disk is still full."""
         if self._behind:
             self.write(pools)
@@ -210,7 +210,7 @@ class Ledger:
         self._writer.close()
 
 
-def _open(pools: Iterable[Pool]) -> Iterator[tuple[str, float]]:
+def _open(pools: Iterable[ReplicaPool]) -> Iterator[tuple[str, float]]:
     """Device kind and device-seconds of the holdings that are not closed yet."""
     for pool in pools:
         for replica in pool.replicas():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhfless.fleet.blueprint import Blueprint
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
 from rlhfless.functions.generation.deployment import LoadProof
@@ -110,13 +110,13 @@ def pool_of(
     bounds: Bounds | None = None,
     function: FunctionName = FunctionName.GENERATION,
     given: Sequence[Allocation] = (),
-) -> Pool:
+) -> ReplicaPool:
     """A real pool, with replicas of these names that serve in the first slots, on the allocations that are `given`."""
     all_allocations = tuple(given) or tuple(Allocation.of([Device(f"cpu-{i}", "cpu-core", i)]) for i in range(slots))
     blueprint = Blueprint(
         declared()[function], object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors")
     )
-    pool = Pool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
+    pool = ReplicaPool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
     for name, allocation in zip(names, all_allocations, strict=False):
         replica = pool._replicas[name] = Replica(name, function, allocation, NoRecords())
         replica.is_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from test_generation_stage import until
 from test_pool import Watcher
 
 from rlhfless.fleet.cluster import FleetError
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.records import Probe, PublishedWeights, ReplicaState, WeightVersion
@@ -22,7 +22,7 @@ WEIGHTS = PublishedWeights(WeightVersion("run", 1, 2, "digest"), "here", 10, 2, 
 SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
 
 
-def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, Pool, ActorWeights, Watcher]:
+def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, ActorWeights, Watcher]:
     cluster, watcher = FakeCluster(), Watcher()
     pool = pool_of(cluster, *names, bounds=Bounds(fewest, "min_actors"))
     weights = ActorWeights(pool, SPEC)

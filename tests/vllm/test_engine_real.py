@@ -70,7 +70,12 @@ class Case:
         return 32 if self.plain else 256
 
 
-CASES = [("tied", "one process"), ("untied", "one process"), ("tied", "core apart"), ("untied", "two devices")]
+CASES = [
+    ("tied", "one process"),
+    pytest.param(("untied", "one process"), marks=pytest.mark.long),
+    pytest.param(("tied", "core apart"), marks=pytest.mark.long),
+    ("untied", "two devices"),
+]
 PLAIN = ("tied", "plain loop")
 """An engine that is not vLLM: tests/extending/own/plain_engine.py."""
 
