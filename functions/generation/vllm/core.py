@@ -20,16 +20,14 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, cast
 
+from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from rlhfless.functions.generation.engine import (
     EngineBusy,
@@ -71,7 +69,7 @@ class Core:
         if isinstance(self._engine.engine_core, SyncMPClient):
             threading.Thread(target=self._end_with_core, name="core-watch", daemon=True).start()
         address = {"address": asdict(settings.store)}
-        self._engine.engine_core.collective_rpc("init_weight_transfer_engine", args=(address,))
+        self._engine.collective_rpc("init_weight_transfer_engine", args=(address,))
         self.seconds = {"configure": configured - started, "build": time.monotonic() - configured}
         self.kv_capacity_tokens: int = config.cache_config.kv_cache_size_tokens or 0
         self.block_tokens: int = config.cache_config.block_size
@@ -169,26 +167,25 @@ class Core:
 
     def _update(self, published: PublishedWeights) -> tuple[str, int, int]:
         """vLLM's phases of a weight update; returns digest, tensors and bytes that all workers consumed."""
-        core, probe = self._engine.engine_core, published.probe
-        core.collective_rpc("start_weight_update")
+        engine, probe = self._engine, published.probe
+        engine.collective_rpc("start_weight_update")
         update = {"location": published.location, "probe_tokens": probe.token_ids if probe.samples else ()}
-        core.collective_rpc("update_weights", args=(update,))
-        consumed: list[tuple[dict[str, bytes], int, str | None]] = core.collective_rpc("rlhfless_consumed")
+        engine.collective_rpc("update_weights", args=(update,))
+        consumed: list[tuple[dict[str, bytes], int, str | None]] = engine.collective_rpc("rlhfless_consumed")
         for _, _, damage in consumed:
             if damage is not None:
                 raise WeightFileError(damage)
         digest = merged(hashes for hashes, _, _ in consumed)
         fewest = min(len(hashes) for hashes, _, _ in consumed)
         check_consumed(published.version, published.tensors, digest.hexdigest(), fewest)
-        core.collective_rpc("finish_weight_update")
+        engine.collective_rpc("finish_weight_update")
         return digest.hexdigest(), fewest, consumed[0][1]
 
     def _read_back(self, published: PublishedWeights) -> int:
         """Compare the values in use by the layers with the learner's samples; returns how many tensors were
         compared."""
-        core = self._engine.engine_core
         compared: set[str] = set()
-        answers: list[dict[str, tuple[int, int]]] = core.collective_rpc(
+        answers: list[dict[str, tuple[int, int]]] = self._engine.collective_rpc(
             "rlhfless_read_back", args=(dict(published.probe.samples),)
         )
         for worker in answers:
@@ -293,8 +290,6 @@ def _register_model_class(settings: EngineSettings) -> None:
     config = Path(settings.model) / "config.json"
     if not config.is_file():
         return
-    from vllm.model_executor.models import ModelRegistry
-
     for architecture in json.loads(config.read_text()).get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
         if known is not None:
