@@ -3,11 +3,13 @@
 from rlhfless.records.experience import Experience, GivenSegment, Group, Sample, Segment, Source
 from rlhfless.records.ledger import (
     PREFIXES,
+    START,
     Decision,
     FunctionName,
     Holding,
     Invocation,
     ReplicaState,
+    StartPhase,
     StepRecord,
     Work,
 )
@@ -25,6 +27,7 @@ from rlhfless.records.weights import Probe, PublishedWeights, WeightVersion
 
 __all__ = [
     "PREFIXES",
+    "START",
     "Decision",
     "Experience",
     "FinishReason",
@@ -44,6 +47,7 @@ __all__ = [
     "Score",
     "Segment",
     "Source",
+    "StartPhase",
     "StepRecord",
     "VersionSpan",
     "WeightVersion",

@@ -142,6 +142,8 @@ class LoadReport:
     """Tensors that were read back from the engine's layers, and equal to the learner's."""
     size_bytes: int
     seconds: float
+    chart_s: float = 0.0
+    """Of `seconds`: finding where the layers hold what is read back; 0 if that was known."""
 
 
 CORE_DIED = 71
@@ -176,7 +178,7 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class Started:
     seconds: dict[str, float]
-    """Duration of each phase of the start: import, configure, build."""
+    """Duration of each phase of the start, by StartPhase."""
     kv_capacity_tokens: int = 0
     """Tokens that the KV cache holds; 0 where the engine does not say."""
     block_tokens: int = 16
