@@ -43,7 +43,8 @@ class RequestRun:
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._missing}
         self._usage = Usage(version=request.version)
         self._ids = {item.key: f"{incarnation}-{id(self):x}-{i}" for i, item in enumerate(request.items)}
-        self._brought = {item.key: 0 if item.prior is None else len(item.prior.token_ids) for item in request.items}
+        self._brought = {item.key: max(0, len(item.prior.token_ids) - 1) if item.prior else 0 for item in request.items}
+        """Tokens that each sample keeps of another engine: the last one is drawn again, to be compared."""
         self._queue: asyncio.Queue[Rollout | BaseException] = asyncio.Queue()
         items = () if cached is None else request.items
         self._expected = {item.key: cached.add(item.prompt_token_ids) for item in items} if cached is not None else {}
@@ -90,7 +91,7 @@ class RequestRun:
 
     async def _sample(self, item: SampleItem) -> None:
         sampling, prior = self._request.sampling, item.prior
-        drawn = () if prior is None else tuple(int(token) for token in prior.token_ids)
+        drawn = () if prior is None else tuple(map(int, prior.token_ids[: self._brought[item.key]]))
         started_s = time.time()
         try:
             sampled = await self._engine.sample(
@@ -118,11 +119,13 @@ class RequestRun:
         spans = sampled.version_spans
         prior = item.prior
         if prior is not None:
-            shift = len(prior.token_ids)
-            token_ids = np.concatenate([prior.token_ids, token_ids])
-            logprobs = np.concatenate([prior.logprobs, logprobs])
-            moved = (VersionSpan(s.version, s.start + shift, s.end + shift) for s in spans)
-            spans = prior.version_spans + tuple(moved)
+            # A sample that was aborted in the queue has drawn nothing, and loses nothing.
+            kept = self._brought[item.key] if sampled.token_ids else len(prior.token_ids)
+            token_ids = np.concatenate([prior.token_ids[:kept], token_ids])
+            logprobs = np.concatenate([prior.logprobs[:kept], logprobs])
+            before = (VersionSpan(s.version, s.start, min(s.end, kept)) for s in prior.version_spans if s.start < kept)
+            moved = (VersionSpan(s.version, s.start + kept, s.end + kept) for s in spans)
+            spans = (*before, *moved)
         # A sample that was aborted in the queue has not looked into the cache.
         evicted = max(self._expected.get(item.key, 0) - sampled.cached_tokens, 0) if sampled.token_ids else 0
         self._usage = Usage(
