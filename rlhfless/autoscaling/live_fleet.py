@@ -64,9 +64,9 @@ class LiveFleet:
 
     def keep_starts(self) -> None:
         """Keep the time of the engines' starts for later runs."""
-        measured_s = self._ledger.mean_start_s(self._actors.function)
-        if measured_s is not None and self._actors.allocations:
-            self._starts.keep(self._actors.allocations[0].devices[0].kind, measured_s)
+        phases = self._ledger.mean_start_phases()
+        if phases and self._actors.allocations:
+            self._starts.keep(self._actors.allocations[0].devices[0].kind, phases)
 
     def slot_of(self, function: str) -> int:
         """The slot of a function that has one replica."""

@@ -3,8 +3,8 @@
 `rlhfless.autoscaling` decides which actor draws which samples; this module carries it out. Work moves in one way only:
 samples are aborted on their actor, come back with the tokens so far, and continue from there on another actor. Draining
 an actor, giving work to a new one and losing one are all this same move. No token is drawn twice, except tokens that a
-dead actor had not delivered. Finished samples go into the journal before they count, and samples that the journal has
-are not drawn.
+dead actor had not delivered, and the last token before a move, which shows whether both engines draw the same. Finished
+samples go into the journal before they count, and samples that the journal has are not drawn.
 """
 
 from __future__ import annotations

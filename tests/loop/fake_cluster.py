@@ -91,7 +91,8 @@ class FakeHandle:
         if method == "load" and self._name in self._cluster.loads:
             await self._cluster.loads[self._name]
         info = ReplicaInfo(f"{self._name}-1", 1, "here")
-        value = LoadProof(moved_nats=1.0, tensors=1, read_back=1) if method == "prove_loading" else info
+        proof = LoadProof(moved_nats=1.0, tensors=1, read_back=1, chart_s=3.0, load_s=1.0)
+        value = proof if method == "prove_loading" else info
         return Reply(info.incarnation, value, 0.0, 0.0, CallUsage())
 
 
@@ -101,6 +102,8 @@ class NoRecords:
     def add_holding(self, holding: Any) -> None: ...
 
     def add_invocation(self, invocation: Any) -> None: ...
+
+    def add_decision(self, decision: Any) -> None: ...
 
 
 def pool_of(
