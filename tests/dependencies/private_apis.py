@@ -13,7 +13,7 @@ CORE, READ_BACK, WEIGHT_ENGINE = f"{VLLM}/core.py", f"{VLLM}/read_back.py", f"{V
 GENERATORS, KV_FILES, CHARTS, ARGUMENTS = (
     f"{VLLM}/{name}.py" for name in ("generators", "kv_files", "charts", "arguments")
 )
-ADAPTER = f"{VLLM}/adapter.py"
+ADAPTER, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/learner/rehearsal.py", "functions/loopback.py"
 ATTENTION = "functions/prefix_attention.py"
 PUBLISHING, KERNELS = "functions/learner/publishing.py", "functions/attention_kernels.py"
@@ -39,8 +39,7 @@ class PrivateName:
 
 @dataclass(frozen=True, slots=True)
 class SourceText:
-    """A text in a dependency's file: of a message that we recognise, of a variable that it reads, or of code whose
-    effect we rely on."""
+    """A text in a dependency's file: a message that we recognise, a variable that it reads, or code we rely on."""
 
     text: str
     file: str
@@ -56,8 +55,8 @@ VLLM_NAMES = (
     PrivateName("vllm.LLMEngine.from_vllm_config", (CORE,), "make it", takes=("vllm_config", "disable_log_stats")),
     PrivateName("vllm.LLMEngine.add_request", (CORE,), "submit a sample", takes=("request_id", "prompt", "params")),
     PrivateName("vllm.LLMEngine.abort_request", (CORE,), "abort by vLLM's own ids", takes=("request_ids", "internal")),
-    PrivateName("vllm.distributed.destroy_distributed_environment", (CORE,), "close an engine of one process"),
-    PrivateName("vllm.distributed.destroy_model_parallel", (CORE,), "close an engine of one process"),
+    *(PrivateName(f"vllm.distributed.destroy_{what}", (CORE,), "close an engine of one process")
+      for what in ("distributed_environment", "model_parallel")),
     PrivateName("vllm.inputs.engine.tokens_input", (CORE,), "prompts as tokens, with the weights' salt",
                 takes=("prompt_token_ids", "cache_salt")),
     PrivateName("vllm.logprobs.FlatLogprobs", (CORE,), "logprobs of drawn tokens without an object each",
@@ -108,6 +107,8 @@ VLLM_NAMES = (
     PrivateName("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorRole", (KV_FILES,), "the same"),
     PrivateName("vllm.config.VllmConfig", (KV_FILES, CHARTS, CORE), "what decides where a worker holds an element",
                 has=("compute_hash", "parallel_config", "cache_config", "model_config")),
+    PrivateName("vllm.config.CompilationConfig", (STARTS,), "a start's phases",
+                has=("compilation_time", "encoder_compilation_time")),
     PrivateName("vllm.config.CacheConfig", (CORE, KV_FILES), "the size of the KV cache and of its blocks",
                 has=("block_size", "kv_cache_size_tokens")),
     PrivateName("vllm.v1.core.kv_cache_manager.KVCacheBlocks", (KV_FILES,), "blocks of a request",
@@ -122,10 +123,8 @@ VLLM_NAMES = (
                 has=("num_blocks",)),
     PrivateName("vllm.v1.request.Request", (KV_FILES,), "what a request asks of the connector",
                 has=("request_id", "kv_transfer_params", "cache_salt", "num_tokens", "num_prompt_tokens")),
-    PrivateName("vllm.model_executor.layers.linear.UnquantizedLinearMethod", (READ_BACK,),
-                "read weights back through a layer's own product", has=("apply",)),
-    PrivateName("vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod", (READ_BACK,),
-                "read weights back through a layer's own product", has=("apply",)),
+    *(PrivateName(f"vllm.model_executor.layers.{name}", (READ_BACK,), "read back by a layer's product", has=("apply",))
+      for name in ("linear.UnquantizedLinearMethod", "vocab_parallel_embedding.UnquantizedEmbeddingMethod")),
     PrivateName("vllm.model_executor.model_loader.reload.layerwise._get_original_loader", (READ_BACK,),
                 "load codes instead of weights, to see where elements go", takes=("tensor",)),
     PrivateName("vllm.model_executor.model_loader.reload.utils.get_layer_tensors", (READ_BACK,),
@@ -246,6 +245,8 @@ TEXTS = (
                "a prefill in several iterations sets a generator back by an offset"),
     SourceText("req_state = CachedRequestState(", "vllm/v1/worker/gpu_model_runner.py", (GENERATORS,),
                "the runner makes request states by the name that we replace"),
+    SourceText('"Graph capturing finished in %.0f', "vllm/v1/worker/gpu_model_runner.py", (STARTS,), "a start"),
+    SourceText("Loading weights took", "vllm/model_executor/model_loader/default_loader.py", (STARTS,), "the same"),
     SourceText("seeds[i] = torch.randint(", "vllm/v1/sample/ops/topk_topp_sampler.py", (GENERATORS,), "draws on a CPU"),
     SourceText("q[i].exponential_(generator=generator)", "vllm/v1/sample/ops/topk_topp_sampler.py", (GENERATORS,),
                "draws on a GPU"),
@@ -291,10 +292,8 @@ VARIABLES = (
     SourceText("RAY_AUTH_TOKEN", "ray/_raylet.so", (SESSION, RAY_JOBS), "the token"),
     SourceText("RAY_AUTH_TOKEN_PATH", "ray/_raylet.so", (SESSION, RAY_JOBS), "the token's file"),
     SourceText("RAY_worker_niceness", "ray/core/src/ray/raylet/raylet", (SESSION,), "workers are the run itself"),
-    SourceText("RAY_USAGE_STATS_ENABLED", "ray/_common/usage/usage_constants.py", (SESSION,),
-               "nothing is reported to others"),
+    SourceText("RAY_USAGE_STATS_ENABLED", "ray/_common/usage/usage_constants.py", (SESSION,), "no reports"),
     SourceText("RAY_ADDRESS", "ray/_private/ray_constants.py", (LEAVE_NODE,), "the cluster of a pod"),
     SourceText("RAY_CLOUD_INSTANCE_ID", "ray/_private/services.py", (LEAVE_NODE,), "the pod's own raylet"),
-    SourceText("RAY_JOB_STOP_WAIT_TIME_S", "ray/dashboard/modules/job/job_supervisor.py", (RAY_JOBS,),
-               "a driver's time to deliver before it is killed"),
+    SourceText("RAY_JOB_STOP_WAIT_TIME_S", "ray/dashboard/modules/job/job_supervisor.py", (RAY_JOBS,), "time to end"),
 )  # fmt: skip
