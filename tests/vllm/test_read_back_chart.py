@@ -46,6 +46,9 @@ def test_a_model_that_cannot_take_codes_is_loaded_and_not_read_back() -> None:
 EXPERTS = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from types import SimpleNamespace
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from rlhfless.functions.generation.vllm.charts import kept_or_made
 from rlhfless.functions.generation.vllm.read_back import chart
@@ -64,8 +67,21 @@ class Counted(TorchDispatchMode):
 def part(parameter, loaded, start):
     parameter.data[start : start + len(loaded)].copy_(loaded)
 
-def expert(parameter, loaded, number):
-    parameter.data[number].copy_(loaded)
+LOCAL = {number: number - 2 for number in range(2, EXPERTS)}  # the first two are another worker's
+
+def expert(param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
+    if expert_id not in LOCAL:
+        return False
+    data = param.data[LOCAL[expert_id]]
+    half = len(data) // 2
+    {"w1": data[:half], "w3": data[half:], "w2": data}[shard_id].copy_(loaded_weight)
+    return True
+
+def fused(backend):
+    method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+    torch.nn.Module.__init__(method)
+    method.unquantized_backend, method.moe = backend, SimpleNamespace(is_act_and_mul=True)
+    return method
 
 class Layer(torch.nn.Module):
     def __init__(self, name, shape, loader, method):
@@ -74,42 +90,68 @@ class Layer(torch.nn.Module):
         parameter.weight_loader = loader
         self.register_parameter(name, parameter)
         self.quant_method = method
+        self._map_global_expert_id_to_local_expert_id = lambda number: LOCAL.get(number, -1)
         self.cpu_linear = torch.nn.functional.linear  # what vLLM sets on CPUs for weights that are not packed
 
 class Model(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, backend):
         super().__init__()
         self.qkv = Layer("weight", (3 * WIDTH, WIDTH), part, UnquantizedLinearMethod())
-        self.experts = Layer("w2_weight", (EXPERTS, WIDTH, WIDTH), expert, object())
+        self.w13 = Layer("w13_weight", (len(LOCAL), 2 * WIDTH, WIDTH), expert, fused(backend))
+        self.w2 = Layer("w2_weight", (len(LOCAL), WIDTH, WIDTH), expert, fused(backend))
 
     def load_weights(self, tensors):
         for name, tensor in tensors:
             kind, number = name.split(".")
             if kind == "qkv":
                 self.qkv.weight.weight_loader(self.qkv.weight, tensor, int(number) * WIDTH)
-            else:
-                self.experts.w2_weight.weight_loader(self.experts.w2_weight, tensor, int(number))
+                continue
+            of = self.w2.w2_weight if kind == "w2" else self.w13.w13_weight
+            of.weight_loader(param=of, loaded_weight=tensor, weight_name=name, shard_id=kind, expert_id=int(number),
+                             return_success=True)
 
-model = Model()
 published = [(f"qkv.{i}", torch.randn(WIDTH, WIDTH)) for i in range(3)]
-published += [(f"experts.{i}", torch.randn(WIDTH, WIDTH)) for i in range(EXPERTS)]
+published += [(f"{kind}.{i}", torch.randn(WIDTH, WIDTH)) for i in range(EXPERTS) for kind in ("w1", "w3", "w2")]
 size = sum(tensor.numel() for _, tensor in published)
-with Counted() as counted:
-    found = chart(model, model.load_weights, published, {0, 1}, torch.device("cpu"))
-assert counted.elements < 8 * size, (counted.elements, size)
-assert [held.parameter for held in found.held] == ["weight"]
+
+def charted(backend):
+    model = Model(backend)
+    with Counted() as counted:
+        found = chart(model, model.load_weights, published, {0, 1}, torch.device("cpu"))
+    # Of each load some passes over one expert's part; over all of them it would be more than a hundred times as many.
+    assert counted.elements < 24 * size, (counted.elements, size)
+    return model, found
+
+# Where the kernel has an order of its own, experts are not read.
+assert [held.parameter for held in charted(UnquantizedMoeBackend.CPU)[1].held] == ["weight"]
+model, found = charted(UnquantizedMoeBackend.TRITON)
+assert [held.parameter for held in found.held] == ["weight", "w13_weight", "w2_weight"]
 assert [name for name, _ in found.held[0].parts] == ["qkv.0", "qkv.1", "qkv.2"]
 
 model.load_weights(published)
 from rlhfless.weights.samples import sampled_values
 samples = {name: sampled_values(tensor, {0, 1}, tensor.dtype) for name, tensor in published}
 compared = found.compare(model, samples)
-assert set(compared) == {"qkv.0", "qkv.1", "qkv.2"} and not any(wrong for _, wrong in compared.values()), compared
+here = {name for name, _ in published} - {f"{kind}.{i}" for i in (0, 1) for kind in ("w1", "w3", "w2")}
+assert set(compared) == here and not any(wrong for _, wrong in compared.values()), compared
+name, elements = found.held[1].parts[1]
+assert name == "w3.2"
+where = found.held[1].indices[len(found.held[1].parts[0][1])]
+model.w13.w13_weight.data.view(-1)[where] += 1
+assert {name for name, (_, wrong) in found.compare(model, samples).items() if wrong} == {"w3.2"}
+
+# A kernel that has the up projection's half first.
+swapped, of_swapped = charted(UnquantizedMoeBackend.FLASHINFER_CUTLASS)
+swapped.load_weights(published)
+assert any(wrong for _, wrong in of_swapped.compare(swapped, samples).values())
+swapped.w13.w13_weight.data = torch.cat(swapped.w13.w13_weight.data.chunk(2, dim=1)[::-1], dim=1)
+compared = of_swapped.compare(swapped, samples)
+assert set(compared) == here and not any(wrong for _, wrong in compared.values())
 
 # A second engine of the node finds the chart; one whose file is damaged makes its own.
-kept_or_made("key", model, lambda: found)
-again = kept_or_made("key", Model(), lambda: 1 / 0)
-other = Model()
+kept_or_made("key", swapped, lambda: of_swapped)
+again = kept_or_made("key", Model(UnquantizedMoeBackend.TRITON), lambda: 1 / 0)
+other = Model(UnquantizedMoeBackend.TRITON)
 other.load_weights(published)
 again = kept_or_made("key", other, lambda: 1 / 0)
 assert again.compare(other, samples) == compared

@@ -62,6 +62,11 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def save_tokenizer(folder: Path) -> None:
+    """One token for each character."""
+    _tokenizer().save_pretrained(folder)
+
+
 def make_tiny_model(folder: Path, tied: bool) -> TinyModel:
     """Two layers, 64 wide, random."""
     torch.manual_seed(0)
@@ -82,7 +87,7 @@ def make_tiny_model(folder: Path, tied: bool) -> TinyModel:
     )
     model = Qwen2ForCausalLM(config).eval()
     model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    save_tokenizer(folder)
     return TinyModel(folder, model)
 
 

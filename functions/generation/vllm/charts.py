@@ -20,6 +20,9 @@ from rlhfless.folders import home
 from rlhfless.functions.generation.vllm.read_back import Chart
 from rlhfless.weights.files import replacing
 
+CONTENTS = 2
+"""Raised when charts have more in them than those of earlier releases: fused experts."""
+
 log = logging.getLogger(__name__)
 
 
@@ -34,6 +37,7 @@ def key_of(
     """What decides a worker's chart, hashed."""
     parallel = vllm_config.parallel_config
     parts = {
+        "contents": CONTENTS,
         "engine": vllm_config.compute_hash(),  # vLLM's version and the model's configuration are in it
         "model": type(model).__qualname__,
         "shape": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.rank],

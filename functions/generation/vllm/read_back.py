@@ -9,9 +9,11 @@ times a weight plus zeros is that weight, exactly, in every dtype. That is what 
 computes with a packed copy (CPU) or where a tied head shares the embedding's weight. Other parameters, such as norms
 and biases, are read where they lie.
 
-Not read back: quantised layers and fused experts, whose values are not the published ones, tensors that a model changes
-while it loads them, and all tensors of a model whose loaders cannot take the codes, which are integers. They are
-counted, and the probe alone covers them.
+Fused experts compute from their parameters as they lie there (`experts`).
+
+Not read back: quantised layers, whose values are not the published ones, experts whose kernel wants them in an order of
+its own, tensors that a model changes while it loads them, and all tensors of a model whose loaders cannot take the
+codes, which are integers. They are counted, and the probe alone covers them.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
+from rlhfless.functions.generation.vllm import experts
 from rlhfless.weights.samples import SAMPLED_ELEMENTS, sampled_elements
 
 log = logging.getLogger(__name__)
@@ -210,14 +213,15 @@ class _Recorder:
         def pass_over(*_: Any, **__: Any) -> object:
             return True  # as loaders of experts, which are asked whether they took the tensor, answer
 
-        def load(_: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+        def load(param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> object:  # noqa: ARG001
             scratch = self._scratch(parameter.shape)
             flat = scratch.reshape(-1)
             scratch.__class__ = parameter.__class__
             scratch.__dict__ = parameter.__dict__.copy()
             returned = original(scratch, loaded_weight, *args, **kwargs)
             parts = self.found.setdefault((layer, name), (parameter.shape, []))[1]
-            parts += self._looked_up(flat)
+            where = experts.written(layer, parameter.shape, loaded_weight, args, kwargs)
+            parts += self._looked_up(flat[where], where.start or 0)
             return returned
 
         return load if _can_be_read(layer, name, parameter, users) else pass_over
@@ -229,12 +233,13 @@ class _Recorder:
             self._buffer = torch.full((count,), _UNSAMPLED, dtype=torch.int32, device=place)
         return self._buffer[:count].view(shape)
 
-    def _looked_up(self, scratch: torch.Tensor) -> Iterator[_Part]:
+    def _looked_up(self, scratch: torch.Tensor, begin: int) -> Iterator[_Part]:
+        """`scratch` is what was loaded into, from element `begin` of the parameter."""
         indices = (scratch >= _CODE_START).nonzero()[:, 0]
         codes = scratch[indices] - _CODE_START
         scratch[indices] = _UNSAMPLED
         exact = codes % _CODE_SPACING == 0
-        codes, indices = codes[exact].cpu() // _CODE_SPACING, indices[exact].cpu()
+        codes, indices = codes[exact].cpu() // _CODE_SPACING, begin + indices[exact].cpu()
         numbers = codes // SAMPLED_ELEMENTS
         for number in numbers.unique().tolist():
             mine = numbers == number
@@ -261,11 +266,17 @@ def _users(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
 def _can_be_read(
     layer: torch.nn.Module, name: str, parameter: torch.Tensor, users: Mapping[int, list[torch.nn.Module]]
 ) -> bool:
-    """Whether `_read` can give values of a parameter: not of quantised layers, nor of fused experts, which load one
-    expert at a time, so that each would cost as much as all."""
-    method = getattr(layer, "quant_method", None)
+    """Whether `_read` can give values of a parameter: not of quantised layers."""
     through = name == "weight" and any(_has_product(user) for user in users.get(id(parameter), (layer,)))
-    return through or method is None or name == "bias" or isinstance(method, UnquantizedEmbeddingMethod)
+    return through or _lies_open(layer, name)
+
+
+def _lies_open(layer: torch.nn.Module, name: str) -> bool:
+    """Whether a layer computes with a parameter as it lies there."""
+    method = getattr(layer, "quant_method", None)
+    if method is None or name == "bias" or isinstance(method, UnquantizedEmbeddingMethod):
+        return True
+    return experts.lie_open(method)
 
 
 def _has_product(layer: torch.nn.Module) -> bool:
@@ -275,15 +286,13 @@ def _has_product(layer: torch.nn.Module) -> bool:
 def _read(held: _Held, users: Mapping[int, list[torch.nn.Module]]) -> Iterator[torch.Tensor]:
     """The values `[held]`, once for each way in which the worker computes with them; none if they cannot be read."""
     parameter = getattr(held.layer, held.parameter)
-    method = getattr(held.layer, "quant_method", None)
     if held.parameter == "weight" and len(held.shape) == 2:
         for layer in users[id(parameter)]:
             if _has_product(layer):
                 yield _through_product(layer, held)
-    if parameter.shape == held.shape and (
-        method is None or held.parameter == "bias" or isinstance(method, UnquantizedEmbeddingMethod)
-    ):
-        yield parameter.data.reshape(-1)[held.indices.to(parameter.device)]
+    if parameter.shape == held.shape and _lies_open(held.layer, held.parameter):
+        indices = experts.in_order(held.layer, held.parameter, held.shape, held.indices)
+        yield parameter.data.reshape(-1)[indices.to(parameter.device)]
 
 
 @torch.no_grad()

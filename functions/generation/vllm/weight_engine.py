@@ -8,7 +8,8 @@ alike. It differs from other weight engines in three ways:
   worker hashes its share of the tensors, and reads of the others what it loads: tensors are views of the mapped file.
 * On CPU it repacks tied output heads. There, a linear layer computes with a packed copy of its weight, made
   in `process_weights_after_loading`. vLLM's layerwise reload runs that for the layers which received weights;
-  a tied head receives none (its weight *is* the embedding's), so it kept the packed copy of the old weights.
+  a tied head receives none (its weight *is* the embedding's), so it kept the packed copy of the old weights. Fused
+  experts, which vLLM packs once alone, are packed again, too.
 * It can say afterwards whether the layers compute with the learner's values (`read_back`).
 """
 
@@ -32,7 +33,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rlhfless.functions.generation.vllm import generators, start_times
+from rlhfless.functions.generation.vllm import experts, generators, start_times
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.charts import kept_or_made, key_of
 from rlhfless.functions.generation.vllm.read_back import Chart, chart
@@ -128,6 +129,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         if current_platform.is_cpu():
             repack_shared_weights(self.model)
+            experts.repack(self.model)
 
     def shutdown(self) -> None:
         self._reader = None
