@@ -245,7 +245,7 @@ def test_a_change_of_user_does_not_let_a_test_outlive_its_worker(request):
     source = (
         "import sys\nfrom rlhfless.rewards.confinement import *\n"
         "code = 'import time, os; time.sleep(600)'\n"
-        "run_confined(Task(code), CodeSpec(type='code', timeout_s=600))\n"
+        "run_confined(CodeTask(code), CodeSpec(type='code', timeout_s=600))\n"
     )
     folder = tempfile.mkdtemp()  # a killed worker leaves its test's folder behind
     request.addfinalizer(lambda: shutil.rmtree(folder))
