@@ -31,7 +31,7 @@ from where import machine
 
 from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call
@@ -170,7 +170,7 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
         placement.allocations[FunctionName.SCORING],
         Bounds(),
     )
-    pool = Pool(cluster, devices, blueprint, CALL, TimeoutsSpec(), NoLedger())
+    pool = ReplicaPool(cluster, devices, blueprint, CALL, TimeoutsSpec(), NoLedger())
     figures: dict[str, list[float]] = {"ours": [], "plain loop": []}
     try:
         replica = await pool.ready(CALL)

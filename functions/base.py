@@ -13,9 +13,9 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from rlhfless.functions.compute_mode import require_shareable
@@ -74,6 +74,8 @@ class ReplicaInfo:
     """For a learner: the last training step of its weights."""
     kv_capacity_tokens: int = 0
     """For a generation actor: tokens that its KV cache holds; 0 if the engine does not say."""
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
+    """For a generation actor: the duration of each phase of its engine's start, by StartPhase."""
     log: str = ""
     """For a generation actor: the file on its host that has what its engine prints."""
 

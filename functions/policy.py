@@ -50,6 +50,7 @@ from rlhfless.prefixes.packing import (
 )
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
+from rlhfless.spec.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -354,7 +355,7 @@ def _can_lie_side_by_side(policy: PolicyNetwork, path: str) -> bool:
             return True
         reason = f"its outputs differ by {difference:.2g}"
     except RuntimeError as error:  # such as a GPU or a width of heads that the kernel is not made for
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     finally:
         policy.settle()
     log.info("model %r is computed with padding, without FlashAttention over sequences in a row: %s", path, reason)
@@ -364,7 +365,7 @@ def _can_lie_side_by_side(policy: PolicyNetwork, path: str) -> bool:
 @torch.no_grad()
 def _can_share(policy: PolicyNetwork, path: str) -> bool:
     """Whether the model's attention can share prefixes: two sequences with a common prefix, both ways."""
-    if not policy.model._supports_attention_backend:
+    if not policy.model.is_backend_compatible():
         log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
         return False
     vocabulary = policy.head.linear.weight.shape[0]

@@ -32,7 +32,7 @@ import math
 
 from rlhfless.scaling.compiled import compiled, inlined, part
 from rlhfless.scaling.policy import UNASSIGNED
-from rlhfless.sim.memory import BlockPool, Costs, Flags, Ints, Limits, State, Table
+from rlhfless.sim.memory import Costs, Flags, Ints, Limits, Pool, State, Table
 
 JOIN_S = 0.030
 """Work that follows other work within this time is one call with it, as in the runtime (`rlhfless.loop.stages`)."""
@@ -49,7 +49,7 @@ ENDED, OVER = 0, 1
 
 @compiled
 def advance(
-    pool: BlockPool, table: Table, costs: Costs, limits: Limits, first: int, last: int, until_s: float, one: bool
+    pool: Pool, table: Table, costs: Costs, limits: Limits, first: int, last: int, until_s: float, one: bool
 ) -> int:
     """Runs, in the engines [first, last), all iterations that end at or before `until_s`; with `one`, the next
     iteration, whenever it ends. An idle engine's clock goes on to its next arrival.
@@ -64,7 +64,7 @@ def advance(
 
 
 @inlined
-def _state(pool: BlockPool, row: int) -> State:
+def _state(pool: Pool, row: int) -> State:
     return State(
         pool.engine[row],
         pool.heap[row],
@@ -146,7 +146,7 @@ def _count_tokens(state: State, table: Table) -> None:
 
 
 @compiled
-def take_out(pool: BlockPool, table: Table, limits: Limits, row: int, chosen: Flags) -> None:
+def take_out(pool: Pool, table: Table, limits: Limits, row: int, chosen: Flags) -> None:
     """Takes the chosen samples out of an engine, wherever they are, with their tokens so far. Blocks are freed, KV is
     lost."""
     state = _state(pool, row)
@@ -304,7 +304,7 @@ def _revive(state: State, node: int, blocks: int) -> None:
 
 
 @compiled
-def put(pool: BlockPool, table: Table, limits: Limits, row: int, node: int) -> bool:
+def put(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> bool:
     """Puts the blocks of an idle node, of which its parent's are there, into the cache. Returns whether they fit."""
     state = _state(pool, row)
     n, own = state.n, _own(table, limits, node)
@@ -319,7 +319,7 @@ def put(pool: BlockPool, table: Table, limits: Limits, row: int, node: int) -> b
 
 
 @compiled
-def lacks(pool: BlockPool, table: Table, limits: Limits, row: int, node: int) -> int:
+def lacks(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> int:
     """Blocks of a node, beside its parent's, that an engine's cache lacks."""
     state = _state(pool, row)
     if state.residents[node] > 0:

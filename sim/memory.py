@@ -128,7 +128,7 @@ class Table(NamedTuple):
         return cast(Flags, self.sample["has_kv"])
 
 
-class BlockPool(NamedTuple):
+class Pool(NamedTuple):
     """Engines of one shape and model that draw a step."""
 
     engine: Records  # [engines] of ENGINE
@@ -164,14 +164,14 @@ class State(NamedTuple):
     totals: Ints
 
 
-def pool_of(engines: int, limits: Limits, samples: int, nodes: int) -> BlockPool:
+def pool_of(engines: int, limits: Limits, samples: int, nodes: int) -> Pool:
     """A pool of engines without work."""
 
     def columns(width: int) -> Ints:
         return np.empty((engines, width), dtype=np.int64)
 
     sequences = limits.max_sequences
-    return BlockPool(
+    return Pool(
         engine=np.zeros(engines, dtype=ENGINE),
         heap=columns(sequences),
         filling=columns(sequences),

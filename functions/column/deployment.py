@@ -8,6 +8,7 @@ import ray
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, CallUsage, Reply
+from rlhfless.functions.column.actor import ColumnActor
 from rlhfless.functions.column.settings import ColumnSettings
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.front import RankedFunction
@@ -19,6 +20,8 @@ from rlhfless.spec.imports import import_paths
 
 class ColumnFunction(RankedFunction):
     """One replica, split over its ranks."""
+
+    actor = ColumnActor
 
     async def __init__(self, settings: ColumnSettings) -> None:  # type: ignore[misc]
         self.named = settings.function
@@ -45,11 +48,6 @@ class ColumnFunction(RankedFunction):
             own=kind.settings,
             import_paths=import_paths(),
         )
-
-    def _actor(self) -> type:
-        from rlhfless.functions.column.actor import ColumnActor
-
-        return ColumnActor
 
     async def compute(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
         """The column `[tokens]` of a packed batch, 0 on tokens that the model did not draw."""

@@ -83,6 +83,10 @@ class LoadProof:
     tensors: int
     read_back: int
     """Tensors that can be read back from the engine's layers; the probe alone covers the others."""
+    chart_s: float = 0.0
+    """Seconds until it was known where the layers hold them."""
+    load_s: float = 0.0
+    """The other seconds of the load and its checks."""
 
 
 class WrongVersion(RuntimeError):
@@ -134,7 +138,12 @@ class GenerationFunction(Function):
         if not self._engine.usable:
             raise FunctionBroken("the engine is dead")
         engine = self._engine
-        about = replace(self.info(engine.pids), kv_capacity_tokens=engine.kv_capacity_tokens, log=str(engine.log))
+        about = replace(
+            self.info(engine.pids),
+            kv_capacity_tokens=engine.kv_capacity_tokens,
+            start_seconds=engine.start_seconds,
+            log=str(engine.log),
+        )
         return self.reply(about, time.time())
 
     async def load(self, call: Call, published: PublishedWeights) -> Reply[str]:
@@ -175,8 +184,9 @@ class GenerationFunction(Function):
                 check_moved(perturbed.version, perturbed.probe, before, after, tolerance)
             moved = largest_difference(before, after)
         usage = CallUsage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
-        read_back = 0 if report is None else report.read_back
-        return self.reply(LoadProof(moved, perturbed.tensors, read_back), start_s, usage)
+        read_back, chart_s = (0, 0.0) if report is None else (report.read_back, report.chart_s)
+        proof = LoadProof(moved, perturbed.tensors, read_back, chart_s, time.time() - start_s - chart_s)
+        return self.reply(proof, start_s, usage)
 
     async def _end_earlier(self, call: Call) -> None:
         """Drop the samples of earlier attempts: the stream to a driver that was killed ends when it next yields, and a

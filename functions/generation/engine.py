@@ -149,6 +149,8 @@ class LoadReport:
     """Tensors that were read back from the engine's layers, and equal to the learner's."""
     size_bytes: int
     seconds: float
+    chart_s: float = 0.0
+    """Of `seconds`: finding where the layers hold what is read back; 0 if that was known."""
 
 
 class Engine(Protocol):
@@ -165,6 +167,8 @@ class Engine(Protocol):
     """What the engine prints."""
     loaded: WeightVersion | None
     """The version that serves; None while it is still the model folder's."""
+    start_seconds: dict[str, float]
+    """Of each phase of the start, by StartPhase; of phases that the engine does not have or tell, nothing."""
     kv_capacity_tokens: int
     """Tokens that the KV cache holds; 0 if the engine does not say."""
     block_tokens: int

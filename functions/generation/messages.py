@@ -37,7 +37,8 @@ class SampleItem:
     prompt_token_ids: tuple[int, ...]
     seed: int
     prior: Rollout | None = None
-    """The aborted rollout to continue: its tokens are kept, whichever actor drew them."""
+    """The aborted rollout to continue: its tokens are kept, whichever actor drew them, but for the last, which
+    is drawn again."""
 
     @property
     def key(self) -> SampleKey:

@@ -27,21 +27,27 @@ class Rollouter(Protocol):
         ...
 
 
+def kept_tokens(item: SampleItem) -> int:
+    """Tokens of an earlier actor that a sample keeps: the last one is drawn again, which shows whether both engines
+    draw the same (rlhfless.autoscaling.sample_table.Redrawn)."""
+    return 0 if item.prior is None else max(0, len(item.prior.token_ids) - 1)
+
+
 class SingleTurn:
     """One response to the prompt, continued where an earlier actor stopped."""
 
     async def finish(self, item: SampleItem, draw: Draw) -> Sampled:
-        prior = item.prior
+        prior, kept = item.prior, kept_tokens(item)
         if prior is None:
             return await draw(item.prompt_token_ids, 0)
-        before = tuple(int(token) for token in prior.token_ids)
-        rest = await draw(item.prompt_token_ids + before, len(before))
-        moved = (
-            VersionSpan(span.version, span.start + len(before), span.end + len(before)) for span in rest.version_spans
-        )
+        rest = await draw(item.prompt_token_ids + tuple(map(int, prior.token_ids[:kept])), kept)
+        # A sample that was aborted in the queue has drawn nothing, and loses nothing.
+        kept = kept if rest.token_ids else len(prior.token_ids)
+        before = (VersionSpan(s.version, s.start, min(s.end, kept)) for s in prior.version_spans if s.start < kept)
+        moved = (VersionSpan(s.version, s.start + kept, s.end + kept) for s in rest.version_spans)
         return replace(
             rest,
-            token_ids=before + rest.token_ids,
-            logprobs=(*prior.logprobs.tolist(), *rest.logprobs),
-            version_spans=(*prior.version_spans, *moved),
+            token_ids=(*map(int, prior.token_ids[:kept]), *rest.token_ids),
+            logprobs=(*prior.logprobs[:kept].tolist(), *rest.logprobs),
+            version_spans=(*before, *moved),
         )

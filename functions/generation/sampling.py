@@ -27,7 +27,7 @@ from rlhfless.functions.generation.messages import (
     SampleKey,
     StreamEnd,
 )
-from rlhfless.functions.generation.rollouter import Rollouter, SingleTurn
+from rlhfless.functions.generation.rollouter import Rollouter, SingleTurn, kept_tokens
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import FinishReason, Rollout
 from rlhfless.text import storable
@@ -54,7 +54,8 @@ class RequestRun:
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._missing}
         self._usage = CallUsage(version=request.version)
         self._ids = {item.key: f"{incarnation}-{id(self):x}-{i}" for i, item in enumerate(request.items)}
-        self._brought = {item.key: 0 if item.prior is None else len(item.prior.token_ids) for item in request.items}
+        self._brought = {item.key: kept_tokens(item) for item in request.items}
+        """Tokens that each sample keeps of another engine: the last one is drawn again, to be compared."""
         self._queue: asyncio.Queue[Rollout | BaseException] = asyncio.Queue()
         items = () if cached is None else request.items
         self._expected = {item.key: cached.add(item.prompt_token_ids) for item in items} if cached is not None else {}

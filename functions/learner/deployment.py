@@ -19,6 +19,7 @@ import ray
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
+from rlhfless.functions.learner.actor import LearnerActor
 from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
 from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.records import FloatArray, PublishedWeights
@@ -30,6 +31,7 @@ class LearnerFunction(RankedFunction):
     """The learner's front."""
 
     named = "learner"
+    actor = LearnerActor
 
     async def __init__(self, settings: LearnerSettings) -> None:  # type: ignore[misc]
         self._settings = settings
@@ -59,11 +61,6 @@ class LearnerFunction(RankedFunction):
             call_timeout_s=spec.timeouts.call_s,
             planned=launch.planned(kind, allocation),
         )
-
-    def _actor(self) -> type:
-        from rlhfless.functions.learner.actor import LearnerActor
-
-        return LearnerActor
 
     @property
     def _step_of_weights(self) -> int:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from rlhfless.algorithms.base import algorithm_of
@@ -41,7 +40,7 @@ def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: 
 
     `config` is a transformers config. Must run in a process without a process group.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         mesh = mesh_of(CPU, ranks, learner.split_over(ranks))  # reads tensors
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -57,7 +56,7 @@ def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: 
 
 def frozen_peak_bytes(config: Any, dtype: DType, ranks: int, rows: int, width: int) -> Mapping[str, int]:
     """As `peak_bytes`, of the reference: passes without a gradient, with weights in `dtype`."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         mesh = mesh_of(CPU, ranks) if ranks > 1 else None
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -104,8 +103,7 @@ def _rank(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
 def _policy(
     config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: torch.dtype = torch.float32
 ) -> PolicyNetwork:
-    config._attn_implementation, config.dtype = "sdpa", exact
-    model = build_blank(AutoModelForCausalLM, config, trust_remote_code=False)
+    model = build_blank(AutoModelForCausalLM, config, dtype=exact, attn_implementation="sdpa")
     compute = TORCH_DTYPES[learner.dtype] if exact == torch.float32 else exact
     if mesh is not None:
         shard(model, mesh, compute_dtype=compute, exact_head=learner.head_dtype == "float32")

@@ -10,7 +10,7 @@ import ray
 from rlhfless.functions.base import Call, CallUsage, Reply
 from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.front import RankedFunction
-from rlhfless.functions.reward_model.settings import RewardModelSettings
+from rlhfless.functions.reward_model.actor import RewardModelActor, RewardModelSettings
 from rlhfless.functions.scoring.scorer import by_group, samples_of
 from rlhfless.records import Group, Score
 from rlhfless.rewards import Outcome, combined
@@ -23,6 +23,7 @@ class RewardModelFunction(RankedFunction):
     cannot be used."""
 
     named = "reward model"
+    actor = RewardModelActor
 
     async def __init__(self, settings: RewardModelSettings) -> None:  # type: ignore[misc]
         self._settings = settings
@@ -40,11 +41,6 @@ class RewardModelFunction(RankedFunction):
             call_timeout_s=launch.spec.timeouts.call_s,
             planned=launch.planned(kind, allocation),
         )
-
-    def _actor(self) -> type:
-        from rlhfless.functions.reward_model.actor import RewardModelActor
-
-        return RewardModelActor
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
         """The reward models' part of every sample's score, in their order."""

@@ -24,7 +24,7 @@ from rlhfless.functions.loading import load_whole
 from rlhfless.functions.policy import TORCH_DTYPES, default_device
 from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec
-from rlhfless.spec.errors import InputError
+from rlhfless.spec.errors import InputError, first_line
 
 _POSITIONS = re.compile(r"position|wpe")
 """In the names of learned tables of positions: `wpe` (GPT-2), `embed_positions` (OPT), `position_embeddings` (BERT)."""
@@ -139,7 +139,7 @@ class RewardModel:
                 raise
             if len(sequences) > 1:
                 return [outcome for ids in sequences for outcome in self._forward([ids])]
-            return [Failed(f"{self._spec.path!r} fails on {width} tokens: {str(error).splitlines()[0]}")]
+            return [Failed(f"{self._spec.path!r} fails on {width} tokens: {first_line(error)}")]
         values: list[float] = at_least_float32(logits[:, 0]).tolist()
         return [value if math.isfinite(value) else Failed(f"{self._spec.path!r} gave {value}") for value in values]
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from rlhfless.functions.base import Call, CallUsage, DeviceBinding, Function, ReplicaInfo, Reply
 from rlhfless.functions.launching import Launch, binding
 from rlhfless.functions.lease import LeaseTerms
-from rlhfless.functions.scoring.scorer import Scorer
+from rlhfless.functions.scoring.scorer import score_groups
 from rlhfless.records import Group, Score
+from rlhfless.rewards import Rewards
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import RewardSpec, ScoringSpec
@@ -49,28 +50,28 @@ class ScoringFunction(Function):
         super().__init__(settings)
         settings.binding.bind()
         look_in(settings.import_paths)
-        self._scorer = Scorer(settings.rewards, settings.scoring)
+        self._rewards = Rewards(settings.rewards, settings.scoring)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
         """The description of this replica. The first call starts its workers; raises RewardError if a reward cannot be
         made."""
         self.admit(call)
         start_s = time.time()
-        await self._scorer.start()
-        return self.reply(self.info(self._scorer.pids), start_s)
+        await self._rewards.start()
+        return self.reply(self.info(self._rewards.pids), start_s)
 
     async def stop(self, call: Call) -> Reply[None]:
         """End the workers."""
         self.admit(call)
         start_s = time.time()
-        self._scorer.close()
+        self._rewards.close()
         return self.reply(None, start_s)
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
         """The score of every sample of every group, in their order. A reward that fails marks its sample."""
         self.admit(call)
         start_s = time.time()
-        scores = await self._scorer.score(groups)
+        scores = await score_groups(self._rewards, groups)
         samples = [sample for group in groups for sample in group.samples]
         usage = CallUsage(sequences=len(samples), input_tokens=sum(sample.model_tokens for sample in samples))
         return self.reply(scores, start_s, usage)

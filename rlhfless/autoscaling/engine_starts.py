@@ -1,8 +1,8 @@
 """How long an engine of a run is expected to take until it is up, before the run has seen a start.
 
-What runs measure is kept in the user's cache folder for each model, kind of device, tensor parallelism and vLLM
-version, so the second run plans with figures. The first one has a prior, of a node that has compiled nothing for this
-model yet.
+What runs measure of each phase is kept in the user's cache folder for each model, kind of device, tensor parallelism
+and vLLM version, so the second run plans with figures; the last run weighs as much as all before. The first one has a
+prior, of a node that has compiled nothing for this model yet.
 """
 
 from __future__ import annotations
@@ -10,28 +10,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhfless.folders import home
 from rlhfless.functions.generation.vllm.version import SUPPORTED_RELEASE, installed_version
+from rlhfless.records import StartPhase
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.latency.startup import START_S, start_s, weight_load_s
+from rlhfless.scaling.latency.startup import START_S, start_phases
 from rlhfless.scaling.placement import CPU_KIND
+from rlhfless.scaling.start_phases import mean_phases
 from rlhfless.spec import RunSpec
 
 log = logging.getLogger(__name__)
 
 FILE = "starts.json"
-
-COMPILE_S = 60.0
-"""What a cold compile cache adds on a GPU, where a warm one is in `startup.START_S`: vLLM's own log has 30 to 90 s for
-models of 7 to 32 billion parameters. An assumption until a GPU has been measured."""
-
-DISK_BYTES_PER_S = 1.75e9
-"""Rate at which an engine reads the model's own weights, as in the measurement that `startup` cites."""
-
-KEPT = 0.5
-"""Weight of what earlier runs have measured."""
 
 
 class EngineStarts:
@@ -42,19 +35,22 @@ class EngineStarts:
         self._shape = shape
 
     def expected_s(self, kind: str) -> float:
-        """Seconds on devices of a kind, without the load of the learner's weights."""
+        """Seconds on devices of a kind, up to the first load of the run's weights."""
+        return sum(self.expected(kind).values())
+
+    def expected(self, kind: str) -> dict[str, float]:
+        """The seconds of each phase, by StartPhase."""
         kept = _kept().get(self._key(kind))
         if kept is not None:
             return kept
         if kind == CPU_KIND or self._shape is None:
-            return START_S
-        return start_s(self._shape) + COMPILE_S + weight_load_s(self._shape, DISK_BYTES_PER_S)
+            return {StartPhase.BUILD: START_S}
+        return start_phases(self._shape)
 
-    def keep(self, kind: str, seconds: float) -> None:
-        """Keep what a run has measured. Without a place to keep it the next run begins with the prior."""
+    def keep(self, kind: str, phases: Mapping[str, float]) -> None:
+        """Keep what a run has measured of each phase. Without a place to keep it the next run begins with the prior."""
         kept = _kept()
-        before = kept.get(self._key(kind), seconds)
-        kept[self._key(kind)] = KEPT * before + (1 - KEPT) * seconds
+        kept[self._key(kind)] = mean_phases([phases, kept.get(self._key(kind), phases)])
         file, new = _file(), _file().with_suffix(f".{os.getpid()}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -76,11 +72,11 @@ def _file() -> Path:
     return home() / FILE
 
 
-def _kept() -> dict[str, float]:
+def _kept() -> dict[str, dict[str, float]]:
     """Nothing if there is no file, or none that can be read."""
     try:
         values = json.loads(_file().read_text("utf-8"))
-        return {str(key): float(value) for key, value in values.items()}
+        return {key: {str(phase): float(s) for phase, s in phases.items()} for key, phases in values.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:

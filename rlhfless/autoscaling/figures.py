@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.records import Decision, Invocation
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.prices import PriceBook
@@ -17,7 +17,10 @@ class FleetFigures(Protocol):
     prices: PriceBook
 
     def mean_start_s(self, function: str) -> float | None:
-        """Mean duration of the function's cold starts; None if there was none."""
+        """Mean duration of the function's cold starts, with the proof of an engine's loads; None if there was none."""
+
+    def mean_start_phases(self) -> dict[str, float]:
+        """The mean seconds of each phase of the engines' starts, by StartPhase; empty if there was no start."""
 
     def mean_load_s(self) -> float:
         """Mean duration of an actor's recent weight loads; 0 if there was none."""
@@ -25,7 +28,7 @@ class FleetFigures(Protocol):
     def reacquire_s(self, kind: str) -> float:
         """Expected time until devices of a kind are there whose node has to come; not billed."""
 
-    def cost_usd(self, pools: Iterable[Pool]) -> float:
+    def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
         """Cost of the run up to now, with the holdings of these pools that are still open."""
 
     def has_rollouts_of(self, step: int) -> bool:

@@ -16,7 +16,7 @@ from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.autoscaling.figures import FleetFigures
 from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.autoscaling.sample_table import SampleTable
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.records import Decision, FunctionRole
 from rlhfless.scaling.assignment import PolicyFault
@@ -41,7 +41,7 @@ class LiveFleet:
         self,
         spec: RunSpec,
         call: Call,
-        pools: Sequence[Pool],
+        pools: Sequence[ReplicaPool],
         ledger: FleetFigures,
         speeds: EngineSpeeds,
         max_model_len: int,
@@ -64,9 +64,9 @@ class LiveFleet:
 
     def keep_starts(self) -> None:
         """Keep the time of the engines' starts for later runs."""
-        measured_s = self._ledger.mean_start_s(self._actors.function)
-        if measured_s is not None and self._actors.allocations:
-            self._starts.keep(self._actors.allocations[0].devices[0].kind, measured_s)
+        phases = self._ledger.mean_start_phases()
+        if phases and self._actors.allocations:
+            self._starts.keep(self._actors.allocations[0].devices[0].kind, phases)
 
     def slot_of(self, function: str) -> int:
         """The slot of a function that has one replica."""
@@ -145,14 +145,14 @@ class LiveFleet:
             pool.release(number)
             self._note(step, "release", f"slot {slot} gives its devices back", pool)
 
-    def _note(self, step: int, kind: str, choice: str, pool: Pool) -> None:
+    def _note(self, step: int, kind: str, choice: str, pool: ReplicaPool) -> None:
         inputs: dict[str, float | int | str | bool] = {"function": pool.function, "reason": pool.bounds.reason}
         self._ledger.add_decision(Decision(step, time.time(), kind, choice, inputs))
 
     def _at(self, step: int) -> Call:
         return Call(self._call.run_id, self._call.attempt, step)
 
-    def _replica_slots(self, pool: Pool) -> list[ReplicaSlot]:
+    def _replica_slots(self, pool: ReplicaPool) -> list[ReplicaSlot]:
         """The slots of a pool. A start takes as long as the pool's starts have taken on average, and before the first
         one as long as an engine's is expected to."""
         function, samples = pool.function, pool is self._actors
@@ -179,7 +179,7 @@ class LiveFleet:
             for number, allocation in enumerate(pool.allocations)
         ]
 
-    def _reacquire_s(self, pool: Pool, number: int) -> float:
+    def _reacquire_s(self, pool: ReplicaPool, number: int) -> float:
         """See ReplicaSlot."""
         return self._ledger.reacquire_s(pool.allocations[number].devices[0].kind) if pool.must_come(number) else 0.0
 

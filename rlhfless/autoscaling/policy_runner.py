@@ -89,7 +89,9 @@ class PolicyRunner:
     def figures(self, step: int) -> Mapping[str, float]:
         """Metrics of a step; none if the policy was not asked about it."""
         asked = self._steps.get(step)
-        return {} if asked is None else {**asked.figures, "policy_faults": float(self._faults)}
+        if asked is None:
+            return {}
+        return {**asked.figures, **asked.table.redrawn.figures(), "policy_faults": float(self._faults)}
 
     def begin(self, table: SampleTable) -> None:
         """A step begins. Raises as `ask` does."""
@@ -103,8 +105,10 @@ class PolicyRunner:
     def end(self, event: StepEnded, number: int) -> None:
         """A step has ended: the policy is told, and not asked about it again."""
         self.ask(event, number)
-        if number in self._steps:
-            self._steps[number].ended = True
+        if (step := self._steps.get(number)) is not None:
+            if step.table.redrawn.tokens and not step.ended:
+                self._note(step.table.redrawn.decision(number, self._clock()))
+            step.ended = True
 
     def ask(self, event: Event, number: int) -> None:
         """Asks the policy about an event in the step with this number, and carries out its actions. Does nothing if the

@@ -8,7 +8,7 @@ serves there, and a sample on a request to another slot is called back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,46 @@ from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.records import PREFIXES, Decision, FinishReason, Rollout
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import UNASSIGNED, FleetView, Ints, SlotView, StepView, read_only
+
+
+@dataclass(slots=True)
+class Redrawn:
+    """The tokens that an engine has drawn again where another one had stopped: of each moved sample the last one, with
+    the same seed after the same tokens. Equal engines draw the same."""
+
+    tokens: int = 0
+    differ: int = 0
+    """How many of them are other tokens than before."""
+    logprob_difference: float = 0.0
+    """Largest difference between the logprobs of a token that both drew, in nats."""
+
+    def add(self, before: Rollout, after: Rollout) -> None:
+        """Compare what a sample was moved with and what it has become."""
+        last = len(before.token_ids) - 1
+        if len(after.token_ids) <= last + (after.finish_reason == FinishReason.ABORT):
+            return  # it may have drawn nothing
+        self.tokens += 1
+        if after.token_ids[last] != before.token_ids[last]:
+            self.differ += 1
+        else:
+            difference = abs(float(after.logprobs[last]) - float(before.logprobs[last]))
+            self.logprob_difference = max(self.logprob_difference, difference)
+
+    def figures(self) -> dict[str, float]:
+        """As metrics; none if nothing was compared."""
+        if not self.tokens:
+            return {}
+        return {
+            "redrawn_tokens": float(self.tokens),
+            "redrawn_tokens_differ": float(self.differ),
+            "redrawn_logprob_difference_max": self.logprob_difference,
+        }
+
+    def decision(self, step: int, at_s: float) -> Decision:
+        """As a row of the trace."""
+        inputs: dict[str, float | int | str | bool] = {"tokens": self.tokens, "differ": self.differ}
+        inputs["logprob_difference"] = self.logprob_difference
+        return Decision(step, at_s, "redrawn", f"{self.differ} of {self.tokens} tokens differ", inputs)
 
 
 class SampleTable:
@@ -33,6 +73,7 @@ class SampleTable:
         """The request that each sample is on, or none."""
         self.waiting: dict[int, None] = {}
         """Samples with a slot that are on no request, in the order in which they go to the engine."""
+        self.redrawn = Redrawn()
         self._numbers = {item.key: number for number, item in enumerate(items)}
         self._prompt_ids = tuple(prompts)
         self._prompt_tokens = np.array(list(prompts.values()), np.int64)
@@ -111,6 +152,8 @@ class SampleTable:
         """A request returns a sample. If the sample has not ended, it continues from its tokens."""
         number = self._numbers[rollout.key]
         del self.on[number]
+        if (prior := self.items[number].prior) is not None:
+            self.redrawn.add(prior, rollout)
         if rollout.finish_reason != FinishReason.ABORT:
             self._end(number, len(rollout.token_ids), truncated=rollout.finish_reason == FinishReason.LENGTH)
             return

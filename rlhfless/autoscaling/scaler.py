@@ -15,7 +15,7 @@ from rlhfless.autoscaling.figures import FleetFigures
 from rlhfless.autoscaling.live_fleet import LiveFleet
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.autoscaling.prefix_moves import PrefixMoves
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.records import StepRecord, Work
@@ -85,7 +85,7 @@ def scaler_of(
     spec: RunSpec,
     prepared: Prepared,
     call: Call,
-    pools: Sequence[Pool],
+    pools: Sequence[ReplicaPool],
     ledger: FleetFigures,
     earlier: Trace | None,
 ) -> Scaler:

@@ -16,6 +16,7 @@ from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import Summary, Usage, summarise
 from rlhfless.scaling.acquisition import by_kind
 from rlhfless.scaling.prices import PriceBook
+from rlhfless.scaling.start_phases import mean_phases
 from rlhfless.scaling.step_times import Phase
 from rlhfless.telemetry.numbers import count, decimal, money
 from rlhfless.telemetry.report import EvaluationRow, FinalReport, FunctionRow, functions_table
@@ -66,6 +67,10 @@ def trace_report(run_id: str, summary: Summary) -> RenderableType:
         evicted = f"; {prompts.evicted_tokens:,} evicted and computed again" if prompts.evicted_tokens else ""
         once = f"computed once: {prompts.once:.0%}; saved {prompts.saved:.0%} of the step"
         parts += ["", f"prompt tokens    {once}{evicted}"]
+    if summary.engine_starts:
+        phases = mean_phases(summary.engine_starts)
+        of_these = ", ".join(f"{phase.replace('_', ' ')} {seconds:.1f}" for phase, seconds in phases.items())
+        parts += ["", f"engine starts    {len(summary.engine_starts)} x {sum(phases.values()):.1f} s: {of_these}"]
     if summary.acquired:
         parts += ["", *(_waits(kind, *lags_s) for kind, lags_s in by_kind(summary.acquired).items())]
     return Group(*parts)

@@ -49,7 +49,7 @@ class Listener(Protocol):
         """Make a replica hand back the work it has; returns when it has done so."""
 
 
-class Pool(Replicas):
+class ReplicaPool(Replicas):
     """A slot is the number of an allocation; at most one replica is there at a time."""
 
     def __init__(

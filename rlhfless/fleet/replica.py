@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -14,9 +14,12 @@ from ray.serve.handle import DeploymentHandle
 
 from rlhfless.functions.base import Call, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.records import (
+    START,
+    Decision,
     Holding,
     Invocation,
     ReplicaState,
+    StartPhase,
     WeightVersion,
     Work,
 )
@@ -28,11 +31,13 @@ Clock = Callable[[], float]
 
 
 class Recorder(Protocol):
-    """The receiver of the fleet's holdings and invocations."""
+    """The receiver of the fleet's holdings and invocations, and of what engines say of their starts."""
 
     def add_holding(self, holding: Holding) -> None: ...
 
     def add_invocation(self, invocation: Invocation) -> None: ...
+
+    def add_decision(self, decision: Decision) -> None: ...
 
 
 class ReplicaLost(RuntimeError):
@@ -63,6 +68,8 @@ class Replica:
         self._recorder = recorder
         self._clock = clock
         self._launched_s = clock()
+        self._start_s: float | None = None
+        """From the launch until the replica was up; None for one that an earlier driver started."""
         self._waits = False
         self._working = 0
         self._handle: DeploymentHandle | None = None
@@ -129,7 +136,18 @@ class Replica:
         """STARTING -> STALE. The incarnation is known from here on."""
         self._handle, self.info = handle, info
         self._life = Lifecycle(self._identity(info.incarnation), self._launched_s)
-        self._record(self._life.started(self._clock()))
+        now_s = self._clock()
+        self._start_s = now_s - self._launched_s
+        self._record(self._life.started(now_s))
+
+    def record_start(self, call: Call, opening: Mapping[str, float]) -> None:
+        """Record the seconds of each phase of an engine's start; `opening`: of the phases after it was up."""
+        if self._start_s is None or self.info is None:
+            return
+        engine = self.info.start_seconds
+        phases = {StartPhase.REPLICA: max(self._start_s - sum(engine.values()), 0.0), **engine, **opening}
+        inputs: dict[str, float | int | str | bool] = {f"{phase}_s": seconds for phase, seconds in phases.items()}
+        self._recorder.add_decision(Decision(call.step, self._launched_s, START, self.name, inputs))
 
     def is_adopted(self, handle: DeploymentHandle, info: ReplicaInfo) -> None:
         """A replica that an earlier driver started: it joins as STALE, and is billed from here on."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import LoadProof
-from rlhfless.records import PublishedWeights, ReplicaState, Work
+from rlhfless.records import PublishedWeights, ReplicaState, StartPhase, Work
 from rlhfless.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class ActorWeights:
     """Loads published weights into the actors of a pool."""
 
-    def __init__(self, pool: Pool, spec: RunSpec) -> None:
+    def __init__(self, pool: ReplicaPool, spec: RunSpec) -> None:
         self.served: PublishedWeights
         """The version for all actors, including actors that start later; set by `sync`."""
         self.perturbed: PublishedWeights
@@ -97,8 +97,10 @@ class ActorWeights:
             self.perturbed,
             timeout_s=self._spec.timeouts.sync_s,
             waiting_for="the proof that loads reach every tensor",
-            work=Work.LOAD_WEIGHTS,
+            work=Work.PROVE_LOADING,
         )
+        opening = {StartPhase.CHART: proof.chart_s, StartPhase.FIRST_LOAD: proof.load_s}
+        actor.record_start(call, {str(phase): seconds for phase, seconds in opening.items() if seconds})
         if self._spec.weights.read_back and proof.read_back < proof.tensors:
             log.warning(
                 "%s can give back %d of %d weight tensors; the probe alone covers the others",

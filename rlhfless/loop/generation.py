@@ -3,8 +3,8 @@
 `rlhfless.autoscaling` decides which actor draws which samples; this module carries it out. Work moves in one way only:
 samples are aborted on their actor, come back with the tokens so far, and continue from there on another actor. Draining
 an actor, giving work to a new one and losing one are all this same move. No token is drawn twice, except tokens that a
-dead actor had not delivered. Finished samples go into the journal before they count, and samples that the journal has
-are not drawn.
+dead actor had not delivered, and the last token before a move, which shows whether both engines draw the same. Finished
+samples go into the journal before they count, and samples that the journal has are not drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.autoscaling.sample_table import SampleTable
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
@@ -45,7 +45,7 @@ class GenerationStage:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: ReplicaPool,
         request: RolloutRequest,
         spec: RunSpec,
         runner: PolicyRunner,

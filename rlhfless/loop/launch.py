@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Recorder
 from rlhfless.fleet.run_devices import RunDevices, Shown
 from rlhfless.functions.base import Call
@@ -77,16 +77,16 @@ class Launcher:
         home = store_folder(spec, call.run_id)
         return cls(spec, prepared, call, cluster, recorder, placement, devices, folder, home, token)
 
-    def pools(self) -> dict[str, Pool]:
+    def pools(self) -> dict[str, ReplicaPool]:
         """By name of the function, the pool of its replicas. Nothing is started yet."""
         return {kind.name: self._pool(kind) for kind in kinds_of(self.spec)}
 
-    def _pool(self, kind: FunctionKind) -> Pool:
+    def _pool(self, kind: FunctionKind) -> ReplicaPool:
         deployment = load_target(kind.deployment)
         settings = partial(deployment.settings_of, self._launch(), kind)
         allocations = self.placement.allocations[kind.name]
         blueprint = Blueprint(kind, deployment, settings, allocations, kind.bounds(self.spec))
-        return Pool(self.cluster, self.devices, blueprint, self.call, self.spec.timeouts, self.recorder)
+        return ReplicaPool(self.cluster, self.devices, blueprint, self.call, self.spec.timeouts, self.recorder)
 
     def _launch(self) -> Launch:
         spec, prepared = self.spec, self.prepared

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from statistics import fmean
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.loop.limits import Spent
 from rlhfless.loop.step_context import StepBegun
 from rlhfless.records import (
@@ -26,6 +26,7 @@ from rlhfless.scaling.accounting import cold_starts
 from rlhfless.scaling.acquisition import Acquired, AcquisitionLags
 from rlhfless.scaling.intervals import length, union
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
+from rlhfless.scaling.start_phases import mean_phases, started
 from rlhfless.scaling.step_times import StepTimes, recovery_until_s, step_times
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Earlier:
     steps: frozenset[int] = frozenset()
     holdings: tuple[Holding, ...] = ()
     invocations: tuple[Invocation, ...] = ()
-    acquired: tuple[Acquired, ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
     @classmethod
     def of(cls, trace: Trace, prices: PriceBook) -> Earlier:
@@ -54,7 +55,7 @@ class Earlier:
             steps=frozenset(record.step for record in trace.steps),
             holdings=trace.holdings,
             invocations=trace.invocations,
-            acquired=tuple(Acquired.of(trace.decisions)),
+            decisions=trace.decisions,
         )
 
 
@@ -83,7 +84,12 @@ class Ledger:
         self._device_s = 0.0
         self._since_s: float | None = None
         """The first holding of this attempt began."""
-        self._lags = AcquisitionLags(prices, earlier.acquired)
+        self._engine_starts = list(started(earlier.decisions))
+        """Of each start of an engine, the seconds of its phases."""
+        self._proofs_s: dict[str, list[float]] = defaultdict(list)
+        for call in earlier.invocations:
+            self._note_proof(call)
+        self._lags = AcquisitionLags(prices, Acquired.of(earlier.decisions))
         self._recent: dict[str, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
     def add_holding(self, holding: Holding) -> None:
@@ -102,6 +108,11 @@ class Ledger:
         self._invocations.append(invocation)
         self._calls.append(invocation)
         self._recent[invocation.function].append(invocation)
+        self._note_proof(invocation)
+
+    def _note_proof(self, invocation: Invocation) -> None:
+        if invocation.work is Work.PROVE_LOADING:
+            self._proofs_s[invocation.function].append(invocation.duration_s)
 
     def has_rollouts_of(self, step: int) -> bool:
         """Whether the step's rollouts are in the trace: then it was interrupted later, and is done again."""
@@ -121,6 +132,7 @@ class Ledger:
 
     def add_decision(self, decision: Decision) -> None:
         """Add a decision of the scaler, with its inputs."""
+        self._engine_starts += started([decision])
         self._writer.add_decision(decision)
 
     def add_acquired(self, acquired: Acquired) -> None:
@@ -142,13 +154,13 @@ class Ledger:
         self._calls = [call for call in self._calls if call.end_s > since_s]
         self._drawn.pop(record.step, None)
 
-    def cost_usd(self, pools: Iterable[Pool]) -> float:
+    def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
         """Cost of the run up to now, with the holdings that are still open."""
         return self._closed_usd + sum(
             device_s * self.prices.price_usd_per_hour(kind) / SECONDS_PER_HOUR for kind, device_s in _open(pools)
         )
 
-    def spent(self, pools: Collection[Pool]) -> Spent:
+    def spent(self, pools: Collection[ReplicaPool]) -> Spent:
         """Of all attempts of the run, up to now."""
         device_s = self._earlier_device_s + self._device_s + sum(device_s for _, device_s in _open(pools))
         held_s = self._earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
@@ -159,9 +171,16 @@ class Ledger:
         return list(self._holdings), list(self._invocations)
 
     def mean_start_s(self, function: str) -> float | None:
-        """Mean duration of the function's cold starts; None if there was none."""
+        """See FleetFigures."""
         starts = cold_starts([holding for holding in self._starts if holding.function == function])
-        return math.fsum(end_s - start_s for start_s, end_s in starts) / len(starts) if starts else None
+        if not starts:
+            return None
+        opened_s = self._proofs_s.get(function, [])
+        return fmean(end_s - start_s for start_s, end_s in starts) + (fmean(opened_s) if opened_s else 0.0)
+
+    def mean_start_phases(self) -> dict[str, float]:
+        """See FleetFigures."""
+        return mean_phases(self._engine_starts)
 
     def mean_load_s(self) -> float:
         """Mean duration of an actor's recent weight loads; 0 if there was none."""
@@ -181,7 +200,7 @@ class Ledger:
             metrics["recovery_s"] = recovery_until_s(begun.step, begun.tried_s, self._calls) - begun.start_s
         return step_times(StepRecord(begun.step, begun.start_s, end_s, metrics), self._calls)
 
-    def write(self, pools: Iterable[Pool]) -> None:
+    def write(self, pools: Iterable[ReplicaPool]) -> None:
         """Write all rows to disk, with the holdings up to now. Raises OSError if the disk is full; the rows are
         kept."""
         self._written_s = time.monotonic()
@@ -192,7 +211,7 @@ class Ledger:
         self._writer.flush(self._step)
         self._behind = False
 
-    def keep_up(self, pools: Iterable[Pool], lag_s: float) -> None:
+    def keep_up(self, pools: Iterable[ReplicaPool], lag_s: float) -> None:
         """Write all rows if none were written for `lag_s`; a full disk is left to `catch_up`."""
         if time.monotonic() - self._written_s >= lag_s:
             try:
@@ -200,7 +219,7 @@ class Ledger:
             except OSError as error:
                 log.warning("the trace could not be written; the end of the step tries again: %s", error)
 
-    def catch_up(self, pools: Iterable[Pool]) -> None:
+    def catch_up(self, pools: Iterable[ReplicaPool]) -> None:
         """Write the rows that could not be written before. Raises OSError if the disk is still full."""
         if self._behind:
             self.write(pools)
@@ -210,7 +229,7 @@ class Ledger:
         self._writer.close()
 
 
-def _open(pools: Iterable[Pool]) -> Iterator[tuple[str, float]]:
+def _open(pools: Iterable[ReplicaPool]) -> Iterator[tuple[str, float]]:
     """Device kind and device-seconds of the holdings that are not closed yet."""
     for pool in pools:
         for replica in pool.replicas():

@@ -11,7 +11,7 @@ from typing import Any
 from rlhfless.algorithms.base import Algorithm, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
 from rlhfless.autoscaling.scaler import Scaler
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
@@ -55,7 +55,7 @@ class Run:
     spec: RunSpec
     order: PromptOrder
     held_out: Sequence[Prompt]
-    pools: Mapping[str, Pool]
+    pools: Mapping[str, ReplicaPool]
     """By name: the replicas of each function of this run."""
     weights: ActorWeights
     scaler: Scaler
@@ -79,23 +79,23 @@ class Run:
     def __post_init__(self) -> None:
         self.algorithm = algorithm_of(self.spec.algorithm)
 
-    def with_role(self, *roles: FunctionRole) -> tuple[Pool, ...]:
+    def with_role(self, *roles: FunctionRole) -> tuple[ReplicaPool, ...]:
         """The pools of the functions with one of these roles."""
         return tuple(pool for pool in self.pools.values() if pool.kind.role in roles)
 
     @property
-    def generation(self) -> Pool:
+    def generation(self) -> ReplicaPool:
         """The generation actors."""
         (pool,) = self.with_role(FunctionRole.SAMPLES)
         return pool
 
     @property
-    def learner(self) -> Pool:
+    def learner(self) -> ReplicaPool:
         (pool,) = self.with_role(FunctionRole.UPDATES)
         return pool
 
     @property
-    def helpers(self) -> tuple[Pool, ...]:
+    def helpers(self) -> tuple[ReplicaPool, ...]:
         """The pools of functions that work on complete groups, and are idle between two steps."""
         return self.with_role(FunctionRole.SCORES, FunctionRole.COLUMN)
 
@@ -175,7 +175,7 @@ class Run:
     def scoring_of(self, call: Call) -> ScoreGroups:
         """The scoring stage of a step. A replica that was released is started again; the ledger records the start."""
 
-        async def parts(pool: Pool, groups: Sequence[Group]) -> ScoredGroups:
+        async def parts(pool: ReplicaPool, groups: Sequence[Group]) -> ScoredGroups:
             return await self._work(await pool.ready(call), Work.SCORE, "score", call, groups)
 
         async def score(groups: Sequence[Group]) -> ScoredGroups:
@@ -188,7 +188,7 @@ class Run:
     def columns_of(self, call: Call) -> dict[str, ComputeColumn]:
         """The stages of a step that compute a column, by its name."""
 
-        def stage(pool: Pool) -> ComputeColumn:
+        def stage(pool: ReplicaPool) -> ComputeColumn:
             async def computed(groups: Sequence[Group]) -> list[list[FloatArray]]:
                 replica = await pool.ready(call)
                 batch = pack(readable(groups))

@@ -17,7 +17,7 @@ from rlhfless.fleet.downloads import fetch_on_nodes, hub_models
 from rlhfless.fleet.each_node import on_each_node, remove_folders
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.leaving import LeavingWatch
-from rlhfless.fleet.pool import RECOVERABLE, Pool
+from rlhfless.fleet.pool import RECOVERABLE, ReplicaPool
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.fleet.user_code import check_on_nodes, gathered, targets
@@ -195,7 +195,7 @@ async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool
     await asyncio.to_thread(remove_folders, names)
 
 
-async def _stop(pools: Sequence[Pool], devices: RunDevices) -> None:
+async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices) -> None:
     await gather_or_cancel(*(pool.close() for pool in pools))
     try:
         await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in pools))
@@ -238,8 +238,8 @@ async def start_functions(run: Run, actors: int) -> None:
         await gather_or_cancel(run.generation.fill(actors), *ready)
 
 
-def _on_one_gpu(pool: Pool, others: Sequence[Pool]) -> bool:
-    def gpus(pool: Pool) -> set[str]:
+def _on_one_gpu(pool: ReplicaPool, others: Sequence[ReplicaPool]) -> bool:
+    def gpus(pool: ReplicaPool) -> set[str]:
         devices = (device for allocation in pool.allocations for device in allocation.devices)
         return {device.name for device in devices if device.kind != CPU_KIND}
 

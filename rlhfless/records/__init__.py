@@ -3,12 +3,14 @@
 from rlhfless.records.experience import Experience, GivenSegment, Group, Sample, Segment, Source
 from rlhfless.records.ledger import (
     PREFIXES,
+    START,
     Decision,
     FunctionName,
     FunctionRole,
     Holding,
     Invocation,
     ReplicaState,
+    StartPhase,
     StepRecord,
     Work,
     in_order,
@@ -27,6 +29,7 @@ from rlhfless.records.weights import Probe, PublishedWeights, WeightVersion
 
 __all__ = [
     "PREFIXES",
+    "START",
     "Decision",
     "Experience",
     "FinishReason",
@@ -47,6 +50,7 @@ __all__ = [
     "Score",
     "Segment",
     "Source",
+    "StartPhase",
     "StepRecord",
     "VersionSpan",
     "WeightVersion",

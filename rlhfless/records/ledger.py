@@ -101,6 +101,8 @@ class Work(StrEnum):
     """Generation for an evaluation on held-out prompts."""
     PRECOMPUTE = "precompute"
     """Prefill of shared prefixes, before the samples that begin with them."""
+    PROVE_LOADING = "prove_loading"
+    """A new engine's load of the perturbed version, with the chart of its read-back."""
     LOAD_WEIGHTS = "load_weights"
     SCORE = "score"
     LOGPROBS = "logprobs"
@@ -139,6 +141,33 @@ class Invocation:
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+
+START = "start"
+"""Kind of a decision: an engine has started. Its inputs are the seconds of each phase, as `PHASE_s` (StartPhase)."""
+
+
+class StartPhase(StrEnum):
+    """The phases of an engine's start, from the launch of its actor to its first load. A phase that did not happen is
+    absent."""
+
+    REPLICA = "replica"
+    """The actor's own process, and the way of the news to the driver."""
+    IMPORT = "import"
+    CONFIGURE = "configure"
+    WEIGHTS_DISK = "weights_disk"
+    """Reading the model's own weights, most of them from disk or network."""
+    WEIGHTS_CACHE = "weights_cache"
+    """The same, most of them from the page cache."""
+    COMPILE = "compile"
+    GRAPHS = "graphs"
+    """Capture of CUDA graphs."""
+    BUILD = "build"
+    """The rest of building the engine: its processes, profiling of memory, warm-up."""
+    CHART = "chart"
+    """Finding, or reading from disk, where the layers hold what is read back."""
+    FIRST_LOAD = "first_load"
+    """The load of the perturbed version, with its checks."""
 
 
 PREFIXES = "prefixes"

@@ -30,6 +30,7 @@ from rlhfless.scaling.acquisition import Acquired
 from rlhfless.scaling.intervals import Interval, clip, length, union
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.scaling.prompt_reuse import PromptReuse, prompt_reuse
+from rlhfless.scaling.start_phases import started
 from rlhfless.scaling.step_times import StepTimes, calls_within, step_times
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
@@ -79,6 +80,8 @@ class Summary:
     prompts: PromptReuse | None
     acquired: tuple[Acquired, ...] = ()
     """Devices that were waited for."""
+    engine_starts: tuple[Mapping[str, float], ...] = ()
+    """Of each start of an engine, the seconds of its phases, by StartPhase."""
 
     @property
     def cost_usd(self) -> float:
@@ -111,6 +114,7 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
         reward_mean=_reward_by_step(trace.rollouts),
         prompts=prompt_reuse(trace, math.fsum(times.wall_s for times in steps)),
         acquired=tuple(Acquired.of(trace.decisions)),
+        engine_starts=tuple(started(trace.decisions)),
     )
 
 

@@ -16,7 +16,7 @@ from rlhfless.functions.generation.engine import EngineSettings, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.generation.vllm.arguments import is_eager
 from rlhfless.prepare.memory.assumed import shared_kv_bytes
-from rlhfless.records import PublishedWeights
+from rlhfless.records import PublishedWeights, StartPhase
 from rlhfless.selftest import rank_work
 from rlhfless.selftest.check import Measured, NotHere, Wrong, check
 from rlhfless.selftest.ranks import RankProcesses, up, visible
@@ -136,7 +136,7 @@ def start(subject: Subject) -> Measured:
     engines = subject.engines = Engines(subject)
     engine, planned = engines.engine, subject.asked.plan().kv_tokens
     seconds = {f"{name}_s": value for name, value in engine.start_seconds.items()}
-    subject.found["start_s"] = sum(seconds.values())
+    subject.found["start"] = dict(engine.start_seconds)
     measured = {
         **seconds,
         "kv_tokens": engine.kv_capacity_tokens,
@@ -160,10 +160,13 @@ def perturbed(subject: Subject) -> Measured:
     measured = {
         "publish_s": publish_s,
         "load_s": time.perf_counter() - began_s,
+        "chart_s": report.chart_s,
         "moved_nats": largest_difference(before, after),
         "tensors": weights.tensors,
         "read_back_tensors": report.read_back,
     }
+    phases = {StartPhase.CHART: report.chart_s, StartPhase.FIRST_LOAD: measured["load_s"] - report.chart_s}
+    subject.found["start"] |= {phase: seconds for phase, seconds in phases.items() if seconds}
     check_moved(weights.version, weights.probe, before, after, _tolerance(subject))
     return measured
 

@@ -26,7 +26,7 @@ from rlhfless.spec.errors import InputError, Problem
 FORWARD_SHARE = 1 / 3
 """Of a learning step's arithmetic: what old logprobs take."""
 
-NEEDED = ("iterations", "prefill_token_s", "rank_tokens_per_s", "load_s", "publish_s", "start_s")
+NEEDED = ("iterations", "prefill_token_s", "rank_tokens_per_s", "load_s", "publish_s", "start")
 """What must have been measured for a prediction."""
 
 Node = dict[str, Any]
@@ -50,7 +50,7 @@ def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = 
         if subject.found.keys() >= set(NEEDED):
             latency = _latency(subject)
             if subject.model != BUNDLED:  # the next run of this model plans with it
-                EngineStarts(subject.spec, subject.asked.shape).keep(subject.kind, latency.start_s)
+                EngineStarts(subject.spec, subject.asked.shape).keep(subject.kind, subject.found["start"])
             report["latency"] = latency.model_dump(mode="json") | {"ranks": subject.found["ranks"]}
             row, lengths = planned_on(subject.asked, None, latency)
             report["step"] = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
@@ -93,7 +93,7 @@ def _latency(subject: Subject) -> LatencyFile:
         ),
         call_s=0.0,
         load_weights_s=found["load_s"],
-        start_s=found["start_s"],
+        start_s=sum(found["start"].values()),
         group_s=0.0,
         learn=LineFit(fixed_s=0.0, token_s=learn_s),
         evaluate=LineFit(fixed_s=0.0, token_s=FORWARD_SHARE * learn_s),

@@ -206,7 +206,8 @@ def _start_s(traces: Sequence[Trace]) -> float:
         for trace in traces
         for start_s, end_s in cold_starts([h for h in trace.holdings if h.function == FunctionName.GENERATION])
     ]
-    return median(starts) if starts else 0.0
+    proofs = [call.duration_s for trace in traces for call in trace.invocations if call.work is Work.PROVE_LOADING]
+    return (median(starts) if starts else 0.0) + (median(proofs) if proofs else 0.0)
 
 
 def _helper_cores(steps: Sequence[tuple[StepRecord, Trace]]) -> float:

@@ -66,6 +66,7 @@ STATE_COLOURS: Mapping[ReplicaState, str] = {
 WORK_COLOURS: Mapping[Work, str] = {
     Work.GENERATE: "#0072b2",
     Work.PRECOMPUTE: "#004c80",
+    Work.PROVE_LOADING: "#b39b00",
     Work.LOAD_WEIGHTS: "#e6c800",
     Work.SCORE: "#56b4e9",
     Work.LOGPROBS: "#009e73",

@@ -16,7 +16,7 @@ import torch
 from conftest import fault_opening
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.loop.driver import Driver
@@ -29,7 +29,7 @@ from rlhfless.records.traces import read_trace
 from rlhfless.rewards import RewardSample
 from rlhfless.spec import RewardModelSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS = 4
 LEASE_S = 12.0
@@ -45,7 +45,7 @@ def save_reward_model(policy: Path, folder: Path) -> str:
     return str(folder)
 
 
-async def rank_of(pool: Pool | None, number: int) -> int:
+async def rank_of(pool: ReplicaPool | None, number: int) -> int:
     """The process of a rank, once its replica is up."""
     assert pool is not None
     await saboteur.until(lambda: any(replica.info for replica in pool.replicas()))

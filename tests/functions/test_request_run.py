@@ -22,7 +22,7 @@ from rlhfless.functions.generation.messages import (
 )
 from rlhfless.functions.generation.sampling import RequestRun
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.records import FinishReason, Rollout
+from rlhfless.records import FinishReason, Rollout, VersionSpan
 
 
 class FakeEngine:
@@ -137,7 +137,33 @@ async def test_beats_count_what_was_brought_along_and_name_those_that_wait_for_s
     engine.drawn = {1: 3, 2: 6}
     engine.finish(0, tokens=100, reason=FinishReason.LENGTH)
     beat = await anext(events)
-    assert beat == Progress("i", {("p", 1): 13, ("p", 2): 6}, {("p", 0): Ended(100, truncated=True)})
+    assert beat == Progress("i", {("p", 1): 12, ("p", 2): 6}, {("p", 0): Ended(100, truncated=True)})
+
+
+async def test_a_moved_sample_keeps_its_tokens_and_draws_the_last_one_again() -> None:
+    spans = (VersionSpan("v", 0, 10),)
+    tokens, logprobs = np.arange(10), np.full(10, -2.0, np.float32)
+    prior = Rollout("p", 0, 1, tokens, logprobs, "", FinishReason.ABORT, spans, "b", 0.0, 1.0)
+    engine = FakeEngine()
+    events = RequestRun(engine, request([SampleItem("p", 0, (1,), seed=0, prior=prior)]), "i").events()
+    await asyncio.sleep(0)
+    asked = engine.asked[0]
+    assert (asked.token_ids, asked.drawn_tokens, asked.max_tokens) == ((1, *range(9)), 9, 91)
+    engine.finish(0, tokens=3)
+    event = await anext(events)
+    assert isinstance(event, GroupsFinished)
+    ((after,),) = event.groups
+    assert after.token_ids.tolist() == [*range(9), 7, 7, 7]
+    assert after.logprobs.tolist() == [-2.0] * 9 + [-1.0] * 3
+    assert after.version_spans == (VersionSpan("v", 0, 9),)
+
+    events = RequestRun(engine, request([SampleItem("p", 0, (1,), seed=0, prior=prior)]), "i").events()
+    await asyncio.sleep(0)
+    engine.finish(0, tokens=0, reason=FinishReason.ABORT)  # in the queue
+    event = await anext(events)
+    assert isinstance(event, GroupsFinished)
+    assert event.groups[0][0].token_ids.tolist() == list(range(10))
+    assert event.groups[0][0].version_spans == spans
 
 
 async def test_a_text_of_the_engine_that_no_file_can_hold_is_shown_as_escapes() -> None:

@@ -29,7 +29,7 @@ from rlhfless.records import ReplicaState
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.spec import PlacementSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(180)]
 
 A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 JOINED = "127.0.0.1:1"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhfless.fleet.blueprint import Blueprint
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
 from rlhfless.functions.generation.deployment import LoadProof
@@ -91,7 +91,8 @@ class FakeHandle:
         if method == "load" and self._name in self._cluster.loads:
             await self._cluster.loads[self._name]
         info = ReplicaInfo(f"{self._name}-1", 1, "here")
-        value = LoadProof(moved_nats=1.0, tensors=1, read_back=1) if method == "prove_loading" else info
+        proof = LoadProof(moved_nats=1.0, tensors=1, read_back=1, chart_s=3.0, load_s=1.0)
+        value = proof if method == "prove_loading" else info
         return Reply(info.incarnation, value, 0.0, 0.0, CallUsage())
 
 
@@ -102,6 +103,8 @@ class NoRecords:
 
     def add_invocation(self, invocation: Any) -> None: ...
 
+    def add_decision(self, decision: Any) -> None: ...
+
 
 def pool_of(
     cluster: FakeCluster,
@@ -110,13 +113,13 @@ def pool_of(
     bounds: Bounds | None = None,
     function: FunctionName = FunctionName.GENERATION,
     given: Sequence[Allocation] = (),
-) -> Pool:
+) -> ReplicaPool:
     """A real pool, with replicas of these names that serve in the first slots, on the allocations that are `given`."""
     all_allocations = tuple(given) or tuple(Allocation.of([Device(f"cpu-{i}", "cpu-core", i)]) for i in range(slots))
     blueprint = Blueprint(
         declared()[function], object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors")
     )
-    pool = Pool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
+    pool = ReplicaPool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
     for name, allocation in zip(names, all_allocations, strict=False):
         replica = pool._replicas[name] = Replica(name, function, allocation, NoRecords())
         replica.is_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_cluster import CALL, FakeCluster, pool_of
+from fake_cluster import CALL, FakeCluster, NoRecords, pool_of
 from test_generation_stage import until
 from test_pool import Watcher
 
 from rlhfless.fleet.cluster import FleetError
-from rlhfless.fleet.pool import Pool
-from rlhfless.fleet.replica import ReplicaLost
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.replica import Replica, ReplicaLost
+from rlhfless.functions.base import ReplicaInfo
 from rlhfless.loop.actor_weights import ActorWeights
-from rlhfless.records import Probe, PublishedWeights, ReplicaState, WeightVersion
+from rlhfless.records import Decision, FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.spec import RunSpec
 from rlhfless.weights.errors import WeightCheckFailed
@@ -22,13 +23,29 @@ WEIGHTS = PublishedWeights(WeightVersion("run", 1, 2, "digest"), "here", 10, 2, 
 SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
 
 
-def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, Pool, ActorWeights, Watcher]:
+def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, ActorWeights, Watcher]:
     cluster, watcher = FakeCluster(), Watcher()
     pool = pool_of(cluster, *names, bounds=Bounds(fewest, "min_actors"))
     weights = ActorWeights(pool, SPEC)
     weights.served = weights.perturbed = WEIGHTS
     pool.watch(watcher)
     return cluster, pool, weights, watcher
+
+
+async def test_the_phases_of_a_start_are_recorded_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Decision] = []
+    monkeypatch.setattr("fake_cluster.NoRecords.add_decision", lambda _, row: rows.append(row))
+    _, pool, weights, _ = weights_of("a")
+    info = ReplicaInfo("a-1", 1, "here", start_seconds={"import": 5.0, "weights_disk": 2.5})
+    await weights.prove_loading(pool["a"], CALL)
+    assert rows == []  # an earlier driver has started this one
+    times = iter([100.0, 109.0])
+    new = Replica("b", FunctionName.GENERATION, pool["a"].allocation, NoRecords(), lambda: next(times))
+    new.is_up(pool["a"]._handle, info)  # type: ignore[arg-type]
+    await weights.prove_loading(new, CALL)
+    (row,) = rows
+    assert (row.kind, row.choice, row.at_s) == ("start", "b", 100.0)
+    assert row.inputs == {"replica_s": 1.5, "import_s": 5.0, "weights_disk_s": 2.5, "chart_s": 3.0, "first_load_s": 1.0}
 
 
 async def test_a_sync_replaces_what_was_lost_beside_the_others() -> None:

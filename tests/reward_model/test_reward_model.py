@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.lease import LeaseTerms
+from rlhfless.functions.reward_model.actor import RewardModelSettings
 from rlhfless.functions.reward_model.deployment import RewardModelFunction
 from rlhfless.functions.reward_model.model import RewardModel
-from rlhfless.functions.reward_model.settings import RewardModelSettings
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.rewards import Failed, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec

@@ -24,6 +24,7 @@ GONE_S = 10.0
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_nothing_is_left_of_an_engine_whose_caller_is_killed(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", tied=True)
     store = FolderStore(tmp_path / "store")
@@ -62,6 +63,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 async def test_a_kv_cache_that_is_too_small_is_called_so(tmp_path: Path) -> None:
     """In vLLM's words, which the next release may change, and which only the log of its core has."""
     model = make_tiny_model(tmp_path / "model", tied=True)

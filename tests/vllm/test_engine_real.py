@@ -70,7 +70,12 @@ class Case:
         return 32 if self.plain else 256
 
 
-CASES = [("tied", "one process"), ("untied", "one process"), ("tied", "core apart"), ("untied", "two devices")]
+CASES = [
+    ("tied", "one process"),
+    pytest.param(("untied", "one process"), marks=pytest.mark.long),
+    pytest.param(("tied", "core apart"), marks=pytest.mark.long),
+    ("untied", "two devices"),
+]
 PLAIN = ("tied", "plain loop")
 """An engine that is not vLLM: tests/extending/own/plain_engine.py."""
 
@@ -252,6 +257,15 @@ async def test_a_shared_prefix_is_computed_once(case: Case, ahead: bool) -> None
     assert computed <= 1.05 * shared_prefixes(prompts, 4, block_tokens=CPU_BLOCK_TOKENS).unique_tokens
 
 
+@of_vllm
+async def test_the_start_has_the_phases_that_vllm_reports_and_no_others(case: Case) -> None:
+    phases = set(case.engine.start_seconds)  # type: ignore[attr-defined]
+    assert len(phases & {"weights_disk", "weights_cache"}) == 1
+    # On CPUs nothing is compiled by default, and there are no graphs.
+    assert phases - {"weights_disk", "weights_cache"} == {"import", "configure", "build"}
+    assert min(case.engine.start_seconds.values()) > 0  # type: ignore[attr-defined]
+
+
 @contract
 async def test_other_weights_are_really_served(case: Case) -> None:
     """The check `moved`, the version label, and no KV of the old weights."""
@@ -269,6 +283,7 @@ async def test_other_weights_are_really_served(case: Case) -> None:
     assert (report.digest, report.tensors) == (published.version.digest, published.tensors)
     assert case.plain or report.read_back == report.tensors
     assert report.size_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert case.plain or 0 < report.chart_s < report.seconds
 
     after = await case.engine.logprobs(PROBE_TOKENS)
     assert check_moved(published.version, published.probe, before, after, TOLERANCE) > 0.1

@@ -17,7 +17,7 @@ from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.spec import EngineSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 PREFIX_TOKENS = 512
 CHUNKED = EngineSpec(kv_cache_gib=0.0625, max_sequences=64, max_batch_tokens=200, kv_connector="folder")

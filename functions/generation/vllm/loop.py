@@ -31,6 +31,7 @@ from rlhfless.functions.generation.vllm.messages import (
     Stop,
     Submit,
 )
+from rlhfless.records import StartPhase
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _start(settings: EngineSettings) -> tuple[Core, dict[str, float]]:
     imported = time.monotonic()
     core = Core(settings)
     gc.enable()
-    return core, {"import": imported - started} | core.seconds
+    return core, {str(StartPhase.IMPORT): imported - started} | core.seconds
 
 
 if __name__ == "__main__":

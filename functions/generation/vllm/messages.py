@@ -43,7 +43,7 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class Started:
     seconds: dict[str, float]
-    """Duration of each phase of the start: import, configure, build."""
+    """Duration of each phase of the start, by StartPhase."""
     kv_capacity_tokens: int = 0
     """Tokens that the KV cache holds; 0 where the engine does not say."""
     block_tokens: int = 16

@@ -14,6 +14,7 @@ alike. It differs from other weight engines in three ways:
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rlhfless.functions.generation.vllm import generators
+from rlhfless.functions.generation.vllm import generators, start_times
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.charts import kept_or_made, key_of
 from rlhfless.functions.generation.vllm.read_back import Chart, chart
@@ -75,12 +76,14 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         self.consumed = Digest()
         self.chart: Chart | None = None
         """Where the elements to read back are; made with the first version that asks for it."""
+        self.chart_s = 0.0
+        """What finding that took in the last update."""
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         self._reader = StoreAddress(**init_info.address).connect()  # type: ignore[arg-type]
 
     def start_weight_update(self) -> None:
-        self.consumed, self.damage = Digest(), None
+        self.consumed, self.damage, self.chart_s = Digest(), None, 0.0
         # Named before the reload splits tied weights: they are one parameter here, and two during the reload.
         self._expected = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
@@ -96,7 +99,9 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         assert self._reader is not None, "init_transfer_engine comes first"
         load_weights: Callable[..., set[str] | None] = self.model.load_weights  # type: ignore[assignment]
         if update_info.probe_tokens and self.chart is None:
+            began_s = time.monotonic()
             self.chart = self._charted(list(self._reader.read(update_info.location)), update_info.probe_tokens)
+            self.chart_s = time.monotonic() - began_s
         tensors = self.consumed.passing(
             self._reader.read(update_info.location),
             self._reader.hashes(update_info.location),
@@ -132,9 +137,8 @@ def repack_shared_weights(model: torch.nn.Module) -> None:
     """Repacks all layers that share their weight with another layer (tied embeddings)."""
     users: defaultdict[int, list[torch.nn.Module]] = defaultdict(list)
     for layer in model.modules():
-        for parameter in layer._parameters.values():
-            if parameter is not None:
-                users[id(parameter)].append(layer)
+        for parameter in layer.parameters(recurse=False):
+            users[id(parameter)].append(layer)
     for layer in {layer for layers in users.values() if len(layers) > 1 for layer in layers}:
         method = getattr(layer, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
@@ -144,11 +148,15 @@ def repack_shared_weights(model: torch.nn.Module) -> None:
 class StoreWorkerExtension:
     """Mixed into vLLM's worker, for `collective_rpc`."""
 
-    def rlhfless_consumed(self) -> tuple[dict[str, bytes], int, str | None]:
+    def rlhfless_start(self) -> start_times.WorkerStart:
+        """See start_times.of_worker."""
+        return start_times.of_worker(self.vllm_config)  # type: ignore[attr-defined]
+
+    def rlhfless_consumed(self) -> tuple[dict[str, bytes], int, str | None, float]:
         """The hashes of the tensors that this worker's model consumed since the last start of an update (see
-        Digest.hashes), their bytes, and what was wrong with the files."""
+        Digest.hashes), their bytes, what was wrong with the files, and the seconds of the chart."""
         engine: StoreWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        return engine.consumed.hashes, engine.consumed.size_bytes, engine.damage
+        return engine.consumed.hashes, engine.consumed.size_bytes, engine.damage, engine.chart_s
 
     def rlhfless_read_back(self, samples: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
         """See Chart.compare."""
@@ -158,6 +166,7 @@ class StoreWorkerExtension:
 
 
 # vLLM imports this module in every worker before the worker joins a process group; all of these need that.
+start_times.listen()
 generators.install()
 bind_rendezvous_to_loopback()
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, StoreWeightTransferEngine)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.loop.ledger import Ledger
 from rlhfless.records import Holding, Invocation, in_order
 from rlhfless.scaling.accounting import usage
@@ -29,7 +29,7 @@ class UsageTeller:
         self._next_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    def later(self, pools: Collection[Pool]) -> None:
+    def later(self, pools: Collection[ReplicaPool]) -> None:
         """Tell the bill up to now, in the background, if it is time."""
         if time.monotonic() < self._next_s or (self._task is not None and not self._task.done()):
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from rlhfless.records import StartPhase
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 
@@ -17,6 +18,19 @@ START_S = 33.7
 
 START_S_PER_PARAMETER = 1.95e-9 - 2 / 1.75e9
 """The part that grows with the model, without the load of its weights (2 bytes at 1.75 GB/s)."""
+
+GRAPHS_S = 12.0
+"""Of START_S: the capture of graphs. vLLM's source has "usually 5 to 20 seconds"."""
+
+COMPILE_S = 60.0
+"""What a cold compile cache adds on a GPU, where a warm one is in START_S: vLLM's own log has 30 to 90 s for models of
+7 to 32 billion parameters. An assumption until a GPU has been measured."""
+
+DISK_BYTES_PER_S = 1.75e9
+"""Rate at which an engine reads the model's own weights, as in the measurement above, and is assumed to load others."""
+
+CHART_S_PER_PARAMETER = 3 * 4 / 25e9
+"""Three passes over codes of 4 bytes, at the rate of a GPU's link to the host: an assumption until one is measured."""
 
 WARM_UP_S = 0.1
 """A wake-up with hardly any weights: vLLM's sleep mode takes 0.1 to 0.4 s with small models (blog of 2025-10-26)."""
@@ -37,8 +51,20 @@ def weight_load_s(shape: ModelShape, bytes_per_s: float) -> float:
 
 
 def start_s(shape: ModelShape) -> float:
-    """Seconds of a cold start until the engine is up, without the load of its weights."""
+    """Seconds of a cold start until the engine is up, with a warm compile cache and without the load of its weights."""
     return START_S + START_S_PER_PARAMETER * shape.parameters
+
+
+def start_phases(shape: ModelShape) -> dict[str, float]:
+    """Seconds of each phase of a first start on a GPU, by StartPhase, up to the first load of the run's weights."""
+    return {
+        StartPhase.BUILD: start_s(shape) - GRAPHS_S,
+        StartPhase.WEIGHTS_DISK: weight_load_s(shape, DISK_BYTES_PER_S),
+        StartPhase.COMPILE: COMPILE_S,
+        StartPhase.GRAPHS: GRAPHS_S,
+        StartPhase.CHART: CHART_S_PER_PARAMETER * shape.parameters,
+        StartPhase.FIRST_LOAD: weight_load_s(shape, DISK_BYTES_PER_S),
+    }
 
 
 def wake_s(

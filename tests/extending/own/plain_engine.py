@@ -42,6 +42,7 @@ class PlainEngine:
     def __init__(self, settings: EngineSettings, log: Path) -> None:
         self.settings, self.log = settings, log
         self.loaded: WeightVersion | None = None
+        self.start_seconds: dict[str, float] = {}
         self.kv_capacity_tokens, self.block_tokens = 0, 1
         self._running: dict[str, Running] = {}
         self._failure = ""

@@ -1,0 +1,94 @@
+"""The seconds of the parts of a worker's start, as vLLM itself reports them.
+
+vLLM keeps the time of compilation in its configuration, and says in its log how long reading the weights and capturing
+graphs took. What it does not do, such as graphs on CPUs, or does not say, where the user has silenced its log, is
+absent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhfless.records import StartPhase
+
+_SAID = {"Loading weights took": StartPhase.WEIGHTS_CACHE, "Graph capturing finished": StartPhase.GRAPHS}
+"""How the log's lines begin whose first argument is a time in seconds."""
+
+FROM_DISK = 0.5
+"""Weights count as read from disk if at least this share of their bytes came from there, not from the page cache."""
+
+WorkerStart = tuple[dict[str, float], int]
+"""The seconds of a worker's phases, and the bytes that its process read from disk until its weights were loaded."""
+
+
+@dataclass
+class _Heard(logging.Handler):
+    """Collects what the log says of a start."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    disk_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._before_bytes = _disk_bytes()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for beginning, phase in _SAID.items():
+            if str(record.msg).startswith(beginning) and isinstance(record.args, tuple):
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + float(str(record.args[0]))
+                self.disk_bytes = _disk_bytes() - self._before_bytes
+
+    __hash__ = logging.Handler.__hash__
+
+
+def _disk_bytes() -> int:
+    """Bytes that this process has read from disk; 0 where the kernel does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text("ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), 0)
+
+
+_heard = _Heard()
+
+
+def listen() -> None:
+    """Hear vLLM's log in this process from now on. Idempotent."""
+    logging.getLogger("vllm").addHandler(_heard)
+
+
+def of_worker(vllm_config: Any) -> WorkerStart:
+    """What this process has heard, and the time of compilation."""
+    compilation = vllm_config.compilation_config
+    compile_s = float(compilation.compilation_time + compilation.encoder_compilation_time)
+    compiled = {str(StartPhase.COMPILE): compile_s} if compile_s else {}
+    return {str(phase): seconds for phase, seconds in _heard.seconds.items()} | compiled, _heard.disk_bytes
+
+
+def phases(build_s: float, workers: Iterable[WorkerStart], weights_bytes: int) -> dict[str, float]:
+    """The parts of an engine's `build_s`, from its workers, which start at the same time, and the rest of it."""
+    slowest: dict[str, float] = {}
+    disk_bytes = 0
+    for seconds, read_bytes in workers:
+        disk_bytes += read_bytes
+        for phase, phase_s in seconds.items():
+            slowest[phase] = max(slowest.get(phase, 0.0), phase_s)
+    rest_s = max(build_s - sum(slowest.values()), 0.0)
+    return _sourced(slowest, disk_bytes, weights_bytes) | {str(StartPhase.BUILD): rest_s}
+
+
+def _sourced(seconds: Mapping[str, float], disk_bytes: int, weights_bytes: int) -> dict[str, float]:
+    """With the name of the place where the weights came from."""
+    from_disk = weights_bytes > 0 and disk_bytes >= FROM_DISK * weights_bytes
+    name = {StartPhase.WEIGHTS_CACHE: StartPhase.WEIGHTS_DISK} if from_disk else {}
+    return {str(name.get(StartPhase(phase), phase)): phase_s for phase, phase_s in seconds.items()}
+
+
+def weights_bytes(model: str) -> int:
+    """Bytes of the weights in a model's folder; 0 for what is no folder, such as a name of the hub."""
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
