@@ -1,4 +1,4 @@
-"""Every benchmark runs at its smallest size and prints what the README's rows are made of. No figure is judged."""
+"""Every benchmark runs at its smallest size and prints what docs/benchmarks.md is made of. No figure is judged."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from rlhfless.spec.errors import Problem
 
 SLOWEST_BYTES_PER_S = 1e8
 """Rate of the slowest network by which weights reach a node: 1 Gbit/s, less its overhead. This machine's store was
-measured at 5 to 16 times that (README)."""
+measured at 5 to 16 times that (docs/benchmarks.md)."""
 
 SLOWEST_SHARE = 0.05
 """Of a device's peak, in the slowest learner that is still at work and does not hang. Learners reach 20 to 50 %."""
