@@ -175,7 +175,7 @@ async def test_a_failed_start_is_told_with_the_last_lines_of_its_log(
         await VllmEngine.start(SETTINGS, log)
     told = str(ended.value)
     trace, _, last = told.partition(f"errors in the engine's log, {log}:\n")
-    assert trace.rstrip().endswith("RuntimeError: VllmEngine core initialization failed. See root cause above.")
+    assert trace.rstrip().endswith("RuntimeError: Engine core initialization failed. See root cause above.")
     assert last.startswith("    torch.OutOfMemoryError: CUDA out of memory\n")
     assert "RuntimeError" not in last  # it is in the trace
     assert "CUDA out of memory" in log.read_text()
