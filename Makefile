@@ -1,5 +1,6 @@
 # make demo   set up (once), start the service, POST one whole RLHF run with real parts, follow it, stop the service
-# make test   set up (once), then every check and test
+# make test   set up (once), then checks and tests, with the real engine: 15 minutes on two cores
+# make test-all  and the rest: long faults, nodes of a cluster, live benchmarks, the chart if KUBECONFIG is set
 # make test-kubernetes  the chart, on the cluster of KUBECONFIG
 # make setup  only set up
 SHELL := /bin/bash
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 HOME_DIR := $(or $(RLHFLESS_HOME),$(HOME)/.cache/rlhfless)
 MODEL := $(HOME_DIR)/models/tiny
 
-.PHONY: setup demo test test-kubernetes lint unit clean
+.PHONY: setup demo test test-all test-kubernetes lint unit clean
 
 setup:
 	@scripts/setup.sh >/dev/null
@@ -31,7 +32,10 @@ test-kubernetes: setup
 	@$(BIN)/pytest -m kubernetes
 
 test: lint
-	@scripts/test.sh $(BIN)/pytest
+	@scripts/test.sh $(BIN)/pytest short
+
+test-all: test
+	@scripts/test.sh $(BIN)/pytest long
 
 clean:
 	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

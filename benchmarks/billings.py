@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from goals import OURS, STATIC
 
 from rlhfless.sim.experiment.against_bound import RunBounds
-from rlhfless.sim.experiment.compare import Comparison, compare
+from rlhfless.sim.experiment.compare import PolicyComparison, compare
 from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.scenarios.cluster import BillingTermsSpec, ClusterSpec
 from rlhfless.sim.scenarios.scenario import CheapestContract, FastestContract, MultipleOf, PolicyEntry, Scenario
@@ -74,7 +74,7 @@ def _paid(scenario: Scenario) -> Paid:
         PolicyEntry(name=OURS, label=FASTEST, contract=FastestContract(budget=static, per="run")),
     )
     no_slower = CheapestContract(deadline=static, per="run")
-    found: Comparison = compare(scenario.model_copy(update={"policies": entries, "contract": no_slower}))
+    found: PolicyComparison = compare(scenario.model_copy(update={"policies": entries, "contract": no_slower}))
     rows = {row.label: row for row in found.rows("all")}
     bounds = RunBounds(found.scenario)
     return Paid(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import fsum
 
 from rlhfless.sim.experiment.against_bound import RunBounds
-from rlhfless.sim.experiment.compare import Comparison, quoted_part
+from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.lower_bound import TradeOff
 from rlhfless.sim.experiment.rows import Part, Totals
 from rlhfless.sim.experiment.statistics import Interval, mean_interval, ratio_interval
@@ -182,7 +182,7 @@ def percent_of(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def goals_of(found: Comparison) -> Goals:
+def goals_of(found: PolicyComparison) -> Goals:
     """All goals of a comparison `with_goals`."""
     part, bounds = quoted_part(found.scenario), RunBounds(found.scenario)
 
@@ -232,7 +232,7 @@ def goals_of(found: Comparison) -> Goals:
     )
 
 
-def _published(found: Comparison, part: Part) -> dict[float, BesidePublished]:
+def _published(found: PolicyComparison, part: Part) -> dict[float, BesidePublished]:
     """By lambda."""
     runs = {label: found.totals(label, part) for label in found.results}
 

@@ -99,7 +99,7 @@ def _shown(dtype: str, head: str, row: dict[str, Any]) -> str:
 
 
 def _settings(folder: Path, dtype: str) -> Any:
-    from rlhfless.functions.generation.vllm.messages import EngineSettings
+    from rlhfless.functions.generation.engine import EngineSettings
     from rlhfless.spec import EngineSpec, TimeoutsSpec
     from rlhfless.weights.address import StoreAddress
 

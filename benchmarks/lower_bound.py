@@ -24,7 +24,7 @@ from where import machine
 
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.experiment.lower_bound import ActorKind, Work, alone_s, least_drawing_s, least_usd
+from rlhfless.sim.experiment.lower_bound import ActorKind, BoundWork, alone_s, least_drawing_s, least_usd
 from rlhfless.sim.samples import RolloutBatch
 
 ROUNDING = 1e-9
@@ -56,7 +56,7 @@ class Case:
         return cls(model, int(random.integers(1, 4)), int(random.integers(1, 5)), kv_tokens, up_s, prompts, responses)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> BoundWork:
         """The step as the bound sees it."""
         samples = len(self.prompt_tokens)
         batch = RolloutBatch(
@@ -66,7 +66,7 @@ class Case:
             np.arange(samples),
             np.array(self.response_tokens),
         )
-        return Work.of(batch, block_tokens=1)
+        return BoundWork.of(batch, block_tokens=1)
 
     @property
     def kind(self) -> ActorKind:

@@ -20,9 +20,8 @@ from transformers import LlamaConfig, Qwen2Config
 from where import machine
 
 from rlhfless.functions.learner.rehearsal import peak_bytes
-from rlhfless.prepare.memory.formulas import GIB, Sharded, learn_phases
-from rlhfless.prepare.memory.plan import LOGITS_CHUNK_ELEMENTS
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import GIB, LOGITS_CHUNK_ELEMENTS, Sharded, learn_phases
 from rlhfless.spec import LearnerSpec
 
 WIDTH = 4096

@@ -36,7 +36,7 @@ from smoke import parsed
 from where import machine
 
 from rlhfless.sim.experiment.compare import compare, quoted_part
-from rlhfless.sim.experiment.rows import Row
+from rlhfless.sim.experiment.rows import ResultRow
 from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.report.columns import COLUMNS
 from rlhfless.sim.report.words import PARTS
@@ -80,7 +80,7 @@ class Found:
     """The figures of one scenario."""
 
     scenario: Scenario
-    rows: list[Row]
+    rows: list[ResultRow]
     goals: Goals
     ways: dict[str, Paid]
     spent_s: float
@@ -123,8 +123,8 @@ def head(found: Sequence[Found]) -> list[str]:
         "",
         "Written by `python benchmarks/policies.py`; nothing here was measured on devices. Means over "
         f"{found[0].scenario.seeds} seeds. [simulate.md](simulate.md) says what the simulator models; the scenarios "
-        "are in `examples/scenarios/`, and [simulations-full.md](simulations-full.md) has every policy of each, with "
-        f"95 % confidence intervals. {spent_s / 60:.0f} minutes of processor on {machine()}.",
+        "are in `examples/scenarios/`; the command also writes `simulations-full.md`, which is not kept here, with "
+        f"every policy of each and 95 % confidence intervals. {spent_s / 60:.0f} minutes of processor on {machine()}.",
         "",
     ]
 
@@ -254,7 +254,7 @@ def missed(goals: Sequence[Goals]) -> list[str]:
     told = "; ".join(f"{name} {statistics.median(shares):.0%}" for name, shares in parts)
     return [
         f"{len(short)} of {len(goals)} scenarios save less than {SHARE:.0%} of what the bound would. Where the rest "
-        f"is, medians of the shares: {told}. simulations-full.md has each scenario.",
+        f"is, medians of the shares: {told}.",
         "",
     ]
 

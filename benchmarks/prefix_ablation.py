@@ -25,8 +25,8 @@ from where import machine
 
 from rlhfless.records import FunctionName, StepRecord
 from rlhfless.records.ledger import PREFIX_TOKENS_EVICTED, PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
-from rlhfless.sim.experiment.run import RunResult, Task, fleet_of
-from rlhfless.sim.experiment.workers import Workers
+from rlhfless.sim.experiment.run import ExperimentTask, RunResult, fleet_of
+from rlhfless.sim.experiment.workers import ExperimentWorkers
 from rlhfless.sim.scenarios import load_scenario
 from rlhfless.sim.scenarios.scenario import PolicyEntry, Scenario
 from rlhfless.sim.scenarios.work import PrefixSharing
@@ -88,9 +88,9 @@ def ablation(scenario: Scenario, policy: str, jobs: int) -> Mapping[PrefixSharin
         assert scenario.prefixes is not None
         prefixes = scenario.prefixes.model_copy(update={"sharing": way})
         with_way = scenario.model_copy(update={"prefixes": prefixes})
-        task = partial(Task, with_way, entry, fleet_of(with_way, entry), (WeightedSpec(),), traced=True)
+        task = partial(ExperimentTask, with_way, entry, fleet_of(with_way, entry), (WeightedSpec(),), traced=True)
         tasks += [task(seed=seed) for seed in range(scenario.seeds)]
-    with Workers(jobs, None) as workers:
+    with ExperimentWorkers(jobs, None) as workers:
         results = workers.run(tasks, 0)
     return {way: Line.of(results[i * scenario.seeds :][: scenario.seeds]) for i, way in enumerate(WAYS)}
 

@@ -40,8 +40,8 @@ from where import machine
 
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems
-from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import EngineSettings, SampleRequest
+from rlhfless.functions.generation.engine import EngineSettings, SampleRequest
+from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS, to_precompute
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import FunctionName, Work
@@ -182,7 +182,7 @@ async def joining(folder: Path, prompts: Sequence[Tokens]) -> float:
     """Tokens that an engine computes, by the floor, which joins in mid-step and takes samples of these prompts over."""
     spec = RunSpec.model_validate(run_spec(folder, 1))
     settings = EngineSettings.of(spec, "cpu", StoreAddress("folder", str(folder)), len(prompts[0]) + 256)
-    engine = await Engine.start(settings)
+    engine = await VllmEngine.start(settings)
     try:
         random = np.random.default_rng(0)
         tails = [

@@ -27,7 +27,7 @@ from where import machine
 
 from rlhfless.algorithms.batch import PackedBatch, pack, select
 from rlhfless.functions.batching import cut, prompt_tokens
-from rlhfless.functions.policy import Policy, load_policy, logprobs_of, response_logprobs
+from rlhfless.functions.policy import PolicyNetwork, load_policy, logprobs_of, response_logprobs
 from rlhfless.prefixes.packing import PAYS_BELOW
 from rlhfless.prefixes.trie import shared_prefixes
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
@@ -61,11 +61,11 @@ def _rollout(prompt: Prompt, sample: int, generator: np.random.Generator, vocabu
     return Rollout(prompt.prompt_id, sample, 0, tokens, logprobs, "", stop, (), "benchmark", 0.0, 0.0)
 
 
-def reference(policy: Policy, batch: PackedBatch, pays_below: float) -> None:
+def reference(policy: PolicyNetwork, batch: PackedBatch, pays_below: float) -> None:
     logprobs_of(policy, batch, 1.0, cut(batch, BUDGET_TOKENS, pays_below=pays_below))
 
 
-def learner(policy: Policy, batch: PackedBatch, pays_below: float) -> None:
+def learner(policy: PolicyNetwork, batch: PackedBatch, pays_below: float) -> None:
     policy.model.zero_grad()
     for part in cut(batch, BUDGET_TOKENS, pays_below=pays_below).parts:
         torch.autograd.backward(response_logprobs(policy, select(batch, part.indices), 1.0, part.packed).logprobs.sum())

@@ -31,11 +31,10 @@ from where import machine
 
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.learner.rank import LearnerRank
-from rlhfless.functions.policy import Policy
-from rlhfless.prepare.memory.formulas import Sharded, learn_phases
-from rlhfless.prepare.memory.plan import LOGITS_CHUNK_ELEMENTS
+from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, Sharded, learn_phases
 from rlhfless.spec import AdamWSpec, GRPOSpec, LearnerSpec, ModelSpec
 
 WIDTH = 128
@@ -97,7 +96,7 @@ def work(model: str, rendezvous: str, rank: int, ranks: int, rows: int, phase: A
     batch = batch_of(MICRO_BATCHES * rows * ranks)
 
     class Told(LearnerRank):
-        def _load(self, device: torch.device) -> Policy:
+        def _load(self, device: torch.device) -> PolicyNetwork:
             phase.value = PHASES.index("before")
             time.sleep(20 * SAMPLE_S)
             phase.value = PHASES.index("loading")

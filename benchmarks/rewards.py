@@ -31,15 +31,16 @@ from where import machine
 
 from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call
+from rlhfless.functions.launching import binding
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.scoring.deployment import ScoringFunction, ScoringSettings
-from rlhfless.loop.launch import binding
 from rlhfless.records import FinishReason, FunctionName, Group, Holding, Invocation, Prompt, Rollout
-from rlhfless.scaling.placement import Allocation, place
+from rlhfless.scaling.function_kinds import Bounds, declared
+from rlhfless.scaling.placement import Allocation, Site, Wanted, place
 from rlhfless.spec import CodeSpec, MathSpec, PlacementSpec, ScoringSpec, TimeoutsSpec
 
 SAMPLES = 8
@@ -148,9 +149,7 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
     placement = place(
         PlacementSpec(devices=1),
         nodes,
-        generation_actors=1,
-        devices_per_actor=1,
-        functions=[FunctionName.SCORING],
+        [Wanted(FunctionName.GENERATION, Site.WINDOWS), Wanted(FunctionName.SCORING, Site.CORES)],
     )
     devices = RunDevices(cluster, placement, CALL, TimeoutsSpec(), 600, lambda _: nullcontext())
 
@@ -164,8 +163,14 @@ async def measure(reward: str, prompts: int, rounds: int, workers: int) -> None:
             binding(allocation.devices, exclusive=False),
         )
 
-    blueprint = Blueprint(FunctionName.SCORING, ScoringFunction, settings, placement.allocations[FunctionName.SCORING])
-    pool = Pool(cluster, devices, blueprint, CALL, TimeoutsSpec(), NoLedger())
+    blueprint = Blueprint(
+        declared()[FunctionName.SCORING],
+        ScoringFunction,
+        settings,
+        placement.allocations[FunctionName.SCORING],
+        Bounds(),
+    )
+    pool = ReplicaPool(cluster, devices, blueprint, CALL, TimeoutsSpec(), NoLedger())
     figures: dict[str, list[float]] = {"ours": [], "plain loop": []}
     try:
         replica = await pool.ready(CALL)

@@ -74,7 +74,7 @@ def figures(trace: Trace) -> Figures:
 
 
 def _generation(trace: Trace, state: ReplicaState) -> list[Holding]:
-    return [row for row in trace.holdings if row.function is FunctionName.GENERATION and row.state is state]
+    return [row for row in trace.holdings if row.function == FunctionName.GENERATION and row.state is state]
 
 
 def recorded(model: Path, settings: Sequence[str], steps: int, smoke: bool) -> Figures:

@@ -120,7 +120,7 @@ async def measured(folder: Path, rounds: int, engines: list[BareEngine], default
             context = run.begin(step)
             record = await train(run, context, await rollout(run, context))
             outside_s = record.metrics["outside_s"] + time.time() - record.end_s
-            run.ledger.write(run.pools)  # a run does so while it draws the next step
+            run.ledger.write(run.pools.values())  # a run does so while it draws the next step
             wall_s = time.time() - record.start_s
             learned_s = plain.step(drawn_in(folder, context.request))
             two_s, _ = together(engines, batches_of(context.request, 2))

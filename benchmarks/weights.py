@@ -29,8 +29,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from where import machine
 
-from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.functions.generation.engine import EngineSettings
+from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights
 from rlhfless.spec import EngineSpec, TimeoutsSpec
 from rlhfless.weights.address import StoreAddress
@@ -111,7 +111,7 @@ def _make_model(name: str, folder: Path) -> dict[str, torch.Tensor]:
 async def measure_engine(name: str, store: FolderStore, folder: Path) -> None:
     """Publish and load into a real CPU engine, float32."""
     tensors = _make_model(name, folder)
-    engine = await Engine.start(
+    engine = await VllmEngine.start(
         EngineSettings(
             model=str(folder),
             tokenizer=str(folder),

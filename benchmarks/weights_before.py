@@ -115,7 +115,7 @@ def loader(model: str, folder: Path) -> tuple[Callable[[int], object], int]:
 
 
 def _settings(model: str, folder: Path) -> Any:
-    from rlhfless.functions.generation.vllm.messages import EngineSettings
+    from rlhfless.functions.generation.engine import EngineSettings
     from rlhfless.spec import EngineSpec, TimeoutsSpec
     from rlhfless.weights.address import StoreAddress
 

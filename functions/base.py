@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from rlhfless.functions.compute_mode import require_shareable
 from rlhfless.functions.lease import Lease, LeaseTerms
@@ -36,7 +36,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CallUsage:
     """The work of a call, for the ledger."""
 
     input_tokens: int = 0
@@ -56,7 +56,7 @@ class Reply(Generic[T]):
     value: T
     start_s: float
     end_s: float
-    usage: Usage = Usage()
+    usage: CallUsage = CallUsage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,9 @@ class Function:
         self.admit(call)
         return self.reply(None, time.time())
 
-    def reply(self, value: T, start_s: float, usage: Usage | None = None) -> Reply[T]:
+    def reply(self, value: T, start_s: float, usage: CallUsage | None = None) -> Reply[T]:
         """Wrap a result; the body ends now."""
-        return Reply(self.incarnation, value, start_s, time.time(), usage or Usage())
+        return Reply(self.incarnation, value, start_s, time.time(), usage or CallUsage())
 
     async def stop(self, call: Call) -> Reply[None]:
         """End the replica's own processes; the fleet deletes the replica itself after this."""
@@ -179,8 +179,7 @@ class Function:
 class DeviceBinding:
     """The devices that a replica was given, and how to bind to them."""
 
-    kind: str
-    """`cpu` or `cuda`."""
+    kind: Literal["cpu", "cuda"]
     ids: tuple[str, ...]
     """Numbers of its cores, or its entries of CUDA_VISIBLE_DEVICES, as they are called on its node."""
     exclusive: bool

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-LOGITS_CHUNK_ELEMENTS = 2**25
-"""Largest `[positions, vocabulary]` block of logits where nothing is said (`learner.logits_mib`): 128 MiB in float32.
-With a vocabulary of 150,000 that is 220 rows; all logits of 8192 tokens at once would take 5 GB."""
+from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,21 +31,15 @@ class Lease:
         self._terms = terms
         self._expired = expired
         self._ends_s = time.monotonic() + terms.first_s
-        self._ended = threading.Event()
         threading.Thread(target=self._watch, name="lease", daemon=True).start()
 
     def renew(self, for_s: float | None = None) -> None:
         """The driver is alive. The lease is as long as its terms say, or `for_s`."""
         self._ends_s = time.monotonic() + (self._terms.renewed_s if for_s is None else for_s)
 
-    def end(self) -> None:
-        """The replica stops for another reason."""
-        self._ended.set()
-
     def _watch(self) -> None:
         while (left_s := self._ends_s - time.monotonic()) > 0:
             # The first call makes the wait shorter, so the wait is checked well before its end.
-            if self._ended.wait(min(left_s, self._terms.renewed_s)):
-                return
+            time.sleep(min(left_s, self._terms.renewed_s))
         log.warning("no call came for %.0f s: the driver is gone, and so is this replica", self._terms.renewed_s)
         self._expired()

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from rlhfless.functions.sharding import class_of, local
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError, Problem, first_line
 from rlhfless.spec.explain import counted
 
 Shape = tuple[int, ...]
@@ -99,7 +99,7 @@ def load_whole(
     except RuntimeError as error:
         if not _of_conversion(error):
             raise
-        gave_up = Misfit("the model", {}, (), {}, _first_line(error))
+        gave_up = Misfit("the model", {}, (), {}, first_line(error))
         raise _unfit(path, gave_up.problems(field, _checkpoint)) from error
     problems = _misfit_of(model, found, {}).problems(field, _checkpoint)
     bad = [repr(name) for name, parameter in model.named_parameters() if not is_finite(parameter)]
@@ -124,7 +124,7 @@ def _prepared(prepare: Callable[[Any], None] | None) -> Iterator[None]:
         prepare(model)
         return load(model, *arguments, **options)
 
-    with _replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(load), staticmethod(load_prepared)):
+    with _replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(load_prepared)):
         yield
 
 
@@ -136,16 +136,16 @@ def _in_host_memory() -> Iterator[None]:
     def wrapped(part: torch.Tensor, like: DTensor) -> DTensor:
         return DTensor(part.contiguous(), like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
-    name = "_dtensor_from_local_like"
     with contextlib.ExitStack() as replaced:
         for user in (core_model_loading, modeling_utils):
-            replaced.enter_context(_replaced(user, name, getattr(user, name), wrapped))
+            replaced.enter_context(_replaced(user, "_dtensor_from_local_like", wrapped))
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object, by: object) -> Iterator[None]:
-    """Within the block an attribute has another value."""
+def _replaced(owner: Any, name: str, by: object) -> Iterator[None]:
+    """Within the block an attribute of a class or module has another value."""
+    value = vars(owner)[name]
     setattr(owner, name, by)
     try:
         yield
@@ -162,10 +162,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(low) and math.isfinite(high)
 
 
-def build_blank(auto: Any, config: Any, *, trust_remote_code: bool) -> Any:
-    """The model of a config, its tensors without data. Raises what the model's class raises."""
+def build_blank(auto: Any, config: Any, **options: Any) -> Any:
+    """`auto.from_config(config, **options)`, its tensors without data. Raises what the model's class raises."""
     with _quiet(), torch.device("meta"):
-        return auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        return auto.from_config(copy.deepcopy(config), **options)
 
 
 def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
@@ -187,7 +187,7 @@ def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
             raise
         # Some parts of a fused tensor are missing or have other shapes, and the loader does not say which.
         everything = set(blank.state_dict()) - set(getattr(blank, "all_tied_weights_keys", ()))
-        gave_up = Misfit(type(blank).__name__, {}, (), {}, _first_line(error))
+        gave_up = Misfit(type(blank).__name__, {}, (), {}, first_line(error))
         return _in_names_of_files(blank, gave_up, everything, stored)
     return _misfit_of(model, found, stored)
 
@@ -237,10 +237,6 @@ def _checkpoint(_: Iterable[str]) -> str:
 def _of_conversion(error: RuntimeError) -> bool:
     """Whether this is transformers' own error (utils/loading_report.py); running out of memory raises the same type."""
     return "automatic conversion of the weights" in str(error)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _unfit(path: str, problems: list[Problem]) -> InputError:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rlhfless.spec.errors import UserError
+from rlhfless.spec.errors import UserError, first_line
 
 GIB = 2**30
 
@@ -38,8 +38,7 @@ def memory_told(function: str, phase: str, planned: Planned) -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, MemoryError) or type(error).__name__ == _TORCH:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise OutOfMemory(told(function, phase, planned, f"{seen()}; {first}")) from error
+            raise OutOfMemory(told(function, phase, planned, f"{seen()}; {first_line(error)}")) from error
         raise
 
 

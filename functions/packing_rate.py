@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhfless.functions.policy import Policy, both_passes
+from rlhfless.functions.policy import PolicyNetwork, both_passes
 from rlhfless.prefixes.packing import packs_below
 
 log = logging.getLogger(__name__)
@@ -32,14 +32,14 @@ ROUNDS = 3
 pass allocates."""
 
 
-def with_measured_rates(policy: Policy, budget_tokens: int) -> Policy:
+def with_measured_rates(policy: PolicyNetwork, budget_tokens: int) -> PolicyNetwork:
     """The policy with the `packs_below` that follows from a padded and a packed forward pass of the same groups, within
     `budget_tokens`. As it is where it cannot pack, on a CPU, or where no group fits. *Collective* if it is sharded."""
     return policy if policy.device.type == "cpu" else measured(policy, budget_tokens)
 
 
 @torch.no_grad()
-def measured(policy: Policy, budget_tokens: int) -> Policy:
+def measured(policy: PolicyNetwork, budget_tokens: int) -> PolicyNetwork:
     """`with_measured_rates` on any device."""
     positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or WIDTH
     width = min(WIDTH, positions)
@@ -68,7 +68,7 @@ def _groups(count: int, width: int, vocabulary: int) -> torch.Tensor:
     return torch.from_numpy(np.hstack([prompts, generator.integers(0, vocabulary, (count * SAMPLES, width - prompt))]))
 
 
-def _measured_s(policy: Policy, passes: Sequence[Callable[[], object]]) -> list[float]:
+def _measured_s(policy: PolicyNetwork, passes: Sequence[Callable[[], object]]) -> list[float]:
     """Seconds of each pass; sums over the ranks of a sharded policy, so that all have the same. *Collective*."""
     times_s = torch.tensor([[_time_s(policy, each) for each in passes] for _ in range(1 + ROUNDS)])[1:].amin(0)
     if policy.mesh is not None and policy.mesh.size() > 1:
@@ -78,7 +78,7 @@ def _measured_s(policy: Policy, passes: Sequence[Callable[[], object]]) -> list[
     return found
 
 
-def _time_s(policy: Policy, forward: Callable[[], object]) -> float:
+def _time_s(policy: PolicyNetwork, forward: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     forward()
     policy.settle()

@@ -50,6 +50,7 @@ from rlhfless.prefixes.packing import (
 )
 from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
+from rlhfless.spec.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PolicyNetwork:
     """A causal language model, taken apart into decoder and head."""
 
     model: PreTrainedModel
@@ -143,7 +144,7 @@ def load_policy(
     exact_head: bool = False,
     share_prefixes: bool = True,
     logits_elements: int | None = None,
-) -> Policy:
+) -> PolicyNetwork:
     """Load `spec.path` in Hugging Face format, without dropout, to `device` (`default_device` if None). With
     `share_prefixes` sequences are packed where that is expected to pay, if its attention allows that, and others lie
     side by side where torch has FlashAttention. `logits_elements`: see OutputHead.chunk_elements.
@@ -192,9 +193,9 @@ def policy_of(
     compute_dtype: torch.dtype,
     mesh: DeviceMesh | None = None,
     logits_elements: int | None = None,
-) -> Policy:
+) -> PolicyNetwork:
     """The parts of a model that is on `device`. `logits_elements`: see OutputHead.chunk_elements."""
-    return Policy(model, model.get_decoder(), output_head(model, logits_elements), device, compute_dtype, mesh)
+    return PolicyNetwork(model, model.get_decoder(), output_head(model, logits_elements), device, compute_dtype, mesh)
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -214,7 +215,7 @@ def _place(model: Any, device: torch.device, *, offload: bool) -> None:
 
 
 def response_logprobs(
-    policy: Policy, batch: PackedBatch, temperature: float, packed: PackedSegments | None = None
+    policy: PolicyNetwork, batch: PackedBatch, temperature: float, packed: PackedSegments | None = None
 ) -> ResponseLogprobs:
     """Logprobs at `temperature` of all response tokens of `batch`, in one forward pass: one micro-batch. With `packed`,
     the layout of its sequences but for their last tokens, prefixes that they share are computed once.
@@ -246,7 +247,7 @@ def _padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(padded).view(batch.sequences, width), predictors
 
 
-def _layout(policy: Policy, batch: PackedBatch, packed: PackedSegments | None) -> Mapping[str, Any]:
+def _layout(policy: PolicyNetwork, batch: PackedBatch, packed: PackedSegments | None) -> Mapping[str, Any]:
     """The arguments with which the decoder forwards the row of `_in_one_row`."""
     if packed is None:
         return row_side_by_side(batch.lengths[batch.lengths > 1] - 1, policy.device)
@@ -265,7 +266,7 @@ def _in_one_row(batch: PackedBatch, packed: PackedSegments | None) -> tuple[torc
 
 
 def _passed(
-    policy: Policy,
+    policy: PolicyNetwork,
     tokens: torch.Tensor,
     predictors: torch.Tensor,
     targets: torch.Tensor,
@@ -280,14 +281,16 @@ def _passed(
 
 
 @torch.no_grad()
-def token_logprobs(policy: Policy, batch: PackedBatch, temperature: float, micro_batch_tokens: int) -> FloatArray:
+def token_logprobs(
+    policy: PolicyNetwork, batch: PackedBatch, temperature: float, micro_batch_tokens: int
+) -> FloatArray:
     """Old or reference logprobs: `[tokens]`, at `temperature`, 0 on prompt tokens, without a gradient. *Collective* if
     the policy is sharded."""
     return logprobs_of(policy, batch, temperature, cut(batch, micro_batch_tokens, pays_below=policy.packs_below))
 
 
 @torch.no_grad()
-def logprobs_of(policy: Policy, batch: PackedBatch, temperature: float, parts: MicroBatches) -> FloatArray:
+def logprobs_of(policy: PolicyNetwork, batch: PackedBatch, temperature: float, parts: MicroBatches) -> FloatArray:
     """As `token_logprobs`, in these micro-batches."""
     values = torch.zeros(len(batch.tokens), dtype=torch.promote_types(policy.compute_dtype, torch.float32)).numpy()
     for micro_batch in policy.in_step(parts.parts):
@@ -306,7 +309,7 @@ def _switch_off_dropout(config: PretrainedConfig) -> None:
 
 
 @torch.no_grad()
-def _check_against_model(policy: Policy, path: str) -> None:
+def _check_against_model(policy: PolicyNetwork, path: str) -> None:
     """The model's own logits of a few tokens against ours, ours with padding on the right."""
     tokens = torch.arange(1, 9, device=policy.device).remainder(policy.head.linear.weight.shape[0])[None]
     padded = torch.nn.functional.pad(tokens, (0, 4))
@@ -324,7 +327,7 @@ def _check_against_model(policy: Policy, path: str) -> None:
 
 
 def both_passes(
-    policy: Policy, rows: torch.Tensor
+    policy: PolicyNetwork, rows: torch.Tensor
 ) -> tuple[PackedSegments, Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
     """The padded forward pass of `rows` [sequences, width], and the one of the packed row; each gives hidden states.
     And the layout of that row."""
@@ -339,7 +342,7 @@ def both_passes(
 
 
 @torch.no_grad()
-def _can_lie_side_by_side(policy: Policy, path: str) -> bool:
+def _can_lie_side_by_side(policy: PolicyNetwork, path: str) -> bool:
     """Whether FlashAttention gives the same for sequences side by side as for padded ones, on this device."""
     if not runs_side_by_side(policy.device, policy.compute_dtype):
         return False
@@ -352,7 +355,7 @@ def _can_lie_side_by_side(policy: Policy, path: str) -> bool:
             return True
         reason = f"its outputs differ by {difference:.2g}"
     except RuntimeError as error:  # such as a GPU or a width of heads that the kernel is not made for
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     finally:
         policy.settle()
     log.info("model %r is computed with padding, without FlashAttention over sequences in a row: %s", path, reason)
@@ -360,9 +363,9 @@ def _can_lie_side_by_side(policy: Policy, path: str) -> bool:
 
 
 @torch.no_grad()
-def _can_share(policy: Policy, path: str) -> bool:
+def _can_share(policy: PolicyNetwork, path: str) -> bool:
     """Whether the model's attention can share prefixes: two sequences with a common prefix, both ways."""
-    if not policy.model._supports_attention_backend:
+    if not policy.model.is_backend_compatible():
         log.info("model %r reaches its attention by no interface: its prefixes are computed for each sequence", path)
         return False
     vocabulary = policy.head.linear.weight.shape[0]

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Every test, in processes by what they start; at the end one list of what was skipped, and how to get what it needs.
+# Tests, in processes by what they start; at the end one list of what was skipped, and how to get what it needs.
 #
-#   scripts/test.sh PYTEST
+#   scripts/test.sh PYTEST short   what `make test` runs: 15 minutes on two cores
+#   scripts/test.sh PYTEST long    the rest: long faults, nodes of a cluster, live benchmarks, the chart on a cluster
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-pytest="$1"
+pytest="$1" part="$2"
 RLHFLESS_SKIPPED="$(mktemp)"
 export RLHFLESS_SKIPPED
 
 skipped() {
-    [ -n "${KUBECONFIG:-}" ] || echo "KUBECONFIG is not set: the chart is not tested on a cluster (kind create cluster)" >>"$RLHFLESS_SKIPPED"
+    [ "$part" = short ] || [ -n "${KUBECONFIG:-}" ] || echo "KUBECONFIG is not set: the chart is not tested on a cluster (kind create cluster)" >>"$RLHFLESS_SKIPPED"
     if [ -s "$RLHFLESS_SKIPPED" ]; then
         echo "Not tested here (number of tests, reason):"
         sort "$RLHFLESS_SKIPPED" | uniq -c | sort -rn
@@ -21,9 +22,14 @@ skipped() {
 }
 trap skipped EXIT
 
-"$pytest" -m "not engine and not kubernetes" -n logical --dist loadfile
+if [ "$part" = short ]; then
+    "$pytest" -m "not engine and not kubernetes and not long" -n logical --dist loadfile
+    "$pytest" -m "engine and not long"
+    exit
+fi
+"$pytest" -m "not engine and not kubernetes and long" -n logical --dist loadfile
 # In a process of its own: it joins a Ray of several nodes, and waits for ever behind tests that had a Ray before.
 clusters=tests/functions/test_three_nodes.py
-"$pytest" -m engine --ignore=$clusters
+"$pytest" -m "engine and long" --ignore=$clusters
 "$pytest" -m engine $clusters
 if [ -n "${KUBECONFIG:-}" ]; then "$pytest" -m kubernetes; fi

@@ -20,7 +20,7 @@ from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.intervals import Interval
 from rlhfless.sim import kernel
 from rlhfless.sim.memory import Costs, Floats, Ints, Limits, pool_of
-from rlhfless.sim.samples import Progress
+from rlhfless.sim.samples import StepProgress
 
 PRICES = 1 << 16
 """Size of the table of prefill prices; when it is half full, it is emptied."""
@@ -89,7 +89,7 @@ class PricedModel:
 class EnginePool:
     """The engines of one shape and latency model that draw a step; all advance together."""
 
-    def __init__(self, shape: EngineShape, prices: PricedModel, progress: Progress, slots: Sequence[int]) -> None:
+    def __init__(self, shape: EngineShape, prices: PricedModel, progress: StepProgress, slots: Sequence[int]) -> None:
         """One engine at each of `slots`, still without work."""
         self.shape = shape
         self.progress = progress
@@ -115,7 +115,7 @@ class EnginePool:
         """`[engines]`: sequences that prefill, or are in the queue."""
         return cast(Ints, self.memory.engine["filling"] + self.memory.engine["queued"])
 
-    def open(self, slot: int, at_s: float, slowdown: float = 1.0) -> Engine:
+    def open(self, slot: int, at_s: float, slowdown: float = 1.0) -> SimulatedEngine:
         """A new engine at a slot; the engine before it has no work left. `slowdown` stretches every iteration: 1
         for a sound device, more for a straggler."""
         row = self._row[slot]
@@ -126,7 +126,7 @@ class EnginePool:
         self.memory.idle[row] = 0
         n["row"], n["slot"], n["now_s"], n["slowdown"] = row, slot, at_s, slowdown
         n["free"], n["rested_s"] = self.shape.kv_blocks, -math.inf
-        return Engine(self, row)
+        return SimulatedEngine(self, row)
 
     def advance(self, until_s: float, row: int | None = None, one: bool = False) -> Ints:
         """Runs all iterations that end at or before `until_s`, of all engines or of one; with `one`, its next
@@ -180,7 +180,7 @@ class Precomputed:
     """Those that came from another actor."""
 
 
-class Engine:
+class SimulatedEngine:
     """One engine of a pool, from its first sample to its last."""
 
     def __init__(self, pool: EnginePool, row: int) -> None:

@@ -32,7 +32,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupted:
+class SpotInterrupted:
     """The machine under a replica is taken away."""
 
     slot: int
@@ -47,4 +47,4 @@ class Worked:
     step: int
 
 
-Happening = Due | Up | Loaded | Interrupted | Worked
+Happening = Due | Up | Loaded | SpotInterrupted | Worked

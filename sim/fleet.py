@@ -15,12 +15,12 @@ import math
 
 import numpy as np
 
-from rlhfless.records import FunctionName, ReplicaState, Work
+from rlhfless.records import FunctionRole, ReplicaState, Work
 from rlhfless.sim.clock import Agenda
 from rlhfless.sim.devices import Devices
-from rlhfless.sim.events import Due, Happening, Interrupted, Loaded, Up
-from rlhfless.sim.ledger import Ledger, version_of
-from rlhfless.sim.replica import Replica
+from rlhfless.sim.events import Due, Happening, Loaded, SpotInterrupted, Up
+from rlhfless.sim.ledger import SimulatedLedger, version_of
+from rlhfless.sim.replica import SimulatedReplica
 from rlhfless.sim.setup import Setup
 
 
@@ -28,13 +28,13 @@ class SimulationError(RuntimeError):
     """A fault of the policy: it leaves samples unassigned, asks for something impossible, or waits for ever."""
 
 
-class Fleet:
+class SimulatedFleet:
     """All slots, and the replica at each."""
 
-    def __init__(self, setup: Setup, ledger: Ledger) -> None:
+    def __init__(self, setup: Setup, ledger: SimulatedLedger) -> None:
         self.setup = setup
         self.slot_setups = setup.slot_setups
-        self.replicas: dict[int, Replica] = {}
+        self.replicas: dict[int, SimulatedReplica] = {}
         """By slot. A replica that waits for its devices is not among them, unless it sleeps."""
         self.agenda: Agenda[Happening] = Agenda()
         self.drawing = False
@@ -44,6 +44,7 @@ class Fleet:
         self._touched: set[int] = set()
         """Slots whose `_states` and `_tiers` may be out of date."""
         self._functions = setup.functions
+        self._roles = setup.roles
         self._ledger = ledger
         self._devices = Devices(self.slot_setups, setup.terms)
         self._waiting: dict[int, float] = {}
@@ -128,7 +129,7 @@ class Fleet:
         for slot in stale:
             self._load(slot, at_s, readers=len(stale))
 
-    def happen(self, at_s: float, event: Due | Up | Loaded | Interrupted) -> bool:
+    def happen(self, at_s: float, event: Due | Up | Loaded | SpotInterrupted) -> bool:
         """Carries out an event. Returns whether it was still valid: events of an old turn or life are not."""
         self._touched.add(event.slot)
         if isinstance(event, Due):
@@ -139,7 +140,7 @@ class Fleet:
         replica = self.replicas.get(event.slot)
         if replica is None:
             return False
-        if isinstance(event, Interrupted):
+        if isinstance(event, SpotInterrupted):
             if event.life != replica.number:
                 return False
             self._interrupt(event.slot, at_s)
@@ -175,7 +176,7 @@ class Fleet:
         if not 0 <= slot < len(self.slot_setups):
             raise SimulationError(f"there is no slot {slot}; the fleet has the slots 0 to {len(self.slot_setups) - 1}")
 
-    def _actors(self) -> list[Replica]:
+    def _actors(self) -> list[SimulatedReplica]:
         generation = len(self.setup.actors)
         return [replica for slot, replica in self.replicas.items() if slot < generation]
 
@@ -201,13 +202,13 @@ class Fleet:
         begin_s = max(at_s, self._nodes.setdefault(slot_setup.node, at_s + self.setup.node_s))
         self._lives[slot] += 1
         life = self._lives[slot]
-        self.replicas[slot] = Replica(
+        self.replicas[slot] = SimulatedReplica(
             self._ledger, self._functions[slot], self._label(slot), slot_setup.allocation, begin_s, life
         )
         self.agenda.add(begin_s + late_s + slot_setup.start_s, Up(slot, self._turns[slot]))
         mean_s = self.setup.actors[slot].spot_mean_s if slot < len(self.setup.actors) else math.inf
         if math.isfinite(mean_s):
-            self.agenda.add(begin_s + float(self._random[slot].exponential(mean_s)), Interrupted(slot, life))
+            self.agenda.add(begin_s + float(self._random[slot].exponential(mean_s)), SpotInterrupted(slot, life))
 
     def _acquired(self, slot: int, at_s: float) -> tuple[float, float]:
         """Takes the devices of a slot: from when its replica holds them, and how much longer it waits for some. A
@@ -248,7 +249,7 @@ class Fleet:
 
     def _up(self, slot: int, at_s: float) -> bool:
         replica = self.replicas[slot]
-        if self._functions[slot] is not FunctionName.GENERATION:
+        if self._roles[slot] is not FunctionRole.SAMPLES:
             replica.serve(version_of(self._step), at_s)
             return True
         replica.note(replica.life.started(at_s))
@@ -262,7 +263,7 @@ class Fleet:
         replica.note(replica.life.ask(version_of(self._step), at_s))
         self.agenda.add(end_s, Loaded(slot, self._turns[slot], self._step, at_s))
 
-    def _loaded(self, replica: Replica, at_s: float, event: Loaded) -> bool:
+    def _loaded(self, replica: SimulatedReplica, at_s: float, event: Loaded) -> bool:
         if event.step != self._step or replica.state is not ReplicaState.STALE:
             return False
         replica.note(replica.life.loaded(version_of(event.step), at_s))

@@ -17,19 +17,19 @@ import numpy as np
 from rlhfless.records import ReplicaState, Work
 from rlhfless.scaling.assignment import Assignment
 from rlhfless.scaling.policy import Assign, Move
-from rlhfless.sim.engine import Engine, EnginePool, EngineShape, PricedModel
-from rlhfless.sim.fleet import Fleet
+from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel, SimulatedEngine
+from rlhfless.sim.fleet import SimulatedFleet
 from rlhfless.sim.memory import Floats, Ints
-from rlhfless.sim.replica import Replica
-from rlhfless.sim.samples import Progress, RolloutBatch
+from rlhfless.sim.replica import SimulatedReplica
+from rlhfless.sim.samples import RolloutBatch, StepProgress
 from rlhfless.sim.setup import ActorShape
 
 
 class Generation:
     """One step's generation, from the first sample to the last."""
 
-    def __init__(self, fleet: Fleet, batch: RolloutBatch) -> None:
-        self.progress = Progress(batch)
+    def __init__(self, fleet: SimulatedFleet, batch: RolloutBatch) -> None:
+        self.progress = StepProgress(batch)
         table, links, actors = self.progress.table, fleet.setup.links, fleet.setup.actors
         self.assignment = Assignment(table.home, table.finished, len(actors), math.isfinite(links.kv_token_s))
         self.preemptions = 0
@@ -139,7 +139,7 @@ class Generation:
         actors = self._fleet.setup.actors
         return 0 <= slot < len(actors) and actors[slot].engine.prefill_only
 
-    def _engine(self, slot: int, at_s: float) -> Engine:
+    def _engine(self, slot: int, at_s: float) -> SimulatedEngine:
         """The engine of an actor that serves; a new one if it had none for this step."""
         engine = self._engine_of(slot)
         if engine is None:
@@ -147,7 +147,7 @@ class Generation:
             self._fleet.replicas[slot].engine = engine
         return engine
 
-    def _engine_of(self, slot: int) -> Engine | None:
+    def _engine_of(self, slot: int) -> SimulatedEngine | None:
         """The engine of a slot, if it has one for this step."""
         replica = self._fleet.replicas.get(slot)
         engine = replica.engine if replica is not None else None
@@ -175,7 +175,7 @@ class Generation:
                 at_s = np.maximum(at_s, self._precompute(slot, engine, wanted, float(np.min(at_s))))
         engine.submit(samples, at_s)
 
-    def _precompute(self, slot: int, engine: Engine, prefixes: Sequence[int], at_s: float) -> float:
+    def _precompute(self, slot: int, engine: SimulatedEngine, prefixes: Sequence[int], at_s: float) -> float:
         """An actor computes prefixes, or gets them from another actor; returns when it has them."""
         others = [each for other in self._fleet.replicas if other != slot and (each := self._engine_of(other))]
         sent = {prefix: self._links.kv_token_s for prefix in prefixes if any(other.has(prefix) for other in others)}
@@ -238,7 +238,7 @@ class Generation:
         there = [slot for slot in slots if self._fleet.there(slot)]
         return [slot for slot in there if self._serves(slot)] or there or slots
 
-    def _bill(self, replica: Replica, engine: Engine) -> None:
+    def _bill(self, replica: SimulatedReplica, engine: SimulatedEngine) -> None:
         """Records one call per span of work; the last call has the tokens."""
         step = self.progress.batch.step
         self.preemptions += engine.preemptions
@@ -257,7 +257,7 @@ class Generation:
         replica.busy_s, replica.engine = max(replica.busy_s, engine.now_s), None
 
 
-def _pools(actors: Sequence[ActorShape], progress: Progress) -> list[EnginePool]:
+def _pools(actors: Sequence[ActorShape], progress: StepProgress) -> list[EnginePool]:
     """A pool for all actors of one shape and latency model."""
     slots: dict[tuple[EngineShape, PricedModel], list[int]] = {}
     for slot, actor in enumerate(actors):

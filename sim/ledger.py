@@ -20,7 +20,7 @@ def version_of(step: int) -> WeightVersion:
 
 
 @dataclass
-class Ledger:
+class SimulatedLedger:
     """Records, in the order in which they were closed."""
 
     holdings: list[Holding] = field(default_factory=list)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from rlhfless.records import FunctionName, Holding, ReplicaState, WeightVersion, Work
+from rlhfless.records import Holding, ReplicaState, WeightVersion, Work
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation
-from rlhfless.sim.engine import Engine
-from rlhfless.sim.ledger import Ledger
+from rlhfless.sim.engine import SimulatedEngine
+from rlhfless.sim.ledger import SimulatedLedger
 
 DRAINABLE = frozenset({ReplicaState.STALE, ReplicaState.SERVING})
 
 
-class Replica:
+class SimulatedReplica:
     """One incarnation at a slot."""
 
     def __init__(
-        self, ledger: Ledger, function: FunctionName, name: str, allocation: Allocation, at_s: float, number: int
+        self, ledger: SimulatedLedger, function: str, name: str, allocation: Allocation, at_s: float, number: int
     ) -> None:
         self._ledger = ledger
         self.number = number
@@ -25,7 +25,7 @@ class Replica:
         """The tier in which it sleeps; None while it is awake."""
         self.busy_s = at_s
         """The time at which it will have done all its work; an engine knows its own time."""
-        self.engine: Engine | None = None
+        self.engine: SimulatedEngine | None = None
         """The engine of a generation actor, while it has samples of a step."""
 
     @property

@@ -78,7 +78,7 @@ class RolloutBatch:
 
 
 @dataclass
-class Progress:
+class StepProgress:
     """The progress of the samples of a batch. The engines of a step share it, and write into it."""
 
     batch: RolloutBatch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhfless.prefixes.shared_forward import SharedForward
-from rlhfless.records import FunctionName, Work
+from rlhfless.records import FunctionName, FunctionRole, Work
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation
 from rlhfless.sim.engine import EngineShape, PricedModel
@@ -102,15 +102,19 @@ class ActorShape:
 
 @dataclass(frozen=True, slots=True)
 class ServiceShape:
-    """A slot for scoring, a reward model or the reference, which serve complete groups in order of arrival."""
+    """A slot for a function that serves complete groups in order of arrival."""
 
     slot_setup: SlotSetup
-    function: FunctionName
+    function: str
     work: Work
     group_s: float
     """Seconds per group, whatever its size."""
     token_s: float
     """Seconds per token of prompt and response."""
+
+    @property
+    def role(self) -> FunctionRole:
+        return FunctionRole.SCORES if self.work is Work.SCORE else FunctionRole.COLUMN
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +173,16 @@ class Setup:
         return tuple(replica_slot.slot_setup for replica_slot in replica_slots)
 
     @property
-    def functions(self) -> tuple[FunctionName, ...]:
-        """By slot."""
+    def functions(self) -> tuple[str, ...]:
+        """By slot, the names of their functions."""
         services = (service.function for service in self.services)
         return (*[FunctionName.GENERATION] * len(self.actors), *services, FunctionName.LEARNER)
+
+    @property
+    def roles(self) -> tuple[FunctionRole, ...]:
+        """By slot."""
+        services = (service.role for service in self.services)
+        return (*[FunctionRole.SAMPLES] * len(self.actors), *services, FunctionRole.UPDATES)
 
     def _takes_turns(self) -> bool:
         """Whether the learner shares a device with an actor that it may not be awake beside."""

@@ -34,10 +34,10 @@ from rlhfless.scaling.policy import (
     StepEnded,
 )
 from rlhfless.scaling.prices import PriceBook
-from rlhfless.sim.events import Interrupted, Loaded, Up, Worked
-from rlhfless.sim.fleet import Fleet, SimulationError
+from rlhfless.sim.events import Loaded, SpotInterrupted, Up, Worked
+from rlhfless.sim.fleet import SimulatedFleet, SimulationError
 from rlhfless.sim.generation import Generation
-from rlhfless.sim.ledger import Ledger
+from rlhfless.sim.ledger import SimulatedLedger
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.view import Window, fleet_view, with_waits
@@ -53,8 +53,8 @@ class Simulation:
 
     def __init__(self, setup: Setup, policy: Policy, prices: PriceBook) -> None:
         self.setup = setup
-        self.ledger = Ledger()
-        self.fleet = Fleet(setup, self.ledger)
+        self.ledger = SimulatedLedger()
+        self.fleet = SimulatedFleet(setup, self.ledger)
         self.now_s = 0.0
         self._policy = policy
         self._prices = prices
@@ -151,7 +151,7 @@ class Simulation:
         current = self._steps[-1]
         if isinstance(event, Worked):
             self._worked(event)
-        elif isinstance(event, Interrupted):
+        elif isinstance(event, SpotInterrupted):
             self._interrupted(at_s, event, current)
         elif isinstance(event, Loaded):
             self._loaded(at_s, event, current)
@@ -180,7 +180,7 @@ class Simulation:
         self._ask([StepEnded(under_way.begun_s, self.now_s)], under_way)
         self._steps.remove(under_way)
 
-    def _interrupted(self, at_s: float, event: Interrupted, current: StepUnderWay) -> None:
+    def _interrupted(self, at_s: float, event: SpotInterrupted, current: StepUnderWay) -> None:
         replica = self.fleet.replicas.get(event.slot)
         if replica is None or replica.number != event.life:
             return

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView, StepView, read_only
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
-from rlhfless.sim.fleet import Fleet
+from rlhfless.sim.fleet import SimulatedFleet
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.setup import ActorShape, Setup, SlotSetup
 
@@ -28,7 +28,8 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
     actors = setup.actors
     replica_slots = tuple(
         ReplicaSlot(
-            function=function,
+            function=setup.functions[slot],
+            role=setup.roles[slot],
             kind=slot_setup.allocation.devices[0].kind,
             devices=tuple(device.name for device in slot_setup.allocation.devices),
             node=slot_setup.node,
@@ -39,7 +40,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
             engine=_engine_limits(actors[slot]) if slot < len(actors) else None,
             beside=slot_setup.beside,
         )
-        for slot, (function, slot_setup) in enumerate(zip(setup.functions, setup.slot_setups, strict=True))
+        for slot, slot_setup in enumerate(setup.slot_setups)
     )
     links = setup.links
     load_s = setup.transport.load_s(len(actors))
@@ -56,7 +57,7 @@ def fleet_view(setup: Setup, prices: PriceBook) -> FleetView:
     )
 
 
-def with_waits(view: FleetView, fleet: Fleet, at_s: float) -> FleetView:
+def with_waits(view: FleetView, fleet: SimulatedFleet, at_s: float) -> FleetView:
     """The view with the waits for nodes that are not there yet, as a live fleet shows them when a step begins."""
     waits_s = [fleet.reacquire_s(slot, at_s) for slot in range(len(view.replica_slots))]
     if not any(waits_s):
@@ -74,7 +75,7 @@ def kept_usd_per_s(slot_setups: Iterable[SlotSetup], prices: PriceBook) -> float
 class Window:
     """A step as a policy sees it. Its arrays are the simulation's own; only the slots are new for each view."""
 
-    def __init__(self, fleet_view: FleetView, fleet: Fleet, generation: Generation) -> None:
+    def __init__(self, fleet_view: FleetView, fleet: SimulatedFleet, generation: Generation) -> None:
         batch, table = generation.progress.batch, generation.progress.table
         self._fleet = fleet
         self._generation = generation

@@ -17,7 +17,7 @@ from rlhfless.scaling.intervals import Interval
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.kernel import JOIN_S
 from rlhfless.sim.memory import Flags, Floats, Ints
-from rlhfless.sim.replica import Replica
+from rlhfless.sim.replica import SimulatedReplica
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import LearnerShape, ServiceShape
 from rlhfless.sim.view import Window
@@ -41,8 +41,8 @@ class StepUnderWay:
     """When a service has done, or will have done, all that it has taken."""
     foreseen: set[int] = field(default_factory=set)
     """Slots of services that have taken all groups."""
-    prompt_tokens: dict[FunctionName, int] = field(default_factory=dict)
-    """Prompt tokens that reference and learner computed."""
+    prompt_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that services and the learner computed, by function."""
     served: set[int] = field(default_factory=set)
     """Slots of services that have done it."""
 
@@ -63,7 +63,7 @@ class StepUnderWay:
         self.foreseen.add(slot)
         return True
 
-    def computed_prompts(self, function: FunctionName, groups: Ints, saved: int) -> None:
+    def computed_prompts(self, function: str, groups: Ints, saved: int) -> None:
         """A function has computed the prompts of these groups once for each sample, but for `saved` tokens."""
         batch = self.generation.progress.batch
         tokens = int((batch.prompt_tokens[groups] * np.bincount(batch.group)[groups]).sum()) - saved
@@ -86,7 +86,11 @@ class StepUnderWay:
 
 
 def take(
-    shape: ServiceShape, slot: int, replica: Replica, under_way: StepUnderWay, forward: SharedForward | None = None
+    shape: ServiceShape,
+    slot: int,
+    replica: SimulatedReplica,
+    under_way: StepUnderWay,
+    forward: SharedForward | None = None,
 ) -> None:
     """A service that is up works on all complete groups of a step that it has not taken yet. `forward`: see
     PrefixUse."""
@@ -107,21 +111,21 @@ def take(
             replica.called(shape.work, batch.step, start_s, end_s)
             replica.busy_s = end_s
         if shape.work is Work.LOGPROBS:
-            under_way.computed_prompts(FunctionName.REFERENCE, groups, 0)
+            under_way.computed_prompts(shape.function, groups, 0)
     taken[groups] = True
     under_way.done_s[slot] = replica.busy_s
 
 
 def _pass_together(
     shape: ServiceShape,
-    replica: Replica,
+    replica: SimulatedReplica,
     under_way: StepUnderWay,
     groups: Ints,
     arrival_s: Floats,
     tokens: Floats,
     forward: SharedForward,
 ) -> None:
-    """The reference passes all groups that wait in one call, in which shared prefixes are computed once."""
+    """A service passes all groups that wait in one call, in which shared prefixes are computed once."""
     batch, first, count = under_way.generation.progress.batch, 0, len(groups)
     while first < count:
         start_s = max(replica.busy_s, float(arrival_s[first]))
@@ -131,7 +135,7 @@ def _pass_together(
         fed = {"input_tokens": int(tokens[first:last].sum()), "cached_tokens": saved}
         replica.called(shape.work, batch.step, start_s, start_s + spent_s, **fed)
         replica.busy_s = start_s + spent_s
-        under_way.computed_prompts(FunctionName.REFERENCE, groups[first:last], saved)
+        under_way.computed_prompts(shape.function, groups[first:last], saved)
         first = last
 
 
@@ -142,7 +146,11 @@ def shared_forward(batch: RolloutBatch, groups: Ints, forward: SharedForward) ->
 
 
 def learn(
-    shape: LearnerShape, replica: Replica, under_way: StepUnderWay, at_s: float, forward: SharedForward | None = None
+    shape: LearnerShape,
+    replica: SimulatedReplica,
+    under_way: StepUnderWay,
+    at_s: float,
+    forward: SharedForward | None = None,
 ) -> None:
     """The learner evaluates, learns and publishes, from `at_s` on. `forward`: see PrefixUse."""
     batch = under_way.generation.progress.batch

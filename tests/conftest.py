@@ -53,7 +53,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, Any], Awaitab
 
     async def start(kind: Any, settings: Any) -> Any:
         monkeypatch.setattr("ray.put", lambda value: value)
-        monkeypatch.setattr(kind, "_rank_actor", lambda front, given, rank: _InProcess(front._actor()(given, rank)))
+        monkeypatch.setattr(kind, "_rank_actor", lambda front, given, rank: _InProcess(front.actor(given, rank)))
         function = kind.__new__(kind)
         await function.__init__(settings)  # Serve awaits the constructor, too
         return function

@@ -17,8 +17,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
-from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, CallUsage, DeviceBinding, Function, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.functions.cuda import cuda_fault
+from rlhfless.functions.generation.engine import (
+    OFFER,
+    Engine,
+    EngineDead,
+    EngineSettings,
+    EngineTimeout,
+    LoadReport,
+    Sampled,
+    SampleRequest,
+    engine_class,
+)
 from rlhfless.functions.generation.engine_log import log_file
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
@@ -28,21 +39,15 @@ from rlhfless.functions.generation.messages import (
     SampleKey,
 )
 from rlhfless.functions.generation.sampling import RequestRun
-from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import (
-    OFFER,
-    EngineDead,
-    EngineSettings,
-    EngineTimeout,
-    LoadReport,
-    Sampled,
-    SampleRequest,
-)
+from rlhfless.functions.launching import Launch, binding, is_shared
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned, engine_fault
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import PublishedWeights
-from rlhfless.weights.check import check_moved, check_probe, largest_difference
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
+from rlhfless.spec.imports import import_paths, look_in
+from rlhfless.weights.check import check_moved, check_probe, default_tolerance, largest_difference
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 log = logging.getLogger(__name__)
@@ -65,6 +70,8 @@ class GenerationSettings:
     run_folder: str
     """The run's own; the engine's log goes there, if the actor's machine has it."""
     planned: Planned = field(default_factory=dict)
+    import_paths: tuple[str, ...] = ()
+    """Folders from which to import an engine of the user's own: the driver's own `sys.path`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +96,33 @@ class WrongVersion(RuntimeError):
 class GenerationFunction(Function):
     """One generation actor."""
 
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> GenerationSettings:
+        """The settings of a replica in an allocation whose devices are bound."""
+        spec, device = launch.spec, allocation.devices[0].kind
+        layers = None if launch.shape is None else launch.shape.layers
+        on = binding(allocation.devices, exclusive=True, shared=is_shared(allocation))
+        return GenerationSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            engine=EngineSettings.of(spec, on.kind, launch.store, launch.max_model_len, launch.kv_bytes(device)),
+            probe_tolerance=spec.weights.probe_tolerance or default_tolerance(spec.model.dtype, layers),
+            binding=on,
+            run_folder=str(launch.run_folder.absolute()),
+            planned=launch.planned(kind, allocation),
+            import_paths=import_paths(),
+        )
+
     async def __init__(self, settings: GenerationSettings) -> None:  # type: ignore[misc]
         # Serve awaits the constructor; the replica is up when the engine is.
         super().__init__(settings)
         settings.binding.bind()
+        look_in(settings.import_paths)
         self._settings = settings
         with self.starting():
             settings.binding.require_usable()
             try:
-                self._engine = await Engine.start(settings.engine, _log_file(settings))
+                self._engine: Engine = await engine_class(settings.engine).start(settings.engine, _log_file(settings))
             except EngineDead as error:
                 told = engine_fault(str(error), settings.planned) or cuda_fault(str(error))
                 raise told or error from error
@@ -135,7 +160,7 @@ class GenerationFunction(Function):
                 with self._engine_faults("a load"):
                     await self._load_and_check(published)
                 self._loaded = published
-        usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
+        usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published.version.label, start_s, usage)
 
     async def prove_loading(self, call: Call, perturbed: PublishedWeights) -> Reply[LoadProof]:
@@ -158,7 +183,7 @@ class GenerationFunction(Function):
             with _read_back_decides(report, perturbed, after, tolerance):
                 check_moved(perturbed.version, perturbed.probe, before, after, tolerance)
             moved = largest_difference(before, after)
-        usage = Usage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
+        usage = CallUsage(size_bytes=perturbed.size_bytes, version=perturbed.version.label)
         read_back, chart_s = (0, 0.0) if report is None else (report.read_back, report.chart_s)
         proof = LoadProof(moved, perturbed.tensors, read_back, chart_s, time.time() - start_s - chart_s)
         return self.reply(proof, start_s, usage)
@@ -210,7 +235,7 @@ class GenerationFunction(Function):
                 for prefix, of in zip(request.prefixes, given, strict=True)
             ]
         cached = [sampled.cached_tokens for sampled in done]
-        usage = Usage(
+        usage = CallUsage(
             input_tokens=sum(map(len, request.prefixes)),
             cached_tokens=sum(cached),
             evicted_tokens=sum(max(before - there, 0) for before, there in zip(expected, cached, strict=True)),

@@ -10,7 +10,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import numpy as np
 
-from rlhfless.functions.base import Reply, Usage
+from rlhfless.functions.base import CallUsage, Reply
+from rlhfless.functions.generation.engine import (
+    Engine,
+    EngineError,
+    Sampled,
+    SampleRequest,
+)
 from rlhfless.functions.generation.messages import (
     Ended,
     GenerateRequest,
@@ -21,10 +27,9 @@ from rlhfless.functions.generation.messages import (
     SampleKey,
     StreamEnd,
 )
-from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import EngineError, Sampled, SampleRequest
+from rlhfless.functions.generation.rollouter import Rollouter, SingleTurn, kept_tokens
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.records import FinishReason, Rollout, VersionSpan
+from rlhfless.records import FinishReason, Rollout
 from rlhfless.text import storable
 
 
@@ -32,18 +37,24 @@ class RequestRun:
     """The samples of one request, from submission to the last group."""
 
     def __init__(
-        self, engine: Engine, request: GenerateRequest, incarnation: str, cached: CachedBlocks | None = None
+        self,
+        engine: Engine,
+        request: GenerateRequest,
+        incarnation: str,
+        cached: CachedBlocks | None = None,
+        rollouter: Rollouter | None = None,
     ) -> None:
         """`cached`: what the engine has computed before this request; needed for counting evictions alone."""
         self._engine = engine
+        self._rollouter = rollouter or SingleTurn()
         self._request = request
         self._incarnation = incarnation
         self._start_s = time.time()
         self._missing = Counter(item.prompt_id for item in request.items)
         self._finished: dict[str, list[Rollout]] = {prompt_id: [] for prompt_id in self._missing}
-        self._usage = Usage(version=request.version)
+        self._usage = CallUsage(version=request.version)
         self._ids = {item.key: f"{incarnation}-{id(self):x}-{i}" for i, item in enumerate(request.items)}
-        self._brought = {item.key: max(0, len(item.prior.token_ids) - 1) if item.prior else 0 for item in request.items}
+        self._brought = {item.key: kept_tokens(item) for item in request.items}
         """Tokens that each sample keeps of another engine: the last one is drawn again, to be compared."""
         self._queue: asyncio.Queue[Rollout | BaseException] = asyncio.Queue()
         items = () if cached is None else request.items
@@ -90,45 +101,39 @@ class RequestRun:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _sample(self, item: SampleItem) -> None:
-        sampling, prior = self._request.sampling, item.prior
-        drawn = () if prior is None else tuple(map(int, prior.token_ids[: self._brought[item.key]]))
         started_s = time.time()
+
+        async def draw(token_ids: tuple[int, ...], drawn_tokens: int) -> Sampled:
+            sampled = await self._engine.sample(self._asked(item, token_ids, drawn_tokens))
+            self._count(item, sampled)
+            return sampled
+
         try:
-            sampled = await self._engine.sample(
-                SampleRequest(
-                    request_id=self._ids[item.key],
-                    token_ids=item.prompt_token_ids + drawn,
-                    seed=item.seed,
-                    max_tokens=sampling.max_tokens - len(drawn),
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    stop=sampling.stop,
-                    stop_token_ids=sampling.stop_token_ids,
-                    cache_salt=self._request.version,
-                    drawn_tokens=len(drawn),
-                )
-            )
+            sampled = await self._rollouter.finish(item, draw)
             self._queue.put_nowait(self._rollout(item, sampled, started_s))
         except Exception as error:
             self._queue.put_nowait(error)
 
-    def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:
-        token_ids = np.asarray(sampled.token_ids, dtype=np.int64)
-        logprobs = np.asarray(sampled.logprobs, dtype=np.float32)
-        spans = sampled.version_spans
-        prior = item.prior
-        if prior is not None:
-            # A sample that was aborted in the queue has drawn nothing, and loses nothing.
-            kept = self._brought[item.key] if sampled.token_ids else len(prior.token_ids)
-            token_ids = np.concatenate([prior.token_ids[:kept], token_ids])
-            logprobs = np.concatenate([prior.logprobs[:kept], logprobs])
-            before = (VersionSpan(s.version, s.start, min(s.end, kept)) for s in prior.version_spans if s.start < kept)
-            moved = (VersionSpan(s.version, s.start + kept, s.end + kept) for s in spans)
-            spans = (*before, *moved)
+    def _asked(self, item: SampleItem, token_ids: tuple[int, ...], drawn_tokens: int) -> SampleRequest:
+        sampling = self._request.sampling
+        return SampleRequest(
+            request_id=self._ids[item.key],
+            token_ids=token_ids,
+            seed=item.seed,
+            max_tokens=sampling.max_tokens - drawn_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop=sampling.stop,
+            stop_token_ids=sampling.stop_token_ids,
+            cache_salt=self._request.version,
+            drawn_tokens=drawn_tokens,
+        )
+
+    def _count(self, item: SampleItem, sampled: Sampled) -> None:
         # A sample that was aborted in the queue has not looked into the cache.
         evicted = max(self._expected.get(item.key, 0) - sampled.cached_tokens, 0) if sampled.token_ids else 0
-        self._usage = Usage(
+        self._usage = CallUsage(
             input_tokens=self._usage.input_tokens + len(item.prompt_token_ids) + self._brought[item.key],
             output_tokens=self._usage.output_tokens + len(sampled.token_ids),
             cached_tokens=self._usage.cached_tokens + sampled.cached_tokens,
@@ -136,17 +141,19 @@ class RequestRun:
             sequences=self._usage.sequences + 1,
             version=self._request.version,
         )
+
+    def _rollout(self, item: SampleItem, sampled: Sampled, started_s: float) -> Rollout:
         return Rollout(
             prompt_id=item.prompt_id,
             sample_index=item.sample_index,
             seed=item.seed,
-            token_ids=token_ids,
-            logprobs=logprobs,
+            token_ids=np.asarray(sampled.token_ids, dtype=np.int64),
+            logprobs=np.asarray(sampled.logprobs, dtype=np.float32),
             text=storable(sampled.text),
             finish_reason=FinishReason(sampled.finish_reason),
-            version_spans=spans,
+            version_spans=sampled.version_spans,
             actor=self._request.actor,
-            started_s=started_s if prior is None else prior.started_s,
+            started_s=started_s if item.prior is None else item.prior.started_s,
             finished_s=time.time(),
             cached_tokens=sampled.cached_tokens,
         )

@@ -120,7 +120,7 @@ class _Contents:
         config.save_pretrained(folder)
         if self.model.can_generate() and self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
-        if self.model._auto_class is not None:  # its code is not in transformers
+        if self.model.is_remote_code():  # its code is not in transformers
             custom_object_save(kind.__new__(kind), folder, config=config)  # type: ignore[arg-type]  # it wants a config
         path = self.spec.tokenizer or self.spec.path
         AutoTokenizer.from_pretrained(path, trust_remote_code=self.spec.trust_remote_code).save_pretrained(folder)

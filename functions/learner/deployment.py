@@ -17,16 +17,21 @@ from typing import Any
 import ray
 
 from rlhfless.algorithms.batch import PackedBatch
-from rlhfless.functions.base import Call, Reply, Usage
-from rlhfless.functions.learner.settings import LearnerSettings
+from rlhfless.functions.base import Call, CallUsage, Reply
+from rlhfless.functions.launching import Launch
+from rlhfless.functions.learner.actor import LearnerActor
+from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
 from rlhfless.functions.ranks.front import RankedFunction
 from rlhfless.records import FloatArray, PublishedWeights
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
 
 
 class LearnerFunction(RankedFunction):
     """The learner's front."""
 
     named = "learner"
+    actor = LearnerActor
 
     async def __init__(self, settings: LearnerSettings) -> None:  # type: ignore[misc]
         self._settings = settings
@@ -37,10 +42,25 @@ class LearnerFunction(RankedFunction):
         """Set, and replaced, when a step is to be learned."""
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
-    def _actor(self) -> type:
-        from rlhfless.functions.learner.actor import LearnerActor
-
-        return LearnerActor
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> LearnerSettings:
+        """The settings of a replica in an allocation whose devices are bound."""
+        spec = launch.spec
+        return LearnerSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            model=spec.model,
+            learner=spec.learner,
+            optimizer=spec.optimizer,
+            algorithm=spec.algorithm,
+            temperature=spec.generation.temperature,
+            probe_token_ids=launch.probe_token_ids,
+            read_back=spec.weights.read_back,
+            store=StoreHome(str(launch.store_folder), launch.store_token),
+            rank_bindings=launch.rank_bindings(kind, allocation),
+            call_timeout_s=spec.timeouts.call_s,
+            planned=launch.planned(kind, allocation),
+        )
 
     @property
     def _step_of_weights(self) -> int:
@@ -51,7 +71,7 @@ class LearnerFunction(RankedFunction):
         self.admit(call)
         start_s = time.time()
         values = (await self._group.all("evaluate", ray.put(batch)))[0]
-        return self.reply(values, start_s, Usage(input_tokens=len(batch.tokens), sequences=batch.sequences))
+        return self.reply(values, start_s, CallUsage(input_tokens=len(batch.tokens), sequences=batch.sequences))
 
     async def learn(self, call: Call, batch: PackedBatch, mini_batches: int) -> Reply[Mapping[str, float]]:
         """One training step: an optimiser step per mini-batch. Returns the metrics.
@@ -70,7 +90,7 @@ class LearnerFunction(RankedFunction):
         metrics = dict((await self._group.all("learn", ray.put(batch), mini_batches))[0])
         self._step = call.step
         shared = int(metrics.pop("shared_prompt_tokens", 0))
-        usage = Usage(input_tokens=len(batch.tokens), cached_tokens=shared, sequences=batch.sequences)
+        usage = CallUsage(input_tokens=len(batch.tokens), cached_tokens=shared, sequences=batch.sequences)
         return self.reply(metrics, start_s, usage)
 
     async def meets(self, call: Call, token: str) -> Reply[tuple[str, ...]]:
@@ -103,7 +123,7 @@ class LearnerFunction(RankedFunction):
         # From the last rank: the answers of all ranks are equal, and rank 0 has written the file that they check.
         logprobs = (await self._group.all("probe", perturbed))[-1]
         published = replace(written, probe=replace(written.probe, logprobs=logprobs))
-        usage = Usage(size_bytes=published.size_bytes, version=published.version.label)
+        usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published, start_s, usage)
 
     async def _learned(self, step: int) -> None:

@@ -39,7 +39,7 @@ class ShardedAdamW:
     def gradient_norm(self) -> float:
         """Of the whole gradient, before clipping; the same on every rank. *Collective*."""
         gradients = self._gradients()
-        squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        squares = torch.stack([torch.linalg.vector_norm(each) for each in gradients]).double().square().sum()
         dist.all_reduce(squares)  # over copies, too, so that all of them clip by the same number
         return float((squares / self._copies).sqrt())
 
@@ -50,7 +50,8 @@ class ShardedAdamW:
         """Clip the gradient, whose norm is `norm`, and step. Returns the learning rate."""
         limit = self._spec.max_grad_norm
         if limit is not None and norm > limit:
-            torch._foreach_mul_(self._gradients(), limit / norm)
+            for gradient in self._gradients():
+                gradient.mul_(limit / norm)
         self.updates += 1
         warmed_up = min(1.0, self.updates / max(self._spec.warmup_steps, 1))
         learning_rate = self._spec.learning_rate * warmed_up

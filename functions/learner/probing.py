@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from rlhfless.functions.head import output_head
 from rlhfless.functions.learner.publishing import named_tensors
 from rlhfless.functions.loading import build_blank
-from rlhfless.functions.policy import Policy
+from rlhfless.functions.policy import PolicyNetwork
 from rlhfless.functions.sharding import layers_of
 
 Fetch = Callable[[str, torch.Tensor], torch.Tensor]
@@ -28,7 +28,7 @@ Fetch = Callable[[str, torch.Tensor], torch.Tensor]
 class Probing:
     """A blank twin of a policy's model. Its buffers, which are small, are the policy's own."""
 
-    def __init__(self, policy: Policy, *, trust_remote_code: bool) -> None:
+    def __init__(self, policy: PolicyNetwork, *, trust_remote_code: bool) -> None:
         self._source = policy.model
         twin = build_blank(AutoModelForCausalLM, policy.model.config, trust_remote_code=trust_remote_code).eval()
         twin.tie_weights()
@@ -73,7 +73,7 @@ class Probing:
     @contextmanager
     def _filled(self, tensors: Mapping[str, torch.Tensor], fetch: Fetch) -> Iterator[None]:
         """Within the block these parameters of the twin have data."""
-        blanks = {name: module._parameters[leaf] for name in tensors for module, leaf in self._owners[name][:1]}
+        blanks = {name: getattr(module, leaf) for name in tensors for module, leaf in self._owners[name][:1]}
         try:
             for name, tensor in tensors.items():
                 self._put(name, torch.nn.Parameter(fetch(name, tensor), requires_grad=False))
@@ -82,9 +82,9 @@ class Probing:
             for name, blank in blanks.items():
                 self._put(name, blank)
 
-    def _put(self, name: str, parameter: torch.nn.Parameter | None) -> None:
+    def _put(self, name: str, parameter: torch.nn.Parameter) -> None:
         for module, leaf in self._owners[name]:
-            module._parameters[leaf] = parameter
+            setattr(module, leaf, parameter)
 
 
 def _owners(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
@@ -92,7 +92,6 @@ def _owners(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str
     names = {parameter: name for name, parameter in model.named_parameters()}
     owners: dict[str, list[tuple[torch.nn.Module, str]]] = {name: [] for name in names.values()}
     for module in model.modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                owners[names[parameter]].append((module, leaf))
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners[names[parameter]].append((module, leaf))
     return owners

@@ -40,7 +40,7 @@ from rlhfless.functions.learner.probing import Probing
 from rlhfless.functions.learner.publishing import Substitute, gathered_as, published_stream, sampling
 from rlhfless.functions.learner.saving import Background
 from rlhfless.functions.packing_rate import with_measured_rates
-from rlhfless.functions.policy import Policy, load_policy, response_logprobs
+from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs
 from rlhfless.functions.ranks.process_group import join
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs, share_of
 from rlhfless.functions.sharding import is_alone, reduces
@@ -99,7 +99,7 @@ class LearnerRank:
         """Prompt tokens that no rank has computed in an update so far, because a sequence of the same micro-batch had
         computed the same prefix. Equal on all ranks."""
 
-    def _load(self, device: torch.device) -> Policy:
+    def _load(self, device: torch.device) -> PolicyNetwork:
         policy = load_policy(
             self._spec,
             parameter_dtype="float32",
@@ -256,6 +256,7 @@ class LearnerRank:
             logprobs=current.logprobs,
             entropy=current.entropy,
             denominator_tokens=batch.denominators.tokens,
+            own={name: of_responses(values) for name, values in batch.own.items()},
             **{name: of_responses(values) for name, values in batch.columns().items() if name in LOSS_COLUMNS},
         )
         outputs = self._algorithm.loss(inputs)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from rlhfless.algorithms.base import algorithm_of
@@ -24,7 +23,7 @@ from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.functions.learner.optimizer import MOMENTS, ShardedAdamW
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.functions.loading import build_blank
-from rlhfless.functions.policy import TORCH_DTYPES, Policy, checkpoint_activations, policy_of, response_logprobs
+from rlhfless.functions.policy import TORCH_DTYPES, PolicyNetwork, checkpoint_activations, policy_of, response_logprobs
 from rlhfless.functions.sharding import INSIDE, is_alone, local, mesh_of, reduces, shard
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
 from rlhfless.spec import AdamWSpec, DType, GRPOSpec, LearnerSpec
@@ -41,7 +40,7 @@ def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: 
 
     `config` is a transformers config. Must run in a process without a process group.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         mesh = mesh_of(CPU, ranks, learner.split_over(ranks))  # reads tensors
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -57,7 +56,7 @@ def peak_bytes(config: Any, learner: LearnerSpec, ranks: int, rows: int, width: 
 
 def frozen_peak_bytes(config: Any, dtype: DType, ranks: int, rows: int, width: int) -> Mapping[str, int]:
     """As `peak_bytes`, of the reference: passes without a gradient, with weights in `dtype`."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         mesh = mesh_of(CPU, ranks) if ranks > 1 else None
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -101,9 +100,10 @@ def _rank(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:
     return rank
 
 
-def _policy(config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: torch.dtype = torch.float32) -> Policy:
-    config._attn_implementation, config.dtype = "sdpa", exact
-    model = build_blank(AutoModelForCausalLM, config, trust_remote_code=False)
+def _policy(
+    config: Any, learner: LearnerSpec, mesh: DeviceMesh | None, exact: torch.dtype = torch.float32
+) -> PolicyNetwork:
+    model = build_blank(AutoModelForCausalLM, config, dtype=exact, attn_implementation="sdpa")
     compute = TORCH_DTYPES[learner.dtype] if exact == torch.float32 else exact
     if mesh is not None:
         shard(model, mesh, compute_dtype=compute, exact_head=learner.head_dtype == "float32")

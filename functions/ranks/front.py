@@ -36,8 +36,10 @@ class RankedSettings(FunctionSettings, Protocol):
 class RankedFunction(Function):
     """A front that owns a rank actor for each of `settings.rank_bindings`. Awaitable, as Serve wants it."""
 
-    named: ClassVar[str]
-    """In errors."""
+    named: str
+    """The function, in errors."""
+    actor: ClassVar[type]
+    """The class of a rank's actor: a RankActor."""
 
     async def __init__(self, settings: RankedSettings) -> None:  # type: ignore[misc]
         super().__init__(settings)
@@ -51,10 +53,6 @@ class RankedFunction(Function):
             address = await self._group.first("rendezvous", on_one_node)
             await self._group.all("start", address, on_one_node)
 
-    def _actor(self) -> type:
-        """The class of a rank's actor: a RankActor."""
-        raise NotImplementedError
-
     def _rank_actor(self, settings: RankedSettings, rank: int) -> Any:
         options = {
             "num_cpus": 0,
@@ -65,7 +63,7 @@ class RankedFunction(Function):
             "concurrency_groups": {"signs_of_life": 1, "waits": 1},
         }
         make: Any = ray.remote(**options)  # type: ignore[call-overload]  # Ray's types do not know every option
-        return make(self._actor()).remote(settings, rank)
+        return make(self.actor).remote(settings, rank)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
         """The description of this replica; `pids` are the ranks'. Raises FunctionBroken if a rank is lost."""

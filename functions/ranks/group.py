@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rlhfless.functions.base import FunctionBroken
-from rlhfless.spec.errors import UserError
+from rlhfless.spec.errors import UserError, class_and_line, first_line
 
 GRACE_S = 10.0
 """For the failures of other ranks after the first: Ray tells of a killed process after 1 to 5 seconds, and gloo's ranks
@@ -100,8 +100,8 @@ class RankGroup:
         if isinstance(cause, UserError):
             return cause
         what = f"was lost during `{method}`" if not _raised(failures[number]) else f"failed in `{method}`"
-        kind = f"{type(cause).__name__}: " if _raised(failures[number]) else ""
-        broken = FunctionBroken(f"{self._function} rank {number} {what}: {kind}{_first_line(cause)}")
+        told = class_and_line(cause) if _raised(failures[number]) else first_line(cause)
+        broken = FunctionBroken(f"{self._function} rank {number} {what}: {told}")
         broken.__cause__ = cause
         return broken
 
@@ -126,7 +126,3 @@ def _of_network(cause: BaseException) -> bool:
     names = {kind.__name__ for kind in type(cause).__mro__}
     told = str(cause).lower()
     return "DistError" in names or (isinstance(cause, RuntimeError) and any(word in told for word in _OF_NETWORK))
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -8,18 +8,18 @@ import torch.distributed as dist
 
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions.batching import cut, deal, prompt_tokens
-from rlhfless.functions.policy import Policy, logprobs_of
+from rlhfless.functions.policy import PolicyNetwork, logprobs_of
 from rlhfless.records import FloatArray, IntArray
 
 
-def share_of(policy: Policy, batch: PackedBatch, budget_tokens: int) -> IntArray:
+def share_of(policy: PolicyNetwork, batch: PackedBatch, budget_tokens: int) -> IntArray:
     """This rank's sequences `[share]`: dealt out so that all ranks have equal work."""
     ranks, rank = (1, 0) if policy.mesh is None else (policy.mesh.size(), policy.mesh.get_rank())
     return deal(batch, budget_tokens, ranks, pays_below=policy.packs_below)[rank]
 
 
 def share_logprobs(
-    policy: Policy, batch: PackedBatch, temperature: float, budget_tokens: int
+    policy: PolicyNetwork, batch: PackedBatch, temperature: float, budget_tokens: int
 ) -> tuple[FloatArray, int]:
     """Logprobs `[tokens]` of this rank's sequences, 0 on prompt tokens and on the tokens of other ranks; and the prompt
     tokens of the share that were not computed, because a sequence with the same prefix had computed them. *Collective*.
@@ -33,7 +33,7 @@ def share_logprobs(
     return everything, prompt_tokens(mine) - parts.prompt_tokens
 
 
-def of_all_ranks(policy: Policy, values: FloatArray) -> FloatArray:
+def of_all_ranks(policy: PolicyNetwork, values: FloatArray) -> FloatArray:
     """The sum over the ranks, on each of them: values of shares become those of the batch. *Collective*."""
     if policy.mesh is None:
         return values

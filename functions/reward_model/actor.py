@@ -1,12 +1,30 @@
-"""One rank of the reward model function as a Ray actor."""
+"""One rank of the reward model function as a Ray actor, and the settings of the ranks and their front."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from rlhfless.functions.base import DeviceBinding
+from rlhfless.functions.lease import LeaseTerms
+from rlhfless.functions.out_of_memory import Planned
 from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.functions.reward_model.settings import RewardModelSettings
-from rlhfless.rewards import Outcome, Sample
+from rlhfless.rewards import Outcome, RewardSample
+from rlhfless.spec import OnFailure, RewardModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelSettings:
+    """The settings of a reward model replica."""
+
+    run_id: str
+    lease: LeaseTerms
+    rewards: tuple[RewardModelSpec, ...]
+    on_failure: OnFailure
+    rank_bindings: tuple[DeviceBinding, ...]
+    call_timeout_s: float
+    planned: Planned = field(default_factory=dict)
+    """Of one rank."""
 
 
 class RewardModelActor(RankActor[RewardModelSettings]):
@@ -23,7 +41,7 @@ class RewardModelActor(RankActor[RewardModelSettings]):
         with self._memory_told("score"):
             self._models = [RewardModel(spec, threads=self._threads, mesh=mesh) for spec in settings.rewards]
 
-    def score(self, samples: Sequence[Sample]) -> list[Mapping[int, Outcome]]:
+    def score(self, samples: Sequence[RewardSample]) -> list[Mapping[int, Outcome]]:
         """By reward model: see RewardModel.share. *Collective.*"""
         with self._memory_told("score"):
             return [model.share(samples) for model in self._models]

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import ray
 
-from rlhfless.functions.base import Call, Reply, Usage
+from rlhfless.functions.base import Call, CallUsage, Reply
+from rlhfless.functions.launching import Launch
 from rlhfless.functions.ranks.front import RankedFunction
-from rlhfless.functions.reward_model.settings import RewardModelSettings
+from rlhfless.functions.reward_model.actor import RewardModelActor, RewardModelSettings
 from rlhfless.functions.scoring.scorer import by_group, samples_of
 from rlhfless.records import Group, Score
 from rlhfless.rewards import Outcome, combined
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
 
 
 class RewardModelFunction(RankedFunction):
@@ -20,15 +23,24 @@ class RewardModelFunction(RankedFunction):
     cannot be used."""
 
     named = "reward model"
+    actor = RewardModelActor
 
     async def __init__(self, settings: RewardModelSettings) -> None:  # type: ignore[misc]
         self._settings = settings
         await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
 
-    def _actor(self) -> type:
-        from rlhfless.functions.reward_model.actor import RewardModelActor
-
-        return RewardModelActor
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> RewardModelSettings:
+        """The settings of a replica in an allocation whose devices are bound."""
+        return RewardModelSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            rewards=launch.spec.reward_models,
+            on_failure=launch.spec.scoring.on_failure,
+            rank_bindings=launch.rank_bindings(kind, allocation),
+            call_timeout_s=launch.spec.timeouts.call_s,
+            planned=launch.planned(kind, allocation),
+        )
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
         """The reward models' part of every sample's score, in their order."""
@@ -42,7 +54,7 @@ class RewardModelFunction(RankedFunction):
         weights = {spec.label: spec.weight for spec in rewards}
         scores = combined(weights, columns, len(samples), self._settings.on_failure)
         tokens = sum(sample.tokens for group in groups for sample in group.samples)
-        usage = Usage(sequences=len(samples), input_tokens=tokens * len(rewards))
+        usage = CallUsage(sequences=len(samples), input_tokens=tokens * len(rewards))
         return self.reply(by_group(scores, groups), start_s, usage)
 
 

@@ -22,9 +22,9 @@ from rlhfless.functions import sharding
 from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.loading import load_whole
 from rlhfless.functions.policy import TORCH_DTYPES, default_device
-from rlhfless.rewards import Failed, Outcome, RewardError, Sample
+from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec
-from rlhfless.spec.errors import InputError
+from rlhfless.spec.errors import InputError, first_line
 
 _POSITIONS = re.compile(r"position|wpe")
 """In the names of learned tables of positions: `wpe` (GPT-2), `embed_positions` (OPT), `position_embeddings` (BERT)."""
@@ -70,12 +70,12 @@ class RewardModel:
         self._positions = min((table.num_embeddings for table in tables), default=math.inf)
         """Tokens that it can take, where it has learned a table of them."""
 
-    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
         """One outcome per sample, in their order; of a model that is not split."""
         outcomes = self.share(samples)
         return [outcomes[index] for index in range(len(samples))]
 
-    def share(self, samples: Sequence[Sample]) -> dict[int, Outcome]:
+    def share(self, samples: Sequence[RewardSample]) -> dict[int, Outcome]:
         """Outcomes by the index of their sample: of this rank's share, which is all of them without a mesh; and on
         every rank of those that cannot be written for the model. *Collective*."""
         outcomes: dict[int, Outcome] = {}
@@ -101,7 +101,7 @@ class RewardModel:
         passes = [list(_batches(share, self._spec.micro_batch_tokens)) for share in shares]
         return passes[rank] + [[]] * (max(map(len, passes)) - len(passes[rank]))
 
-    def _tokens(self, sample: Sample) -> list[int]:
+    def _tokens(self, sample: RewardSample) -> list[int]:
         """The sequence to score; its end if it is too long."""
         field = self._spec.prompt_field
         prompt = sample.prompt if field is None else sample.columns[field]
@@ -139,7 +139,7 @@ class RewardModel:
                 raise
             if len(sequences) > 1:
                 return [outcome for ids in sequences for outcome in self._forward([ids])]
-            return [Failed(f"{self._spec.path!r} fails on {width} tokens: {str(error).splitlines()[0]}")]
+            return [Failed(f"{self._spec.path!r} fails on {width} tokens: {first_line(error)}")]
         values: list[float] = at_least_float32(logits[:, 0]).tolist()
         return [value if math.isfinite(value) else Failed(f"{self._spec.path!r} gave {value}") for value in values]
 

@@ -6,12 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfless.functions.base import Call, DeviceBinding, Function, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, CallUsage, DeviceBinding, Function, ReplicaInfo, Reply
+from rlhfless.functions.launching import Launch, binding
 from rlhfless.functions.lease import LeaseTerms
-from rlhfless.functions.scoring.scorer import Scorer
+from rlhfless.functions.scoring.scorer import score_groups
 from rlhfless.records import Group, Score
+from rlhfless.rewards import Rewards
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import RewardSpec, ScoringSpec
-from rlhfless.spec.imports import look_in
+from rlhfless.spec.imports import import_paths, look_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +34,44 @@ class ScoringSettings:
 class ScoringFunction(Function):
     """One scoring replica."""
 
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> ScoringSettings:  # noqa: ARG004
+        """The settings of a replica in an allocation whose devices are bound."""
+        return ScoringSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            rewards=launch.spec.rewards,
+            scoring=launch.spec.scoring,
+            binding=binding(allocation.devices, exclusive=False),
+            import_paths=import_paths(),
+        )
+
     def __init__(self, settings: ScoringSettings) -> None:
         super().__init__(settings)
         settings.binding.bind()
         look_in(settings.import_paths)
-        self._scorer = Scorer(settings.rewards, settings.scoring)
+        self._rewards = Rewards(settings.rewards, settings.scoring)
 
     async def describe(self, call: Call) -> Reply[ReplicaInfo]:
         """The description of this replica. The first call starts its workers; raises RewardError if a reward cannot be
         made."""
         self.admit(call)
         start_s = time.time()
-        await self._scorer.start()
-        return self.reply(self.info(self._scorer.pids), start_s)
+        await self._rewards.start()
+        return self.reply(self.info(self._rewards.pids), start_s)
 
     async def stop(self, call: Call) -> Reply[None]:
         """End the workers."""
         self.admit(call)
         start_s = time.time()
-        self._scorer.close()
+        self._rewards.close()
         return self.reply(None, start_s)
 
     async def score(self, call: Call, groups: Sequence[Group]) -> Reply[list[list[Score]]]:
         """The score of every sample of every group, in their order. A reward that fails marks its sample."""
         self.admit(call)
         start_s = time.time()
-        scores = await self._scorer.score(groups)
+        scores = await score_groups(self._rewards, groups)
         samples = [sample for group in groups for sample in group.samples]
-        usage = Usage(sequences=len(samples), input_tokens=sum(sample.model_tokens for sample in samples))
+        usage = CallUsage(sequences=len(samples), input_tokens=sum(sample.model_tokens for sample in samples))
         return self.reply(scores, start_s, usage)

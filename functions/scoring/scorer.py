@@ -1,4 +1,4 @@
-"""Groups in, scores out. A plain class; the fleet gives it a process.
+"""Groups in, scores out, for rewards that need no network and for reward models.
 
 All groups of one call are scored together, so a batch reward sees them in one list.
 """
@@ -8,33 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfless.records import Group, Prompt, Sample, Score
-from rlhfless.rewards import Rewards
-from rlhfless.rewards import Sample as RewardSample
-from rlhfless.spec import RewardSpec, ScoringSpec
+from rlhfless.rewards import Rewards, RewardSample
 
 
-class Scorer:
-    """Scores finished groups with the rewards that need no network. `close` ends its worker processes."""
-
-    def __init__(self, rewards: Sequence[RewardSpec], scoring: ScoringSpec) -> None:
-        self._rewards = Rewards(rewards, scoring)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Its worker processes."""
-        return self._rewards.pids
-
-    async def start(self) -> None:
-        """Start the worker processes. Raises RewardError if a reward cannot be made."""
-        await self._rewards.start()
-
-    def close(self) -> None:
-        """End the worker processes."""
-        self._rewards.close()
-
-    async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        """Scores per group, in the order of its samples. A reward that fails marks its sample."""
-        return by_group(await self._rewards.score(samples_of(groups)), groups)
+async def score_groups(rewards: Rewards, groups: Sequence[Group]) -> list[list[Score]]:
+    """Scores per group, in the order of its samples. A reward that fails marks its sample."""
+    return by_group(await rewards.score(samples_of(groups)), groups)
 
 
 def samples_of(groups: Sequence[Group]) -> list[RewardSample]:

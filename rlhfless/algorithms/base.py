@@ -12,7 +12,7 @@ do not exist here, because they would give the tokens of a short micro-batch mor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,8 @@ class LossInputs:
     old_logprobs: torch.Tensor | None = None  # [tokens]
     """None: this is the first and only update of the step, so the old policy is the current one, exactly."""
     reference_logprobs: torch.Tensor | None = None  # [tokens]; if the algorithm needs a reference
+    own: Mapping[str, torch.Tensor] = field(default_factory=dict)  # each [tokens]
+    """Columns of the user's own functions, by name."""
 
     @property
     def scale(self) -> float:

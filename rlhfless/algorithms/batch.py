@@ -52,6 +52,10 @@ class Column:
     the value, means that the column is added later."""
 
 
+OWN = Column(np.float32, per_token=True)
+"""The declaration of every column that a function of the user's own computes."""
+
+
 def per_token(dtype: type[np.generic], of_sample: Callable[[Sample], Any] | None = None) -> dict[str, Column]:
     """Metadata of a field that is a column with a value per token."""
     return {_COLUMN: Column(dtype, per_token=True, of_sample=of_sample)}
@@ -71,7 +75,7 @@ def _reward(sample: Sample) -> float | None:
 
 
 def _reference_logprobs(sample: Sample) -> FloatArray | None:
-    return sample.reference_logprobs
+    return sample.columns.get("reference_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,8 @@ class PackedBatch:
         default=None, metadata=per_token(np.float32, _reference_logprobs)
     )
     advantages: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
+    own: Mapping[str, FloatArray] = dataclasses.field(default_factory=dict)
+    """Columns of the user's own functions, by name, each `[tokens]`."""
 
     @property
     def sequences(self) -> int:
@@ -131,13 +137,21 @@ class PackedBatch:
     def columns(self) -> dict[str, npt.NDArray[Any]]:
         """The columns that the batch has, by name."""
         values = {name: getattr(self, name) for name in declared(type(self))}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in (values | dict(self.own)).items() if value is not None}
 
     def with_columns(self, **columns: npt.NDArray[Any]) -> PackedBatch:
-        """The batch with these columns: `[tokens]` or `[sequences]`, as each is declared."""
+        """The batch with these columns: `[tokens]` or `[sequences]`, as each is declared. A column that is not is the
+        user's own, `[tokens]`."""
         known = declared(type(self))
-        fitted: dict[str, Any] = {name: self._fitted(name, known[name], values) for name, values in columns.items()}
-        return dataclasses.replace(self, **fitted)
+        fitted = {name: self._fitted(name, known.get(name, OWN), values) for name, values in columns.items()}
+        return dataclasses.replace(self, **self._placed(fitted))
+
+    def _placed(self, columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
+        """Values of fields, with these columns in them."""
+        known = declared(type(self))
+        placed: dict[str, Any] = {name: values for name, values in columns.items() if name in known}
+        own = {name: values for name, values in columns.items() if name not in known}
+        return placed | {"own": {**self.own, **own}}
 
     def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """`values` [sequences] as `[tokens]`: each token that the model drew gets the value of its sequence."""
@@ -187,12 +201,16 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     response_mask = np.repeat(drawn, segment_lengths)
     lengths = np.array([sample.tokens for sample in samples])
     sizes = np.array([len(group.samples) for group in ordered])
+    known = declared(PackedBatch)
     columns: dict[str, Any] = {
         name: _packed(name, column, samples, response_mask)
-        for name, column in declared(PackedBatch).items()
+        for name, column in known.items()
         if column.of_sample is not None
     }
+    names = dict.fromkeys(name for sample in samples for name in sample.columns if name not in known)
+    own: dict[str, Any] = {name: _packed(name, _own(name), samples, response_mask) for name in names}
     return PackedBatch(
+        own=own,
         tokens=np.concatenate([segment.token_ids for segment in segments]).astype(np.int64, copy=False),
         positions=_counts_from_zero(lengths),
         sequence_id=np.repeat(np.arange(len(samples)), lengths),
@@ -226,8 +244,8 @@ def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
     source = np.repeat(batch.starts[indices], lengths) + positions
     groups = _ids_by_first_appearance(batch.sequence_groups[indices])
     known = declared(type(batch))
-    columns: dict[str, Any] = {
-        name: values[source if known[name].per_token else indices] for name, values in batch.columns().items()
+    columns = {
+        name: values[source if known.get(name, OWN).per_token else indices] for name, values in batch.columns().items()
     }
     return dataclasses.replace(
         batch,
@@ -236,7 +254,7 @@ def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
         sequence_id=np.repeat(np.arange(len(indices)), lengths),
         group_id=np.repeat(groups, lengths),
         response_mask=batch.response_mask[source],
-        **columns,
+        **batch._placed(columns),
     )
 
 
@@ -260,6 +278,10 @@ def _own_denominators(batch: PackedBatch) -> PackedBatch:
     groups = int(batch.group_id.max(initial=-1)) + 1
     own = Denominators(int(batch.response_mask.sum()), batch.sequences, groups)
     return dataclasses.replace(batch, denominators=own)
+
+
+def _own(name: str) -> Column:
+    return dataclasses.replace(OWN, of_sample=lambda sample: sample.columns.get(name))
 
 
 def _packed(name: str, column: Column, samples: Sequence[Sample], mask: BoolArray) -> npt.NDArray[Any] | None:

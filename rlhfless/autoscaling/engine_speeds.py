@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rlhfless.records import FunctionName, Invocation
+from rlhfless.records import Invocation
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit
 from rlhfless.scaling.latency.prior import prior_of
@@ -40,8 +40,7 @@ class EngineSpeeds:
 
     def learn_trace(self, trace: Trace) -> None:
         """Learns from the trace of an earlier attempt."""
-        held = (holding for holding in trace.holdings if holding.function is FunctionName.GENERATION)
-        kinds = {holding.replica: holding.device_kind for holding in held}
+        kinds = {holding.replica: holding.device_kind for holding in trace.holdings}
         steps = sorted({row.step for row in trace.rollouts})[-STEPS_REPLAYED:]
         for step in steps:
             calls = [call for call in trace.invocations if call.step == step]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from rlhfless.fleet.pool import Pool
-from rlhfless.records import Decision, FunctionName, Invocation
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.records import Decision, Invocation
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.prices import PriceBook
 
@@ -16,7 +16,7 @@ class FleetFigures(Protocol):
 
     prices: PriceBook
 
-    def mean_start_s(self, function: FunctionName) -> float | None:
+    def mean_start_s(self, function: str) -> float | None:
         """Mean duration of the function's cold starts, with the proof of an engine's loads; None if there was none."""
 
     def mean_start_phases(self) -> dict[str, float]:
@@ -28,7 +28,7 @@ class FleetFigures(Protocol):
     def reacquire_s(self, kind: str) -> float:
         """Expected time until devices of a kind are there whose node has to come; not billed."""
 
-    def cost_usd(self, pools: Iterable[Pool]) -> float:
+    def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
         """Cost of the run up to now, with the holdings of these pools that are still open."""
 
     def has_rollouts_of(self, step: int) -> bool:

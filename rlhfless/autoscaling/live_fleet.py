@@ -16,9 +16,9 @@ from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.autoscaling.figures import FleetFigures
 from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.autoscaling.sample_table import SampleTable
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
-from rlhfless.records import Decision, FunctionName
+from rlhfless.records import Decision, FunctionRole
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.leases import RentalTerms
@@ -41,7 +41,7 @@ class LiveFleet:
         self,
         spec: RunSpec,
         call: Call,
-        pools: Sequence[Pool],
+        pools: Sequence[ReplicaPool],
         ledger: FleetFigures,
         speeds: EngineSpeeds,
         max_model_len: int,
@@ -68,9 +68,9 @@ class LiveFleet:
         if phases and self._actors.allocations:
             self._starts.keep(self._actors.allocations[0].devices[0].kind, phases)
 
-    def slot_of(self, function: FunctionName) -> int:
+    def slot_of(self, function: str) -> int:
         """The slot of a function that has one replica."""
-        return next(slot for slot, (pool, _) in enumerate(self._slots) if pool.function is function)
+        return next(slot for slot, (pool, _) in enumerate(self._slots) if pool.function == function)
 
     def kinds(self) -> dict[str, str]:
         """Device kinds of the generation actors, by name."""
@@ -117,7 +117,7 @@ class LiveFleet:
         A lost learner is started by the run's recovery, because it must load a checkpoint.
         """
         pool, number = self._slots[slot]
-        if pool.function is FunctionName.LEARNER:
+        if pool.kind.role is FunctionRole.UPDATES:
             return
         if at_s is None and (state := pool.state(number)) is not None:
             raise PolicyFault(f"slot {slot} is asked to start, and has an actor ({state})")
@@ -129,14 +129,14 @@ class LiveFleet:
         if tier is not None:
             raise PolicyFault(f"slot {slot} is to sleep in {tier!r}: this fleet has no sleep tiers")
         pool, number = self._slots[slot]
-        if pool.function is FunctionName.LEARNER:
+        if pool.kind.role is FunctionRole.UPDATES:
             raise PolicyFault(f"slot {slot} is released: it is the learner's, which keeps the run's state")
         if not pool.expects(number):
             raise PolicyFault(f"slot {slot} is released, and has no actor")
         if not pool.release(number):
             self._note(step, "keep", f"slot {slot} stays", pool)
 
-    def idle(self, function: FunctionName, step: int) -> None:
+    def idle(self, function: str, step: int) -> None:
         """A function has finished its work of a step, and the policy has decided: a replica that the spec does not
         allow to be idle is released."""
         slot = self.slot_of(function)
@@ -145,44 +145,41 @@ class LiveFleet:
             pool.release(number)
             self._note(step, "release", f"slot {slot} gives its devices back", pool)
 
-    def _note(self, step: int, kind: str, choice: str, pool: Pool) -> None:
-        inputs: dict[str, float | int | str | bool] = {"function": str(pool.function), "reason": pool.bounds.reason}
+    def _note(self, step: int, kind: str, choice: str, pool: ReplicaPool) -> None:
+        inputs: dict[str, float | int | str | bool] = {"function": pool.function, "reason": pool.bounds.reason}
         self._ledger.add_decision(Decision(step, time.time(), kind, choice, inputs))
 
     def _at(self, step: int) -> Call:
         return Call(self._call.run_id, self._call.attempt, step)
 
-    def _replica_slots(self, pool: Pool) -> list[ReplicaSlot]:
+    def _replica_slots(self, pool: ReplicaPool) -> list[ReplicaSlot]:
         """The slots of a pool. A start takes as long as the pool's starts have taken on average, and before the first
         one as long as an engine's is expected to."""
-        function = pool.function
+        function, samples = pool.function, pool is self._actors
         measured_s = self._ledger.mean_start_s(function)
-        kinds = (
-            {allocation.devices[0].kind for allocation in pool.allocations}
-            if function is FunctionName.GENERATION
-            else ()
-        )
+        kinds = {allocation.devices[0].kind for allocation in pool.allocations} if samples else ()
         engines = {kind: self._engine(kind) for kind in kinds}
         expected_s = {} if measured_s is not None else {kind: self._starts.expected_s(kind) for kind in kinds}
         return [
             ReplicaSlot(
                 function=function,
+                role=pool.kind.role,
                 kind=allocation.devices[0].kind,
                 devices=tuple(device.name for device in allocation.devices),
                 node=NODE,
-                usd_per_s=self._usd_per_s(function, allocation),
+                usd_per_s=0.0 if samples and self._spec.scaling.generation.fixed else self._usd_per_s(allocation),
                 start_s=expected_s.get(allocation.devices[0].kind, START_S) if measured_s is None else measured_s,
                 wake_s={},
                 resident_usd_per_s={},
                 engine=engines.get(allocation.devices[0].kind),
                 beside=True,
-                usable=function is not FunctionName.GENERATION or number not in self._unusable,
+                usable=not samples or number not in self._unusable,
                 reacquire_s=self._reacquire_s(pool, number),
             )
             for number, allocation in enumerate(pool.allocations)
         ]
 
-    def _reacquire_s(self, pool: Pool, number: int) -> float:
+    def _reacquire_s(self, pool: ReplicaPool, number: int) -> float:
         """See ReplicaSlot."""
         return self._ledger.reacquire_s(pool.allocations[number].devices[0].kind) if pool.must_come(number) else 0.0
 
@@ -193,11 +190,8 @@ class LiveFleet:
         lag_s = max(self._ledger.reacquire_s(kind) for kind in kinds)
         return RentalTerms.of([price.billing for price in prices], lag_s)
 
-    def _usd_per_s(self, function: FunctionName, allocation: Allocation) -> float:
-        """The saving of a release; 0 if the function is never released."""
-        bounds = self._spec.scaling.generation
-        if function is FunctionName.GENERATION and bounds.fixed:
-            return 0.0
+    def _usd_per_s(self, allocation: Allocation) -> float:
+        """The saving of a release."""
         prices = self._ledger.prices
         saved = (prices.device(device.kind).saved_usd_per_hour * share for device, share in allocation.shared)
         return sum(saved) / SECONDS_PER_HOUR

@@ -15,10 +15,10 @@ from rlhfless.autoscaling.figures import FleetFigures
 from rlhfless.autoscaling.live_fleet import LiveFleet
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.autoscaling.prefix_moves import PrefixMoves
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.prepare.preflight import Prepared
-from rlhfless.records import FunctionName, StepRecord, Work
+from rlhfless.records import StepRecord, Work
 from rlhfless.records.traces import Trace
 from rlhfless.scaling.lengths import predictor_of
 from rlhfless.scaling.plan import RunContract
@@ -58,7 +58,7 @@ class Scaler:
         """The metrics of a step; none if the policy was not asked about it."""
         return self._runner.figures(step)
 
-    def idle(self, function: FunctionName, step: int) -> None:
+    def idle(self, function: str, step: int) -> None:
         """A function has finished its work of a step."""
         self._runner.ask(Idle(self._fleet.slot_of(function)), step)
         self._fleet.idle(function, step)
@@ -85,7 +85,7 @@ def scaler_of(
     spec: RunSpec,
     prepared: Prepared,
     call: Call,
-    pools: Sequence[Pool],
+    pools: Sequence[ReplicaPool],
     ledger: FleetFigures,
     earlier: Trace | None,
 ) -> Scaler:

@@ -26,9 +26,9 @@ import numpy as np
 
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
-from rlhfless.bundled.warm_start import Progress, WarmStartRecipe, train_policy
+from rlhfless.bundled.warm_start import WarmStartProgress, WarmStartRecipe, train_policy
 
-__all__ = ["BundledPaths", "Progress", "Recipe", "WarmStartRecipe", "build", "build_random"]
+__all__ = ["BundledPaths", "Recipe", "WarmStartProgress", "WarmStartRecipe", "build", "build_random"]
 
 FORMAT_VERSION = 1
 """Raise it when code, not a constant of the recipe, changes what is built."""
@@ -76,7 +76,7 @@ def build(
     *,
     seed: int = 0,
     recipe: Recipe | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[WarmStartProgress], None] | None = None,
 ) -> BundledPaths:
     """Build the bundled task and policy in `folder`, or return at once if they are there already.
 
@@ -114,7 +114,7 @@ def _write(
     seed: int,
     recipe: Recipe,
     digest: str,
-    on_progress: Callable[[Progress], None] | None,
+    on_progress: Callable[[WarmStartProgress], None] | None,
 ) -> None:
     paths.folder.mkdir()
     rng = np.random.default_rng(seed)

@@ -60,7 +60,7 @@ class TaskRecipe:
 
 
 @dataclass(frozen=True)
-class Problem:
+class TaskProblem:
     """Count from `first` to `last`, both included, upwards or downwards."""
 
     first: int
@@ -99,7 +99,7 @@ class Demonstration:
     response: str
 
 
-def draw_problem(recipe: TaskRecipe, rng: np.random.Generator, *, held_out: bool) -> Problem:
+def draw_problem(recipe: TaskRecipe, rng: np.random.Generator, *, held_out: bool) -> TaskProblem:
     """Draw a problem of one side of the split: the distance first, then direction and position evenly."""
     while True:
         distance = round(recipe.median_distance * np.exp(recipe.distance_sigma * rng.standard_normal()))
@@ -112,14 +112,14 @@ def draw_problem(recipe: TaskRecipe, rng: np.random.Generator, *, held_out: bool
             if 0 <= last - step * distance <= recipe.largest_number
         ]
         last = targets[rng.integers(len(targets))]
-        problem = Problem(last - step * distance, last)
+        problem = TaskProblem(last - step * distance, last)
         if problem.held_out(recipe) == held_out:
             return problem
 
 
-def draw_problems(recipe: TaskRecipe, rng: np.random.Generator, count: int, *, held_out: bool) -> list[Problem]:
+def draw_problems(recipe: TaskRecipe, rng: np.random.Generator, count: int, *, held_out: bool) -> list[TaskProblem]:
     """Draw `count` different problems of one side of the split."""
-    problems: dict[Problem, None] = {}
+    problems: dict[TaskProblem, None] = {}
     while len(problems) < count:
         problems[draw_problem(recipe, rng, held_out=held_out)] = None
     return list(problems)
@@ -137,7 +137,7 @@ def draw_demonstrations(recipe: TaskRecipe, rng: np.random.Generator, count: int
     return demonstrations
 
 
-def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
+def write_jsonl(path: Path, problems: Iterable[TaskProblem]) -> None:
     """Write one object per line: `id`, `prompt`, `answer`, `distance`."""
     with path.open("w", encoding="utf-8") as file:
         for problem in problems:

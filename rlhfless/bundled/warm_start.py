@@ -43,7 +43,7 @@ class WarmStartRecipe:
 
 
 @dataclass(frozen=True)
-class Progress:
+class WarmStartProgress:
     """One step of the warm start is done."""
 
     step: int
@@ -67,7 +67,7 @@ def train_policy(
     task: TaskRecipe,
     size: ModelSize,
     recipe: WarmStartRecipe,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[WarmStartProgress], None] | None = None,
 ) -> None:
     """Train a new policy and write it with its tokenizer to `folder`.
 
@@ -80,7 +80,7 @@ def train_policy(
     with _one_thread():
         for step, loss in enumerate(_fit(model, batches, recipe), start=1):
             if on_progress is not None:
-                on_progress(Progress(step, recipe.steps, loss))
+                on_progress(WarmStartProgress(step, recipe.steps, loss))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -9,14 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhfless.scaling.lengths import QUANTILE_LEVELS
-from rlhfless.scaling.lengths.evaluate import Score
+from rlhfless.scaling.lengths.evaluate import ForecastScore
 from rlhfless.telemetry.numbers import count, decimal
 
 SHOWN_LEVELS = (0.1, 0.5, 0.9, 0.99)
 """Quantiles whose coverage is shown."""
 
 
-def lengths_report(run_id: str, scores: Sequence[Score]) -> RenderableType:
+def lengths_report(run_id: str, scores: Sequence[ForecastScore]) -> RenderableType:
     """One row per forecaster."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("response lengths", no_wrap=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rlhfless.bundled.warm_start import Progress
+    from rlhfless.bundled.warm_start import WarmStartProgress
 
 
 def register(app: typer.Typer) -> None:
@@ -37,7 +37,7 @@ def tiny(
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("teaching the model to count", total=None)
 
-        def show(progress: Progress) -> None:
+        def show(progress: WarmStartProgress) -> None:
             description = f"teaching the model to count (loss {progress.loss:.3f})"
             bar.update(task, total=progress.steps, completed=progress.step, description=description)
 

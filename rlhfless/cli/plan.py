@@ -93,8 +93,8 @@ def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change:
     from rich.console import Console
     from rich.table import Table
 
-    from rlhfless.prepare.memory.formulas import GIB
     from rlhfless.prepare.memory.room import CHART_KEY, chart_shared_memory
+    from rlhfless.scaling.memory import GIB
 
     console = Console()
     console.print(

@@ -15,7 +15,7 @@ from rlhfless.cli.options import OptionalSpecFile, Overrides
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rlhfless.selftest.check import Outcome
+    from rlhfless.selftest.check import CheckOutcome
     from rlhfless.spec import RunSpec
 
 FAILED = 1
@@ -88,15 +88,15 @@ async def _on_cluster(address: str, spec: RunSpec | None) -> dict[str, dict[str,
 
 
 def _show_nodes(console: Console, nodes: Mapping[str, Mapping[str, Any]]) -> None:
-    from rlhfless.selftest.check import Outcome
+    from rlhfless.selftest.check import CheckOutcome
 
     for name, node in nodes.items():
         console.print(f"node {name}: {node['devices']['count']} x {node['devices']['kind']}")
         for check in node["checks"]:
-            _show(console, Outcome(**check))
+            _show(console, CheckOutcome(**check))
 
 
-def _show(console: Console, outcome: Outcome) -> None:
+def _show(console: Console, outcome: CheckOutcome) -> None:
     from rich.markup import escape
 
     figures = ", ".join(f"{name} {_figure(value)}" for name, value in outcome.measured.items() if name != "trace")

@@ -8,16 +8,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhfless.sim.experiment.compare import Comparison, quoted_part
-from rlhfless.sim.experiment.rows import Row
-from rlhfless.sim.report.columns import COLUMNS, Column
+from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
+from rlhfless.sim.experiment.rows import ResultRow
+from rlhfless.sim.report.columns import COLUMNS, ReportColumn
 from rlhfless.sim.report.words import PARTS, contract_text, infeasible
 
 HALVES = (COLUMNS[:5], COLUMNS[5:])
 """Two tables, results and causes: side by side they would not fit a terminal of 80 columns."""
 
 
-def comparison_table(comparison: Comparison) -> RenderableType:
+def comparison_table(comparison: PolicyComparison) -> RenderableType:
     """One row per policy: means over the seeds, and below each the half width of its confidence interval."""
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
     rows = comparison.rows(part)
@@ -28,7 +28,7 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     return Group(title, *parts, "", *infeasible(comparison), Text(legend, style="dim"))
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+def _table(rows: Sequence[ResultRow], columns: Sequence[ReportColumn]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("policy", no_wrap=True)
     for column in columns:

@@ -53,7 +53,7 @@ AGAIN = frozenset({429, 502, 503, 504})
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
+class ClientCall(Generic[T]):
     """One request."""
 
     method: str
@@ -129,79 +129,81 @@ def away(url: str, error: Exception) -> ServiceAway:
 # -- the requests
 
 
-def create_run(spec: Mapping[str, Any], idempotency_key: str | None) -> Call[RunObject]:
+def create_run(spec: Mapping[str, Any], idempotency_key: str | None) -> ClientCall[RunObject]:
     key = idempotency_key or uuid.uuid4().hex
-    return Call("POST", "/v1/runs", RunObject, body=dict(spec), headers={"Idempotency-Key": key})
+    return ClientCall("POST", "/v1/runs", RunObject, body=dict(spec), headers={"Idempotency-Key": key})
 
 
-def get_run(run_id: str) -> Call[RunObject]:
-    return Call("GET", f"/v1/runs/{run_id}", RunObject)
+def get_run(run_id: str) -> ClientCall[RunObject]:
+    return ClientCall("GET", f"/v1/runs/{run_id}", RunObject)
 
 
 def list_runs(
     after: str | None, limit: int, status: Sequence[str], metadata: Mapping[str, str]
-) -> Call[ListObject[RunObject]]:
+) -> ClientCall[ListObject[RunObject]]:
     params = [("limit", str(limit)), *(("status", one) for one in status)]
     params += [(f"metadata[{name}]", value) for name, value in metadata.items()]
     params += [("after", after)] if after else []
-    return Call("GET", "/v1/runs", ListObject[RunObject], params)
+    return ClientCall("GET", "/v1/runs", ListObject[RunObject], params)
 
 
-def act(run_id: str, action: str, body: Mapping[str, Any] | None = None) -> Call[RunObject]:
-    return Call("POST", f"/v1/runs/{run_id}/{action}", RunObject, body=dict(body) if body else None)
+def act(run_id: str, action: str, body: Mapping[str, Any] | None = None) -> ClientCall[RunObject]:
+    return ClientCall("POST", f"/v1/runs/{run_id}/{action}", RunObject, body=dict(body) if body else None)
 
 
-def delete_run(run_id: str) -> Call[None]:
-    return Call("DELETE", f"/v1/runs/{run_id}", None)
+def delete_run(run_id: str) -> ClientCall[None]:
+    return ClientCall("DELETE", f"/v1/runs/{run_id}", None)
 
 
-def events(run_id: str, after: int, limit: int) -> Call[ListObject[EventObject]]:
+def events(run_id: str, after: int, limit: int) -> ClientCall[ListObject[EventObject]]:
     params = [("after", str(after)), ("limit", str(limit))]
-    return Call("GET", f"/v1/runs/{run_id}/events", ListObject[EventObject], params)
+    return ClientCall("GET", f"/v1/runs/{run_id}/events", ListObject[EventObject], params)
 
 
 def metrics(
     run_id: str, names: Sequence[str], after_step: int | None, points: int | None, until_step: int | None
-) -> Call[MetricsObject]:
+) -> ClientCall[MetricsObject]:
     params = [("name", name) for name in names]
     bounds = {"after_step": after_step, "until_step": until_step, "points": points}
     params += [(name, str(value)) for name, value in bounds.items() if value is not None]
-    return Call("GET", f"/v1/runs/{run_id}/metrics", MetricsObject, params)
+    return ClientCall("GET", f"/v1/runs/{run_id}/metrics", MetricsObject, params)
 
 
-def checkpoints(run_id: str) -> Call[ListObject[CheckpointObject]]:
-    return Call("GET", f"/v1/runs/{run_id}/checkpoints", ListObject[CheckpointObject])
+def checkpoints(run_id: str) -> ClientCall[ListObject[CheckpointObject]]:
+    return ClientCall("GET", f"/v1/runs/{run_id}/checkpoints", ListObject[CheckpointObject])
 
 
-def usage(run_id: str) -> Call[UsageObject]:
-    return Call("GET", f"/v1/runs/{run_id}/usage", UsageObject)
+def usage(run_id: str) -> ClientCall[UsageObject]:
+    return ClientCall("GET", f"/v1/runs/{run_id}/usage", UsageObject)
 
 
-def rollouts(run_id: str, step: int | None, limit: int) -> Call[ListObject[RolloutObject]]:
+def rollouts(run_id: str, step: int | None, limit: int) -> ClientCall[ListObject[RolloutObject]]:
     params = [("limit", str(limit)), *([("step", str(step))] if step is not None else [])]
-    return Call("GET", f"/v1/runs/{run_id}/rollouts", ListObject[RolloutObject], params)
+    return ClientCall("GET", f"/v1/runs/{run_id}/rollouts", ListObject[RolloutObject], params)
 
 
-def logs(run_id: str, lines: int) -> Call[str]:
-    return Call("GET", f"/v1/runs/{run_id}/logs", str, [("lines", str(lines))])
+def logs(run_id: str, lines: int) -> ClientCall[str]:
+    return ClientCall("GET", f"/v1/runs/{run_id}/logs", str, [("lines", str(lines))])
 
 
-def functions() -> Call[ListObject[ReplicaObject]]:
-    return Call("GET", "/v1/functions", ListObject[ReplicaObject])
+def functions() -> ClientCall[ListObject[ReplicaObject]]:
+    return ClientCall("GET", "/v1/functions", ListObject[ReplicaObject])
 
 
-def compute(path: str, body: Mapping[str, Any]) -> Call[dict[str, Any]]:
+def compute(path: str, body: Mapping[str, Any]) -> ClientCall[dict[str, Any]]:
     """A question that changes nothing."""
-    return Call("POST", path, dict[str, Any], body=dict(body), timeout_s=COMPUTE_S)
+    return ClientCall("POST", path, dict[str, Any], body=dict(body), timeout_s=COMPUTE_S)
 
 
-def simulate(scenario: Mapping[str, Any] | None, run_id: str | None, policies: Sequence[str]) -> Call[SimulationObject]:
+def simulate(
+    scenario: Mapping[str, Any] | None, run_id: str | None, policies: Sequence[str]
+) -> ClientCall[SimulationObject]:
     body = {"scenario": scenario and dict(scenario), "run": run_id, "policies": list(policies)}
-    return Call("POST", "/v1/simulations", SimulationObject, body=body, repeatable=False, timeout_s=COMPUTE_S)
+    return ClientCall("POST", "/v1/simulations", SimulationObject, body=body, repeatable=False, timeout_s=COMPUTE_S)
 
 
-def get_simulation(simulation_id: str) -> Call[SimulationObject]:
-    return Call("GET", f"/v1/simulations/{simulation_id}", SimulationObject)
+def get_simulation(simulation_id: str) -> ClientCall[SimulationObject]:
+    return ClientCall("GET", f"/v1/simulations/{simulation_id}", SimulationObject)
 
 
 # -- streams

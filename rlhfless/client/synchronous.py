@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import httpx
 
 from rlhfless.client import calls
-from rlhfless.client.calls import AGAIN, STREAM_S, TIMEOUT_S, TRIES, Call, Stream
+from rlhfless.client.calls import AGAIN, STREAM_S, TIMEOUT_S, TRIES, ClientCall, Stream
 from rlhfless.client.errors import fault_of
 from rlhfless.control.objects import (
     CheckpointObject,
@@ -53,7 +53,7 @@ class Client:
         """Close all connections."""
         self._http.close()
 
-    def send(self, call: Call[T]) -> T:
+    def send(self, call: ClientCall[T]) -> T:
         """Send a request of rlhfless.client.calls."""
         for attempt in range(TRIES):
             response = None

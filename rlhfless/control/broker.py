@@ -24,7 +24,7 @@ at most behind a stream of runs of the highest one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DevicesRequest:
     """What a run asks for, has been promised, and holds."""
 
     run_id: str
@@ -70,11 +70,11 @@ class _Kind:
     """The devices of one kind, while promises are made."""
 
     count: int
-    requests: list[Request]
+    requests: list[DevicesRequest]
     granted: dict[str, int] = field(default_factory=dict)
     yields: list[str] = field(default_factory=list)
 
-    def of(self, request: Request) -> int:
+    def of(self, request: DevicesRequest) -> int:
         """What is promised to a run by now."""
         return self.granted.get(request.run_id, request.granted)
 
@@ -90,9 +90,9 @@ class _Kind:
         return self.count - sum(self.of(request) for request in self.requests if request.run_id not in gone)
 
 
-def decide(requests: Iterable[Request], there: Mapping[str, int], now_s: float) -> Decisions:
+def decide(requests: Iterable[DevicesRequest], there: Mapping[str, int], now_s: float) -> Decisions:
     """The promises from now on. `there`: devices by kind."""
-    by_kind: dict[str, list[Request]] = defaultdict(list)
+    by_kind: dict[str, list[DevicesRequest]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.run_id):
         by_kind[request.kind].append(request)
     granted: dict[str, int] = {}
@@ -109,10 +109,10 @@ def decide(requests: Iterable[Request], there: Mapping[str, int], now_s: float) 
     return Decisions(granted, tuple(yields), reasons)
 
 
-def _serve(kind: _Kind, now_s: float) -> list[Request]:
+def _serve(kind: _Kind, now_s: float) -> list[DevicesRequest]:
     """Promise minimums in order; returns the runs that go on waiting."""
     waiting = _in_order([request for request in kind.requests if request.waits], kind, now_s)
-    left: list[Request] = []
+    left: list[DevicesRequest] = []
     blocked = False
     for request in waiting:
         possible = request.minimum <= kind.count
@@ -126,19 +126,19 @@ def _serve(kind: _Kind, now_s: float) -> list[Request]:
     return left
 
 
-def _in_order(waiting: Sequence[Request], kind: _Kind, now_s: float) -> list[Request]:
+def _in_order(waiting: Sequence[DevicesRequest], kind: _Kind, now_s: float) -> list[DevicesRequest]:
     owned: dict[str, int] = defaultdict(int)
     for request in kind.requests:
         owned[request.owner] += request.taken
 
-    def rank(request: Request) -> tuple[float, int, float, str]:
+    def rank(request: DevicesRequest) -> tuple[float, int, float, str]:
         aged = request.priority + max(now_s - request.asked_at_s, 0.0) // AGING_S
         return -aged, owned[request.owner], request.asked_at_s, request.run_id
 
     return sorted(waiting, key=rank)
 
 
-def _take_back(kind: _Kind, wanting: Request) -> None:
+def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
     """Lower promises until, at the end of steps, there will be enough for a run."""
     holders = [request for request in kind.requests if not request.waits]
     last_first = sorted(holders, key=lambda r: (r.priority, -r.asked_at_s, r.run_id))
@@ -168,7 +168,7 @@ def _share_out(kind: _Kind) -> None:
             _even_out(kind, request)
 
 
-def _even_out(kind: _Kind, poor: Request) -> None:
+def _even_out(kind: _Kind, poor: DevicesRequest) -> None:
     """A run that could use more, and finds nothing free, gets a unit of the run that has the most above its minimum:
     it is asked back now, and given when it is free."""
     if kind.of(poor) + poor.unit > poor.maximum or kind.to_come >= poor.unit:
@@ -178,7 +178,7 @@ def _even_out(kind: _Kind, poor: Request) -> None:
         kind.granted[rich.run_id] = kind.of(rich) - rich.unit
 
 
-def _reason(request: Request, kind: _Kind, now_s: float, place: int) -> str:
+def _reason(request: DevicesRequest, kind: _Kind, now_s: float, place: int) -> str:
     waited_s = max(now_s - request.asked_at_s, 0.0)
     wanted = f"waiting for {request.minimum} x {request.kind} for {waited_s:.0f} s"
     if request.minimum > kind.count:

@@ -58,7 +58,7 @@ class Item(_Message):
     data: dict[str, Any]
 
 
-class Ending(_Message):
+class DeliveryEnding(_Message):
     """How a driver has ended: the data of an item of kind `ended`."""
 
     status: Status

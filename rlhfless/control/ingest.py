@@ -11,7 +11,17 @@ from sqlalchemy.orm import Session
 
 from rlhfless.control import store
 from rlhfless.control.database.tables import LeaseRow, MetricsRow, RolloutRow, RunRow, UsageRow
-from rlhfless.control.delivery import OUT_OF_MEMORY, PROTOCOL, Ending, Item, LeaseWanted, Now, Push, failure, refusal
+from rlhfless.control.delivery import (
+    OUT_OF_MEMORY,
+    PROTOCOL,
+    DeliveryEnding,
+    Item,
+    LeaseWanted,
+    Now,
+    Push,
+    failure,
+    refusal,
+)
 from rlhfless.control.errors import ApiError
 from rlhfless.control.lifecycle import DRIVEN, FOLLOWING, Status, Wish
 
@@ -63,7 +73,7 @@ def _at_rest(run: RunRow) -> Status:
 def _put_to_rest(session: Session, run: RunRow, status: Status, code: str, message: str) -> None:
     status = Status.CANCELLED if run.wish == Wish.CANCEL else status
     store.release(session, run)
-    end(session, run, Ending(status=status, reason=message, error=failure(code, message)))
+    end(session, run, DeliveryEnding(status=status, reason=message, error=failure(code, message)))
 
 
 def take_items(session: Session, run: RunRow, items: list[Item]) -> None:
@@ -174,10 +184,10 @@ def _rollouts(session: Session, run: RunRow, item: Item) -> None:
 def _ended(session: Session, run: RunRow, item: Item) -> None:
     if item.attempt == run.attempt:
         store.release(session, run)
-        end(session, run, Ending.model_validate(item.data))
+        end(session, run, DeliveryEnding.model_validate(item.data))
 
 
-def end(session: Session, run: RunRow, ending: Ending) -> None:
+def end(session: Session, run: RunRow, ending: DeliveryEnding) -> None:
     """The run's driver has ended: what the user has wished for comes about, or the next driver is waited for."""
     status, reason = ending.status, ending.reason
     if ending.retry:

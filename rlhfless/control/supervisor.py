@@ -17,10 +17,10 @@ from typing import Protocol
 from sqlalchemy.orm import Session
 
 from rlhfless.control import store
-from rlhfless.control.broker import Request, decide
+from rlhfless.control.broker import DevicesRequest, decide
 from rlhfless.control.database.access import Database
 from rlhfless.control.database.tables import RunRow
-from rlhfless.control.delivery import DriverOrder, Ending, failure
+from rlhfless.control.delivery import DeliveryEnding, DriverOrder, failure
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import LOG_FILE, LOG_START, Drivers
 from rlhfless.control.ingest import end, ran_out_of_memory, refuse_folder, take_items
@@ -111,7 +111,7 @@ class Supervisor(Looker):
                 ran_out_of_memory(session, row)
             elif row.status in DRIVEN:
                 error = failure("driver_died", why)
-                end(session, row, Ending(status=Status.QUEUED, reason=why, error=error, retry=True))
+                end(session, row, DeliveryEnding(status=Status.QUEUED, reason=why, error=error, retry=True))
 
         await self._service.database.write(settle)
 
@@ -124,7 +124,7 @@ class Supervisor(Looker):
         def promise(session: Session) -> None:
             rows = store.leases(session)
             requests = [
-                Request(
+                DevicesRequest(
                     lease.run_id,
                     run.owner,
                     run.priority,

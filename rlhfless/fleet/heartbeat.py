@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call, StaleCall
@@ -24,7 +24,7 @@ class Heartbeat:
     """Beats until it is cancelled, or until a newer attempt of the run has taken the replicas over."""
 
     def __init__(
-        self, pools: Sequence[Pool], devices: RunDevices, call: Call, lease_s: float, beaten: Callable[[], None]
+        self, pools: Sequence[ReplicaPool], devices: RunDevices, call: Call, lease_s: float, beaten: Callable[[], None]
     ) -> None:
         """`beaten` is called after each beat."""
         self._pools = pools

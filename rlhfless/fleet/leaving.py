@@ -18,7 +18,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
 from rlhfless.fleet.leave_node import drain
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def drain_nodes(leaving: Mapping[str, float]) -> None:
 class LeavingWatch:
     """Makes pools leave the nodes that are being drained, until it is cancelled."""
 
-    def __init__(self, pools: Sequence[Pool], call: Call) -> None:
+    def __init__(self, pools: Sequence[ReplicaPool], call: Call) -> None:
         self._pools = pools
         self._call = call
         self._known: frozenset[str] = frozenset()

@@ -14,14 +14,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from rlhfless.fleet.blueprint import Blueprint, Bounds
+from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster, FleetError
 from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
 from rlhfless.fleet.replicas import Replicas
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
-from rlhfless.records import FunctionName, ReplicaState, WeightVersion
+from rlhfless.records import FunctionRole, ReplicaState, WeightVersion
+from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.spec import TimeoutsSpec
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Listener(Protocol):
         """Make a replica hand back the work it has; returns when it has done so."""
 
 
-class Pool(Replicas):
+class ReplicaPool(Replicas):
     """A slot is the number of an allocation; at most one replica is there at a time."""
 
     def __init__(
@@ -248,10 +249,11 @@ class Pool(Replicas):
         The learner keeps the state of the run; see `must_move`.
         """
         self._leaving_nodes = nodes
-        if not nodes or self.function is FunctionName.LEARNER or self._closed:
+        role = self.kind.role
+        if not nodes or role is FunctionRole.UPDATES or self._closed:
             return
         for replica in self.up():
-            if self._is_on(replica, nodes) and (self.function is FunctionName.GENERATION or not replica.working):
+            if self._is_on(replica, nodes) and (role is FunctionRole.SAMPLES or not replica.working):
                 slot = self.slot_of(replica)
                 log.info("%s leaves, because its node does", replica.name)
                 if self.expected <= self.bounds.fewest:

@@ -16,7 +16,6 @@ from rlhfless.functions.base import Call, FunctionBroken, ReplicaInfo, Reply
 from rlhfless.records import (
     START,
     Decision,
-    FunctionName,
     Holding,
     Invocation,
     ReplicaState,
@@ -55,7 +54,7 @@ class Replica:
     def __init__(
         self,
         name: str,
-        function: FunctionName,
+        function: str,
         allocation: Allocation,
         recorder: Recorder,
         clock: Clock = time.time,

@@ -14,7 +14,8 @@ from rlhfless.fleet.replica import CallTimeout, Recorder, Replica, ReplicaLost
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call, ReplicaInfo, StaleCall, settings_key
-from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.records import ReplicaState
+from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec import TimeoutsSpec
 
@@ -50,8 +51,13 @@ class Replicas:
         self._removed: set[str] = set()
 
     @property
-    def function(self) -> FunctionName:
-        return self._blueprint.function
+    def kind(self) -> FunctionKind:
+        return self._blueprint.kind
+
+    @property
+    def function(self) -> str:
+        """The function's name."""
+        return self._blueprint.kind.name
 
     @property
     def allocations(self) -> tuple[Allocation, ...]:

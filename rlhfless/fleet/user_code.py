@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from rlhfless.fleet.each_node import on_each_node
 from rlhfless.folders import private
-from rlhfless.spec import RunSpec
+from rlhfless.spec import EngineSpec, RunSpec
 from rlhfless.spec.errors import UserError
 from rlhfless.spec.extension import OwnSpec
 from rlhfless.spec.imports import TargetError, load_target
@@ -53,11 +53,13 @@ def _targets(value: object) -> Iterator[str]:
         yield value.type
     elif isinstance(value, PythonRewardSpec):
         yield value.target
+    elif isinstance(value, EngineSpec):
+        yield from (value.type,) if ":" in value.type else ()
     elif isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _targets(getattr(value, name))
-    elif isinstance(value, tuple | list):
-        for item in value:
+    elif isinstance(value, tuple | list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _targets(item)
 
 

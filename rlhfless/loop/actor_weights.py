@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class ActorWeights:
     """Loads published weights into the actors of a pool."""
 
-    def __init__(self, pool: Pool, spec: RunSpec) -> None:
+    def __init__(self, pool: ReplicaPool, spec: RunSpec) -> None:
         self.served: PublishedWeights
         """The version for all actors, including actors that start later; set by `sync`."""
         self.perturbed: PublishedWeights

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rlhfless.fleet.pool import RECOVERABLE
 from rlhfless.loop.evaluation import evaluate_held_out
-from rlhfless.loop.host import Cause, RunPaused
+from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.limits import reached
 from rlhfless.loop.recovery import Recovered, Recovery
 from rlhfless.loop.run import Run
@@ -131,8 +131,8 @@ class RunSteps:
         verdict = self._session.host.after_step(run, step)
         if step == self._session.spec.steps:
             return
-        limit = reached(self._session.spec.limits, run.ledger.spent(run.pools))
-        cause = Cause.LIMIT if limit else verdict.stop
+        limit = reached(self._session.spec.limits, run.ledger.spent(run.pools.values()))
+        cause = StopCause.LIMIT if limit else verdict.stop
         if cause is not None:
             if not saved:
                 await self._save(step, whole=True)

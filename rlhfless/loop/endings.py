@@ -14,7 +14,7 @@ from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.ray_session import NoCluster, NoRay
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.base import FunctionBroken, StaleCall
-from rlhfless.functions.generation.vllm.messages import EngineError
+from rlhfless.functions.generation.engine import EngineError
 from rlhfless.loop.host import RunPaused
 from rlhfless.loop.session import JOURNAL_FILE
 from rlhfless.records.checkpoints import CheckpointError, checkpoints_of

@@ -29,6 +29,6 @@ async def evaluate_held_out(run: Run, step: int) -> Mapping[str, float]:
 
 async def _means(run: Run, request: RolloutRequest) -> dict[str, float]:
     groups = run.generate(request).groups()
-    experience = await collect(groups, len(request.prompts), run.scoring_of(request.call), None)
+    experience = await collect(groups, len(request.prompts), run.scoring_of(request.call), {})
     log_failures(experience, request.call.step)
     return mean_parts(experience.scores)

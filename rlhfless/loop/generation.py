@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.autoscaling.sample_table import SampleTable
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.generation.messages import (
     GenerateRequest,
@@ -45,7 +45,7 @@ class GenerationStage:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: ReplicaPool,
         request: RolloutRequest,
         spec: RunSpec,
         runner: PolicyRunner,

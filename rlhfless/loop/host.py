@@ -30,7 +30,7 @@ class DevicesWanted:
     """Devices of one generation actor, which it takes and gives back together."""
 
 
-class Cause(StrEnum):
+class StopCause(StrEnum):
     """Why a run stops after a step, with a checkpoint."""
 
     PAUSE = "pause"
@@ -44,7 +44,7 @@ class Cause(StrEnum):
 class RunPaused(UserError):
     """The run has stopped after a step; it can go on from its checkpoint."""
 
-    def __init__(self, cause: Cause, text: str) -> None:
+    def __init__(self, cause: StopCause, text: str) -> None:
         super().__init__(cause, text)
         self.cause = cause
         self.text = text
@@ -57,7 +57,7 @@ class RunPaused(UserError):
 class Verdict:
     """What a host wants after a step."""
 
-    stop: Cause | None = None
+    stop: StopCause | None = None
     actors: int | None = None
     """Most generation actors from now on; None for as many as the spec allows."""
 

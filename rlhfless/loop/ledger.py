@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.loop.limits import Spent
 from rlhfless.loop.step_context import StepBegun
 from rlhfless.records import (
     Decision,
-    FunctionName,
     Group,
     Holding,
     Invocation,
@@ -87,9 +86,11 @@ class Ledger:
         """The first holding of this attempt began."""
         self._engine_starts = list(started(earlier.decisions))
         """Of each start of an engine, the seconds of its phases."""
-        self._proofs_s = [call.duration_s for call in earlier.invocations if call.work is Work.PROVE_LOADING]
+        self._proofs_s: dict[str, list[float]] = defaultdict(list)
+        for call in earlier.invocations:
+            self._note_proof(call)
         self._lags = AcquisitionLags(prices, Acquired.of(earlier.decisions))
-        self._recent: dict[FunctionName, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
+        self._recent: dict[str, deque[Invocation]] = defaultdict(lambda: deque(maxlen=RECENT_CALLS))
 
     def add_holding(self, holding: Holding) -> None:
         """Add a span of time in which a replica held a device, in one state."""
@@ -107,8 +108,11 @@ class Ledger:
         self._invocations.append(invocation)
         self._calls.append(invocation)
         self._recent[invocation.function].append(invocation)
+        self._note_proof(invocation)
+
+    def _note_proof(self, invocation: Invocation) -> None:
         if invocation.work is Work.PROVE_LOADING:
-            self._proofs_s.append(invocation.duration_s)
+            self._proofs_s[invocation.function].append(invocation.duration_s)
 
     def has_rollouts_of(self, step: int) -> bool:
         """Whether the step's rollouts are in the trace: then it was interrupted later, and is done again."""
@@ -150,13 +154,13 @@ class Ledger:
         self._calls = [call for call in self._calls if call.end_s > since_s]
         self._drawn.pop(record.step, None)
 
-    def cost_usd(self, pools: Iterable[Pool]) -> float:
+    def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
         """Cost of the run up to now, with the holdings that are still open."""
         return self._closed_usd + sum(
             device_s * self.prices.price_usd_per_hour(kind) / SECONDS_PER_HOUR for kind, device_s in _open(pools)
         )
 
-    def spent(self, pools: Sequence[Pool]) -> Spent:
+    def spent(self, pools: Collection[ReplicaPool]) -> Spent:
         """Of all attempts of the run, up to now."""
         device_s = self._earlier_device_s + self._device_s + sum(device_s for _, device_s in _open(pools))
         held_s = self._earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
@@ -166,12 +170,12 @@ class Ledger:
         """What the bill of the run is made of, of all its attempts: holdings that have been closed, and calls."""
         return list(self._holdings), list(self._invocations)
 
-    def mean_start_s(self, function: FunctionName) -> float | None:
+    def mean_start_s(self, function: str) -> float | None:
         """See FleetFigures."""
-        starts = cold_starts([holding for holding in self._starts if holding.function is function])
+        starts = cold_starts([holding for holding in self._starts if holding.function == function])
         if not starts:
             return None
-        opened_s = self._proofs_s if function is FunctionName.GENERATION else []
+        opened_s = self._proofs_s.get(function, [])
         return fmean(end_s - start_s for start_s, end_s in starts) + (fmean(opened_s) if opened_s else 0.0)
 
     def mean_start_phases(self) -> dict[str, float]:
@@ -180,8 +184,9 @@ class Ledger:
 
     def mean_load_s(self) -> float:
         """Mean duration of an actor's recent weight loads; 0 if there was none."""
-        recent = self._recent[FunctionName.GENERATION]
-        loads = [call.duration_s for call in recent if call.work is Work.LOAD_WEIGHTS]
+        loads = [
+            call.duration_s for recent in self._recent.values() for call in recent if call.work is Work.LOAD_WEIGHTS
+        ]
         return sum(loads) / len(loads) if loads else 0.0
 
     def done_in_step(self, step: int) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:
@@ -195,7 +200,7 @@ class Ledger:
             metrics["recovery_s"] = recovery_until_s(begun.step, begun.tried_s, self._calls) - begun.start_s
         return step_times(StepRecord(begun.step, begun.start_s, end_s, metrics), self._calls)
 
-    def write(self, pools: Iterable[Pool]) -> None:
+    def write(self, pools: Iterable[ReplicaPool]) -> None:
         """Write all rows to disk, with the holdings up to now. Raises OSError if the disk is full; the rows are
         kept."""
         self._written_s = time.monotonic()
@@ -206,7 +211,7 @@ class Ledger:
         self._writer.flush(self._step)
         self._behind = False
 
-    def keep_up(self, pools: Iterable[Pool], lag_s: float) -> None:
+    def keep_up(self, pools: Iterable[ReplicaPool], lag_s: float) -> None:
         """Write all rows if none were written for `lag_s`; a full disk is left to `catch_up`."""
         if time.monotonic() - self._written_s >= lag_s:
             try:
@@ -214,7 +219,7 @@ class Ledger:
             except OSError as error:
                 log.warning("the trace could not be written; the end of the step tries again: %s", error)
 
-    def catch_up(self, pools: Iterable[Pool]) -> None:
+    def catch_up(self, pools: Iterable[ReplicaPool]) -> None:
         """Write the rows that could not be written before. Raises OSError if the disk is still full."""
         if self._behind:
             self.write(pools)
@@ -224,7 +229,7 @@ class Ledger:
         self._writer.close()
 
 
-def _open(pools: Iterable[Pool]) -> Iterator[tuple[str, float]]:
+def _open(pools: Iterable[ReplicaPool]) -> Iterator[tuple[str, float]]:
     """Device kind and device-seconds of the holdings that are not closed yet."""
     for pool in pools:
         for replica in pool.replicas():

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 async def clear(run: Run, call: Call) -> None:
     """Find out which replicas are lost, and free their allocations."""
-    await gather_or_cancel(*(pool.probe_all(call) for pool in run.pools))
-    await gather_or_cancel(*(pool.remove_dead() for pool in run.pools))
+    await gather_or_cancel(*(pool.probe_all(call) for pool in run.pools.values()))
+    await gather_or_cancel(*(pool.remove_dead() for pool in run.pools.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Recovery:
     def recovered(self) -> Recovered:
         """The recoveries so far. A fault counts when the run has recovered from it: the fault that stops a run does not
         count, and faults during a recovery count once."""
-        return Recovered(sum(pool.lost for pool in self._run.pools), self._steps_again)
+        return Recovered(sum(pool.lost for pool in self._run.pools.values()), self._steps_again)
 
     async def after(self, step: int, fault: Exception) -> int:
         """Replace lost replicas; returns the step to go on with.

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from rlhfless.fleet.each_node import on_each_node
 from rlhfless.prepare.memory.assumed import loading_bytes
-from rlhfless.prepare.memory.formulas import version_bytes
 from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems, store_base
 from rlhfless.prepare.preflight import Prepared
-from rlhfless.records import FunctionName
+from rlhfless.records import FunctionRole
+from rlhfless.scaling.function_kinds import name_of
+from rlhfless.scaling.memory import version_bytes
 from rlhfless.scaling.placement import Node, Placement
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
@@ -45,16 +46,17 @@ def needed_by_node(spec: RunSpec, prepared: Prepared, placement: Placement) -> M
     if prepared.shape is None:
         return {}
     size = version_bytes(prepared.shape, spec.model.dtype)
-    learner = placement.allocation(FunctionName.LEARNER, 0).devices
-    loading = loading_bytes(spec, learner[0].kind, len(_devices(placement)), prepared.max_model_len)
+    learner = placement.allocation(name_of(spec, FunctionRole.UPDATES), 0).devices
+    loading = loading_bytes(spec, learner[0].kind, len(_devices(placement, learner[0].kind)), prepared.max_model_len)
     ranks = Counter(device.node for device in learner)
-    actors = {device.node for each in placement.allocations[FunctionName.GENERATION] for device in each.devices}
+    actors = {
+        device.node for each in placement.allocations[name_of(spec, FunctionRole.SAMPLES)] for device in each.devices
+    }
     return {
         node: Needed(size, learner=node == learner[0].node, memory_bytes=loading * ranks[node] // len(learner))
         for node in sorted(actors | ranks.keys())
     }
 
 
-def _devices(placement: Placement) -> set[str]:
-    kind = placement.allocation(FunctionName.LEARNER, 0).devices[0].kind
+def _devices(placement: Placement, kind: str) -> set[str]:
     return {device.name for group in placement.groups if group.kind == kind for device in group.devices}

@@ -11,7 +11,7 @@ from typing import Any
 from rlhfless.algorithms.base import Algorithm, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, by_sample, pack
 from rlhfless.autoscaling.scaler import Scaler
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
@@ -20,12 +20,13 @@ from rlhfless.loop.failures import added_up, readable
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.ledger import Ledger
 from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
-from rlhfless.loop.stages import ReferenceLogprobs, ScoredGroups, ScoreGroups
+from rlhfless.loop.stages import ComputeColumn, ScoredGroups, ScoreGroups
 from rlhfless.loop.step_context import StepClock, StepContext
 from rlhfless.prepare.prompts import PromptOrder
 from rlhfless.records import (
     Experience,
     FloatArray,
+    FunctionRole,
     Group,
     Prompt,
     PublishedWeights,
@@ -54,13 +55,9 @@ class Run:
     spec: RunSpec
     order: PromptOrder
     held_out: Sequence[Prompt]
-    generation: Pool
-    """The generation actors."""
+    pools: Mapping[str, ReplicaPool]
+    """By name: the replicas of each function of this run."""
     weights: ActorWeights
-    scoring: Pool
-    reward_model: Pool | None
-    reference: Pool | None
-    learner: Pool
     scaler: Scaler
     ledger: Ledger
     sinks: MetricSinks
@@ -82,15 +79,25 @@ class Run:
     def __post_init__(self) -> None:
         self.algorithm = algorithm_of(self.spec.algorithm)
 
-    @property
-    def helpers(self) -> tuple[Pool, ...]:
-        """The pools of functions that work on finished groups, and are idle between two steps."""
-        return tuple(pool for pool in (self.scoring, self.reward_model, self.reference) if pool)
+    def with_role(self, *roles: FunctionRole) -> tuple[ReplicaPool, ...]:
+        """The pools of the functions with one of these roles."""
+        return tuple(pool for pool in self.pools.values() if pool.kind.role in roles)
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
-        """The pools of all functions of this run."""
-        return (self.generation, *self.helpers, self.learner)
+    def generation(self) -> ReplicaPool:
+        """The generation actors."""
+        (pool,) = self.with_role(FunctionRole.SAMPLES)
+        return pool
+
+    @property
+    def learner(self) -> ReplicaPool:
+        (pool,) = self.with_role(FunctionRole.UPDATES)
+        return pool
+
+    @property
+    def helpers(self) -> tuple[ReplicaPool, ...]:
+        """The pools of functions that work on complete groups, and are idle between two steps."""
+        return self.with_role(FunctionRole.SCORES, FunctionRole.COLUMN)
 
     def call(self, step: int) -> Call:
         """The identity that all calls of a step carry."""
@@ -151,7 +158,7 @@ class Run:
             self.spec,
             self.scaler.runner_of(request.call.step, request.work),
             self.journal if request.work is Work.GENERATE else None,
-            at_work=lambda: self.ledger.keep_up(self.pools, 0.0),
+            at_work=lambda: self.ledger.keep_up(self.pools.values(), 0.0),
             no_weights=self._no_weights,
             moves=self.scaler.moves,
         )
@@ -163,37 +170,37 @@ class Run:
         served = "://" in self.published.location
         return "the learner, which serves them, was lost" if served and not self.learner.replicas() else ""
 
-    # -- scoring and reference
+    # -- functions that work on complete groups
 
     def scoring_of(self, call: Call) -> ScoreGroups:
         """The scoring stage of a step. A replica that was released is started again; the ledger records the start."""
 
-        async def parts(pool: Pool, groups: Sequence[Group]) -> ScoredGroups:
+        async def parts(pool: ReplicaPool, groups: Sequence[Group]) -> ScoredGroups:
             return await self._work(await pool.ready(call), Work.SCORE, "score", call, groups)
 
         async def score(groups: Sequence[Group]) -> ScoredGroups:
-            pools = [pool for pool in (self.scoring, self.reward_model) if pool]
+            pools = self.with_role(FunctionRole.SCORES)
             scored = await gather_or_cancel(*(parts(pool, groups) for pool in pools))
             return added_up(groups, scored, self.spec.scoring)
 
         return score
 
-    def reference_of(self, call: Call) -> ReferenceLogprobs | None:
-        """The reference stage of a step; None when the algorithm needs no reference."""
-        pool = self.reference
-        if pool is None:
-            return None
+    def columns_of(self, call: Call) -> dict[str, ComputeColumn]:
+        """The stages of a step that compute a column, by its name."""
 
-        async def logprobs(groups: Sequence[Group]) -> list[list[FloatArray]]:
-            replica = await pool.ready(call)
-            batch = pack(readable(groups))
-            values = await self._work(replica, Work.LOGPROBS, "logprobs", call, batch)
-            return by_sample(batch, values, groups)
+        def stage(pool: ReplicaPool) -> ComputeColumn:
+            async def computed(groups: Sequence[Group]) -> list[list[FloatArray]]:
+                replica = await pool.ready(call)
+                batch = pack(readable(groups))
+                values = await self._work(replica, Work.LOGPROBS, "compute", call, batch)
+                return by_sample(batch, values, groups)
 
-        return logprobs
+            return computed
+
+        return {pool.kind.column: stage(pool) for pool in self.with_role(FunctionRole.COLUMN)}
 
     def release_idle(self, step: int) -> None:
-        """Scoring and reference have finished their work of this step: the policy keeps or releases them."""
+        """The helpers have finished their work of this step: the policy keeps or releases them."""
         for pool in self.helpers:
             self.scaler.idle(pool.function, step)
 
@@ -239,7 +246,7 @@ class Run:
             before=self.before,
         )
         self.clock.interrupted()
-        self.ledger.write(self.pools)  # a resumed run does not do these steps again
+        self.ledger.write(self.pools.values())  # a resumed run does not do these steps again
         call, learner, location = self.call(step), self._the_learner, self.checkpoints.location(step)
         arguments = (location, notes.as_json(), self.spec.checkpoint.background)
         later = await self._work(learner, Work.CHECKPOINT, "checkpoint", call, *arguments)
@@ -316,7 +323,7 @@ class Run:
             self.ledger.add_step(record, others_since_s)
             lengths = [sample.model_tokens for sample in experience.samples]
             self.sinks.emit(record.step, record.metrics, {"response_tokens": lengths})
-        self.ledger.catch_up(self.pools)
+        self.ledger.catch_up(self.pools.values())
         self.under_way.pop(record.step, None)
 
     def check_rollouts(self, record: StepRecord, drawn_with: WeightVersion) -> None:

@@ -17,7 +17,7 @@ from rlhfless.fleet.downloads import fetch_on_nodes, hub_models
 from rlhfless.fleet.each_node import on_each_node, remove_folders
 from rlhfless.fleet.heartbeat import BEATS_PER_LEASE, Heartbeat
 from rlhfless.fleet.leaving import LeavingWatch
-from rlhfless.fleet.pool import RECOVERABLE, Pool
+from rlhfless.fleet.pool import RECOVERABLE, ReplicaPool
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel, is_stopping, to_the_end
 from rlhfless.fleet.user_code import check_on_nodes, gathered, targets
@@ -33,10 +33,12 @@ from rlhfless.loop.run import Run
 from rlhfless.prepare.memory.assumed import devices_of, memory_problems, settled_on
 from rlhfless.prepare.preflight import Prepared
 from rlhfless.prepare.prompts import PromptOrder
+from rlhfless.records import FunctionRole
 from rlhfless.records.checkpoints import CheckpointError, Checkpoints, checkpoints_of
 from rlhfless.records.journal import Journal
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import Trace, TraceMeta, TraceWriter, describe_machine, read_trace
+from rlhfless.scaling.function_kinds import name_of
 from rlhfless.scaling.latency.shape import DTYPE_BYTES
 from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.scaling.policies.cost_aware.warm_up import warm_up
@@ -44,7 +46,7 @@ from rlhfless.scaling.prices import PriceBook, load_price_book
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError
 from rlhfless.spec.load import SPEC_FILE, resolved_yaml
-from rlhfless.telemetry.progress import Progress
+from rlhfless.telemetry.progress import RunProgress
 from rlhfless.telemetry.sinks import MetricSinks
 from rlhfless.weights.monitor import RolloutMonitor
 
@@ -64,7 +66,7 @@ class Session:
     prepared: Prepared
     run_id: str
     folder: Path
-    console: Progress
+    console: RunProgress
     sinks: MetricSinks
     host: Host = field(default_factory=NoHost)
 
@@ -147,8 +149,9 @@ async def _fleet(
         await require_room(spec, session.prepared, launcher.placement, nodes, folders)
     launcher.devices.acquired = ledger.add_acquired
     await session.host.devices(devices_wanted(spec, launcher.placement))
-    generation, scoring, reward_model, reference, learner = launcher.pools()
-    pools = [pool for pool in (generation, scoring, reward_model, reference, learner) if pool]
+    by_name = launcher.pools()
+    pools = list(by_name.values())
+    generation = by_name[name_of(spec, FunctionRole.SAMPLES)]
     lease_s = spec.recovery.lease_s
     beat = Heartbeat(pools, launcher.devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     watches = [asyncio.create_task(watch.run()) for watch in (beat, LeavingWatch(pools, call))]
@@ -158,12 +161,8 @@ async def _fleet(
         spec=spec,
         order=PromptOrder(session.prepared.train, spec.seed, spec.prompts.shuffle),
         held_out=session.prepared.held_out,
-        generation=generation,
+        pools=by_name,
         weights=ActorWeights(generation, spec),
-        scoring=scoring,
-        reward_model=reward_model,
-        reference=reference,
-        learner=learner,
         scaler=scaler_of(spec, session.prepared, call, pools, ledger, earlier),
         ledger=ledger,
         sinks=session.sinks,
@@ -196,7 +195,7 @@ async def _remove(folders: Sequence[Path], cluster: Cluster, *, everywhere: bool
     await asyncio.to_thread(remove_folders, names)
 
 
-async def _stop(pools: Sequence[Pool], devices: RunDevices) -> None:
+async def _stop(pools: Sequence[ReplicaPool], devices: RunDevices) -> None:
     await gather_or_cancel(*(pool.close() for pool in pools))
     try:
         await gather_or_cancel(*(pool.stop(*pool.replicas()) for pool in pools))
@@ -212,7 +211,7 @@ async def _begin(session: Session, run: Run, cluster: Cluster, devices: RunDevic
     """
     left = await cluster.running(f"{run.run_id}-")
     await devices.adopt()
-    await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools))
+    await gather_or_cancel(*(pool.adopt(left, run.call(0)) for pool in run.pools.values()))
     await devices.settle()
     tries = session.spec.recovery.per_step if run.attempt > 1 else 0
     while True:
@@ -239,8 +238,8 @@ async def start_functions(run: Run, actors: int) -> None:
         await gather_or_cancel(run.generation.fill(actors), *ready)
 
 
-def _on_one_gpu(pool: Pool, others: Sequence[Pool]) -> bool:
-    def gpus(pool: Pool) -> set[str]:
+def _on_one_gpu(pool: ReplicaPool, others: Sequence[ReplicaPool]) -> bool:
+    def gpus(pool: ReplicaPool) -> set[str]:
         devices = (device for allocation in pool.allocations for device in allocation.devices)
         return {device.name for device in devices if device.kind != CPU_KIND}
 

@@ -1,4 +1,4 @@
-"""From a stream of groups to experience: scoring and reference work while generation is still going on.
+"""From a stream of groups to experience: scores and columns are computed while generation is still going on.
 
 Each stage sends all waiting groups in one call. Before the call it waits WINDOW_S for more groups, because groups end
 in bursts; after the end of generation it does not wait.
@@ -7,7 +7,7 @@ in bursts; after the end of generation it does not wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -22,22 +22,20 @@ needs. Most of a step's 32 groups come within 30 ms of another group, and a step
 
 ScoredGroups = Sequence[Sequence[Score]]
 ScoreGroups = Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
-ReferenceLogprobs = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[FloatArray]]]]
+ComputeColumn = Callable[[Sequence[Group]], Awaitable[Sequence[Sequence[FloatArray]]]]
 
 
 async def collect(
-    groups: AsyncIterator[Group], count: int, score: ScoreGroups, reference: ReferenceLogprobs | None
+    groups: AsyncIterator[Group], count: int, score: ScoreGroups, columns: Mapping[str, ComputeColumn]
 ) -> Experience:
-    """Run `score` and `reference` on groups as they come; returns when all groups have passed both, with the results
-    added to each sample.
+    """Run `score` and each of `columns` on groups as they come; returns when all groups have passed them, with the
+    results added to each sample.
 
     Once `count` groups have come, the stages do not wait for more: the stream has no further groups, though it may not
     have ended. Raises RuntimeError if the stream ends before that, and what a stage or the stream raised; then the
     other stages are cancelled.
     """
-    stages: dict[str, _Stage[Any]] = {"score": _Stage(score)}
-    if reference is not None:
-        stages["reference_logprobs"] = _Stage(reference)
+    stages: dict[str, _Stage[Any]] = {name: _Stage(work) for name, work in {"score": score, **columns}.items()}
     finished: dict[str, Group] = {}
 
     async def feed() -> None:

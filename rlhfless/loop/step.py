@@ -27,7 +27,7 @@ async def rollout(run: Run, context: StepContext) -> Experience:
     groups = context.stage.groups()
     _, experience = await gather_or_cancel(
         run.sync(context.published, call),
-        collect(groups, len(request.prompts), run.scoring_of(call), run.reference_of(call)),
+        collect(groups, len(request.prompts), run.scoring_of(call), run.columns_of(call)),
     )
     run.release_idle(context.step)
     return experience

@@ -63,7 +63,7 @@ def step_metrics(
         **prompt_token_metrics(run.ledger.done_in_step(begun.step)[0], experience, kept),
         "actors": float(len(run.generation.serving())),
         **run.scaler.figures(begun.step),
-        "cost_usd": run.ledger.cost_usd(run.pools),
+        "cost_usd": run.ledger.cost_usd(run.pools.values()),
         **learned,
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhfless.prepare.memory.plan import DEFAULT_CPU_KV_GIB
+from rlhfless.scaling.memory import CPU_KV_GIB
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
 
@@ -19,7 +19,7 @@ HIGH_LEARNING_RATE = 0.01
 def capacity_problems(spec: RunSpec, memory_bytes: int) -> list[Problem]:
     """What does not fit the memory of a machine whose cores are the run's devices."""
     memory_gib = memory_bytes / 2**30
-    kv_gib = spec.generation.engine.kv_cache_gib or DEFAULT_CPU_KV_GIB
+    kv_gib = spec.generation.engine.kv_cache_gib or CPU_KV_GIB
     asked = (
         ("scaling.generation.max_actors", spec.scaling.generation.most_actors, kv_gib, "for its KV cache"),
         ("scoring.workers", spec.scoring.workers, WORKER_GIB, "for its process"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhfless.prepare.data_card import foreign_files
 from rlhfless.spec import SizesSpec
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError, Problem, class_and_line
 from rlhfless.spec.explain import nearest, shown
 from rlhfless.spec.locations import is_path
 from rlhfless.spec.sizes import too_large
@@ -143,15 +143,10 @@ def _dataset(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
     except InputError:
         raise
     except Exception as error:  # datasets raises dozens of kinds of error, including network errors
-        what = f"{path!r} could not be loaded as a data set: {_first_line(error)}"
+        what = f"{path!r} could not be loaded as a data set: {class_and_line(error)}"
         mend = "check the name, the split and the network; a configuration is given as `name:configuration`"
         raise _error(field, what, mend) from error
     return [Row(f"{path} ({split}) row {i}", values) for i, values in enumerate(rows, start=1)]
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 _FORMATS = "prompts are read from JSONL (one JSON object per line) or Parquet"

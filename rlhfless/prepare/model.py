@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.spec import ModelSpec
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError, Problem, class_and_line
 from rlhfless.spec.explain import nearest
 from rlhfless.spec.locations import NOT_HERE, is_path, shadowed
 
@@ -34,7 +34,7 @@ class TokenizerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PolicyModel:
     """What is known of the policy before it is loaded."""
 
     tokenizer: Any
@@ -47,7 +47,7 @@ class Policy:
     warnings: tuple[str, ...]
 
 
-def load_policy(spec: ModelSpec) -> Policy:
+def load_policy(spec: ModelSpec) -> PolicyModel:
     """Read configuration and tokenizer, from a folder or the hub. Raises InputError with all problems."""
     _check_folder(spec.path, "model.path")
     if spec.tokenizer:
@@ -62,7 +62,7 @@ def load_policy(spec: ModelSpec) -> Policy:
         problems.append(Problem("model.max_context_tokens", what, f"set it to {limit} or less, or leave it out"))
     if problems:
         raise InputError("model", problems)
-    return Policy(tokenizer, info, spec.max_context_tokens or limit, _shape(spec, config), warnings)
+    return PolicyModel(tokenizer, info, spec.max_context_tokens or limit, _shape(spec, config), warnings)
 
 
 def _check_folder(path: str, field: str) -> None:
@@ -145,11 +145,10 @@ def _loaded(load: Callable[[], T], field: str, thing: str) -> T:
     try:
         return load()
     except Exception as error:  # transformers raises many kinds of error, including network errors
-        lines = str(error).strip().splitlines() or [""]
         mend = "check the name, the files and, for a hub name, the network and your login"
         if "trust_remote_code" in str(error):
             mend = "it needs code of its own: set model.trust_remote_code: true if you trust its author"
-        raise _error(field, f"cannot read {thing}: {type(error).__name__}: {lines[0]}", mend) from error
+        raise _error(field, f"cannot read {thing}: {class_and_line(error)}", mend) from error
 
 
 def _shape(spec: ModelSpec, config: Any) -> ModelShape | None:
@@ -181,10 +180,10 @@ def _tokenizer_info(spec: ModelSpec, tokenizer: Any) -> tuple[TokenizerInfo, tup
 
 def _kind_problems(spec: ModelSpec, config: Any) -> list[Problem]:
     """Only a decoder with a language-model head can be a policy."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     heads = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
-    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or spec.trust_remote_code
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or spec.trust_remote_code
     wrong_head = heads.endswith(("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM"))
     if config.is_encoder_decoder or wrong_head or not known:
         what = f"{spec.path!r} is no causal language model ({heads})"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError, Problem, class_and_line
 from rlhfless.spec.explain import counted
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -194,8 +194,7 @@ def _of_pickle(file: Path) -> dict[str, StoredTensor]:
     try:
         held = torch.load(file, map_location="meta", weights_only=True)
     except (RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise _Unreadable(f"cannot be read as a torch checkpoint: {type(error).__name__}: {first}") from error
+        raise _Unreadable(f"cannot be read as a torch checkpoint: {class_and_line(error)}") from error
     if not isinstance(held, Mapping) or not all(isinstance(value, torch.Tensor) for value in held.values()):
         raise _Unreadable("holds something other than tensors by name; save the model's `state_dict()`")
     return {name: StoredTensor(file, tuple(value.shape), value.dtype.is_floating_point) for name, value in held.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhfless.prepare.model_files import RESTORE, ModelFiles, all_there, read_model_files
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError, Problem, class_and_line
 from rlhfless.spec.explain import counted
 from rlhfless.spec.locations import is_path
 
@@ -68,8 +68,7 @@ def _misfits(field: str, path: str, files: ModelFiles, head: Head, trust_remote_
     try:
         blank = build_blank(getattr(transformers, head), config, trust_remote_code=trust_remote_code)
     except Exception as error:  # a model's own code may raise any error
-        first = (str(error).strip().splitlines() or [""])[0]
-        what = f"the model that config.json describes cannot be built: {type(error).__name__}: {first}"
+        what = f"the model that config.json describes cannot be built: {class_and_line(error)}"
         return [Problem(field, what, "correct config.json, or take it again from where the model came from")]
     found = misfit(blank, config, {name: tensor.shape for name, tensor in files.tensors.items()})
     parameters = {name for name, parameter in blank.named_parameters() if parameter.is_floating_point()}

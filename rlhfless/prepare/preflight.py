@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from rlhfless.prepare.capacity import capacity_problems, capacity_warnings, learning_rate_warnings
 from rlhfless.prepare.data_rows import read_rows
-from rlhfless.prepare.model import Policy, TokenizerInfo, load_policy
+from rlhfless.prepare.model import PolicyModel, TokenizerInfo, load_policy
 from rlhfless.prepare.model_weights import weight_problems
 from rlhfless.prepare.prompts import PromptSets, load_prompts
 from rlhfless.prepare.rewards import columns_read, reward_problems, reward_warnings
@@ -100,7 +100,7 @@ def _preflight(spec: RunSpec) -> Prepared:
     )
 
 
-def _longest(spec: RunSpec, prompts: Sequence[Prompt], policy: Policy) -> int:
+def _longest(spec: RunSpec, prompts: Sequence[Prompt], policy: PolicyModel) -> int:
     """Tokens of the longest prompt and response."""
     wanted = max((len(prompt.token_ids) for prompt in prompts), default=0) + spec.generation.max_tokens
     return min(wanted, policy.context_tokens or wanted)
@@ -125,7 +125,7 @@ def _weight_problems(spec: RunSpec, *, config_is_right: bool) -> list[Problem]:
     )
 
 
-def _prompts(spec: RunSpec, policy: Policy) -> PromptSets:
+def _prompts(spec: RunSpec, policy: PolicyModel) -> PromptSets:
     return load_prompts(
         spec.prompts,
         policy.tokenizer,
@@ -150,7 +150,8 @@ def _device_problems(spec: RunSpec) -> list[Problem]:
     # Imported here, because it imports torch: a fault found earlier should not wait for that.
     from rlhfless.prepare.devices import local_node
     from rlhfless.scaling.accelerators import UnknownAccelerator
-    from rlhfless.scaling.placement import PlacementError, place_run
+    from rlhfless.scaling.function_kinds import place_run
+    from rlhfless.scaling.placement import PlacementError
 
     try:
         place_run(spec, [local_node(load_price_book(spec.scaling.prices).kinds)])
@@ -179,8 +180,8 @@ def _room_problems(
     spec: RunSpec, kind: str, count: int, sequence_tokens: int, shape: ModelShape | None
 ) -> list[Problem]:
     from rlhfless.prepare.memory.assumed import loading_bytes
-    from rlhfless.prepare.memory.formulas import version_bytes
     from rlhfless.prepare.memory.room import Needed, room_at, room_problems, store_base
+    from rlhfless.scaling.memory import version_bytes
 
     if shape is None:
         return []
@@ -237,7 +238,7 @@ def _batch_problems(spec: RunSpec) -> list[Problem]:
     return [Problem("learner.ranks", what, f"set it to {sequences} or less, or make mini-batches larger")]
 
 
-def _token_problems(spec: RunSpec, policy: Policy) -> list[Problem]:
+def _token_problems(spec: RunSpec, policy: PolicyModel) -> list[Problem]:
     problems = []
     context, most = policy.context_tokens, spec.generation.max_tokens
     if context is not None and most > context - 1:

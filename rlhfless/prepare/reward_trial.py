@@ -16,7 +16,7 @@ from rlhfless.prepare.model import load_policy
 from rlhfless.prepare.prompts import load_prompts
 from rlhfless.prepare.rewards import reward_problems
 from rlhfless.records import FinishReason, Prompt, Score
-from rlhfless.rewards import Rewards, Sample, combined
+from rlhfless.rewards import Rewards, RewardSample, combined
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import shown
@@ -33,7 +33,7 @@ class Trial:
 
     places: tuple[str, ...]
     """`samples.jsonl:12`, per sample."""
-    samples: tuple[Sample, ...]
+    samples: tuple[RewardSample, ...]
     scores: tuple[Score, ...]
     wall_s: float
     """Duration of the scoring alone, without the start of workers and models."""
@@ -63,7 +63,7 @@ class _Reader:
         self._counts: Counter[str] = Counter()
         self.problems: list[Problem] = []
 
-    def samples(self, rows: Sequence[Row]) -> list[Sample]:
+    def samples(self, rows: Sequence[Row]) -> list[RewardSample]:
         """One sample per row. If a row has faults, they are added to `problems` and the result must not be used."""
         return [sample for row in rows for sample in self._sample(row)]
 
@@ -78,7 +78,7 @@ class _Reader:
         )
         return {prompt.prompt_id: prompt for prompt in (*sets.train, *sets.held_out)}
 
-    def _sample(self, row: Row) -> Iterator[Sample]:
+    def _sample(self, row: Row) -> Iterator[RewardSample]:
         values = row.values
         response = values.get("response")
         if not isinstance(response, str):
@@ -99,7 +99,7 @@ class _Reader:
             return
         index = self._counts[prompt.prompt_id]
         self._counts[prompt.prompt_id] += 1
-        yield Sample(prompt.text, response, tokens, FinishReason(reason), prompt.columns, prompt.prompt_id, index)
+        yield RewardSample(prompt.text, response, tokens, FinishReason(reason), prompt.columns, prompt.prompt_id, index)
 
     def _prompt(self, row: Row) -> Prompt | None:
         """The prompt in the row, or the spec's prompt with the row's `prompt_id`; None, with a fault, if it has
@@ -125,7 +125,7 @@ class _Reader:
         self.problems.append(Problem("", what, origin=row.where))
 
 
-async def _score(spec: RunSpec, samples: Sequence[Sample]) -> tuple[list[Score], float]:
+async def _score(spec: RunSpec, samples: Sequence[RewardSample]) -> tuple[list[Score], float]:
     """Scores and the seconds they took. Samples are scored in batches of the size of a step of the run."""
     size = spec.prompts_per_step * spec.samples_per_prompt
     batches = [samples[first : first + size] for first in range(0, len(samples), size)]

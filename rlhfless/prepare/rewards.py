@@ -10,7 +10,7 @@ from rlhfless.records import Prompt
 from rlhfless.rewards import RewardError, checker
 from rlhfless.rewards.confinement import protection
 from rlhfless.spec import CodeSpec, HttpSpec, LengthPenaltySpec, PythonRewardSpec, RewardModelSpec, RewardSpec, RunSpec
-from rlhfless.spec.errors import InputError, Problem
+from rlhfless.spec.errors import InputError, Problem, class_and_line
 
 
 def reward_problems(spec: RunSpec, prompts: Sequence[Prompt]) -> list[Problem]:
@@ -62,8 +62,7 @@ def _model_faults(reward: RewardModelSpec) -> list[str]:
     try:
         config = AutoConfig.from_pretrained(reward.path, trust_remote_code=reward.trust_remote_code)
     except Exception as error:  # transformers raises many kinds of error, including network errors
-        first = (str(error).strip().splitlines() or [""])[0]
-        return [f"cannot read the configuration of {reward.path!r}: {type(error).__name__}: {first}"]
+        return [f"cannot read the configuration of {reward.path!r}: {class_and_line(error)}"]
     if config.num_labels != 1:
         return [f"{reward.path!r} has {config.num_labels} labels; a reward model has one, its score"]
     head: Head = "AutoModelForSequenceClassification"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlhfless.records import FinishReason, Prompt
-from rlhfless.rewards import Failed, Outcome, RewardError, Sample
+from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample
 from rlhfless.rewards.protocol import within_range
 from rlhfless.rewards.workers import Workers
 from rlhfless.spec import PythonRewardSpec, RunSpec, ScoringSpec
@@ -53,17 +53,17 @@ def trial_calls(spec: RunSpec, prompts: Sequence[Prompt]) -> tuple[list[Problem]
     return problems, warnings
 
 
-def _samples(prompts: Sequence[Prompt], siblings: int) -> list[Sample]:
+def _samples(prompts: Sequence[Prompt], siblings: int) -> list[RewardSample]:
     chosen = np.unique(np.linspace(0, len(prompts) - 1, min(len(prompts), MOST_PROMPTS)).astype(int))
     return [
-        Sample(prompt.text, text, len(text.split()), FinishReason.STOP, prompt.columns, prompt.prompt_id, number)
+        RewardSample(prompt.text, text, len(text.split()), FinishReason.STOP, prompt.columns, prompt.prompt_id, number)
         for prompt in (prompts[index] for index in chosen)
         for number in range(siblings)
         if (text := f"The answer is {number}.")
     ]
 
 
-async def _outcomes(reward: PythonRewardSpec, samples: Sequence[Sample]) -> Mapping[int, Outcome]:
+async def _outcomes(reward: PythonRewardSpec, samples: Sequence[RewardSample]) -> Mapping[int, Outcome]:
     """By sample, as far as they are known in time. Raises RewardError if the reward cannot be made."""
     found: dict[int, Outcome] = {}
     workers = Workers([reward], 1)
@@ -78,7 +78,7 @@ async def _outcomes(reward: PythonRewardSpec, samples: Sequence[Sample]) -> Mapp
     return {index: within_range(reward.label, reward.weight, outcome) for index, outcome in found.items()}
 
 
-def _failures(samples: Sequence[Sample], outcomes: Mapping[int, Outcome]) -> str:
+def _failures(samples: Sequence[RewardSample], outcomes: Mapping[int, Outcome]) -> str:
     failed = {index: outcome for index, outcome in sorted(outcomes.items()) if isinstance(outcome, Failed)}
     if not failed:
         return ""

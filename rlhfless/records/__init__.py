@@ -6,12 +6,14 @@ from rlhfless.records.ledger import (
     START,
     Decision,
     FunctionName,
+    FunctionRole,
     Holding,
     Invocation,
     ReplicaState,
     StartPhase,
     StepRecord,
     Work,
+    in_order,
 )
 from rlhfless.records.rollouts import (
     FinishReason,
@@ -33,6 +35,7 @@ __all__ = [
     "FinishReason",
     "FloatArray",
     "FunctionName",
+    "FunctionRole",
     "GivenSegment",
     "Group",
     "Holding",
@@ -52,5 +55,6 @@ __all__ = [
     "VersionSpan",
     "WeightVersion",
     "Work",
+    "in_order",
     "sample_seed",
 ]

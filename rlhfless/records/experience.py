@@ -8,10 +8,9 @@ each span, and the reason for its end. A *group* is a prompt and its samples; th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,8 @@ class Sample:
 
     segments: tuple[Segment, ...]
     score: Score | None = None
-    reference_logprobs: FloatArray | None = None  # [model tokens]
+    columns: Mapping[str, FloatArray] = field(default_factory=dict)
+    """By name, each `[model tokens]`: reference logprobs, and columns of the user's own functions."""
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
@@ -113,11 +113,15 @@ class Group:
         """All rollouts of the group."""
         return tuple(rollout for sample in self.samples for rollout in sample.rollouts)
 
-    def adding(self, **columns: Sequence[Any]) -> Group:
-        """The group with values added to its samples: for each field of Sample, one value per sample, in their
-        order."""
-        rows = zip(self.samples, *columns.values(), strict=True)
-        return replace(self, samples=tuple(replace(row[0], **dict(zip(columns, row[1:], strict=True))) for row in rows))
+    def adding(self, score: Sequence[Score] | None = None, **columns: Sequence[FloatArray]) -> Group:
+        """The group with scores and columns added to its samples: one value of each per sample, in their order."""
+        samples = self.samples
+        if score is not None:
+            samples = tuple(replace(one, score=given) for one, given in zip(samples, score, strict=True))
+        for name, values in columns.items():
+            rows = zip(samples, values, strict=True)
+            samples = tuple(replace(one, columns={**one.columns, name: given}) for one, given in rows)
+        return replace(self, samples=samples)
 
 
 @dataclass(frozen=True, slots=True)

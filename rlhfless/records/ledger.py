@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class FunctionName(StrEnum):
-    """The functions of a run."""
+    """The functions that come with the package. Nothing decides by these names (see FunctionRole); a run may have
+    functions of its user beside them, so records hold a name as text."""
 
     GENERATION = "generation"
     SCORING = "scoring"
@@ -15,6 +17,26 @@ class FunctionName(StrEnum):
     """The part of scoring that runs a network."""
     REFERENCE = "reference"
     LEARNER = "learner"
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of functions, each once, as they are shown: first those of the package, in their own order."""
+    own = tuple(FunctionName)
+    return sorted(dict.fromkeys(names), key=lambda name: own.index(FunctionName(name)) if name in own else len(own))
+
+
+class FunctionRole(StrEnum):
+    """What a function does for a step."""
+
+    SAMPLES = "samples"
+    """Draws samples. The plan of a step says how many replicas work; any of them can leave in mid-work, and its samples
+    go on elsewhere."""
+    SCORES = "scores"
+    """Adds its part of the score to the samples of complete groups."""
+    COLUMN = "column"
+    """Adds a value per token to the samples of complete groups."""
+    UPDATES = "updates"
+    """Learns from the batch and publishes weights. It keeps the run's state, so it is never released."""
 
 
 class ReplicaState(StrEnum):
@@ -40,7 +62,7 @@ class ReplicaState(StrEnum):
 class Holding:
     """One incarnation of a replica on one device, in one state, from when to when."""
 
-    function: FunctionName
+    function: str
     replica: str
     incarnation: str
     device: str
@@ -97,7 +119,7 @@ class Work(StrEnum):
 class Invocation:
     """One call of a function, inside a holding. Times are of the function's body, without transport."""
 
-    function: FunctionName
+    function: str
     replica: str
     incarnation: str
     work: Work

@@ -31,7 +31,6 @@ import pyarrow as pa
 
 from rlhfless.records.ledger import (
     Decision,
-    FunctionName,
     Holding,
     Invocation,
     ReplicaState,
@@ -324,12 +323,12 @@ def _read_table(folder: Path, name: str) -> pa.Table:
 
 def holding_of(row: dict[str, Any]) -> Holding:
     """The record of a row of the table `holdings`."""
-    typed = {"function": FunctionName(row["function"]), "state": ReplicaState(row["state"])}
+    typed = {"state": ReplicaState(row["state"])}
     return Holding(**(row | typed))
 
 
 def _invocation(row: dict[str, Any]) -> Invocation:
-    return Invocation(**(row | {"function": FunctionName(row["function"]), "work": Work(row["work"])}))
+    return Invocation(**(row | {"work": Work(row["work"])}))
 
 
 def _rollout(row: dict[str, Any]) -> TracedRollout:

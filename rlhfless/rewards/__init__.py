@@ -1,4 +1,4 @@
 from rlhfless.rewards.combine import Rewards, checker, combined
-from rlhfless.rewards.protocol import Failed, Outcome, RewardError, Sample
+from rlhfless.rewards.protocol import Failed, Outcome, RewardError, RewardSample
 
-__all__ = ["Failed", "Outcome", "RewardError", "Rewards", "Sample", "checker", "combined"]
+__all__ = ["Failed", "Outcome", "RewardError", "RewardSample", "Rewards", "checker", "combined"]

@@ -12,7 +12,7 @@ from rlhfless.records import Prompt
 from rlhfless.rewards.protocol import (
     LocalReward,
     RewardError,
-    Sample,
+    RewardSample,
     Unscorable,
     answer_of,
     column_problems,
@@ -27,7 +27,7 @@ class ExactMatch(LocalReward):
 
     spec: ExactMatchSpec
 
-    def value(self, sample: Sample) -> float:
+    def value(self, sample: RewardSample) -> float:
         expected = answer_of(sample, self.spec.answer_field)
         return float(self._normal(sample.response) == self._normal(expected))
 
@@ -55,7 +55,7 @@ class Regex(LocalReward):
         except regex.error as error:
             raise RewardError(self.spec.label, f"not a pattern of the package `regex`: {error}") from error
 
-    def value(self, sample: Sample) -> float:
+    def value(self, sample: RewardSample) -> float:
         look = regex.fullmatch if self.spec.full_match else regex.search
         try:
             match = look(self.spec.pattern, sample.response, timeout=self.spec.timeout_s)
@@ -77,7 +77,7 @@ class Format(LocalReward):
 
     spec: FormatSpec
 
-    def value(self, sample: Sample) -> float:
+    def value(self, sample: RewardSample) -> float:
         tags = self.spec.tags
         text = f"<{tags[0]}>{sample.response}" if self.spec.opened else sample.response
         # With the tags as a group, `split` gives text, tag, text, tag, ..., text.
@@ -98,7 +98,7 @@ class LengthPenalty(LocalReward):
 
     spec: LengthPenaltySpec
 
-    def value(self, sample: Sample) -> float:
+    def value(self, sample: RewardSample) -> float:
         """0 up to `free_tokens`, then falling linearly to -1 at `max_tokens`."""
         free, most = self.spec.free_tokens, self.spec.max_tokens
         return 0.0 - min(1.0, max(0, sample.response_tokens - free) / (most - free))

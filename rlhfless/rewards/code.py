@@ -16,8 +16,8 @@ from typing import Any
 
 from rlhfless import processes
 from rlhfless.records import Prompt
-from rlhfless.rewards.confinement import CLEAN_UP_S, Task, run_confined
-from rlhfless.rewards.protocol import Begin, Done, Sample, Unscorable, attempt, column_problems, quote
+from rlhfless.rewards.confinement import CLEAN_UP_S, CodeTask, run_confined
+from rlhfless.rewards.protocol import Begin, Done, RewardSample, Unscorable, attempt, column_problems, quote
 from rlhfless.spec import CodeSpec
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,15 @@ class CodeReward:
         """Makes the worker's memory and environment unreadable for the code that it will start."""
         processes.hide_from_others()
 
-    def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
+    def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
         for index, sample in enumerate(samples):
             yield Begin((index,), self._limit_s(sample))
             yield Done(index, attempt(self._value, sample))
 
-    def _tests(self, sample: Sample) -> tuple[Test, ...]:
+    def _tests(self, sample: RewardSample) -> tuple[Test, ...]:
         return tests_of(sample.columns.get(self._spec.tests_field))[: self._spec.max_tests]
 
-    def _limit_s(self, sample: Sample) -> float:
+    def _limit_s(self, sample: RewardSample) -> float:
         """Twice the time of all tests at their limits, so that the tests' own limits act first."""
         try:
             count = len(self._tests(sample))
@@ -67,7 +67,7 @@ class CodeReward:
             count = 1
         return 2 * count * (self._spec.timeout_s + CLEAN_UP_S)
 
-    def _value(self, sample: Sample) -> float:
+    def _value(self, sample: RewardSample) -> float:
         tests = self._tests(sample)
         results = (passes(code_of(sample.response), test, self._spec) for test in tests)
         return float(all(results)) if self._spec.score == "all" else sum(results) / len(tests)
@@ -122,7 +122,7 @@ def _is_tests(value: Any) -> bool:
 def passes(code: str, test: Test, spec: CodeSpec) -> bool:
     """Run the code with one test, in a confined process."""
     token = secrets.token_hex()
-    ended = run_confined(Task(code, test.code, token, test.input), spec)
+    ended = run_confined(CodeTask(code, test.code, token, test.input), spec)
     if ended.output is None:
         logger.debug("%s", ended.cause)
         return False

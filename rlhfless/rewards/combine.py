@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhfless.records import Score
 from rlhfless.rewards.builtin import ExactMatch, Format, LengthPenalty, Regex
-from rlhfless.rewards.protocol import Checked, Failed, Outcome, Report, Reward, Sample, within_range
+from rlhfless.rewards.protocol import Checked, Failed, Outcome, Report, Reward, RewardSample, within_range
 from rlhfless.rewards.tasks import all_of
 from rlhfless.rewards.verifiers import VerifierSpec, verifier
 from rlhfless.rewards.workers import Workers
@@ -32,7 +32,7 @@ LocalSpec = ExactMatchSpec | RegexSpec | FormatSpec | LengthPenaltySpec | HttpSp
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScorePart:
     """A reward under its name, with its weight."""
 
     name: str
@@ -52,7 +52,7 @@ class Rewards:
         isolated = [spec for spec in own if isinstance(spec, VerifierSpec)]
         self._scoring = scoring
         self._workers = Workers(isolated, scoring.workers) if isolated else None
-        self._parts = tuple(Part(spec.label, spec.weight, self._reward(spec, isolated)) for spec in own)
+        self._parts = tuple(ScorePart(spec.label, spec.weight, self._reward(spec, isolated)) for spec in own)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -69,13 +69,13 @@ class Rewards:
         if self._workers:
             self._workers.close()
 
-    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+    async def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         """One Score per sample, in their order, within `scoring.timeout_s`."""
         columns = await all_of([self._column(part.reward, samples) for part in self._parts])
         weights = {part.name: part.weight for part in self._parts}
         return combined(weights, columns, len(samples), self._scoring.on_failure)
 
-    async def _column(self, reward: Reward, samples: Sequence[Sample]) -> list[Outcome]:
+    async def _column(self, reward: Reward, samples: Sequence[RewardSample]) -> list[Outcome]:
         found: dict[int, Outcome] = {}
         limit_s = self._scoring.timeout_s
         try:
@@ -100,7 +100,7 @@ class _InWorkers:
     workers: Workers
     number: int
 
-    async def __call__(self, samples: Sequence[Sample], report: Report) -> None:
+    async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
         if samples:
             await self.workers.score(self.number, samples, report)
 

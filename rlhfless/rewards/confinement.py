@@ -90,7 +90,7 @@ class Protection:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class CodeTask:
     """The task of a confined process. `code` None: only report which protections are in effect."""
 
     code: str | None
@@ -102,7 +102,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CodeEnded:
     """How a confined process ended."""
 
     result: bytes
@@ -120,14 +120,14 @@ def protection() -> Protection:
 
 def protection_with(measures: Measures) -> Protection:
     """The protections in effect if only these are tried."""
-    ended = run_confined(Task(None), CodeSpec(type="code", timeout_s=30), measures)
+    ended = run_confined(CodeTask(None), CodeSpec(type="code", timeout_s=30), measures)
     if not ended.result:
         return Protection("root" if os.getuid() == 0 else "same", False, False, False, False, False)
     held = marshal.loads(ended.result)
     return Protection(held.pop("user"), **{name: bool(value) for name, value in held.items()})
 
 
-def run_confined(task: Task, spec: CodeSpec, measures: Measures = Measures()) -> Ended:
+def run_confined(task: CodeTask, spec: CodeSpec, measures: Measures = Measures()) -> CodeEnded:
     """Run the process to its end, or to the first limit that it reaches."""
     program = _filters()[0] if measures.filters else None
     with (
@@ -154,7 +154,7 @@ def run_confined(task: Task, spec: CodeSpec, measures: Measures = Measures()) ->
         return replace(ended, result=reading.read() or b"")
 
 
-def _config(task: Task, spec: CodeSpec, measures: Measures, folder: str) -> dict[str, Any]:
+def _config(task: CodeTask, spec: CodeSpec, measures: Measures, folder: str) -> dict[str, Any]:
     program, of_attributes = _filters() if measures.filters else (None, None)
     return {
         "code": task.code,
@@ -226,7 +226,7 @@ def _environment(folder: str) -> dict[str, str]:
     return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 
-def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, orderly: bool) -> Ended:
+def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, orderly: bool) -> CodeEnded:
     """Read until the process ends, or end it at a limit. `orderly`: give a keeper the time to end descendants."""
     assert process.stdout is not None
     deadline = time.monotonic() + spec.timeout_s
@@ -249,7 +249,7 @@ def _follow(process: subprocess.Popen[bytes], spec: CodeSpec, folder: Folder, or
         finally:
             _end(process, orderly)
     cause = cause or folder.excess()  # the verdict must not depend on the time of the last measurement
-    return Ended(b"", None if cause else output.decode(errors="replace"), cause)
+    return CodeEnded(b"", None if cause else output.decode(errors="replace"), cause)
 
 
 def _waited(process: subprocess.Popen[bytes], longest_s: float) -> bool:

@@ -15,7 +15,7 @@ import httpx
 
 from rlhfless.records import Prompt
 from rlhfless.rewards.guard import ForbiddenAddress, Guarded, refusal
-from rlhfless.rewards.protocol import Failed, Outcome, Report, Sample, finite, quote
+from rlhfless.rewards.protocol import Failed, Outcome, Report, RewardSample, finite, quote
 from rlhfless.spec import HttpSpec
 
 FIRST_PAUSE_S = 0.5
@@ -40,7 +40,7 @@ class HttpReward:
             found.append(why)
         return found
 
-    async def __call__(self, samples: Sequence[Sample], report: Report) -> None:
+    async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
         size = self._spec.batch_size
         token = os.environ.get(self._spec.token_env or "")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -58,7 +58,7 @@ class HttpReward:
                 for first in range(0, len(samples), size):
                     group.create_task(score(first))
 
-    async def _ask(self, client: httpx.AsyncClient, batch: Sequence[Sample]) -> list[Outcome]:
+    async def _ask(self, client: httpx.AsyncClient, batch: Sequence[RewardSample]) -> list[Outcome]:
         body = {"samples": [_as_json(sample) for sample in batch]}
         cause = ""
         for attempt in range(self._spec.retries + 1):
@@ -84,7 +84,7 @@ class HttpReward:
                     return self._all_failed(batch, cause, attempt + 1)
         return self._all_failed(batch, cause, self._spec.retries + 1)
 
-    def _outcomes(self, reply: httpx.Response, batch: Sequence[Sample]) -> list[Outcome]:
+    def _outcomes(self, reply: httpx.Response, batch: Sequence[RewardSample]) -> list[Outcome]:
         try:
             answer = reply.json()
         except ValueError:
@@ -100,12 +100,12 @@ class HttpReward:
             return value
         return Failed(f"{self._spec.url} answered {quote(repr(score))}, not a finite number")
 
-    def _all_failed(self, batch: Sequence[Sample], cause: str, attempts: int) -> list[Outcome]:
+    def _all_failed(self, batch: Sequence[RewardSample], cause: str, attempts: int) -> list[Outcome]:
         times = "" if attempts == 1 else f" ({attempts} attempts)"
         return [Failed(f"{self._spec.url}: {cause}{times}")] * len(batch)
 
 
-def _as_json(sample: Sample) -> dict[str, Any]:
+def _as_json(sample: RewardSample) -> dict[str, Any]:
     return {
         "prompt": sample.prompt,
         "response": sample.response,

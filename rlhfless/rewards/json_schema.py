@@ -11,7 +11,7 @@ from typing import Any
 from jsonschema.protocols import Validator
 
 from rlhfless.records import Prompt
-from rlhfless.rewards.protocol import Begin, Done, Sample, Unscorable, attempt, column_problems, quote
+from rlhfless.rewards.protocol import Begin, Done, RewardSample, Unscorable, attempt, column_problems, quote
 from rlhfless.spec import JsonSchemaSpec
 from rlhfless.spec.json_schemas import schema_validator
 
@@ -39,12 +39,12 @@ class JsonSchemaReward:
     def prepare(self) -> None:
         """Nothing to prepare."""
 
-    def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
+    def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
         for index, sample in enumerate(samples):
             yield Begin((index,), self._spec.timeout_s)
             yield Done(index, attempt(self._value, sample))
 
-    def _value(self, sample: Sample) -> float:
+    def _value(self, sample: RewardSample) -> float:
         validator = self._validator_of(sample)
         candidates = _candidates(sample.response) if self._spec.extraction == "any" else (sample.response,)
         for text in candidates:
@@ -58,7 +58,7 @@ class JsonSchemaReward:
                 raise Unscorable(f"the schema cannot be applied: {type(error).__name__}: {error}") from error
         return 0.0
 
-    def _validator_of(self, sample: Sample) -> Validator:
+    def _validator_of(self, sample: RewardSample) -> Validator:
         if self._spec.schema_field is None:
             return _validator(json.dumps(self._spec.json_schema))
         value = sample.columns.get(self._spec.schema_field)

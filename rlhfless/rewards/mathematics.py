@@ -22,7 +22,7 @@ from rlhfless.rewards.protocol import (
     Begin,
     Done,
     RewardError,
-    Sample,
+    RewardSample,
     Unscorable,
     answer_of,
     attempt,
@@ -62,13 +62,13 @@ class MathReward:
         # It warns that its own time limits are off, and about answers that it cannot parse; those count as wrong here.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-    def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
+    def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
         limit_s = _WALL_PER_CPU * self._spec.cpu_s
         for index, sample in enumerate(samples):
             yield Begin((index,), limit_s)
             yield Done(index, attempt(self._value, sample))
 
-    def _value(self, sample: Sample) -> float:
+    def _value(self, sample: RewardSample) -> float:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
         gold = self._gold(answer_of(sample, self._spec.answer_field))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfless.rewards.protocol import Sample
+from rlhfless.rewards.protocol import RewardSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Task:
     """Score these samples with reward number `reward`."""
 
     reward: int
-    samples: tuple[Sample, ...]
+    samples: tuple[RewardSample, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ _QUOTED_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RewardSample:
     """One response, in the form that rewards get."""
 
     prompt: str
@@ -72,7 +72,7 @@ class Checked(Protocol):
 class Reward(Protocol):
     """Scores samples in the scoring function's own process. Several calls may run at once."""
 
-    async def __call__(self, samples: Sequence[Sample], report: Report) -> None:
+    async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
         """Report the outcome of every sample. May be cancelled: samples not reported by then have failed."""
         ...
 
@@ -104,7 +104,7 @@ class Verifier(Checked, Protocol):
     def prepare(self) -> None:
         """Do slow imports. Called once in each worker."""
 
-    def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
+    def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
         """One Done per sample, each after a Begin that names it."""
         ...
 
@@ -112,11 +112,11 @@ class Verifier(Checked, Protocol):
 class LocalReward:
     """Base of rewards that are quick and pure: one function of a sample."""
 
-    async def __call__(self, samples: Sequence[Sample], report: Report) -> None:
+    async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
         for index, sample in enumerate(samples):
             report(index, attempt(self.value, sample))
 
-    def value(self, sample: Sample) -> float:
+    def value(self, sample: RewardSample) -> float:
         """The sample's number. Raises Unscorable."""
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ def within_range(reward: str, weight: float, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def attempt(function: Callable[[Sample], float], sample: Sample) -> Outcome:
+def attempt(function: Callable[[RewardSample], float], sample: RewardSample) -> Outcome:
     """The result of a function for a sample; Failed if it raises Unscorable."""
     try:
         return function(sample)
@@ -167,7 +167,7 @@ def attempt(function: Callable[[Sample], float], sample: Sample) -> Outcome:
         return Failed(str(error))
 
 
-def pieces(samples: Sequence[Sample], indices: Iterable[int]) -> list[tuple[int, ...]]:
+def pieces(samples: Sequence[RewardSample], indices: Iterable[int]) -> list[tuple[int, ...]]:
     """Smaller calls with the samples of a call that failed as a whole: one per prompt; with one prompt, one per sample.
 
     By prompt first, because a reward may compare the samples of a prompt with each other.
@@ -188,7 +188,7 @@ def is_answer(value: Any) -> bool:
     return isinstance(value, str | int | float)
 
 
-def answer_of(sample: Sample, column: str) -> str:
+def answer_of(sample: RewardSample, column: str) -> str:
     """The expected answer as text. Raises Unscorable."""
     value = sample.columns.get(column)
     if not is_answer(value):

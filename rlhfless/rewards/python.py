@@ -20,7 +20,7 @@ from rlhfless.rewards.protocol import (
     Failed,
     Outcome,
     RewardError,
-    Sample,
+    RewardSample,
     Unscorable,
     attempt,
     finite,
@@ -59,7 +59,7 @@ class PythonReward:
     def prepare(self) -> None:
         """Nothing to prepare: the constructor has imported the function."""
 
-    def run(self, samples: Sequence[Sample]) -> Iterator[Begin | Done]:
+    def run(self, samples: Sequence[RewardSample]) -> Iterator[Begin | Done]:
         everything = tuple(range(len(samples)))
         if self._spec.batch:
             yield from self._run_batch(samples, everything)
@@ -96,13 +96,13 @@ class PythonReward:
             if not self._signature.takes(name):
                 self._fail(f"`kwargs` has `{name}`, which {self._spec.target!r} does not take")
 
-    def _score_one(self, sample: Sample) -> float:
+    def _score_one(self, sample: RewardSample) -> float:
         return self._number_of(self._call(self._arguments([sample], lambda values: values[0])))
 
-    async def _score_together(self, samples: Sequence[Sample]) -> list[Outcome]:
+    async def _score_together(self, samples: Sequence[RewardSample]) -> list[Outcome]:
         limit = asyncio.Semaphore(_MAX_ASYNC_CALLS)
 
-        async def score(sample: Sample) -> Outcome:
+        async def score(sample: RewardSample) -> Outcome:
             async with limit:
                 try:
                     result = await self._call_async(self._arguments([sample], lambda values: values[0]))
@@ -112,7 +112,7 @@ class PythonReward:
 
         return await asyncio.gather(*(score(sample) for sample in samples))
 
-    def _run_batch(self, samples: Sequence[Sample], indices: tuple[int, ...]) -> Iterator[Begin | Done]:
+    def _run_batch(self, samples: Sequence[RewardSample], indices: tuple[int, ...]) -> Iterator[Begin | Done]:
         """One call; if it fails as a whole, one for each of its pieces, down to single samples."""
         yield Begin(indices, self._spec.timeout_s + (_GRACE_S if self._is_async else 0))
         try:
@@ -127,7 +127,7 @@ class PythonReward:
             for index, outcome in zip(indices, outcomes, strict=True):
                 yield Done(index, outcome)
 
-    def _score_batch(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def _score_batch(self, samples: Sequence[RewardSample]) -> list[Outcome]:
         arguments = self._arguments(samples, list)
         result = self._await(self._call_async(arguments)) if self._is_async else self._call(arguments)
         items = _items(result)
@@ -143,7 +143,7 @@ class PythonReward:
             raise Unscorable(f"{_no_number(result)}{mend}")
         return value
 
-    def _arguments(self, samples: Sequence[Sample], pack: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    def _arguments(self, samples: Sequence[RewardSample], pack: Callable[[list[Any]], Any]) -> dict[str, Any]:
         """Keyword arguments: fields of the sample take precedence over `kwargs`, and those over columns."""
         names = dict.fromkeys(name for sample in samples for name in sample.columns)
         arguments = {name: pack([sample.columns.get(name) for sample in samples]) for name in names}

@@ -23,7 +23,7 @@ from typing import Any
 
 from rlhfless import processes
 from rlhfless.rewards.messages import Broken, End, Ready, Task
-from rlhfless.rewards.protocol import Begin, Done, Failed, Report, RewardError, Sample, pieces
+from rlhfless.rewards.protocol import Begin, Done, Failed, Report, RewardError, RewardSample, pieces
 from rlhfless.rewards.surroundings import Output, environment_of_rewards
 from rlhfless.rewards.tasks import all_of
 from rlhfless.rewards.verifiers import VerifierSpec
@@ -73,7 +73,7 @@ class Workers:
         for worker in self._all:
             worker.kill()
 
-    async def score(self, reward: int, samples: Sequence[Sample], report: Report) -> None:
+    async def score(self, reward: int, samples: Sequence[RewardSample], report: Report) -> None:
         """Report the outcome of every sample, by reward number `reward`."""
         async with self._worker() as worker:
             whole = await _whole(worker, reward)
@@ -82,7 +82,7 @@ class Workers:
         await all_of([self._score_part(reward, samples, part, report) for part in parts])
 
     async def _score_part(
-        self, reward: int, samples: Sequence[Sample], indices: tuple[int, ...], report: Report
+        self, reward: int, samples: Sequence[RewardSample], indices: tuple[int, ...], report: Report
     ) -> None:
         """Score some samples; the rest of a lost worker goes to another, until every sample is reported."""
         todo = deque([indices])
@@ -167,7 +167,7 @@ class _Worker:
         assert isinstance(answer, Ready)
         self.whole = answer.whole
 
-    async def run(self, reward: int, samples: Sequence[Sample], indices: tuple[int, ...], report: Report) -> None:
+    async def run(self, reward: int, samples: Sequence[RewardSample], indices: tuple[int, ...], report: Report) -> None:
         """Report samples as they are done. Raises WorkerLost, or RewardError if it cannot be started."""
         await self.ensure()
         self._at_work = self._specs[reward].label

@@ -24,7 +24,7 @@ from statistics import mean
 
 import numpy as np
 
-from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState
+from rlhfless.records import Holding, Invocation, ReplicaState, in_order
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.acquisition import Acquired
 from rlhfless.scaling.intervals import Interval, clip, length, union
@@ -70,7 +70,7 @@ class Summary:
     """A run in figures."""
 
     functions: tuple[Usage, ...]
-    """One entry per function with holdings or invocations, in the order of FunctionName."""
+    """One entry per function with holdings or invocations, in their order (`in_order`)."""
     total: Usage
     steps: tuple[StepTimes, ...]
     response_tokens: Mapping[float, float]
@@ -97,11 +97,13 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
     functions = [
         usage(
             name,
-            [holding for holding in trace.holdings if holding.function is name],
-            [call for call in trace.invocations if call.function is name],
+            [holding for holding in trace.holdings if holding.function == name],
+            [call for call in trace.invocations if call.function == name],
             prices,
         )
-        for name in FunctionName
+        for name in in_order(
+            [*(held.function for held in trace.holdings), *(call.function for call in trace.invocations)]
+        )
     ]
     steps = tuple(map(step_times, trace.steps, calls_within(trace.steps, trace.invocations)))
     return Summary(

@@ -53,7 +53,7 @@ class RentalTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class DeviceLease:
     """The time of a device from taking it until giving it back, and until it is no longer paid for."""
 
     device: str
@@ -86,7 +86,7 @@ def _rounded_s(held_s: float, granularity_s: float, minimum_s: float) -> float:
     return max(math.ceil(at_least_s / granularity_s - _ROUNDING) * granularity_s, held_s)
 
 
-def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[Lease]:
+def leases(holdings: Iterable[Holding], prices: PriceBook) -> list[DeviceLease]:
     """The leases under the holdings, by device and time. Raises PriceError for a kind without a price."""
     held: dict[tuple[str, str], list[Interval]] = defaultdict(list)
     for holding in holdings:
@@ -112,12 +112,12 @@ def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
     return prices.cost_usd(known) + math.fsum(unused)
 
 
-def _of_device(device: str, kind: str, disjoint: list[Interval], billing: Billing | None) -> list[Lease]:
-    found: list[Lease] = []
+def _of_device(device: str, kind: str, disjoint: list[Interval], billing: Billing | None) -> list[DeviceLease]:
+    found: list[DeviceLease] = []
     for start_s, end_s in disjoint:
         held_s = end_s - start_s
         if found and start_s <= found[-1].paid_until_s:
             before = found.pop()
             start_s, held_s = before.start_s, before.held_s + held_s
-        found.append(Lease(device, kind, start_s, end_s, start_s + billed_s(end_s - start_s, billing), held_s))
+        found.append(DeviceLease(device, kind, start_s, end_s, start_s + billed_s(end_s - start_s, billing), held_s))
     return found

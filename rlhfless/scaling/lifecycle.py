@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from rlhfless.records import FunctionName, Holding, ReplicaState, WeightVersion
+from rlhfless.records import Holding, ReplicaState, WeightVersion
 from rlhfless.scaling.placement import Allocation
 
 _S = ReplicaState
@@ -65,7 +65,7 @@ class IllegalTransition(RuntimeError):
 class ReplicaIdentity:
     """The identity of a life. A restarted replica keeps its name and gets a new incarnation."""
 
-    function: FunctionName
+    function: str
     replica: str
     incarnation: str
     allocation: Allocation

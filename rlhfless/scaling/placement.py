@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import islice
-from types import MappingProxyType
 
-from rlhfless.records import FunctionName
-from rlhfless.spec import PlacementSpec, RunSpec
-from rlhfless.spec.base import count_of
+from rlhfless.spec import PlacementSpec
 from rlhfless.spec.errors import UserError
 
 CPU_KIND = "cpu-core"
@@ -119,10 +117,10 @@ class DeviceGroup:
 class Placement:
     """An allocation for every replica that a run may start, and the groups that their devices are in."""
 
-    allocations: Mapping[FunctionName, tuple[Allocation, ...]]
+    allocations: Mapping[str, tuple[Allocation, ...]]
     groups: tuple[DeviceGroup, ...]
 
-    def allocation(self, function: FunctionName, index: int) -> Allocation:
+    def allocation(self, function: str, index: int) -> Allocation:
         """The allocation of a function's replica number `index`."""
         return self.allocations[function][index]
 
@@ -132,104 +130,76 @@ class Placement:
         return tuple(group for group in self.groups if any(device.name in names for device in group.devices))
 
 
-def ranks_of(spec: RunSpec) -> dict[FunctionName, int]:
-    """Of the functions whose replica is split over ranks, each a process of its own: how many, 1 where `auto` is still
-    to be decided."""
-    return {
-        FunctionName.LEARNER: spec.learner.world_size,
-        FunctionName.REWARD_MODEL: count_of(spec.scoring.reward_model_ranks),
-        FunctionName.REFERENCE: count_of(spec.reference.ranks),
-    }
+class Site(StrEnum):
+    """Where a function's replicas are."""
+
+    WINDOWS = "windows"
+    """Each replica on neighbouring devices of one node: generation actors."""
+    SIDE = "side"
+    """One replica on all devices of the learner's side."""
+    BESIDE = "beside"
+    """One replica on as many devices of the learner's side as it has ranks, beside what else is there."""
+    CORES = "cores"
+    """As BESIDE on CPU cores; where the run's devices are GPUs, on CPU cores of its own."""
 
 
-ONE_RANK: Mapping[FunctionName, int] = MappingProxyType({})
-"""Every function is one process."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The replicas that a function may have in a run."""
 
-RANKS_KEYS = {
-    FunctionName.LEARNER: "learner.ranks",
-    FunctionName.REWARD_MODEL: "scoring.reward_model_ranks",
-    FunctionName.REFERENCE: "reference.ranks",
-}
-"""The keys of the spec that `ranks_of` reads."""
-
-
-def helpers(spec: RunSpec) -> list[FunctionName]:
-    """The functions of a run other than generation and the learner; each has one replica."""
-    wanted = {
-        FunctionName.SCORING: True,
-        FunctionName.REWARD_MODEL: bool(spec.reward_models),
-        FunctionName.REFERENCE: spec.algorithm.needs.reference,
-    }
-    return [function for function, needed in wanted.items() if needed]
+    function: str
+    site: Site
+    replicas: int = 1
+    devices: int = 1
+    """Of each replica in WINDOWS; cores of its own in CORES."""
+    ranks: int = 1
+    """Processes of a replica that is split, one for each device if there are so many."""
+    ranks_key: str = ""
+    """The key of the spec that sets `ranks`."""
 
 
-def place_run(spec: RunSpec, nodes: Sequence[Node]) -> Placement:
-    """The placement of a run on a cluster of these nodes. Raises PlacementError as `place` does."""
-    return place(
-        spec.placement,
-        nodes,
-        generation_actors=spec.scaling.generation.most_actors,
-        devices_per_actor=spec.generation.engine.tensor_parallel_size,
-        ranks=ranks_of(spec),
-        functions=helpers(spec),
-        scoring_cores=spec.scoring.workers,
-    )
-
-
-def place(
-    spec: PlacementSpec,
-    nodes: Sequence[Node],
-    *,
-    generation_actors: int,
-    devices_per_actor: int,
-    functions: Sequence[FunctionName],
-    ranks: Mapping[FunctionName, int] = ONE_RANK,
-    scoring_cores: int = 1,
-) -> Placement:
+def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted]) -> Placement:
     """Give every replica its allocation.
 
     Co-located: the run's devices of each node are one group, because the learner has them all; actor i has k
     neighbours of them, `i*k .. i*k+k-1` on the first node. Disaggregated: the last `learner_devices` devices are the
-    learner side, on one node if it fits, and each actor has a group of its own. The other functions have one replica
-    each, with a device for each of its `ranks`: from the last device of the learner side to the first. Scoring needs no
-    GPU: where the devices are GPUs it has `scoring_cores` CPU cores in a group of its own.
+    learner side, on one node if it fits, and each actor has a group of its own. Functions BESIDE have a device for each
+    rank: from the last device of the learner side to the first, one function after the other.
 
     On CPU cores there may be more actors than devices, and they share them. Two engines on one GPU are refused.
 
     Raises PlacementError if a side has no device, if an actor needs more devices than a node has, or if the cluster
     has not so many and cannot grow, because it is private.
     """
+    (actors,) = (wanted for wanted in functions if wanted.site is Site.WINDOWS)
     kind = device_kind(spec, nodes)
-    rooms = _rooms(spec, nodes, kind, devices_per_actor)
-    generation, learning = _sides(spec, rooms, devices_per_actor)
-    windows = _windows(spec, generation, devices_per_actor, generation_actors, kind)
+    rooms = _rooms(spec, nodes, kind, actors.devices)
+    generation, learning = _sides(spec, rooms, actors.devices)
+    windows = _windows(spec, generation, actors.devices, actors.replicas, kind)
     learner = [device for room in learning for device in room.devices]
-    chosen: dict[FunctionName, list[tuple[Device, ...]]] = {
-        FunctionName.GENERATION: [windows[i % len(windows)].devices for i in range(generation_actors)],
-        FunctionName.LEARNER: [tuple(learner)],
-    }
-    used = windows[:generation_actors] if spec.mode == "disaggregated" else []
+    used = windows[: actors.replicas] if spec.mode == "disaggregated" else []
     groups = [
-        *(DeviceGroup(f"generation-{i}", window.devices, window.node) for i, window in enumerate(used)),
+        *(DeviceGroup(f"{actors.function}-{i}", window.devices, window.node) for i, window in enumerate(used)),
         *(DeviceGroup(f"learner-{i}", room.devices, room.node) for i, room in enumerate(learning)),
     ]
-    others = [f for f in functions if f not in chosen]
-    if kind != CPU_KIND and FunctionName.SCORING in others:
-        others.remove(FunctionName.SCORING)
-        cores = tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(_scoring_cores(scoring_cores, nodes)))
-        chosen[FunctionName.SCORING] = [cores]
-        groups.append(DeviceGroup("scoring-0", cores))
+    chosen: dict[str, list[tuple[Device, ...]]] = {}
     taken = 0
-    for function in others:
-        count = min(ranks.get(function, 1), len(learner))
-        places = sorted(-(taken + rank) % len(learner) for rank in range(1, count + 1))
-        chosen[function] = [tuple(learner[place] for place in places)]
-        taken += count
-    for function in chosen.keys() & ranks.keys():
-        if ranks[function] > len(learner) and kind != CPU_KIND:
-            raise PlacementError(
-                f"{RANKS_KEYS[function]} is {ranks[function]}, but the learner has {len(learner)} device(s)"
-            )
+    for wanted in functions:
+        if wanted.site is Site.WINDOWS:
+            chosen[wanted.function] = [windows[i % len(windows)].devices for i in range(wanted.replicas)]
+        elif wanted.site is Site.SIDE:
+            chosen[wanted.function] = [tuple(learner)]
+        elif wanted.site is Site.CORES and kind != CPU_KIND:
+            cores = tuple(Device(f"cpu-{i}", CPU_KIND, i) for i in range(_own_cores(wanted.devices, nodes)))
+            chosen[wanted.function] = [cores]
+            groups.append(DeviceGroup(f"{wanted.function}-0", cores))
+        else:
+            count = min(wanted.ranks, len(learner))
+            places = sorted(-(taken + rank) % len(learner) for rank in range(1, count + 1))
+            chosen[wanted.function] = [tuple(learner[place] for place in places)]
+            taken += count
+        if wanted.site in (Site.SIDE, Site.BESIDE) and wanted.ranks > len(learner) and kind != CPU_KIND:
+            raise PlacementError(f"{wanted.ranks_key} is {wanted.ranks}, but the learner has {len(learner)} device(s)")
     return Placement(_with_shares(chosen), tuple(groups))
 
 
@@ -351,14 +321,14 @@ def _windows(spec: PlacementSpec, rooms: Sequence[_Room], size: int, actors: int
     return windows
 
 
-def _scoring_cores(wanted: int, nodes: Sequence[Node]) -> int:
-    """As many as its workers, if one node has so many."""
+def _own_cores(wanted: int, nodes: Sequence[Node]) -> int:
+    """As many as it wants, if one node has so many."""
     return max(min(wanted, max((node.cores for node in nodes), default=wanted)), 1)
 
 
 def _with_shares(
-    chosen: Mapping[FunctionName, Sequence[tuple[Device, ...]]],
-) -> dict[FunctionName, tuple[Allocation, ...]]:
+    chosen: Mapping[str, Sequence[tuple[Device, ...]]],
+) -> dict[str, tuple[Allocation, ...]]:
     """Of each device its replicas have equal shares, which add up to 1."""
     crowd = Counter(device for allocations in chosen.values() for devices in allocations for device in devices)
 

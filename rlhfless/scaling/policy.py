@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhfless.prefixes.tree import PrefixTree
-from rlhfless.records import Decision, FunctionName, ReplicaState
+from rlhfless.records import Decision, FunctionRole, ReplicaState
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.leases import RentalTerms
 
@@ -52,7 +52,8 @@ class ReplicaSlot:
     """The properties of a slot, which holds one replica of a function. Actions name a slot by its index in the
     fleet."""
 
-    function: FunctionName
+    function: str
+    role: FunctionRole
     kind: str
     """Device kind, as the price book names it."""
     devices: tuple[str, ...]
@@ -103,9 +104,8 @@ class FleetView:
 
     def generation(self) -> tuple[int, ...]:
         """Slots for generation actors."""
-        return tuple(
-            i for i, replica_slot in enumerate(self.replica_slots) if replica_slot.function is FunctionName.GENERATION
-        )
+        slots = enumerate(self.replica_slots)
+        return tuple(i for i, replica_slot in slots if replica_slot.role is FunctionRole.SAMPLES)
 
 
 # -- its state

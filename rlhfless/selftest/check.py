@@ -53,7 +53,7 @@ def check(name: str, remedy: str, *, needs: tuple[str, ...] = (), gpus: int = 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckOutcome:
     """What a check has found."""
 
     name: str
@@ -67,7 +67,7 @@ class Outcome:
     """Of one that has failed."""
 
 
-def outcomes(subject: Subject, checks: Sequence[Check]) -> Iterator[Outcome]:
+def outcomes(subject: Subject, checks: Sequence[Check]) -> Iterator[CheckOutcome]:
     """Run the checks in order."""
     states: dict[str, State] = {}
     for one in checks:
@@ -76,12 +76,12 @@ def outcomes(subject: Subject, checks: Sequence[Check]) -> Iterator[Outcome]:
         yield found
 
 
-def _outcome(check: Check, subject: Subject, states: Mapping[str, State]) -> Outcome:
+def _outcome(check: Check, subject: Subject, states: Mapping[str, State]) -> CheckOutcome:
     began_s = time.monotonic()
 
-    def found(state: State, measured: Measured, why: str = "") -> Outcome:
+    def found(state: State, measured: Measured, why: str = "") -> CheckOutcome:
         remedy = check.remedy if state == "failed" else ""
-        return Outcome(
+        return CheckOutcome(
             check.name, inspect.getdoc(check.run) or "", state, time.monotonic() - began_s, measured, why, remedy
         )
 

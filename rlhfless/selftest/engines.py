@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rlhfless.functions.generation.vllm.adapter import Engine
+from rlhfless.functions.generation.engine import EngineSettings, SampleRequest
+from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.generation.vllm.arguments import is_eager
-from rlhfless.functions.generation.vllm.messages import EngineSettings, SampleRequest
 from rlhfless.prepare.memory.assumed import shared_kv_bytes
 from rlhfless.records import PublishedWeights, StartPhase
 from rlhfless.selftest import rank_work
 from rlhfless.selftest.check import Measured, NotHere, Wrong, check
-from rlhfless.selftest.ranks import Ranks, up, visible
+from rlhfless.selftest.ranks import RankProcesses, up, visible
 from rlhfless.selftest.subject import Subject
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.check import (
@@ -67,7 +67,7 @@ class Engines:
 
     def start(self) -> None:
         with _bound(self._devices, on_gpus=self._settings.device == "cuda"):
-            self.engine = self.run(Engine.start(self._settings))
+            self.engine = self.run(VllmEngine.start(self._settings))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)
@@ -299,7 +299,7 @@ def other_order(subject: Subject) -> Measured:
     count = len(up(subject).about)
     up(subject).close()
     began_s = time.monotonic()
-    subject.ranks = Ranks(subject, count)
+    subject.ranks = RankProcesses(subject, count)
     measured = {"learner_start_s": time.monotonic() - began_s}
     subject.found["published"] = _published(subject, 2)[0]
     return measured | _loaded(subject, engines)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rlhfless.functions.cuda import require_cuda
 from rlhfless.prepare.memory.assumed import loading_bytes
-from rlhfless.prepare.memory.formulas import GIB, version_bytes
 from rlhfless.prepare.memory.room import Needed, room_at, room_problems, store_base
+from rlhfless.scaling.memory import GIB, version_bytes
 from rlhfless.selftest.check import Measured, Wrong, check
 from rlhfless.selftest.subject import Subject
 

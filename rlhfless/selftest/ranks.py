@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhfless.functions.base import DeviceBinding
+from rlhfless.functions.learner.kind import KIND
 from rlhfless.prepare.memory.assumed import planned
-from rlhfless.prepare.memory.formulas import GIB
-from rlhfless.records import FunctionName
+from rlhfless.scaling.memory import GIB
 from rlhfless.selftest import rank_process, rank_work
 from rlhfless.selftest.check import Measured, NotHere, Wrong, check
 from rlhfless.selftest.subject import Subject
@@ -27,7 +27,7 @@ SAME = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest difference, in nats, between logprobs that only the order of sums tells apart, by the format of the pass."""
 
 
-class Ranks:
+class RankProcesses:
     """Learner ranks that are up."""
 
     def __init__(self, subject: Subject, count: int, **changes: Any) -> None:
@@ -95,9 +95,9 @@ def visible(index: int) -> str:
     return listed.split(",")[index] if listed else str(index)
 
 
-def up(subject: Subject) -> Ranks:
+def up(subject: Subject) -> RankProcesses:
     """The ranks that the check `learner` has started."""
-    assert isinstance(subject.ranks, Ranks)
+    assert isinstance(subject.ranks, RankProcesses)
     return subject.ranks
 
 
@@ -113,7 +113,7 @@ def _binding(subject: Subject, rank: int) -> DeviceBinding:
 def learner(subject: Subject) -> Measured:
     """All ranks that the plan has on this node, and one step of a small batch after one that warms up."""
     count = subject.spec.learner.world_size
-    ranks = subject.ranks = Ranks(subject, min(count, subject.gpus or count))
+    ranks = subject.ranks = RankProcesses(subject, min(count, subject.gpus or count))
     about = ranks.about[0]
     wanted = "cuda" if subject.gpus else "cpu"
     if about["device"] != wanted:
@@ -155,7 +155,7 @@ def ranks_agree(subject: Subject) -> Measured:
 
 def _done(subject: Subject, count: int, work: Callable[..., Any], *arguments: Any, **changes: Any) -> list[Any]:
     """The answers of ranks that are there for this work alone."""
-    ranks = Ranks(subject, count, **changes)
+    ranks = RankProcesses(subject, count, **changes)
     try:
         return ranks.do(work, *arguments)
     finally:
@@ -184,7 +184,7 @@ def peak(subject: Subject) -> Measured:
     else:
         rows = max(spec.learner.micro_batch_tokens // tokens, 1)
         tokens, held = rows * tokens, _rehearsed(subject, rows, tokens)
-    phases = planned(spec, subject.asked.shape, subject.kind, tokens)[FunctionName.LEARNER]
+    phases = planned(spec, subject.asked.shape, subject.kind, tokens)[KIND.name]
     measured = {"held_gib": held / GIB, "planned_gib": phases["learn"] / GIB, "share": held / phases["learn"]}
     if measured["share"] > PEAK_OVER_PLAN:
         raise Wrong("a step holds more than its plan", **measured)

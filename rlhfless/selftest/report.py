@@ -16,7 +16,7 @@ from rlhfless.control.compute.planning import planned_on
 from rlhfless.prepare.memory.changes import Question
 from rlhfless.records.traces import describe_machine
 from rlhfless.scaling.latency.timeline import KNOTS
-from rlhfless.selftest.check import Outcome, outcomes
+from rlhfless.selftest.check import CheckOutcome, outcomes
 from rlhfless.selftest.checks import CHECKS
 from rlhfless.selftest.subject import BUNDLED, Subject, opened
 from rlhfless.sim.replay.latency_file import EngineFit, LatencyFile, LineFit
@@ -32,7 +32,7 @@ NEEDED = ("iterations", "prefill_token_s", "rank_tokens_per_s", "load_s", "publi
 Node = dict[str, Any]
 
 
-def node_report(spec: RunSpec | None, shown: Callable[[Outcome], object] = lambda _: None) -> Node:
+def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = lambda _: None) -> Node:
     """All checks on this machine. `shown` is called with each outcome."""
     with opened(spec) as subject:
         found = []

@@ -25,7 +25,7 @@ BUNDLED = "bundled"
 PROBE_TOKENS = 128
 
 
-class Part(Protocol):
+class SubjectPart(Protocol):
     """Processes that stay up from one check to the next."""
 
     def close(self) -> None: ...
@@ -41,8 +41,8 @@ class Subject:
     folder: Path
     """Scratch; in shared memory, as a run's store is."""
     vocabulary: int
-    engines: Part | None = None
-    ranks: Part | None = None
+    engines: SubjectPart | None = None
+    ranks: SubjectPart | None = None
     found: dict[str, Any] = field(default_factory=dict)
     """What later checks and the report need of earlier ones."""
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from rlhfless.prepare.memory.formulas import version_bytes
+from rlhfless.scaling.memory import version_bytes
 from rlhfless.selftest.check import Measured, Wrong, check
 from rlhfless.selftest.subject import Subject
 from rlhfless.weights.digest import digest_of

@@ -19,6 +19,17 @@ class UserError(Exception):
     """The part of the spec that it is about, where it is about one."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or else its class."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def class_and_line(error: BaseException) -> str:
+    """An error's class and the first line of its text."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One fault."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin, runtime_checkable
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rlhfless.redaction import redacted
@@ -110,9 +109,12 @@ class _Spot:
                 continue
             path.append(key)
             value = _below(value, key)
-            if isinstance(key, str):
+            if get_origin(annotation) is dict:
+                of_values = get_args(annotation)[1]
+                annotation = _chosen(of_values, getattr(of_values, "__metadata__", ()), value)
+            elif isinstance(key, str):
                 field = candidates[0].model_fields.get(key) if candidates else None
-                annotation = _annotation(field, value) if field else None
+                annotation = _chosen(field.annotation, field.metadata, value) if field else None
         return tuple(path), annotation
 
     def model(self) -> type[BaseModel]:
@@ -121,13 +123,13 @@ class _Spot:
         return next(iter(models(above.locate()[1])), self.root)
 
 
-def _annotation(field: FieldInfo, value: Any) -> Any:
-    """The field's annotation; the model itself if that depends on the value."""
-    for choice in field.metadata:
+def _chosen(annotation: Any, metadata: Iterable[Any], value: Any) -> Any:
+    """The annotation; the model itself if that depends on the value."""
+    for choice in metadata:
         if isinstance(choice, ChoosesModel):
             with suppress(PydanticCustomError):
                 return choice.model_of(value)
-    return field.annotation
+    return annotation
 
 
 def _below(value: Any, key: int | str) -> Any:

@@ -46,7 +46,8 @@ class Seam:
     noun: str
     """The kind of part, in messages: `algorithm`."""
     built_in: tuple[type[SpecModel], ...]
-    """The built-in settings classes, each with its short name as the literal `type`; the first is the default."""
+    """The built-in settings classes, each with its short name as the literal `type`; the first is the default, and
+    without any the user's own must be named."""
     methods: tuple[str, ...]
     """The attributes that a user's own class must have."""
     settings: type[OwnSpec] = OwnSpec
@@ -58,8 +59,10 @@ class Seam:
         Raises PydanticCustomError if the name is unknown.
         """
         name = _name(value)
-        if name is None:
+        if name is None and self.built_in:
             return self.built_in[0]
+        if name is None:
+            raise _error(f"this {self.noun} has no `type`", "Name it as `package.module:Name`")
         if ":" in name:
             try:
                 return self._own(name)
@@ -68,8 +71,8 @@ class Seam:
         by_tag = {tag_of(model): model for model in self.built_in}
         if name in by_tag:
             return by_tag[name]
-        known = ", ".join(map(repr, by_tag))
-        mend = f"{nearest(name, by_tag)}Built in: {known}. One of your own is named as `package.module:Name`"
+        known = f"Built in: {', '.join(map(repr, by_tag))}. " if by_tag else ""
+        mend = f"{nearest(name, by_tag)}{known}One of your own is named as `package.module:Name`"
         raise _error(f"{name!r} is no {self.noun}", mend)
 
     def _own(self, target: str) -> type[OwnSpec]:

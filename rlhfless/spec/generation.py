@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from rlhfless.spec.base import MOST_TOKENS, Duration, Processes, SpecModel, Tokens
+from rlhfless.spec.explain import EXTENSION_ERROR
+from rlhfless.spec.imports import IMPORT_PATH, TargetError, load_target
 
 MOST_SEQUENCES = 65_536
 """Far above what an engine decodes at a time; it allocates its tables for so many."""
@@ -15,8 +18,34 @@ MOST_STOPS = 256
 """The engine compares each token with all of them."""
 
 
+ENGINE_METHODS = ("start", "sample", "abort", "progress", "load", "logprobs", "require_beat", "kill", "stop")
+
+
+def _engine(name: str) -> str:
+    """Raises PydanticCustomError if neither an engine of the package nor a class with an engine's methods."""
+    if name == "vllm":
+        return name
+    try:
+        if not IMPORT_PATH.fullmatch(name):
+            raise TargetError(f"{name!r} is no engine", "Name `vllm`, or a class as `package.module:Name`")
+        lacking = [method for method in ENGINE_METHODS if not hasattr(load_target(name), method)]
+        if lacking:
+            raise TargetError(f"{name!r} is no engine: it has no `{lacking[0]}`", "See docs/extending.md")
+    except TargetError as error:
+        what = {"what": error.what, "mend": error.mend}
+        raise PydanticCustomError(EXTENSION_ERROR, "{what}. {mend}", what) from error
+    return name
+
+
+EngineType = Annotated[str, AfterValidator(_engine)]
+
+
 class EngineSpec(SpecModel):
-    """Settings of one vLLM engine. Fields that are left out are chosen for the device."""
+    """Settings of one engine. Fields that are left out are chosen for the device."""
+
+    type: EngineType = "vllm"
+    """The engine: vLLM, or a class of your own (`package.module:Name`) that keeps the promises of
+    `rlhfless/functions/generation/engine.py`."""
 
     kv_cache_gib: Annotated[float, Field(gt=0, le=65536)] | None = None
     """Memory for the KV cache of a CPU engine (1 GiB by default)."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rlhfless.spec.errors import first_line
+
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
@@ -24,7 +26,7 @@ def schema_validator(schema: Any) -> Validator:
         kind.check_schema(schema)
         outside = next(_outside(schema, str(kind.META_SCHEMA["$schema"])), None)
     except jsonschema.SchemaError as error:
-        raise ValueError(f"is no JSON schema: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"is no JSON schema: {first_line(error)}") from error
     except (AttributeError, TypeError, RecursionError) as error:  # in parts that the draft's own schema does not check
         raise ValueError(f"is no JSON schema: {type(error).__name__}: {error}") from error
     if outside is not None:

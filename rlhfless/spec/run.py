@@ -11,6 +11,7 @@ from rlhfless.spec.algorithm import AlgorithmSpec, GRPOSpec
 from rlhfless.spec.base import Duration, SpecModel, Steps, without_user
 from rlhfless.spec.data import ModelSpec, PromptsSpec
 from rlhfless.spec.explain import several
+from rlhfless.spec.extension import OwnSpec, Seam
 from rlhfless.spec.fleet import PlacementSpec, RecoverySpec, ScalingSpec, TimeoutsSpec, WeightsSpec
 from rlhfless.spec.generation import GenerationSpec
 from rlhfless.spec.learner import AdamWSpec, LearnerSpec, ReferenceSpec
@@ -22,6 +23,15 @@ from rlhfless.spec.sizes import Size, SizesSpec, size_problems
 
 Labels = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+OwnFunctions = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,38}$")],
+        Annotated[OwnSpec, Seam("function", built_in=(), methods=("kind",))],
+    ],
+    Field(max_length=8),
 ]
 
 
@@ -129,6 +139,10 @@ class RunSpec(SpecModel):
     optimizer: AdamWSpec = AdamWSpec()
     learner: LearnerSpec = LearnerSpec()
     reference: ReferenceSpec = ReferenceSpec()
+    functions: OwnFunctions = Field(default_factory=dict)
+    """Functions of your own, by name: each adds a column with a value per token to the samples of complete groups. See
+    docs/extending.md."""
+
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     placement: PlacementSpec = PlacementSpec()

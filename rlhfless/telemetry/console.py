@@ -24,7 +24,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rlhfless.records import FunctionName
+from rlhfless.records import in_order
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.telemetry.numbers import clock, count, decimal, money
 from rlhfless.telemetry.sinks import NO_SAMPLES
@@ -38,6 +38,7 @@ _BAR_COLUMNS = 32
 _WIDE = 90
 """Columns of a terminal on which the table has the prompt tokens, too."""
 _EVAL = "eval/"
+_UNIQUE = f"{PROMPT_TOKENS_UNIQUE}/"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,13 +245,10 @@ class Console:
 
 
 def _prompts(values: Mapping[str, float]) -> str:
-    """Prompt tokens that generation, reference and learner computed, by those that there are: `1.1/1.0/1.0`."""
-    found = []
-    for function in (FunctionName.GENERATION, FunctionName.REFERENCE, FunctionName.LEARNER):
-        unique = values.get(f"{PROMPT_TOKENS_UNIQUE}/{function}")
-        if unique:
-            found.append(f"{values[f'{PROMPT_TOKENS_COMPUTED}/{function}'] / unique:.1f}")
-    return "/".join(found)
+    """Prompt tokens that each function computed, by those that there are: `1.1/1.0/1.0`."""
+    unique = {name.removeprefix(_UNIQUE): values[name] for name in values if name.startswith(_UNIQUE) and values[name]}
+    shares = (values[f"{PROMPT_TOKENS_COMPUTED}/{function}"] / unique[function] for function in in_order(unique))
+    return "/".join(f"{share:.1f}" for share in shares)
 
 
 def _recovered(values: Mapping[str, float]) -> str:

@@ -9,7 +9,7 @@ FOR_DEVICES = "waiting for devices"
 """How a wait for devices that a run was promised begins; a service that knows why they do not come adds it."""
 
 
-class Progress(Protocol):
+class RunProgress(Protocol):
     """A terminal, or a service that is told."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:

@@ -24,10 +24,10 @@ from rlhfless.sim.experiment.contracts import (
     resolved,
     span_of,
 )
-from rlhfless.sim.experiment.rows import Part, Row, Totals, objective, row_of, steps_of
-from rlhfless.sim.experiment.run import RunResult, Task, settings_of
+from rlhfless.sim.experiment.rows import Part, ResultRow, Totals, objective, row_of, steps_of
+from rlhfless.sim.experiment.run import ExperimentTask, RunResult, settings_of
 from rlhfless.sim.experiment.static import best, tried
-from rlhfless.sim.experiment.workers import OnProgress, Workers
+from rlhfless.sim.experiment.workers import ExperimentWorkers, OnProgress
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, PolicyEntry, Scenario
 from rlhfless.spec import ContractSpec, WeightedSpec
 from rlhfless.spec.errors import InputError, Problem
@@ -42,7 +42,7 @@ Results = dict[str, tuple[RunResult, ...]]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PolicyComparison:
     """The results of a scenario."""
 
     scenario: Scenario
@@ -54,7 +54,7 @@ class Comparison:
         """By seed."""
         return [Totals.of(steps_of(run.steps, part, self.scenario.epoch_steps)) for run in self.results[label]]
 
-    def rows(self, part: Part) -> list[Row]:
+    def rows(self, part: Part) -> list[ResultRow]:
         """One row per policy."""
         first = self.totals(next(iter(self.results)), part)
         return [row_of(label, self.totals(label, part), first, self.regrets(label, part)) for label in self.results]
@@ -70,7 +70,7 @@ class Comparison:
 
 def compare(
     scenario: Scenario, policies: Sequence[str] | None = None, jobs: int = 1, on_progress: OnProgress | None = None
-) -> Comparison:
+) -> PolicyComparison:
     """Runs the scenario's policies, or only these labels; and the policies that their contracts are measured by.
 
     Raises InputError, ContractError or WorkloadError for a scenario that cannot be run.
@@ -78,7 +78,7 @@ def compare(
     rounds = in_order(scenario, _wanted(scenario, policies))
     found: Results = {}
     contracts: dict[str, tuple[ContractSpec, ...]] = {}
-    with Workers(jobs, on_progress) as workers:
+    with ExperimentWorkers(jobs, on_progress) as workers:
         for index, entries in enumerate(rounds):
             tasks = {entry.shown: _tasks(scenario, entry, found) for entry in entries}
             later = sum(_runs_of_seed(scenario, each) for after in rounds[index + 1 :] for each in after)
@@ -90,7 +90,7 @@ def compare(
                 found[entry.shown] = tuple(run for run, _ in chosen)
                 contracts[entry.shown] = chosen[0][1]
     labels = [entry.shown for entry in scenario.policies if entry.shown in found]
-    return Comparison(scenario, {label: found[label] for label in labels}, contracts)
+    return PolicyComparison(scenario, {label: found[label] for label in labels}, contracts)
 
 
 def quoted_part(scenario: Scenario) -> Part:
@@ -110,7 +110,7 @@ def _wanted(scenario: Scenario, labels: Sequence[str] | None) -> list[PolicyEntr
     return [entry for entry in scenario.policies if labels is None or entry.shown in labels]
 
 
-def _tasks(scenario: Scenario, entry: PolicyEntry, found: Results) -> list[Task]:
+def _tasks(scenario: Scenario, entry: PolicyEntry, found: Results) -> list[ExperimentTask]:
     """The tasks by seed, every fleet that is tried for each seed."""
     tasks = []
     for seed in range(scenario.seeds):
@@ -118,9 +118,11 @@ def _tasks(scenario: Scenario, entry: PolicyEntry, found: Results) -> list[Task]
         if entry.name == BEST_STATIC:
             plain = entry.model_copy(update={"name": "static", "label": entry.shown})
             unwatched = scenario.model_copy(update={"beat_s": NO_BEATS_S})
-            tasks += [Task(unwatched, plain, fleet, contracts, seed) for fleet in tried(scenario, entry)]
+            tasks += [ExperimentTask(unwatched, plain, fleet, contracts, seed) for fleet in tried(scenario, entry)]
         else:
-            tasks += [Task(scenario, entry, fleet, contracts, seed, seed == 0) for fleet in tried(scenario, entry)]
+            tasks += [
+                ExperimentTask(scenario, entry, fleet, contracts, seed, seed == 0) for fleet in tried(scenario, entry)
+            ]
     return tasks
 
 

@@ -33,7 +33,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.records import FunctionName
+from rlhfless.records import FunctionRole
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.sim.engine import EngineShape, PricedModel
@@ -57,7 +57,7 @@ PRECISION = 1e-9
 
 
 @dataclass(frozen=True)
-class Work:
+class BoundWork:
     """The work of one step's generation, whatever draws it. The first token of a response comes with its prefill."""
 
     iterations: Floats  # [samples]: decode iterations of each
@@ -71,7 +71,7 @@ class Work:
     """Pairs of a prefilled token and a token that it attends to."""
 
     @classmethod
-    def of(cls, batch: RolloutBatch, block_tokens: int) -> Work:
+    def of(cls, batch: RolloutBatch, block_tokens: int) -> BoundWork:
         prompt = batch.prompt_tokens[batch.group].astype(np.float64)
         shared = np.floor((prompt - 1) / block_tokens) * block_tokens
         own = prompt - shared
@@ -134,16 +134,16 @@ class ActorKind:
             up_s,
         )
 
-    def prefill_s(self, work: Work) -> float:
+    def prefill_s(self, work: BoundWork) -> float:
         return self.prefill_token_s * work.prefill_tokens + self.prefill_pair_s * work.prefill_pairs
 
-    def alone_s(self, work: Work) -> Floats:
+    def alone_s(self, work: BoundWork) -> Floats:
         """[samples]: seconds of each response if it has an actor to itself."""
         pairs = (work.prompt**2 - work.behind**2) / 2
         prefill_s = (work.prompt - work.behind) * self.prefill_token_s + self.prefill_pair_s * pairs
         return np.asarray(prefill_s + work.iterations * self.one_s + self.context_s * work.context)
 
-    def seconds(self, work: Work, within_s: Floats) -> Floats:
+    def seconds(self, work: BoundWork, within_s: Floats) -> Floats:
         """[limits]: least actor seconds of all the work, if each response ends within `within_s` [limits] from when
         its actor can work; infinite if that is too short."""
         most = min(self.max_sequences, work.iterations.size)
@@ -157,7 +157,7 @@ class ActorKind:
         known = found + self.context_s * float(work.context.sum()) + self.prefill_s(work)
         return np.asarray(np.where(too_short, math.inf, known))
 
-    def _crowded(self, work: Work, within_s: Floats, alpha_s: float, beta_s: float) -> Floats:
+    def _crowded(self, work: BoundWork, within_s: Floats, alpha_s: float, beta_s: float) -> Floats:
         """[limits]: iterations by the inequality of Cauchy and Schwarz."""
         low = beta_s + self.context_s * work.prompt
         high = low + self.context_s * work.iterations
@@ -227,7 +227,7 @@ class FleetBound:
 
     def of(self, batch: RolloutBatch) -> StepBound:
         """The bound of one step."""
-        work = Work.of(batch, self._setup.actors[0].engine.block_tokens)
+        work = BoundWork.of(batch, self._setup.actors[0].engine.block_tokens)
         learner = self._setup.learner
         tokens = float(self._forward_tokens(batch, work).sum())
         learn_s = learner.fixed_s + (learner.evaluate_token_s + learner.learn_token_s) * tokens + learner.publish_s
@@ -245,7 +245,7 @@ class FleetBound:
             overlaps=self._overlaps,
         )
 
-    def _services(self, batch: RolloutBatch, work: Work) -> tuple[float, float, Floats]:
+    def _services(self, batch: RolloutBatch, work: BoundWork) -> tuple[float, float, Floats]:
         """Least time from the step's begin until all services are done; their cost; and [samples] the time of a
         service on the sample's own group, the longest of all services."""
         tokens = self._forward_tokens(batch, work)
@@ -253,14 +253,14 @@ class FleetBound:
         served_s, usd, own_s = 0.0, 0.0, np.zeros(batch.groups)
         for service in self._setup.services:
             each_s = service.group_s + service.token_s * tokens
-            shared = self.in_turn and service.function is FunctionName.REFERENCE
+            shared = self.in_turn and service.role is FunctionRole.COLUMN
             total_s = float(each_s.sum())
             usd += (total_s + (_soonest_s(service.slot_setup) if shared else 0.0)) * self._usd_per_s(service.slot_setup)
             served_s = max(served_s, first_s + total_s)
             own_s = np.maximum(own_s, each_s)
         return served_s, usd, np.asarray(own_s[batch.group])
 
-    def _forward_tokens(self, batch: RolloutBatch, work: Work) -> Floats:
+    def _forward_tokens(self, batch: RolloutBatch, work: BoundWork) -> Floats:
         """[groups]: the fewest tokens of each that a forward pass computes."""
         tokens = work.prompt + work.iterations + 1
         sequences: Floats = np.bincount(batch.group, tokens, minlength=batch.groups).astype(np.float64)
@@ -269,7 +269,7 @@ class FleetBound:
         alone = np.bincount(batch.group, work.iterations, minlength=batch.groups)
         return np.asarray(alone + batch.prompt_tokens - batch.tree.shared_tokens, dtype=np.float64)
 
-    def _group_ends(self, work: Work, groups: int) -> Floats:
+    def _group_ends(self, work: BoundWork, groups: int) -> Floats:
         ends: Floats = np.zeros(groups)
         np.maximum.at(ends, work.group, self._up_s + alone_s(self._kinds, work))
         return ends
@@ -286,7 +286,7 @@ class StepBound:
 
     fleet: FleetBound
     kinds: Sequence[ActorKind]
-    work: Work
+    work: BoundWork
     up_s: float
     """From the step's begin until an actor can draw."""
     after_s: Floats
@@ -331,7 +331,7 @@ class StepBound:
         return float(np.min(parts, axis=0).sum()) + ups
 
 
-def least_drawing_s(kind: ActorKind, work: Work) -> float:
+def least_drawing_s(kind: ActorKind, work: BoundWork) -> float:
     """All actors together draw all tokens no sooner, from when they can work."""
 
     def enough(within_s: float) -> bool:
@@ -347,7 +347,7 @@ def least_drawing_s(kind: ActorKind, work: Work) -> float:
     return low
 
 
-def least_usd(kind: ActorKind, work: Work, within_s: Floats) -> Floats:
+def least_usd(kind: ActorKind, work: BoundWork, within_s: Floats) -> Floats:
     """[limits]: least cost of all actors, if each response ends within `within_s` from when its actor can work."""
     seconds = kind.seconds(work, within_s)
     with np.errstate(invalid="ignore"):
@@ -355,7 +355,7 @@ def least_usd(kind: ActorKind, work: Work, within_s: Floats) -> Floats:
     return np.asarray(kind.usd_per_s * (seconds + actors * kind.up_s))
 
 
-def alone_s(kinds: Sequence[ActorKind], work: Work) -> Floats:
+def alone_s(kinds: Sequence[ActorKind], work: BoundWork) -> Floats:
     """[samples]: the least seconds of each response, with an actor to itself and the best of each kind's figures."""
     best = [
         min(getattr(kind, name) for kind in kinds)
@@ -365,7 +365,7 @@ def alone_s(kinds: Sequence[ActorKind], work: Work) -> Floats:
     return np.asarray(prefill_s + work.iterations * best[0] + best[1] * work.context)
 
 
-def _parts(kind: ActorKind, work: Work) -> tuple[float, float, float]:
+def _parts(kind: ActorKind, work: BoundWork) -> tuple[float, float, float]:
     """Least actor seconds of the tokens, of their context, and of prefill, each on its own."""
     most = min(kind.max_sequences, work.iterations.size)
     token_s = max(beta_s + alpha_s / most for alpha_s, beta_s in kind.lines)
@@ -376,7 +376,7 @@ def _parts(kind: ActorKind, work: Work) -> tuple[float, float, float]:
     )
 
 
-def _together_s(kind: ActorKind, kinds: Sequence[ActorKind], work: Work) -> float:
+def _together_s(kind: ActorKind, kinds: Sequence[ActorKind], work: BoundWork) -> float:
     """Seconds of all actors of all kinds, each as fast, by this kind, as it is in the part that suits it best."""
     mine = np.array(_parts(kind, work))
     rate = 0.0

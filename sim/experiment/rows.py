@@ -66,7 +66,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ResultRow:
     """One policy over all seeds."""
 
     label: str
@@ -94,14 +94,14 @@ class Row:
     """Share by which the contract's objective is above the clairvoyant's; None without one."""
 
 
-def row_of(label: str, runs: Sequence[Totals], first: Sequence[Totals], regrets: Sequence[float] | None) -> Row:
+def row_of(label: str, runs: Sequence[Totals], first: Sequence[Totals], regrets: Sequence[float] | None) -> ResultRow:
     """`runs` and `first` are by seed, in the same order."""
 
     def mean(figure: Callable[[Totals], float]) -> Interval:
         return mean_interval([figure(run) for run in runs])
 
     kept = [run.kept for run in runs if run.kept is not None]
-    return Row(
+    return ResultRow(
         label=label,
         step_s=mean(lambda run: run.time_s / run.steps),
         step_usd=mean(lambda run: run.usd / run.steps),

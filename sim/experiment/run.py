@@ -15,10 +15,10 @@ from rlhfless.sim.experiment.bounds import bound
 from rlhfless.sim.experiment.contracts import contract_of, span_of
 from rlhfless.sim.experiment.figures import DeviceSupply, StepFigures, step_figures
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.scenarios.build import Layout, price_book, setup
+from rlhfless.sim.scenarios.build import ScenarioLayout, price_book, setup
 from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, CLAIRVOYANT, DISTRIBUTION_ORACLE, PolicyEntry, Scenario
-from rlhfless.sim.scenarios.work import PlacementSpec
+from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import ContractSpec, CostAwareSpec
 from rlhfless.spec.base import SpecModel
@@ -35,7 +35,7 @@ BOUNDS = frozenset({CLAIRVOYANT, DISTRIBUTION_ORACLE})
 class FleetShape:
     """The size and placement of a fleet."""
 
-    placement: PlacementSpec
+    placement: ScenarioPlacementSpec
     devices: int | None = None
     """Devices of the first kind; all of them if None."""
     kinds: tuple[str, ...] | None = None
@@ -53,7 +53,7 @@ class FleetShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ExperimentTask:
     """One run with everything it depends on, so that any process can do it."""
 
     scenario: Scenario
@@ -139,12 +139,12 @@ def settings_of(scenario: Scenario, entry: PolicyEntry) -> SpecModel:
         ) from error
 
 
-def layout_of(scenario: Scenario, fleet: FleetShape) -> Layout:
+def layout_of(scenario: Scenario, fleet: FleetShape) -> ScenarioLayout:
     """The slots of a fleet. Raises InputError if the learner or an actor does not fit."""
-    return Layout(scenario, fleet.placement, fleet.devices, fleet.kinds)
+    return ScenarioLayout(scenario, fleet.placement, fleet.devices, fleet.kinds)
 
 
-def supply_of(scenario: Scenario, layout: Layout, *, reserved: bool) -> DeviceSupply:
+def supply_of(scenario: Scenario, layout: ScenarioLayout, *, reserved: bool) -> DeviceSupply:
     """The devices that a policy may hold, and owned ones beside them. `reserved`: it pays for all that it may hold."""
     count = {machines.kind: machines.devices for machines in layout.machines}
     count[layout.machines[0].kind] = layout.devices
@@ -153,7 +153,7 @@ def supply_of(scenario: Scenario, layout: Layout, *, reserved: bool) -> DeviceSu
     return DeviceSupply(count, reserved, spare)
 
 
-def run(task: Task, on_step: Callable[[], None] = lambda: None) -> RunResult:
+def run(task: ExperimentTask, on_step: Callable[[], None] = lambda: None) -> RunResult:
     """Simulates it; `on_step` is called after each step.
 
     Raises InputError for a scenario that does not fit, SimulationError for a fault of the policy.

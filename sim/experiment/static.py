@@ -14,7 +14,7 @@ from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.experiment.run import FleetShape, fleet_of, kind_of
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.scenario import BEST_STATIC, PolicyEntry, Scenario
-from rlhfless.sim.scenarios.work import PlacementSpec
+from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.spec import CheapestSpec, ContractSpec, FastestSpec
 
 
@@ -43,10 +43,10 @@ def fleets(scenario: Scenario) -> list[FleetShape]:
     found: list[FleetShape] = []
     if scenario.schedule == "sync":
         sizes = range(each, machines.devices + 1, each)
-        found += [FleetShape(PlacementSpec(mode="colocated"), size) for size in sizes if size >= needed]
+        found += [FleetShape(ScenarioPlacementSpec(mode="colocated"), size) for size in sizes if size >= needed]
     learner = needed
     while learner <= machines.devices - each:
-        placement = PlacementSpec(mode="disaggregated", learner_devices=learner)
+        placement = ScenarioPlacementSpec(mode="disaggregated", learner_devices=learner)
         found += [FleetShape(placement, learner + size) for size in range(each, machines.devices - learner + 1, each)]
         learner *= 2
     return found

@@ -9,7 +9,7 @@ from multiprocessing import active_children, get_context
 from types import TracebackType
 from typing import Any
 
-from rlhfless.sim.experiment.run import RunResult, Task, run
+from rlhfless.sim.experiment.run import ExperimentTask, RunResult, run
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of steps done, of all runs together, and the number of steps known to be needed."""
@@ -28,7 +28,7 @@ def _begin(done: Any) -> None:
     _done = done
 
 
-def _run(task: Task) -> RunResult:
+def _run(task: ExperimentTask) -> RunResult:
     return run(task, _count)
 
 
@@ -37,7 +37,7 @@ def _count() -> None:
         _done.value += 1
 
 
-class Workers:
+class ExperimentWorkers:
     """One or more processes. With one, everything is done in this process."""
 
     def __init__(self, jobs: int, on_progress: OnProgress | None) -> None:
@@ -50,7 +50,7 @@ class Workers:
         self._done = 0
         self._total = 0
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> ExperimentWorkers:
         return self
 
     def __exit__(
@@ -63,7 +63,7 @@ class Workers:
                 process.kill()
         self._pool.shutdown(cancel_futures=True)
 
-    def run(self, tasks: Sequence[Task], later: int) -> list[RunResult]:
+    def run(self, tasks: Sequence[ExperimentTask], later: int) -> list[RunResult]:
         """Does all tasks; `later`: the steps of tasks that will follow these. Raises what a run raised."""
         self._total = self._done + sum(task.scenario.steps for task in tasks) + later
         self._on_progress(self._done, self._total)

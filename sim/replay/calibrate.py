@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from rlhfless.records import FunctionName, Invocation, StepRecord, Work
+from rlhfless.records import FunctionName, Invocation, StepRecord, Work, in_order
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace, TracedRollout
 from rlhfless.scaling.accounting import cold_starts
@@ -85,7 +85,7 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
         load_weights_s=_median_s(by_work[Work.LOAD_WEIGHTS]),
         start_s=_start_s(traces),
         group_s=_group_s(traces, by_work[Work.SCORE]),
-        reference=_line(by_work[Work.LOGPROBS]),
+        columns=_columns(by_work[Work.LOGPROBS]),
         evaluate=_line(by_work[Work.EVALUATE]),
         learn=_line(by_work[Work.LEARN]) or LineFit(fixed_s=0.0),
         publish_s=_median_s(by_work[Work.PUBLISH]),
@@ -95,9 +95,16 @@ def calibrate(traces: Sequence[Trace], keep: Callable[[int], bool] | None = None
     )
 
 
+def _columns(calls: Sequence[Invocation]) -> dict[str, LineFit]:
+    """By function, in the order in which they are shown."""
+    names = in_order(call.function for call in calls)
+    lines = {name: _line([call for call in calls if call.function == name]) for name in names}
+    return {name: line for name, line in lines.items() if line is not None}
+
+
 def device_kind(trace: Trace) -> str:
     """The device kind of the generation actors. Raises TraceError if the trace has none."""
-    kinds = {holding.device_kind for holding in trace.holdings if holding.function is FunctionName.GENERATION}
+    kinds = {holding.device_kind for holding in trace.holdings if holding.function == FunctionName.GENERATION}
     if len(kinds) != 1:
         raise TraceError(
             f"the trace of {trace.meta.run_id} has generation on {sorted(kinds) or 'no device'}; one kind can be fitted"
@@ -197,7 +204,7 @@ def _start_s(traces: Sequence[Trace]) -> float:
     starts = [
         end_s - start_s
         for trace in traces
-        for start_s, end_s in cold_starts([h for h in trace.holdings if h.function is FunctionName.GENERATION])
+        for start_s, end_s in cold_starts([h for h in trace.holdings if h.function == FunctionName.GENERATION])
     ]
     proofs = [call.duration_s for trace in traces for call in trace.invocations if call.work is Work.PROVE_LOADING]
     return (median(starts) if starts else 0.0) + (median(proofs) if proofs else 0.0)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel
-from rlhfless.sim.samples import Progress, RolloutBatch
+from rlhfless.sim.samples import RolloutBatch, StepProgress
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ def replayed_s(engine: LinearEngine, shape: EngineShape, served: Served) -> Floa
 
     Raises ValueError for a request that does not fit into the KV blocks, even alone.
     """
-    progress = Progress(served.batch)
+    progress = StepProgress(served.batch)
     pool = EnginePool(shape, PricedModel(engine, shape.max_sequences), progress, [0])
     pool.open(0, float(served.asked_s[0])).submit(np.arange(len(served.asked_s)), served.asked_s)
     pool.advance(math.inf)

@@ -22,7 +22,7 @@ from rlhfless.scaling.placement import Allocation, Device
 class Life:
     """One incarnation of a replica that has been up."""
 
-    function: FunctionName
+    function: str
     replica: str
     allocation: Allocation
     start_s: float  # unix time
@@ -38,16 +38,16 @@ class RecordedFleet:
         self._together = _most_at_once(self._lives)
         self._slots: dict[str, list[tuple[Life, int]]] = defaultdict(list)
         """By actor: its lives with their slots. A later attempt of a run may use a name again."""
-        chosen = [life for life in self._together if life.function is FunctionName.GENERATION]
+        chosen = [life for life in self._together if life.function == FunctionName.GENERATION]
         if not chosen:
             raise TraceError(f"the trace of {self._run_id} has no generation actor; name the trace of a whole run")
         self.actors = tuple(life.allocation for life in sorted(chosen, key=lambda life: life.replica))
         """By slot."""
         self._take_slots(sorted(chosen, key=lambda life: life.replica))
 
-    def allocation(self, function: FunctionName) -> Allocation:
+    def allocation(self, function: str) -> Allocation:
         """The allocation of a function's replica. Raises TraceError if the run had none."""
-        of_function = (life for life in (*self._together, *self._lives) if life.function is function)
+        of_function = (life for life in (*self._together, *self._lives) if life.function == function)
         found = next(of_function, None)
         if found is None:
             raise TraceError(f"the trace of {self._run_id} has no {function}; name the trace of a whole run")
@@ -63,7 +63,7 @@ class RecordedFleet:
         until_s = [-math.inf] * len(chosen)
         slot_of = {id(life): slot for slot, life in enumerate(chosen)}
         for life in self._lives:
-            if life.function is not FunctionName.GENERATION:
+            if life.function != FunctionName.GENERATION:
                 continue
             slot = slot_of.get(id(life))
             if slot is None:
@@ -77,7 +77,7 @@ class RecordedFleet:
 
 def _lives(trace: Trace) -> list[Life]:
     """In the order of their starts."""
-    held: dict[tuple[FunctionName, str, str], list[Holding]] = defaultdict(list)
+    held: dict[tuple[str, str, str], list[Holding]] = defaultdict(list)
     for holding in trace.holdings:
         held[holding.function, holding.replica, holding.incarnation].append(holding)
     lives = [
@@ -104,7 +104,7 @@ def _most_at_once(lives: Sequence[Life]) -> list[Life]:
     most = 0, 0
     for life in lives:
         now = [*(other for other in now if other.end_s > life.start_s), life]
-        count = len({other.function for other in now}), sum(each.function is FunctionName.GENERATION for each in now)
+        count = len({other.function for other in now}), sum(each.function == FunctionName.GENERATION for each in now)
         if count > most:
             most, best = count, now
     return best

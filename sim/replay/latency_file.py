@@ -61,8 +61,8 @@ class LatencyFile(SpecModel):
     """An actor's start until it is up."""
     group_s: NotNegative
     """Scoring, per prompt group."""
-    reference: LineFit | None = None
-    """Reference logprobs of one group."""
+    columns: dict[str, LineFit] = Field(default_factory=dict)
+    """By function that computes a column, such as the reference: one group."""
     evaluate: LineFit | None = None
     """Old logprobs of the batch; None if there is one update per step."""
     learn: LineFit

@@ -85,6 +85,6 @@ def _cores(trace: Trace) -> Mapping[str, int]:
     """CPU cores of each generation actor; none on other devices."""
     devices: dict[str, set[str]] = defaultdict(set)
     for holding in trace.holdings:
-        if holding.function is FunctionName.GENERATION and holding.device_kind == CPU_KIND:
+        if holding.function == FunctionName.GENERATION and holding.device_kind == CPU_KIND:
             devices[holding.replica].add(holding.device)
     return {name: len(held) for name, held in devices.items()}

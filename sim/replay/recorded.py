@@ -36,9 +36,8 @@ def setup_of(trace: Trace, latency: LatencyFile) -> Setup:
     """The run's fleet. Raises TraceError if the trace lacks a part of it."""
     fleet = RecordedFleet(trace)
     services = [_service(fleet, FunctionName.SCORING, Work.SCORE, latency.group_s, 0.0)]
-    if latency.reference is not None:
-        line = latency.reference
-        services.append(_service(fleet, FunctionName.REFERENCE, Work.LOGPROBS, line.fixed_s, line.token_s))
+    for name, line in latency.columns.items():
+        services.append(_service(fleet, name, Work.LOGPROBS, line.fixed_s, line.token_s))
     evaluates = latency.evaluate
     ranks = trace.meta.spec.get("learner", {}).get("ranks", 1)
     learner = LearnerShape(
@@ -104,7 +103,7 @@ def _samples(begun: list[tuple[float, int]]) -> Ints:
     return np.array([sample for _, sample in sorted(begun)], dtype=np.int64)
 
 
-def _service(fleet: RecordedFleet, function: FunctionName, work: Work, group_s: float, token_s: float) -> ServiceShape:
+def _service(fleet: RecordedFleet, function: str, work: Work, group_s: float, token_s: float) -> ServiceShape:
     return ServiceShape(_slot_setup(fleet.allocation(function)), function, work, group_s, token_s)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from rlhfless.records import FunctionName, StepRecord, Work
+from rlhfless.records import StepRecord, Work, in_order
 from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.schema import TraceError
 from rlhfless.records.traces import Trace
@@ -154,7 +154,9 @@ def replay(
 
 
 def _prompt_tokens(measured: Sequence[StepRecord], predicted: Sequence[StepRecord]) -> Iterator[PromptTokens]:
-    for function in FunctionName:
+    prefix = f"{PROMPT_TOKENS_UNIQUE}/"
+    counted = (name for record in measured for name in record.metrics if name.startswith(prefix))
+    for function in in_order(name.removeprefix(prefix) for name in counted):
         names = f"{PROMPT_TOKENS_COMPUTED}/{function}", f"{PROMPT_TOKENS_UNIQUE}/{function}"
         sums = [
             [math.fsum(record.metrics.get(name, 0.0) for record in records) for name in names]
@@ -162,7 +164,7 @@ def _prompt_tokens(measured: Sequence[StepRecord], predicted: Sequence[StepRecor
         ]
         if all(unique for _, unique in sums):
             of_measured, of_predicted = (computed / unique for computed, unique in sums)
-            yield PromptTokens(str(function), of_measured, of_predicted)
+            yield PromptTokens(function, of_measured, of_predicted)
 
 
 def _predicted_s(
@@ -177,11 +179,13 @@ def _predicted_s(
     seconds[Phase.GENERATION] += late_s
     # The simulator joins calls that follow each other closely; the recorded ones have pauses between them.
     seconds[Phase.SCORING] = latency.group_s * batch.groups
-    if latency.reference is not None:
-        passes = (c for c in simulated.invocations if c.step == record.step and c.work is Work.LOGPROBS)
-        tokens = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
-        tokens -= sum(call.cached_tokens for call in passes)
-        seconds[Phase.REFERENCE] = latency.reference.fixed_s * batch.groups + latency.reference.token_s * tokens
+    if latency.columns:
+        seconds[Phase.REFERENCE] = 0.0
+    fed = int(batch.prompt_tokens[batch.group].sum() + batch.response_tokens.sum())
+    passes = [c for c in simulated.invocations if c.step == record.step and c.work is Work.LOGPROBS]
+    for name, line in latency.columns.items():
+        tokens = fed - sum(call.cached_tokens for call in passes if call.function == name)
+        seconds[Phase.REFERENCE] += line.fixed_s * batch.groups + line.token_s * tokens
     return {**seconds, WALL: times.wall_s + late_s + latency.driver_s}
 
 

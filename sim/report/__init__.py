@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rlhfless.sim.experiment.compare import Comparison
+from rlhfless.sim.experiment.compare import PolicyComparison
 from rlhfless.sim.report.charts import write_png
 from rlhfless.sim.report.page import write_page
 from rlhfless.sim.report.perfetto import write_perfetto
@@ -14,7 +14,7 @@ from rlhfless.sim.report.summary import write_summary
 from rlhfless.sim.scenarios.load import resolved_yaml
 
 
-def write_report(comparison: Comparison, folder: str | os.PathLike[str], step: int | None = None) -> None:
+def write_report(comparison: PolicyComparison, folder: str | os.PathLike[str], step: int | None = None) -> None:
     """Writes everything into a folder, which is made if it is missing: scenario.yaml, summary.json, report.html, a PNG
     per picture, and a Perfetto trace per policy. Raises ValueError for an unknown step, OSError."""
     folder = Path(folder)

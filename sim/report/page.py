@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 
 from rlhfless.scaling.lengths import QUANTILE_LEVELS
-from rlhfless.sim.experiment.compare import Comparison, quoted_part
-from rlhfless.sim.experiment.rows import Part, Row
+from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
+from rlhfless.sim.experiment.rows import Part, ResultRow
 from rlhfless.sim.experiment.statistics import CONFIDENCE
 from rlhfless.sim.report.charts import svg
 from rlhfless.sim.report.columns import COLUMNS
@@ -28,7 +28,7 @@ summary { cursor: pointer; color: #0060a0; }
 """
 
 
-def page(comparison: Comparison, pictures: Pictures) -> str:
+def page(comparison: PolicyComparison, pictures: Pictures) -> str:
     """The page as text."""
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
     parts: list[Part] = [part] if part == "all" else ["later", "first", "all"]
@@ -55,12 +55,12 @@ def page(comparison: Comparison, pictures: Pictures) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{content}</details>\n</body></html>\n'
 
 
-def write_page(comparison: Comparison, pictures: Pictures, path: Path) -> None:
+def write_page(comparison: PolicyComparison, pictures: Pictures, path: Path) -> None:
     """Writes it. Raises OSError."""
     path.write_text(page(comparison, pictures), "utf-8")
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[ResultRow]) -> str:
     head = "".join(f"<th>{escape(column.title)}<small>{escape(column.unit)}</small></th>" for column in COLUMNS)
     lines = []
     for row in rows:
@@ -73,7 +73,7 @@ def _figure(picture: str, caption: str) -> str:
     return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
 
 
-def _source(comparison: Comparison) -> str:
+def _source(comparison: PolicyComparison) -> str:
     workload = comparison.scenario.workload
     return str(getattr(workload, "source", "") or getattr(workload, "path", ""))
 

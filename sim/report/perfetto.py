@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhfless.records import FunctionName
+from rlhfless.records import in_order
 from rlhfless.records.traces import Trace
 
 _US = 1e6
@@ -18,7 +18,8 @@ _US = 1e6
 
 def trace_events(trace: Trace) -> dict[str, Any]:
     """The trace as a JSON object."""
-    processes = {name: number for number, name in enumerate(FunctionName, 1)}
+    names = in_order([*(held.function for held in trace.holdings), *(call.function for call in trace.invocations)])
+    processes = {name: number for number, name in enumerate(names, 1)}
     tracks: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
 
@@ -40,7 +41,7 @@ def trace_events(trace: Trace) -> dict[str, Any]:
             _slice(process, track(process, where), str(call.work), call.start_s, call.end_s)
             | {"args": {"step": call.step, "input_tokens": call.input_tokens, "output_tokens": call.output_tokens}}
         )
-    steps = len(FunctionName) + 1
+    steps = len(processes) + 1
     for record in trace.steps:
         events.append(_slice(steps, track(steps, "steps"), f"step {record.step}", record.start_s, record.end_s))
     for decision in trace.decisions:
@@ -48,8 +49,8 @@ def trace_events(trace: Trace) -> dict[str, Any]:
             {"ph": "i", "s": "p", "name": f"{decision.kind}: {decision.choice}", "ts": decision.at_s * _US}
             | {"pid": steps, "tid": track(steps, "decisions"), "args": dict(decision.inputs)}
         )
-    names = [(number, str(name)) for name, number in processes.items()] + [(steps, "run")]
-    meta = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for pid, name in names]
+    named = [(number, name) for name, number in processes.items()] + [(steps, "run")]
+    meta = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for pid, name in named]
     meta += [
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
         for (pid, name), tid in tracks.items()

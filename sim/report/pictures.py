@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from rlhfless.records.traces import Trace
-from rlhfless.sim.experiment.compare import Comparison, quoted_part
+from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.forecasts import LengthForecasts, length_forecasts
 from rlhfless.sim.report.charts import ParetoPoint, gantt, length_distribution, pareto, scatter
 from rlhfless.sim.report.words import PARTS
@@ -38,7 +38,7 @@ class Pictures:
         return {"pareto": self.pareto, "lengths": self.lengths, "forecasts": self.forecasts, **gantts}
 
 
-def pictures(comparison: Comparison, step: int | None = None) -> Pictures:
+def pictures(comparison: PolicyComparison, step: int | None = None) -> Pictures:
     """All pictures, from the runs of the first seed. `step` is the step of the Gantt charts; by default the step with
     the median time of the quoted part, under the first policy. Raises ValueError for an unknown step."""
     scenario, part = comparison.scenario, quoted_part(comparison.scenario)
@@ -71,7 +71,7 @@ def pictures(comparison: Comparison, step: int | None = None) -> Pictures:
     )
 
 
-def _deadline_s(comparison: Comparison, label: str, step: int) -> float | None:
+def _deadline_s(comparison: PolicyComparison, label: str, step: int) -> float | None:
     """The deadline of a step in the run of the first seed; of several steps together, the step's even share."""
     contracts = comparison.contracts[label]
     figures = next(each for each in comparison.results[label][0].steps if each.step == step)
@@ -84,7 +84,7 @@ def _gantt(label: str, trace: Trace, step: int, deadline_s: float | None) -> Fig
     return gantt(trace.holdings, calls, record.start_s, record.end_s, f"{label}: step {step}", deadline_s)
 
 
-def _median_step(comparison: Comparison) -> int:
+def _median_step(comparison: PolicyComparison) -> int:
     first = next(iter(comparison.results.values()))[0].steps
     later = first[comparison.scenario.epoch_steps :] or first
     ordered = sorted(later, key=lambda figures: figures.step_s)

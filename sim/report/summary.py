@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhfless.sim.experiment.compare import Comparison, quoted_part
+from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
 from rlhfless.sim.experiment.rows import Part
 from rlhfless.sim.experiment.statistics import CONFIDENCE
 
@@ -15,7 +15,7 @@ SUMMARY_VERSION = 2
 """Raised with any change of a key's name, unit or meaning."""
 
 
-def summary(comparison: Comparison) -> dict[str, Any]:
+def summary(comparison: PolicyComparison) -> dict[str, Any]:
     """The summary as plain values. Equal scenarios and seeds give equal values, on any machine, with any number of
     jobs."""
     scenario = comparison.scenario
@@ -44,6 +44,6 @@ def summary(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def write_summary(comparison: Comparison, path: Path) -> None:
+def write_summary(comparison: PolicyComparison, path: Path) -> None:
     """Writes it. Raises OSError."""
     path.write_text(json.dumps(summary(comparison), indent=1) + "\n", "utf-8")

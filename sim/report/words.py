@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhfless.sim.experiment.compare import Comparison
+from rlhfless.sim.experiment.compare import PolicyComparison
 from rlhfless.sim.experiment.rows import Part
 from rlhfless.sim.scenarios.scenario import (
     BEST_STATIC,
@@ -26,14 +26,14 @@ def contract_text(contract: ScenarioContract) -> str:
     return f"time weighs {contract.time_weight:g}, cost {1 - contract.time_weight:g}"
 
 
-def best_fleets(comparison: Comparison) -> str:
+def best_fleets(comparison: PolicyComparison) -> str:
     """The best static fleets by seed; empty if the scenario has no such policy."""
     labels = [entry.shown for entry in comparison.scenario.policies if entry.name == BEST_STATIC]
     found = [f"{label}: {run.fleet}" for label in labels for run in comparison.results.get(label, ())]
     return "; ".join(dict.fromkeys(found))
 
 
-def infeasible(comparison: Comparison) -> list[str]:
+def infeasible(comparison: PolicyComparison) -> list[str]:
     """By policy, the number of steps in which no plan could keep its contract, and the reason in the first."""
     told = []
     for label, runs in comparison.results.items():

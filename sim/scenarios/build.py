@@ -20,7 +20,7 @@ from rlhfless.sim.engine import EngineShape, PricedModel
 from rlhfless.sim.scenarios import timing
 from rlhfless.sim.scenarios.cluster import MachinesSpec
 from rlhfless.sim.scenarios.scenario import Scenario
-from rlhfless.sim.scenarios.work import PlacementSpec
+from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.sim.setup import ActorShape, LearnerShape, Links, PrefixUse, ServiceShape, Setup, SlotSetup, Transport
 from rlhfless.spec.errors import InputError, Problem
 
@@ -79,7 +79,7 @@ class DevicesByNode:
                 yield node, devices[first : first + devices_each]
 
 
-class Layout:
+class ScenarioLayout:
     """Slots of one placement on the first `devices` devices of the scenario's first kind, and on all of the others, or
     of those among `kinds`.
 
@@ -89,7 +89,7 @@ class Layout:
     def __init__(
         self,
         scenario: Scenario,
-        placement: PlacementSpec,
+        placement: ScenarioPlacementSpec,
         devices: int | None = None,
         kinds: tuple[str, ...] | None = None,
     ) -> None:
@@ -191,7 +191,7 @@ class Layout:
         return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)
 
 
-def setup(scenario: Scenario, layout: Layout, seed: int, *, reserved: bool = False) -> Setup:
+def setup(scenario: Scenario, layout: ScenarioLayout, seed: int, *, reserved: bool = False) -> Setup:
     """The setup of the simulator, without a policy. `reserved`: all devices are kept for the whole run.
 
     Raises InputError for a schedule that the placement forbids.
@@ -228,7 +228,7 @@ def prefix_use(scenario: Scenario) -> PrefixUse:
     return PrefixUse(planned=True, forward=SharedForward(scenario.learner.micro_batch_tokens) if shares else None)
 
 
-def lease_terms(scenario: Scenario, layout: Layout) -> RentalTerms:
+def lease_terms(scenario: Scenario, layout: ScenarioLayout) -> RentalTerms:
     """The terms of the layout's devices."""
     book = price_book(scenario)
     billings = [book.device(machines.kind).billing for machines in layout.machines]

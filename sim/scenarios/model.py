@@ -98,7 +98,7 @@ class FittedLatency(SpecModel):
 LatencySpec = Annotated[RooflineLatency | KernelsLatency | FittedLatency, Field(discriminator="type")]
 
 
-class EngineSpec(SpecModel):
+class ScenarioEngineSpec(SpecModel):
     """One generation actor."""
 
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
@@ -137,7 +137,7 @@ class EngineSpec(SpecModel):
     """The latency model."""
 
     @model_validator(mode="after")
-    def _everyone_decodes(self) -> EngineSpec:
+    def _everyone_decodes(self) -> ScenarioEngineSpec:
         if self.max_batch_tokens < self.max_sequences:
             raise ValueError(
                 f"max_batch_tokens ({self.max_batch_tokens}) is below max_sequences ({self.max_sequences}): with all "

@@ -8,14 +8,14 @@ from pydantic import Field, model_validator
 
 from rlhfless.scaling.policies import POLICIES
 from rlhfless.sim.scenarios.cluster import ClusterSpec, Count, Positive, TransportSpec
-from rlhfless.sim.scenarios.model import EngineSpec, ScenarioModelSpec
+from rlhfless.sim.scenarios.model import ScenarioEngineSpec, ScenarioModelSpec
 from rlhfless.sim.scenarios.work import (
     SYNTHETIC,
     LearnerTimingSpec,
-    PlacementSpec,
     PrefixesSpec,
     RecordedWorkload,
     ReferenceTimingSpec,
+    ScenarioPlacementSpec,
     ScoringTimingSpec,
     WorkloadSpec,
 )
@@ -105,7 +105,7 @@ class PolicyEntry(SpecModel):
     label: str | None = None
     """Its name in the report; by default the policy's name. Needed if a policy occurs twice."""
 
-    placement: PlacementSpec | None = None
+    placement: ScenarioPlacementSpec | None = None
     """Devices of its functions; by default the placement of the policy's kind, or else the scenario's."""
 
     contract: ScenarioContract | None = None
@@ -131,7 +131,7 @@ class Scenario(SpecModel):
 
     cluster: ClusterSpec
     model: ScenarioModelSpec
-    engine: EngineSpec = EngineSpec()
+    engine: ScenarioEngineSpec = ScenarioEngineSpec()
     workload: WorkloadSpec
 
     prefixes: PrefixesSpec | None = None
@@ -155,7 +155,7 @@ class Scenario(SpecModel):
     schedule: Literal["sync", "one_step_off"] = "sync"
     """Whether generation waits for the weights of the previous step."""
 
-    placement: PlacementSpec = PlacementSpec()
+    placement: ScenarioPlacementSpec = ScenarioPlacementSpec()
     transport: TransportSpec = TransportSpec()
     learner: LearnerTimingSpec = LearnerTimingSpec()
     scoring: ScoringTimingSpec = ScoringTimingSpec()

@@ -13,7 +13,7 @@ from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.scaling.latency.startup import SleepTier, wake_s
 from rlhfless.sim.replay.latency_file import load_latency
-from rlhfless.sim.scenarios.model import EngineSpec, FittedLatency, KernelsLatency
+from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency, ScenarioEngineSpec
 from rlhfless.sim.scenarios.scenario import Scenario
 from rlhfless.spec.errors import InputError, Problem
 
@@ -107,7 +107,7 @@ def kv_tokens(scenario: Scenario, kind: str) -> int:
 
 
 def wake_times_s(
-    engine: EngineSpec, shape: ModelShape, device: DeviceSheet, store_bytes_per_s: float
+    engine: ScenarioEngineSpec, shape: ModelShape, device: DeviceSheet, store_bytes_per_s: float
 ) -> Mapping[str, float]:
     """By sleep tier: seconds until the engine is up again."""
     return {str(tier): wake_s(tier, shape, device, store_bytes_per_s, engine.tensor_parallel) for tier in SleepTier}

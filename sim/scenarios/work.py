@@ -174,7 +174,7 @@ class ReferenceTimingSpec(SpecModel):
     """Devices of its replica."""
 
 
-class PlacementSpec(SpecModel):
+class ScenarioPlacementSpec(SpecModel):
     """The devices of the functions."""
 
     mode: Literal["colocated", "disaggregated"] = "colocated"

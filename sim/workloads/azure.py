@@ -6,12 +6,12 @@ import csv
 import os
 from pathlib import Path
 
-from rlhfless.sim.workloads.rows import Request, WorkloadError, read_lines, refuse, whole_number
+from rlhfless.sim.workloads.rows import WorkloadError, WorkloadRequest, read_lines, refuse, whole_number
 
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
-def read_azure(path: str | os.PathLike[str]) -> list[Request]:
+def read_azure(path: str | os.PathLike[str]) -> list[WorkloadRequest]:
     """The requests of a file, in its order. Times are not used: a step submits all its prompts at once.
 
     Raises WorkloadError with file, row and reason for a bad row.
@@ -28,5 +28,5 @@ def read_azure(path: str | os.PathLike[str]) -> list[Request]:
             refuse(path, row, f"it has {len(fields)} fields, not {len(COLUMNS)}")
         prompt = whole_number(path, row, COLUMNS[1], fields[1], least=1)
         response = whole_number(path, row, COLUMNS[2], fields[2], least=1)
-        requests.append(Request(f"row-{row}", prompt, response))
+        requests.append(WorkloadRequest(f"row-{row}", prompt, response))
     return requests

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rlhfless.sim.workloads.rows import Request, read_lines, refuse, whole_number
+from rlhfless.sim.workloads.rows import WorkloadRequest, read_lines, refuse, whole_number
 from rlhfless.text import parsed_json
 
 
-def read_mooncake(path: str | os.PathLike[str]) -> list[Request]:
+def read_mooncake(path: str | os.PathLike[str]) -> list[WorkloadRequest]:
     """The requests of a file, in its order. Times are not used: a step submits all its prompts at once.
 
     Raises WorkloadError with file, row and reason for a bad row.
@@ -34,5 +34,5 @@ def read_mooncake(path: str | os.PathLike[str]) -> list[Request]:
             refuse(path, row, f"hash_ids is a {type(fields['hash_ids']).__name__}, not a list")
         prompt = whole_number(path, row, "input_length", fields["input_length"], least=1)
         response = whole_number(path, row, "output_length", fields["output_length"], least=1)
-        requests.append(Request(f"row-{row}", prompt, response))
+        requests.append(WorkloadRequest(f"row-{row}", prompt, response))
     return requests

@@ -19,7 +19,7 @@ class WorkloadError(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WorkloadRequest:
     """One row: the lengths of a prompt and its answer."""
 
     name: str
@@ -57,7 +57,7 @@ def whole_number(path: Path, row: int, column: str, value: object, least: int) -
 
 
 def batches_of(
-    requests: Sequence[Request], *, prompts_per_step: int, samples_per_prompt: int, seed: int
+    requests: Sequence[WorkloadRequest], *, prompts_per_step: int, samples_per_prompt: int, seed: int
 ) -> list[RolloutBatch]:
     """Requests as steps of `prompts_per_step` prompts, in the order of the file, without a last step that is not full.
 
@@ -76,7 +76,7 @@ def batches_of(
 
 
 def _batch(
-    step: int, requests: Sequence[Request], samples_per_prompt: int, seed: np.random.SeedSequence
+    step: int, requests: Sequence[WorkloadRequest], samples_per_prompt: int, seed: np.random.SeedSequence
 ) -> RolloutBatch:
     random = np.random.default_rng(seed)
     count = len(requests)

@@ -197,12 +197,14 @@ def test_a_missing_peer_is_said(
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @pytest.mark.parametrize("smoke", LIVE, ids=lambda smoke: smoke.name)
 def test_with_an_own_fleet(smoke: Smoke, request: pytest.FixtureRequest) -> None:
     check(smoke, output([BENCHMARKS / f"{smoke.name}.py", *needed(smoke, request), "--smoke"]))
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_beside_bare_engines() -> None:
     """Their main module holds numba, beside which vLLM cannot start: the bare engines must not import it again."""
     _, *parts = re.split(r"^== (\w+)$", output([HERE / "sharing.py"]), flags=re.MULTILINE)

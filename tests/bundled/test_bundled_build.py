@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhfless.bundled import Progress, Recipe, build
+from rlhfless.bundled import Recipe, WarmStartProgress, build
 from rlhfless.bundled.model import SMALLEST, build_tokenizer
 from rlhfless.bundled.task import TaskRecipe
 from rlhfless.bundled.warm_start import IGNORED, WarmStartRecipe, iterate_batches
@@ -24,7 +24,7 @@ QUICK = Recipe(
 
 
 def test_build_writes_everything_and_is_idempotent(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[WarmStartProgress] = []
     paths = build(tmp_path / "tiny", recipe=QUICK, on_progress=seen.append)
     assert [progress.step for progress in seen] == [1, 2, 3]
     assert len(paths.train.read_text().splitlines()) == 12
@@ -63,7 +63,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path, name: str, content: str)
 
 
 def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
-    def interrupt(_: Progress) -> None:
+    def interrupt(_: WarmStartProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfless.bundled.model import ModelSize, build_model, build_random, build_tokenizer
-from rlhfless.bundled.task import Problem, TaskRecipe
+from rlhfless.bundled.task import TaskProblem, TaskRecipe
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_decode_gives_the_response_back(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for problem in (Problem(0, 150), Problem(110, 5), Problem(9, 13)):
+    for problem in (TaskProblem(0, 150), TaskProblem(110, 5), TaskProblem(9, 13)):
         response = f"sure {problem.answer}"
         ids = tokenizer.encode(response)
         assert len(ids) == len(response.split())
@@ -30,7 +30,7 @@ def test_decode_gives_the_response_back(folder: Path) -> None:
 
 def test_encode_adds_nothing(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode(Problem(7, 23).prompt))
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode(TaskProblem(7, 23).prompt))
     assert tokens == ["count", "from", "7", "up", "to", "23", ":"]
 
 

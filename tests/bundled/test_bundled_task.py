@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhfless.bundled.task import (
-    Problem,
+    TaskProblem,
     TaskRecipe,
     draw_demonstrations,
     draw_problems,
@@ -20,14 +20,14 @@ RECIPE = TaskRecipe()
 
 
 def test_prompt_and_answer_upwards() -> None:
-    problem = Problem(7, 12)
+    problem = TaskProblem(7, 12)
     assert problem.prompt == "count from 7 up to 12:"
     assert problem.answer == "7 8 9 10 11 12"
     assert problem.distance == 5
 
 
 def test_prompt_and_answer_downwards_to_zero() -> None:
-    problem = Problem(4, 0)
+    problem = TaskProblem(4, 0)
     assert problem.prompt == "count from 4 down to 0:"
     assert problem.answer == "4 3 2 1 0"
 
@@ -52,7 +52,7 @@ def test_held_out_problems_are_never_trained_on_nor_demonstrated() -> None:
 
 
 def test_split_takes_its_share() -> None:
-    problems = [Problem(first, last) for first in range(151) for last in range(0, 151, 5)]
+    problems = [TaskProblem(first, last) for first in range(151) for last in range(0, 151, 5)]
     share = np.mean([problem.held_out(RECIPE) for problem in problems])
     assert share == pytest.approx(RECIPE.held_out_share, abs=0.03)
 
@@ -69,7 +69,7 @@ def test_demonstrations_are_answers_with_or_without_an_opening() -> None:
     with_opening = 0
     for demonstration in draw_demonstrations(RECIPE, np.random.default_rng(2), 4000):
         words = demonstration.prompt.rstrip(":").split()
-        answer = Problem(int(words[2]), int(words[5])).answer
+        answer = TaskProblem(int(words[2]), int(words[5])).answer
         opening = demonstration.response.removesuffix(answer)
         assert opening in ("", "sure ", "okay ", "well ")
         with_opening += opening != ""
@@ -84,6 +84,6 @@ def test_draws_depend_on_the_seed_alone() -> None:
 
 
 def test_jsonl(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", [Problem(9, 5)])
+    write_jsonl(tmp_path / "rows.jsonl", [TaskProblem(9, 5)])
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert rows == [{"id": "9-5", "prompt": "count from 9 down to 5:", "answer": "9 8 7 6 5", "distance": 4}]

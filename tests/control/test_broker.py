@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.control.broker import AGING_S, Request, decide
+from rlhfless.control.broker import AGING_S, DevicesRequest, decide
 
 KIND = "h100"
 
@@ -25,10 +25,10 @@ def asking(
     at: float = 0.0,
     owner: str = "a",
     unit: int = 1,
-) -> Request:
+) -> DevicesRequest:
     most = minimum if maximum is None else maximum
     held = granted if held is None else held
-    return Request(name, owner, priority, KIND, minimum, most, unit, granted, held, at)
+    return DevicesRequest(name, owner, priority, KIND, minimum, most, unit, granted, held, at)
 
 
 def test_first_come_first_served() -> None:
@@ -107,7 +107,7 @@ class World:
     def __init__(self, seed: int, devices: int) -> None:
         self.random = random.Random(seed)
         self.devices = devices
-        self.runs: dict[str, Request] = {}
+        self.runs: dict[str, DevicesRequest] = {}
         self.left: dict[str, int] = {}
         self.done: set[str] = set()
         self.now_s = 0.0

@@ -73,7 +73,7 @@ async def stop_rank(run: Run) -> None:
 
 
 async def kill_scoring(run: Run) -> None:
-    for replica in run.scoring.replicas():
+    for replica in run.pools["scoring"].replicas():
         os.kill(pid(replica), signal.SIGKILL)
 
 

@@ -80,7 +80,7 @@ def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -
     assert 0 < lines[-2]["reward/length"] <= 1
     assert lines[-2]["reference_kl"] > 0
     trace = read_trace(folder / "trace")
-    held = [holding for holding in trace.holdings if holding.function is FunctionName.REFERENCE]
+    held = [holding for holding in trace.holdings if holding.function == FunctionName.REFERENCE]
     assert len({holding.replica for holding in held}) == 2, "the reference was not released between the steps"
     released = [decision for decision in trace.decisions if decision.kind == "release"]
     assert sum(decision.inputs["function"] == "reference" for decision in released) >= 2

@@ -25,7 +25,7 @@ from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import check_holdings
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 LEASE_S = 12.0
 

@@ -16,7 +16,7 @@ import torch
 from conftest import fault_opening
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.loop.driver import Driver
@@ -26,10 +26,10 @@ from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session, open_session
 from rlhfless.records import Experience, FinishReason
 from rlhfless.records.traces import read_trace
-from rlhfless.rewards import Sample
+from rlhfless.rewards import RewardSample
 from rlhfless.spec import RewardModelSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS = 4
 LEASE_S = 12.0
@@ -45,7 +45,7 @@ def save_reward_model(policy: Path, folder: Path) -> str:
     return str(folder)
 
 
-async def rank_of(pool: Pool | None, number: int) -> int:
+async def rank_of(pool: ReplicaPool | None, number: int) -> int:
     """The process of a rank, once its replica is up."""
     assert pool is not None
     await saboteur.until(lambda: any(replica.info for replica in pool.replicas()))
@@ -57,9 +57,9 @@ async def rank_of(pool: Pool | None, number: int) -> int:
 async def sabotage(run: Run) -> int:
     """Returns the process that was made to hang."""
     await saboteur.generating(run, 2)
-    os.kill(await rank_of(run.reference, 1), signal.SIGKILL)
+    os.kill(await rank_of(run.pools["reference"], 1), signal.SIGKILL)
     await saboteur.generating(run, 3)
-    hangs = await rank_of(run.reward_model, 0)
+    hangs = await rank_of(run.pools["reward_model"], 0)
     os.kill(hangs, signal.SIGSTOP)
     return hangs
 
@@ -121,6 +121,6 @@ def test_two_ranks_each_and_both_lose_one(assets: Path, tmp_path: Path, monkeypa
     for experience in seen:
         for group in experience.groups:
             ours = model.score(
-                [Sample(group.prompt.text, each.text, 0, FinishReason.STOP, {}) for each in group.samples]
+                [RewardSample(group.prompt.text, each.text, 0, FinishReason.STOP, {}) for each in group.samples]
             )
             assert [each.score.total for each in group.samples] == pytest.approx(ours, abs=1e-5)

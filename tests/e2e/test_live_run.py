@@ -42,7 +42,7 @@ def alive(pid: int) -> bool:
 
 def written(live: Live) -> Trace:
     """The trace up to now; a run writes its last step's rows while it draws the next one."""
-    live.run.ledger.write(live.run.pools)
+    live.run.ledger.write(live.run.pools.values())
     return read_trace(live.folder / "trace")
 
 
@@ -152,7 +152,7 @@ async def test_an_actor_can_join_and_another_be_drained_during_a_step(live: Live
 
 async def test_a_released_function_is_gone_and_starts_again_at_a_recorded_price(live: Live) -> None:
     run = live.run
-    scoring = run.scoring
+    scoring = run.pools["scoring"]
     old = await scoring.ready(run.call(4))
     assert old.info is not None
     assert alive(old.info.pid)
@@ -162,7 +162,7 @@ async def test_a_released_function_is_gone_and_starts_again_at_a_recorded_price(
     new = await scoring.ready(run.call(4))
     assert new.incarnation != old.incarnation
     trace = written(live)
-    starts = [h for h in trace.holdings if h.function is FunctionName.SCORING and h.state is ReplicaState.STARTING]
+    starts = [h for h in trace.holdings if h.function == FunctionName.SCORING and h.state is ReplicaState.STARTING]
     assert len({start.incarnation for start in starts}) == 2
     assert all(start.duration_s > 0 for start in starts)
 
@@ -212,4 +212,4 @@ async def test_the_ledger_adds_up(live: Live) -> None:
     assert total.busy_device_s + total.idle_device_s + total.cold_device_s == pytest.approx(held, rel=1e-9)
     assert total.cost_usd == pytest.approx(held * prices.price_usd_per_hour("cpu-core") / 3600, rel=1e-9)
     assert sum(row.cost_usd for row in summary.functions) == pytest.approx(total.cost_usd, rel=1e-9)
-    assert np.isfinite(run.ledger.cost_usd(run.pools))
+    assert np.isfinite(run.ledger.cost_usd(run.pools.values()))

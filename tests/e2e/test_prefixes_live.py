@@ -32,7 +32,7 @@ from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 EXAMPLES = 40
 """Problems before each prompt, of seven tokens."""

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "learner"))
 
 OWN = Path(__file__).with_name("own")
 MINIMAL = "model: {path: m}\nprompts: {path: p}\nrewards: [{type: exact_match}]\n"
-MODULES = [file.stem for file in OWN.glob("*.py")]
+MODULES = [file.stem for file in OWN.glob("*.py")] + ["second_policy.kind", "second_policy.worker", "second_policy"]
 
 
 @pytest.fixture

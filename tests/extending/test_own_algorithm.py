@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.records import FinishReason, FunctionName, Group, Prompt, Rollout, Score
-from rlhfless.scaling.placement import helpers
+from rlhfless.scaling.function_kinds import kinds_of
 from rlhfless.spec.errors import SpecError
 from rlhfless.spec.load import load_spec
 
@@ -46,7 +46,7 @@ def test_its_keys_are_read_and_checked(own: Path) -> None:
 
 
 def test_a_run_places_only_what_it_needs(own: Path) -> None:
-    assert FunctionName.REFERENCE not in helpers(load_spec("run.yaml"))
+    assert FunctionName.REFERENCE not in [kind.name for kind in kinds_of(load_spec("run.yaml"))]
 
 
 def test_advantages_and_loss_by_hand(own: Path) -> None:

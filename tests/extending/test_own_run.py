@@ -16,6 +16,10 @@ from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.records import Work
 from rlhfless.records.traces import read_trace
+from rlhfless.scaling.accounting import summarise
+from rlhfless.scaling.prices import load_price_book
+from rlhfless.sim.replay.calibrate import calibrate
+from rlhfless.sim.replay.recorded import setup_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -49,8 +53,20 @@ def test_a_run_of_one_s_own_parts(own: Path) -> None:
         "max_advantage": 2.0,
     }
 
-    # The schedule: each step draws with weights that are one step older, and the second while the first is learned.
     trace = read_trace(folder / "trace")
+
+    # The function: its column is in the batch, its work in the bill, and the simulator has a slot for it.
+    second = [call for call in trace.invocations if call.function == "second"]
+    assert {call.step for call in second} == {1, 2}
+    assert {call.work for call in second} == {Work.LOGPROBS}
+    assert steps[0]["algorithm/second_logprobs"] < 0
+    assert "prompt_tokens_computed/second" in steps[0]
+    (bill,) = (row for row in summarise(trace, load_price_book(None)).functions if row.name == "second")
+    assert bill.busy_device_s > 0
+    (service,) = (one for one in setup_of(trace, calibrate([trace])).services if one.function == "second")
+    assert service.token_s + service.group_s > 0
+
+    # The schedule: each step draws with weights that are one step older, and the second while the first is learned.
     drawn_with = {row.step: row.version_spans[0].version for row in trace.rollouts}
     assert len(set(drawn_with.values())) == 1
     second, learned = (

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 
 import ray
 
-from rlhfless.fleet.blueprint import Blueprint, Bounds
+from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.functions.base import Call, DeviceBinding, Function, Reply
+from rlhfless.functions.launching import binding
 from rlhfless.functions.lease import LeaseTerms
-from rlhfless.loop.launch import binding
 from rlhfless.records import FunctionName, Holding, Invocation
-from rlhfless.scaling.placement import Allocation, place
+from rlhfless.scaling.function_kinds import Bounds, declared
+from rlhfless.scaling.placement import Allocation, Site, Wanted, place
 from rlhfless.spec import PlacementSpec, TimeoutsSpec
 
 LEASE_S = 20.0
@@ -60,8 +61,8 @@ class StandInRun:
     call: Call
     cluster: Cluster
     devices: RunDevices
-    actors: Pool
-    scoring: Pool
+    actors: ReplicaPool
+    scoring: ReplicaPool
     shown: list[tuple[float, str]] = field(default_factory=list)
     """What the user was told while devices were waited for, and when (monotonic)."""
 
@@ -70,7 +71,7 @@ class StandInRun:
         address, mask = await replica.call("where", self.call, timeout_s=20, waiting_for="its place")
         return address, mask.split(",") if mask else []
 
-    async def add(self, pool: Pool, slot: int) -> tuple[str, list[str]]:
+    async def add(self, pool: ReplicaPool, slot: int) -> tuple[str, list[str]]:
         """Start a replica; returns where it is."""
         return await self.where(await pool.add(self.call, slot))
 
@@ -86,9 +87,7 @@ async def stand_in_run(
     placement = place(
         spec,
         await cluster.nodes(None),
-        generation_actors=actors,
-        devices_per_actor=per_actor,
-        functions=[FunctionName.SCORING],
+        [Wanted(FunctionName.GENERATION, Site.WINDOWS, actors, per_actor), Wanted(FunctionName.SCORING, Site.CORES)],
     )
     told: list[tuple[float, str]] = []
 
@@ -102,9 +101,9 @@ async def stand_in_run(
     def settings(allocation: Allocation) -> StandInSettings:
         return StandInSettings(run_id, LeaseTerms(120, 60), binding(allocation.devices, exclusive=False))
 
-    def pool(function: FunctionName) -> Pool:
-        blueprint = Blueprint(function, StandIn, settings, placement.allocations[function], Bounds(0))
-        return Pool(cluster, devices, blueprint, call, timeouts, NoRecords())
+    def pool(function: FunctionName) -> ReplicaPool:
+        blueprint = Blueprint(declared()[function], StandIn, settings, placement.allocations[function], Bounds(0))
+        return ReplicaPool(cluster, devices, blueprint, call, timeouts, NoRecords())
 
     run = StandInRun(call, cluster, devices, pool(FunctionName.GENERATION), pool(FunctionName.SCORING), told)
     try:

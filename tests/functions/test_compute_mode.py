@@ -11,8 +11,8 @@ import pytest
 from rlhfless.functions import compute_mode
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.compute_mode import GpuNotShared, require_shareable
+from rlhfless.functions.launching import is_shared
 from rlhfless.functions.ranks.actor import RankActor
-from rlhfless.loop.launch import is_shared
 from rlhfless.scaling.placement import Allocation, Device
 
 Smi = Callable[[str], Path]

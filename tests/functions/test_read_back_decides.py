@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rlhfless.functions.generation.deployment import _read_back_decides
-from rlhfless.functions.generation.vllm.messages import LoadReport
+from rlhfless.functions.generation.engine import LoadReport
 from rlhfless.records import Probe, PublishedWeights, WeightVersion
 from rlhfless.weights.check import check_moved, check_probe
 from rlhfless.weights.errors import WeightCheckFailed

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import GenerationFunction
+from rlhfless.functions.generation.engine import Sampled, SampleRequest
 from rlhfless.functions.generation.messages import (
     Ended,
     GenerateRequest,
@@ -20,7 +21,6 @@ from rlhfless.functions.generation.messages import (
     StreamEnd,
 )
 from rlhfless.functions.generation.sampling import RequestRun
-from rlhfless.functions.generation.vllm.messages import Sampled, SampleRequest
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.records import FinishReason, Rollout, VersionSpan
 

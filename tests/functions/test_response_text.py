@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlhfless.functions.generation.vllm.messages import Sampled, SampleRequest
+from rlhfless.functions.generation.engine import Sampled, SampleRequest
 from rlhfless.functions.generation.vllm.response_text import as_one, text_and_end
 from rlhfless.records import FinishReason, VersionSpan
 

@@ -50,7 +50,7 @@ def test_an_error_with_many_lines_is_told_whole() -> None:
     [
         ("ValueError: 3 heads\n\nuse 4 heads", "ValueError: 3 heads\n\nuse 4 heads"),
         (
-            "rlhfless.functions.generation.vllm.messages.EngineDead: the engine's process failed:\n"
+            "rlhfless.functions.generation.engine.EngineDead: the engine's process failed:\n"
             "Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: 3 GiB are missing",
             "OutOfMemoryError: 3 GiB are missing",
         ),

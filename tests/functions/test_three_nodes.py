@@ -19,7 +19,6 @@ from ray.cluster_utils import Cluster as RayNodes
 from stand_in import stand_in_run
 
 from rlhfless.fleet import ray_session
-from rlhfless.fleet.blueprint import Bounds
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.leave_node import INSTANCE
 from rlhfless.fleet.leaving import LeavingWatch, drain_nodes
@@ -27,9 +26,10 @@ from rlhfless.fleet.replica import Replica
 from rlhfless.fleet.run_devices import NoDevices, RunDevices
 from rlhfless.functions.base import StaleCall
 from rlhfless.records import ReplicaState
+from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.spec import PlacementSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(180)]
 
 A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 JOINED = "127.0.0.1:1"

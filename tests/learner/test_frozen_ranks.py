@@ -17,11 +17,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from rlhfless.algorithms.batch import select
+from rlhfless.functions.column.settings import ColumnSettings
+from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.ranks.process_group import join_frozen
-from rlhfless.functions.reference.model import ReferencePolicy
+from rlhfless.functions.reference.model import FrozenPolicy
 from rlhfless.functions.reward_model.model import RewardModel
 from rlhfless.records import FinishReason
-from rlhfless.rewards import Failed, Sample
+from rlhfless.rewards import Failed, RewardSample
 from rlhfless.spec import ModelSpec, RewardModelSpec
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,16 +60,21 @@ def run(work: Work, folder: Path, ranks: int, **given: Any) -> list[Any]:
 
 
 def refer(mesh: Any, model: str, batches: list, share_prefixes: bool) -> list:
-    reference = ReferencePolicy(
+    settings = ColumnSettings(
+        "run",
+        LeaseTerms(600, 600),
+        "reference",
+        "",
         ModelSpec(path=model),
         dtype="float32",  # is float64 here
         micro_batch_tokens=64,
         share_prefixes=share_prefixes,
         temperature=0.8,
-        threads=1,
-        mesh=mesh,
+        rank_bindings=(),
+        call_timeout_s=60,
     )
-    return [reference.logprobs(batch) for batch in batches]
+    reference = FrozenPolicy(settings, threads=1, mesh=mesh)
+    return [reference.compute(batch) for batch in batches]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -96,15 +103,15 @@ def save_reward_model(folder: Path) -> str:
     return str(folder / "rewards")
 
 
-def score(mesh: Any, path: str, samples: list[Sample]) -> dict:
+def score(mesh: Any, path: str, samples: list[RewardSample]) -> dict:
     spec = RewardModelSpec(type="reward_model", path=path, dtype="float32", micro_batch_tokens=24)
     model = RewardModel(spec, threads=1, mesh=mesh)
     return model.share(samples) | {"again": model.share(samples[:1])}
 
 
-def sample(words: int) -> Sample:
+def sample(words: int) -> RewardSample:
     text = " ".join(f"w{1 + (7 * words + index) % 30}" for index in range(words))
-    return Sample("", text, words, FinishReason.STOP, {})
+    return RewardSample("", text, words, FinishReason.STOP, {})
 
 
 def test_a_reward_model_of_two_ranks_scores_as_one_to_1e9(tmp_path):

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from rlhfless.algorithms.batch import mini_batches, select
 from rlhfless.functions.learner.rank import default_threads
-from rlhfless.prepare.memory.formulas import learner_states_bytes
 from rlhfless.records.checkpoints import CheckpointError, files_of
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import learner_states_bytes
 from rlhfless.spec import AdamWSpec, GRPOSpec, KLSpec
 
 PROBE = (1, 7, 3, 22, 9)

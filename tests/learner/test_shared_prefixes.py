@@ -16,7 +16,7 @@ from test_model_families import FAMILIES, save
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions.batching import MicroBatch, cut, deal, fed_sequences, prompt_tokens
-from rlhfless.functions.policy import Policy, load_policy, response_logprobs, token_logprobs
+from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs, token_logprobs
 from rlhfless.functions.prefix_attention import PrefixLayout, shared_prefix_attention
 from rlhfless.prefixes.packing import PAYS_BELOW, PAYS_BELOW_ON_GPUS, PackedSegments, SharingSequences
 from rlhfless.spec import GRPOSpec, ModelSpec
@@ -27,7 +27,7 @@ EXACT = 1e-9
 SHARING = {"qwen2": True, "llama": True, "granite": True, "gemma2": False, "qwen2_sliding": False}
 
 
-def in_float64(path: str, *, gradient_checkpointing: bool = False) -> Policy:
+def in_float64(path: str, *, gradient_checkpointing: bool = False) -> PolicyNetwork:
     policy = load_policy(
         ModelSpec(path=path),
         parameter_dtype="float32",
@@ -40,7 +40,7 @@ def in_float64(path: str, *, gradient_checkpointing: bool = False) -> Policy:
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_model) -> Policy:
+def policy(tiny_model) -> PolicyNetwork:
     return in_float64(tiny_model)
 
 
@@ -54,7 +54,7 @@ class Passed:
     gradients: list[torch.Tensor]
 
 
-def passed(policy: Policy, batch: PackedBatch, parts: Sequence[MicroBatch]) -> Passed:
+def passed(policy: PolicyNetwork, batch: PackedBatch, parts: Sequence[MicroBatch]) -> Passed:
     """Forward and backward over micro-batches: what a learner's optimiser step does. In float64 throughout: norms in
     transformers cast to `torch.float32` by that name, whatever the model's format."""
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def passed(policy: Policy, batch: PackedBatch, parts: Sequence[MicroBatch]) -> P
         return _passed(policy, batch, parts)
 
 
-def _passed(policy: Policy, batch: PackedBatch, parts: Sequence[MicroBatch]) -> Passed:
+def _passed(policy: PolicyNetwork, batch: PackedBatch, parts: Sequence[MicroBatch]) -> Passed:
     policy.model.zero_grad()
     algorithm = algorithm_of(GRPOSpec())
     values, entropies, total = np.zeros(len(batch.tokens)), np.zeros(len(batch.tokens)), 0.0

@@ -16,7 +16,7 @@ from rlhfless.algorithms.batch import select
 from rlhfless.functions import attention_kernels
 from rlhfless.functions import policy as policy_module
 from rlhfless.functions.attention_kernels import runs_side_by_side
-from rlhfless.functions.policy import Policy, load_policy, response_logprobs
+from rlhfless.functions.policy import PolicyNetwork, load_policy, response_logprobs
 from rlhfless.prefixes.packing import SharingSequences
 from rlhfless.spec import ModelSpec
 
@@ -48,7 +48,7 @@ def stand_in(
     return torch.cat(outputs)
 
 
-def load(path: str, monkeypatch: pytest.MonkeyPatch, kernel: Any, **options: Any) -> Policy:
+def load(path: str, monkeypatch: pytest.MonkeyPatch, kernel: Any, **options: Any) -> PolicyNetwork:
     monkeypatch.setattr(policy_module, "runs_side_by_side", lambda *_: True)
     monkeypatch.setattr(attention_kernels, "varlen_attn", kernel)
     return load_policy(ModelSpec(path=path), parameter_dtype="float32", compute_dtype="float32", **options)

@@ -12,7 +12,7 @@ from rlhfless.algorithms.base import LossInputs
 from rlhfless.algorithms.batch import Denominators, by_sample, mini_batches, pack, select
 from rlhfless.algorithms.grpo import GRPO
 from rlhfless.functions.head import OutputHead
-from rlhfless.functions.policy import Policy, response_logprobs, token_logprobs
+from rlhfless.functions.policy import PolicyNetwork, response_logprobs, token_logprobs
 from rlhfless.records import FinishReason, GivenSegment, Group, Prompt, Rollout, Sample, Score, Source
 from rlhfless.spec import GRPOSpec
 
@@ -30,13 +30,13 @@ class OneHot(torch.nn.Module):
 
 
 @pytest.fixture
-def policy() -> Policy:
+def policy() -> PolicyNetwork:
     head = torch.nn.Linear(3, 3, bias=False)
     with torch.no_grad():
         head.weight.copy_(TABLE.log().T)
     model = SimpleNamespace(dtype=torch.float32)
     head_of_it = OutputHead(head, 1.0, None)
-    return Policy(model, OneHot(), head_of_it, torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
+    return PolicyNetwork(model, OneHot(), head_of_it, torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
 
 
 def drawn(index: int, tokens: list[int], logprobs: list[float], prompt_id: str = "a") -> Rollout:
@@ -83,7 +83,7 @@ def test_pack_select_and_mini_batches(groups: list[Group]) -> None:
     assert first.response_mask.nonzero()[0].tolist() == [1, 2, 5, 7]
 
 
-def test_reference_logprobs_go_to_the_tokens_that_were_drawn(groups: list[Group], policy: Policy) -> None:
+def test_reference_logprobs_go_to_the_tokens_that_were_drawn(groups: list[Group], policy: PolicyNetwork) -> None:
     batch = pack(groups)
     values = token_logprobs(policy, batch, 1.0, micro_batch_tokens=4)
     np.testing.assert_allclose(values, [0, QUARTER, HALF, 0, 0, QUARTER, 0, QUARTER, 0, QUARTER], rtol=1e-6)
@@ -97,7 +97,7 @@ def test_reference_logprobs_go_to_the_tokens_that_were_drawn(groups: list[Group]
     assert again.tolist() == values.tolist()
 
 
-def test_nothing_is_learned_about_what_the_environment_said(groups: list[Group], policy: Policy) -> None:
+def test_nothing_is_learned_about_what_the_environment_said(groups: list[Group], policy: PolicyNetwork) -> None:
     batch = pack(groups[1:])
     algorithm = GRPO(GRPOSpec(normalize_std=False, importance_cap=None))
     batch = batch.with_columns(advantages=algorithm.advantages(batch))

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rlhfless.fleet.blueprint import Blueprint, Bounds
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.blueprint import Blueprint
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
-from rlhfless.functions.base import Call, ReplicaInfo, Reply, Usage
+from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
 from rlhfless.functions.generation.deployment import LoadProof
 from rlhfless.records import FunctionName, ReplicaState, WeightVersion
+from rlhfless.scaling.function_kinds import Bounds, declared
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.spec import TimeoutsSpec
 
@@ -92,7 +93,7 @@ class FakeHandle:
         info = ReplicaInfo(f"{self._name}-1", 1, "here")
         proof = LoadProof(moved_nats=1.0, tensors=1, read_back=1, chart_s=3.0, load_s=1.0)
         value = proof if method == "prove_loading" else info
-        return Reply(info.incarnation, value, 0.0, 0.0, Usage())
+        return Reply(info.incarnation, value, 0.0, 0.0, CallUsage())
 
 
 class NoRecords:
@@ -112,11 +113,13 @@ def pool_of(
     bounds: Bounds | None = None,
     function: FunctionName = FunctionName.GENERATION,
     given: Sequence[Allocation] = (),
-) -> Pool:
+) -> ReplicaPool:
     """A real pool, with replicas of these names that serve in the first slots, on the allocations that are `given`."""
     all_allocations = tuple(given) or tuple(Allocation.of([Device(f"cpu-{i}", "cpu-core", i)]) for i in range(slots))
-    blueprint = Blueprint(function, object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors"))
-    pool = Pool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
+    blueprint = Blueprint(
+        declared()[function], object, all_allocations.index, all_allocations, bounds or Bounds(1, "min_actors")
+    )
+    pool = ReplicaPool(cluster, FakeDevices(), blueprint, CALL, TimeoutsSpec(), NoRecords())  # type: ignore[arg-type]
     for name, allocation in zip(names, all_allocations, strict=False):
         replica = pool._replicas[name] = Replica(name, function, allocation, NoRecords())
         replica.is_adopted(FakeHandle(name, cluster), ReplicaInfo(f"{name}-1", 1, "here"))  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ import numpy as np
 from rlhfless.autoscaling.even_split import EvenSplit
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.autoscaling.sample_table import SampleTable
-from rlhfless.fleet.blueprint import Bounds
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.generation.messages import (
     Ended,
@@ -23,8 +22,19 @@ from rlhfless.functions.generation.messages import (
     SampleItem,
     SampleKey,
 )
-from rlhfless.records import Decision, FinishReason, FunctionName, Group, Prompt, ReplicaState, Rollout, WeightVersion
+from rlhfless.records import (
+    Decision,
+    FinishReason,
+    FunctionName,
+    FunctionRole,
+    Group,
+    Prompt,
+    ReplicaState,
+    Rollout,
+    WeightVersion,
+)
 from rlhfless.scaling.assignment import PolicyFault
+from rlhfless.scaling.function_kinds import Bounds, declared
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import EngineLimits, FleetView, Policy, ReplicaSlot, SlotView
@@ -146,6 +156,7 @@ class FakePool:
     none starts, and one that is released is gone at once."""
 
     function = FunctionName.GENERATION
+    kind = declared()[FunctionName.GENERATION]
 
     def __init__(self, *names: str, allocations: int = 3, fewest: int = 1) -> None:
         self.bounds = Bounds(fewest, "min_actors")
@@ -219,7 +230,16 @@ class FakeFleet:
     def view(self) -> FleetView:
         replica_slots = tuple(
             ReplicaSlot(
-                FunctionName.GENERATION, "cpu-core", (allocation.devices[0].name,), "n", 1e-5, 20.0, {}, {}, ENGINE
+                FunctionName.GENERATION,
+                FunctionRole.SAMPLES,
+                "cpu-core",
+                (allocation.devices[0].name,),
+                "n",
+                1e-5,
+                20.0,
+                {},
+                {},
+                ENGINE,
             )
             for allocation in self.pool.allocations
         )

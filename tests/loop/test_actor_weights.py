@@ -9,13 +9,13 @@ from fake_cluster import CALL, FakeCluster, NoRecords, pool_of
 from test_generation_stage import until
 from test_pool import Watcher
 
-from rlhfless.fleet.blueprint import Bounds
 from rlhfless.fleet.cluster import FleetError
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.functions.base import ReplicaInfo
 from rlhfless.loop.actor_weights import ActorWeights
 from rlhfless.records import Decision, FunctionName, Probe, PublishedWeights, ReplicaState, WeightVersion
+from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.spec import RunSpec
 from rlhfless.weights.errors import WeightCheckFailed
 
@@ -23,7 +23,7 @@ WEIGHTS = PublishedWeights(WeightVersion("run", 1, 2, "digest"), "here", 10, 2, 
 SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
 
 
-def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, Pool, ActorWeights, Watcher]:
+def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, ActorWeights, Watcher]:
     cluster, watcher = FakeCluster(), Watcher()
     pool = pool_of(cluster, *names, bounds=Bounds(fewest, "min_actors"))
     weights = ActorWeights(pool, SPEC)

@@ -18,7 +18,7 @@ from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.base import FunctionBroken, StaleCall
-from rlhfless.functions.generation.vllm.messages import EngineDead, EngineTimeout
+from rlhfless.functions.generation.engine import EngineDead, EngineTimeout
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.endings import hint
 from rlhfless.loop.session import JOURNAL_FILE

@@ -16,7 +16,6 @@ from rlhfless.autoscaling.engine_speeds import EngineSpeeds
 from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.autoscaling.live_fleet import LiveFleet
 from rlhfless.autoscaling.sample_table import SampleTable
-from rlhfless.fleet.blueprint import Bounds
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.functions.generation.messages import SampleItem
 from rlhfless.loop.ledger import Ledger
@@ -24,6 +23,7 @@ from rlhfless.records import Decision, FunctionName, Holding, Invocation, Replic
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.acquisition import Acquired
 from rlhfless.scaling.assignment import PolicyFault
+from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device

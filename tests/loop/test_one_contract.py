@@ -15,7 +15,7 @@ from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.generation.messages import Ended, SampleItem
-from rlhfless.records import FunctionName, ReplicaState, Work
+from rlhfless.records import FunctionName, FunctionRole, ReplicaState, Work
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.placement import Allocation, Device
@@ -38,7 +38,7 @@ from rlhfless.scaling.policy import (
 )
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.events import Interrupted
+from rlhfless.sim.events import SpotInterrupted
 from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
@@ -76,7 +76,8 @@ class Slots:
         engine = EngineLimits(MODEL, 10_000, 64)
         names = [f"h100-{slot}" for slot in range(PLACES)]
         replica_slots = [
-            ReplicaSlot(FunctionName.GENERATION, "h100", (name,), "n", 1e-3, 1.0, {}, {}, engine) for name in names
+            ReplicaSlot(FunctionName.GENERATION, FunctionRole.SAMPLES, "h100", (name,), "n", 1e-3, 1.0, {}, {}, engine)
+            for name in names
         ]
         return FleetView(tuple(replica_slots), 0.05, 0.01, float("inf"), 0.5, 100)
 
@@ -169,7 +170,7 @@ class Simulated:
 
     def lose(self, slot: int, answer: Sequence[Action]) -> SimulationError | None:
         self.policy.answer = answer
-        event = Interrupted(slot, self.simulation.fleet.replicas[slot].number)
+        event = SpotInterrupted(slot, self.simulation.fleet.replicas[slot].number)
         try:
             self.simulation._interrupted(self.simulation.now_s, event, self.step)
         except SimulationError as fault:

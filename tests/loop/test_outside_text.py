@@ -10,7 +10,7 @@ import pytest
 from fake_fleet import FakePool, runner
 from test_generation_stage import SPEC, draw, until
 
-from rlhfless.functions.scoring.scorer import Scorer
+from rlhfless.functions.scoring.scorer import score_groups
 from rlhfless.loop.failures import added_up, without_failures
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.ledger import Earlier, Ledger
@@ -18,6 +18,7 @@ from rlhfless.loop.stages import collect
 from rlhfless.records import Experience, Group, Score
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
+from rlhfless.rewards import Rewards
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import PythonRewardSpec, ScoringSpec
 from rlhfless.telemetry.logs import RunLog
@@ -41,7 +42,7 @@ class Attempt:
         self.journal = Journal(folder / "journal.sqlite")
         self.scoring = ScoringSpec(workers=1)
         self.log = RunLog(folder, "run")
-        self._scorer = Scorer([reward], self.scoring)
+        self._rewards = Rewards([reward], self.scoring)
         earlier = Earlier.of(read_trace(folder / "trace"), prices) if number > 1 else None
         assert self.journal.begin_attempt() == number
         meta = TraceMeta("run", number, prices.snapshot(), {}, {})
@@ -51,9 +52,9 @@ class Attempt:
         stage = GenerationStage(self.pool, draw("pq"), SPEC, runner(self.pool), self.journal)  # type: ignore[arg-type]
 
         async def score(groups: list[Group]) -> list[list[Score]]:
-            return [list(each) for each in added_up(groups, [await self._scorer.score(groups)], self.scoring)]
+            return [list(each) for each in added_up(groups, [await score_groups(self._rewards, groups)], self.scoring)]
 
-        return await collect(stage.groups(), 2, score, None)  # type: ignore[arg-type]
+        return await collect(stage.groups(), 2, score, {})  # type: ignore[arg-type]
 
     def end(self, experience: Experience) -> None:
         for group in experience.groups:
@@ -61,7 +62,7 @@ class Attempt:
         self.close()
 
     def close(self) -> None:
-        self._scorer.close()
+        self._rewards.close()
         self.ledger.close()
         self.journal.close()
         self.log.close()

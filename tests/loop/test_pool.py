@@ -10,11 +10,11 @@ import pytest
 from fake_cluster import CALL, FakeCluster, pool_of
 from test_generation_stage import until
 
-from rlhfless.fleet.blueprint import Bounds
 from rlhfless.fleet.cluster import FleetError
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.records import FunctionName, ReplicaState, Work
+from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.placement import Allocation, Device
 
 
@@ -36,7 +36,7 @@ class Watcher:
         self.heard.append(("drain", replica.name))
 
 
-def watched(*names: str, fewest: int = 1) -> tuple[FakeCluster, Pool, Watcher]:
+def watched(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, Watcher]:
     cluster, watcher = FakeCluster(), Watcher()
     pool = pool_of(cluster, *names, bounds=Bounds(fewest, "min_actors"))
     pool.watch(watcher)
@@ -122,7 +122,7 @@ async def test_a_start_that_waits_for_its_slot_can_be_called_off() -> None:
 # -- a function with one replica, which waits between its uses
 
 
-def helper(hold: str = "auto", *, there: bool = True) -> tuple[FakeCluster, Pool]:
+def helper(hold: str = "auto", *, there: bool = True) -> tuple[FakeCluster, ReplicaPool]:
     cluster = FakeCluster(gated=False)
     bounds = Bounds(fewest=int(hold == "always"), idle=hold != "never", reason=f"scaling.hold_scoring is {hold}")
     names = ("scoring",) if there else ()

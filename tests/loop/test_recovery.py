@@ -24,7 +24,7 @@ class FakeRun:
     """What a recovery needs of a run. Its learner is gone if the test says so; the newest checkpoint is of step 4."""
 
     def __init__(self, *pools: Any, faults: tuple[Exception, ...] = (), learner_lost: bool = False) -> None:
-        self.pools = [FakePool(*faults), *pools]
+        self.pools = dict(enumerate([FakePool(*faults), *pools]))
         self.decisions: list[Any] = []
         self.ledger = SimpleNamespace(add_decision=self.decisions.append)
         self.spec = SimpleNamespace(recovery=SimpleNamespace(per_step=2))

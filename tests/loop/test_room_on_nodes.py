@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rlhfless.loop import room
-from rlhfless.prepare.memory.formulas import GIB
 from rlhfless.prepare.memory.room import Needed, Room
 from rlhfless.records import FunctionName
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import GIB
 from rlhfless.scaling.placement import Allocation, Node
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError

@@ -32,11 +32,10 @@ async def test_a_group_is_scored_and_referred_before_the_last_one_is_drawn() -> 
             first_is_through.set()
         return [[np.full(2, -1.0, np.float32) for _ in g.rollouts] for g in batch]
 
-    collected = await collect(groups(), 2, score, reference)
+    collected = await collect(groups(), 2, score, {"reference_logprobs": reference})
     assert scored == ["b", "a"]
     assert [g.prompt.prompt_id for g in collected.groups] == ["a", "b"]
-    logprobs = [sample.reference_logprobs for sample in collected.samples]
-    assert [None if values is None else values.tolist() for values in logprobs] == [[-1.0, -1.0]] * 2
+    assert [sample.columns["reference_logprobs"].tolist() for sample in collected.samples] == [[-1.0, -1.0]] * 2
     assert [score.total for score in collected.scores] == [1.0, 1.0]
 
 
@@ -54,7 +53,7 @@ async def test_groups_that_come_one_after_the_other_are_one_call(monkeypatch: py
         return [[Score(0.0, {})] for _ in batch]
 
     # Much sooner than the window: once generation has ended nothing waits.
-    await asyncio.wait_for(collect(groups(), 3, score, None), 30)
+    await asyncio.wait_for(collect(groups(), 3, score, {}), 30)
     assert sizes == [3]
 
 
@@ -75,7 +74,7 @@ async def test_what_has_piled_up_is_one_call() -> None:
         await asyncio.wait_for(piled_up.wait(), 10)
         return [[Score(0.0, {})] for _ in batch]
 
-    await collect(groups(), 4, slow_score, None)
+    await collect(groups(), 4, slow_score, {})
     assert sizes == [1, 3]
 
 
@@ -90,7 +89,7 @@ async def test_the_last_group_is_scored_before_the_stream_has_ended() -> None:
         scored.set()
         return [[Score(0.0, {})] for _ in batch]
 
-    await collect(groups(), 1, score, None)
+    await collect(groups(), 1, score, {})
 
 
 async def test_a_stream_that_ends_too_soon_is_an_error() -> None:
@@ -101,7 +100,7 @@ async def test_a_stream_that_ends_too_soon_is_an_error() -> None:
         return [[Score(0.0, {})] for _ in batch]
 
     with pytest.raises(RuntimeError, match="ended after 1 of 2 groups"):
-        await asyncio.wait_for(collect(groups(), 2, score, None), 5)
+        await asyncio.wait_for(collect(groups(), 2, score, {}), 5)
 
 
 async def test_a_failing_stage_stops_the_others_and_is_raised_as_itself() -> None:
@@ -118,5 +117,5 @@ async def test_a_failing_stage_stops_the_others_and_is_raised_as_itself() -> Non
         raise ValueError("no such answer")
 
     with pytest.raises(ValueError, match="no such answer"):
-        await asyncio.wait_for(collect(groups(), 2, score, None), 5)
+        await asyncio.wait_for(collect(groups(), 2, score, {}), 5)
     assert stopped.is_set()

@@ -30,6 +30,7 @@ from rlhfless.records import (
 )
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import read_trace
+from rlhfless.scaling.function_kinds import declared
 from rlhfless.scaling.policy import StepEnded
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.sinks import MetricSinks
@@ -44,7 +45,7 @@ class Function:
     """A pool of one stand-in, which says what it did; with `gated` the learner learns when the test lets it."""
 
     def __init__(self, function: FunctionName, ledger: Any, gated: bool = False) -> None:
-        self.function, self.allocations = function, ()
+        self.function, self.kind, self.allocations = function, declared()[function], ()
         self.asked: list[tuple[str, int]] = []
         self.gate = asyncio.Event()
         self._ledger = ledger
@@ -109,12 +110,11 @@ class Scene:
             spec=spec,
             order=PromptOrder([prompt("p"), prompt("q"), prompt("r")], 0, shuffle=False),
             held_out=(),
-            generation=self.actors,  # type: ignore[arg-type]
+            pools={  # type: ignore[dict-item]
+                pool.kind.name: pool
+                for pool in (self.actors, Function(FunctionName.SCORING, self.ledger), self.learner)
+            },
             weights=self.weights,  # type: ignore[arg-type]
-            scoring=Function(FunctionName.SCORING, self.ledger),  # type: ignore[arg-type]
-            reward_model=None,
-            reference=None,
-            learner=self.learner,  # type: ignore[arg-type]
             scaler=self.scaler(),
             ledger=self.ledger,
             sinks=MetricSinks([]),

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
-from rlhfless.functions import head
-from rlhfless.functions.generation.vllm import arguments
 from rlhfless.functions.prefix_attention import NAME, packed_row
 from rlhfless.prefixes.packing import SharingSequences
-from rlhfless.prepare.memory import plan as plan_module
 from rlhfless.prepare.memory.changes import Question, edited, nearest_change
-from rlhfless.prepare.memory.formulas import (
+from rlhfless.prepare.memory.settled import as_settled, format_problems, placed, settled, timed
+from rlhfless.records import FunctionName
+from rlhfless.scaling.latency.devices import device_of
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import (
     GIB,
     Scored,
     Sharded,
@@ -35,10 +36,6 @@ from rlhfless.prepare.memory.formulas import (
     score_phase,
     sharing_token_bytes,
 )
-from rlhfless.prepare.memory.settled import as_settled, format_problems, placed, settled, timed
-from rlhfless.records import FunctionName
-from rlhfless.scaling.latency.devices import device_of
-from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.spec import LearnerSpec, RunSpec
 from rlhfless.spec.compare import check_resumable
 from rlhfless.spec.errors import InputError
@@ -356,11 +353,6 @@ def _kept_by_torch(layers: int, dtype: str, checkpointing: bool, sharing: bool) 
     with counting:
         model.get_decoder()(input_ids=tokens, use_cache=False, **row)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
-def test_constants_are_those_of_the_functions() -> None:
-    assert plan_module.LOGITS_CHUNK_ELEMENTS == head.LOGITS_CHUNK_ELEMENTS
-    assert plan_module.DEFAULT_CPU_KV_GIB == arguments.CPU_KV_CACHE_GIB
 
 
 def test_05b_fits_beside_its_engine_on_one_h100_and_7b_with_two_ranks() -> None:

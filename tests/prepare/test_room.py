@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhfless.prepare.memory.formulas import CACHED_VERSIONS, GIB, STORED_VERSIONS
 from rlhfless.prepare.memory.room import Needed, Room, chart_shared_memory, room_at, room_problems
+from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, STORED_VERSIONS
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.http import HttpStoreServer
 from rlhfless.weights.store import FolderStore, StoreFull

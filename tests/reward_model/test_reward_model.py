@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.lease import LeaseTerms
+from rlhfless.functions.reward_model.actor import RewardModelSettings
 from rlhfless.functions.reward_model.deployment import RewardModelFunction
 from rlhfless.functions.reward_model.model import RewardModel
-from rlhfless.functions.reward_model.settings import RewardModelSettings
 from rlhfless.records import FinishReason, Group, Prompt, Rollout
-from rlhfless.rewards import Failed, RewardError, Sample
+from rlhfless.rewards import Failed, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec
 
 WORDS = ["<pad>", "<eos>", "<unk>", "<user>", "<bot>", *(f"w{i}" for i in range(27))]
@@ -55,8 +55,8 @@ def spec(path: str, **options: Any) -> RewardModelSpec:
     return RewardModelSpec(type="reward_model", path=path, dtype="float32", **options)
 
 
-def sample(prompt: str, response: str, **columns: Any) -> Sample:
-    return Sample(prompt, response, 1, FinishReason.STOP, columns)
+def sample(prompt: str, response: str, **columns: Any) -> RewardSample:
+    return RewardSample(prompt, response, 1, FinishReason.STOP, columns)
 
 
 def plain(path: str, ids: list[int]) -> float:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhfless import processes
-from rlhfless.rewards.confinement import Measures, Task, protection_with, run_confined
+from rlhfless.rewards.confinement import CodeTask, Measures, protection_with, run_confined
 from rlhfless.spec import CodeSpec
 
 MARKER = "MARKER-5f0c"
@@ -94,7 +94,7 @@ def main() -> None:
             file.write_text(MARKER)
             file.chmod(0o644 if file.suffix == ".jsonl" else 0o600)
         spec = CodeSpec(type="code", cpu_s=20, timeout_s=60)
-        ended = run_confined(Task(known + HUNT), spec, Measures(**flags))
+        ended = run_confined(CodeTask(known + HUNT), spec, Measures(**flags))
         held = asdict(protection_with(Measures(**flags)))
         answer["results"][name] = {"held": held, "output": ended.output, "cause": ended.cause}
     print(json.dumps(answer))

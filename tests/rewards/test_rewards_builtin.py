@@ -3,12 +3,12 @@
 import pytest
 
 from rlhfless.records import FinishReason, Prompt
-from rlhfless.rewards import RewardError, Rewards, Sample, checker
+from rlhfless.rewards import RewardError, Rewards, RewardSample, checker
 from rlhfless.spec import ExactMatchSpec, FormatSpec, LengthPenaltySpec, RegexSpec, ScoringSpec
 
 
 def sample(response, answer="42", tokens=1, **columns):
-    return Sample("what is 6 x 7?", response, tokens, FinishReason.STOP, {"answer": answer, **columns})
+    return RewardSample("what is 6 x 7?", response, tokens, FinishReason.STOP, {"answer": answer, **columns})
 
 
 def prompt(text="what is 6 x 7?", **columns):

@@ -9,7 +9,7 @@ from reward_samples import samples_of
 from rlhfless.records import Prompt
 from rlhfless.rewards import code
 from rlhfless.rewards.code import CodeReward, Test, code_of, passes
-from rlhfless.rewards.confinement import Task, protection, run_confined
+from rlhfless.rewards.confinement import CodeTask, protection, run_confined
 from rlhfless.rewards.protocol import Done, Unscorable
 from rlhfless.spec import CodeSpec
 
@@ -123,6 +123,6 @@ def test_no_other_process_can_be_killed():
 def test_the_environment_and_the_folder_are_its_own(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "x")
     show = "import os; print('SECRET_TOKEN' in os.environ, os.listdir()); open('left', 'w'); print(os.getcwd())"
-    first, folder = run_confined(Task(show), SPEC).output.splitlines()
+    first, folder = run_confined(CodeTask(show), SPEC).output.splitlines()
     assert first == "False []"
     assert not os.path.exists(folder)

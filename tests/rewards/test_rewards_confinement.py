@@ -19,7 +19,7 @@ from other_user import USER, as_other_user
 from pydantic import ValidationError
 
 from rlhfless.rewards.code import CodeReward
-from rlhfless.rewards.confinement import Ended, Measures, Protection, Task, protection_with, run_confined
+from rlhfless.rewards.confinement import CodeEnded, CodeTask, Measures, Protection, protection_with, run_confined
 from rlhfless.rewards.seccomp import filter_of_processes_and_network
 from rlhfless.spec import CodeSpec
 
@@ -171,22 +171,22 @@ def test_all_files_of_a_folder_count_together(source, namespaces):
     spec = CodeSpec(type="code", timeout_s=60, cpu_s=20, folder_mib=16, file_mib=4, folder_files=200)
     fits = "import os\nfor i in range(10):\n    open(f'f{i}', 'wb').write(os.urandom(2**20))\nprint('done')"
     measures = Measures(namespaces=namespaces)
-    assert run_confined(Task(fits), spec, measures).output == "done\n"
+    assert run_confined(CodeTask(fits), spec, measures).output == "done\n"
     # A file without a name is seen by looks only, so the code waits to be looked at.
     waiting = source.replace("SLEEP", "import time; time.sleep(0.02)") + "print('done', flush=True)\ntime.sleep(0.5)"
-    ended = run_confined(Task(waiting), spec, measures)
+    ended = run_confined(CodeTask(waiting), spec, measures)
     if namespaces and protection_with(measures).disk:
-        assert ended == Ended(b"", "")  # no space left on the device
+        assert ended == CodeEnded(b"", "")  # no space left on the device
     elif source == MANY:
-        assert ended == Ended(b"", None, "the test's folder holds more than folder_files (200) files and folders")
+        assert ended == CodeEnded(b"", None, "the test's folder holds more than folder_files (200) files and folders")
     else:
-        assert ended == Ended(b"", None, "the test's folder holds more than folder_mib (16 MiB)")
+        assert ended == CodeEnded(b"", None, "the test's folder holds more than folder_mib (16 MiB)")
 
 
 def test_a_folder_that_outgrew_its_limit_within_one_look_is_no_pass():
     spec = CodeSpec(type="code", timeout_s=60, folder_files=5)
     source = "for i in range(9): open(str(i), 'w')"
-    ended = run_confined(Task(source, token="passed"), spec, Measures(namespaces=False))
+    ended = run_confined(CodeTask(source, token="passed"), spec, Measures(namespaces=False))
     assert ended.output is None
     assert ended.cause == "the test's folder holds more than folder_files (5) files and folders"
 
@@ -233,7 +233,7 @@ def test_what_started_its_own_session_is_ended_where_there_is_no_filter(namespac
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # tests that run beside this one have folders of their own
     measures = Measures(namespaces=namespaces, own_user=False, filters=False)
     spec = CodeSpec(type="code", timeout_s=8)
-    ended = run_confined(Task(DAEMON + after), spec, measures)
+    ended = run_confined(CodeTask(DAEMON + after), spec, measures)
     if after:
         assert ended.cause == "the test took longer than timeout_s (8 s)"
     else:
@@ -291,7 +291,7 @@ os.abort()
 """
     if filter_of_processes_and_network() is None:
         pytest.skip("this kernel has no filters")
-    output = run_confined(Task(source), SPEC).output
+    output = run_confined(CodeTask(source), SPEC).output
     assert output.splitlines() == ["True True", "True SOCK_STREAM", "(0, 0)", "raised"]
 
 

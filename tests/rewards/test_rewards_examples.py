@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rlhfless.records import FinishReason
-from rlhfless.rewards import Sample
+from rlhfless.rewards import RewardSample
 from rlhfless.spec import PythonRewardSpec
 
 
@@ -40,7 +40,9 @@ async def test_one_of_each_kind(judge_url, request, monkeypatch, scored):
         PythonRewardSpec(type="python", name="judge", target="examples.rewards:judge", kwargs={"url": judge_url}),
     ]
     responses = ["it is 42", "it is 43", "it is 42", "no idea"]
-    samples = [Sample("p", text, 3, FinishReason.STOP, {"answer": "42"}, "p", i) for i, text in enumerate(responses)]
+    samples = [
+        RewardSample("p", text, 3, FinishReason.STOP, {"answer": "42"}, "p", i) for i, text in enumerate(responses)
+    ]
     scores = await scored(specs, samples)
     assert [score.parts["closeness"] for score in scores] == [1.0, 0.5, 1.0, 0.0]
     assert [score.parts["variety"] for score in scores] == [1 - 1 / 3, 1.0, 1 - 1 / 3, 1.0]

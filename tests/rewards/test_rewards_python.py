@@ -9,7 +9,7 @@ import torch
 from reward_samples import samples_of
 
 from rlhfless.records import FinishReason, Prompt
-from rlhfless.rewards import Failed, RewardError, Sample
+from rlhfless.rewards import Failed, RewardError, RewardSample
 from rlhfless.rewards.protocol import Begin, Done
 from rlhfless.rewards.python import PythonReward
 from rlhfless.spec import PythonRewardSpec
@@ -68,7 +68,7 @@ def score(prompt, response, response_tokens, finish_reason, prompt_id, sample_in
 
 def test_a_column_called_like_a_built_in_argument_is_reached_through_columns(reward):
     source = "def score(response, columns): return float(response == 'a' and columns['response'] == 'column')"
-    given = [Sample("p", "a", 1, FinishReason.STOP, {"response": "column"})]
+    given = [RewardSample("p", "a", 1, FinishReason.STOP, {"response": "column"})]
     assert outcomes(reward(source), given) == [1.0]
 
 

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName
-from rlhfless.scaling.placement import Node, Placement, PlacementError, helpers, place
+from rlhfless.scaling.function_kinds import kinds_of
+from rlhfless.scaling.placement import Node, Placement, PlacementError, Site, Wanted, place
 from rlhfless.spec import PlacementSpec, RunSpec
-
-HELPERS = [FunctionName.SCORING, FunctionName.REFERENCE]
 
 
 def gpus(name: str, count: int, free: int | None = None, kind: str = "h100", cores: int = 16) -> Node:
@@ -27,15 +26,13 @@ def cpus(count: int) -> Node:
 def placed(
     spec: PlacementSpec, *nodes: Node, actors: int = 1, per_actor: int = 1, ranks: int = 1, scoring_cores: int = 1
 ) -> Placement:
-    return place(
-        spec,
-        nodes,
-        generation_actors=actors,
-        devices_per_actor=per_actor,
-        ranks={FunctionName.LEARNER: ranks},
-        functions=HELPERS,
-        scoring_cores=scoring_cores,
-    )
+    functions = [
+        Wanted(FunctionName.GENERATION, Site.WINDOWS, actors, per_actor),
+        Wanted(FunctionName.SCORING, Site.CORES, devices=scoring_cores),
+        Wanted(FunctionName.REFERENCE, Site.BESIDE),
+        Wanted(FunctionName.LEARNER, Site.SIDE, ranks=ranks, ranks_key="learner.ranks"),
+    ]
+    return place(spec, nodes, functions)
 
 
 def names(placement: Placement, function: FunctionName) -> list[list[str]]:
@@ -260,10 +257,10 @@ def test_no_device_is_sold_twice(
         assert len({device.name for device in actor.devices}) == per_actor
 
 
-def test_helpers_are_those_that_the_spec_needs() -> None:
+def test_functions_are_those_that_the_spec_needs() -> None:
     needed = {"model": {"path": "m"}, "prompts": {"path": "p"}}
     judge = {"type": "reward_model", "path": "judge"}
     plain = RunSpec.model_validate({**needed, "rewards": [{"type": "exact_match"}]})
-    assert helpers(plain) == [FunctionName.SCORING]
+    assert [kind.name for kind in kinds_of(plain)] == ["generation", "scoring", "learner"]
     full = RunSpec.model_validate({**needed, "rewards": [judge], "algorithm": {"kl": {"coefficient": 0.1}}})
-    assert helpers(full) == [FunctionName.SCORING, FunctionName.REWARD_MODEL, FunctionName.REFERENCE]
+    assert [kind.name for kind in kinds_of(full)] == list(FunctionName)

@@ -144,6 +144,6 @@ def spread_out(view: StepView) -> list[Action]:
     first = first_slots(view)
     starts: list[Action] = []
     for slot, replica_slot in enumerate(view.fleet.replica_slots):
-        if replica_slot.function is FunctionName.GENERATION and view.slots[slot].state in ASLEEP:
+        if replica_slot.function == FunctionName.GENERATION and view.slots[slot].state in ASLEEP:
             starts.append(Start(slot))
     return starts + [Assign(slot, np.flatnonzero(view.group % len(first) == turn)) for turn, slot in enumerate(first)]

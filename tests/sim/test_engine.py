@@ -14,8 +14,8 @@ from naive_engine import LinearModel, NaiveEngine, Sequence
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.engine_model import decode_s
-from rlhfless.sim.engine import Engine, EnginePool, EngineShape, PricedModel
-from rlhfless.sim.samples import Progress, RolloutBatch
+from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel, SimulatedEngine
+from rlhfless.sim.samples import RolloutBatch, StepProgress
 
 MODEL = LinearModel()
 PRICES = PricedModel(MODEL, 64)
@@ -35,11 +35,11 @@ def batch_of(groups: list[tuple[int, list[int]]], prefixes: PrefixTree | None = 
     )
 
 
-def engine_of(batch: RolloutBatch, shape: EngineShape, at_s: float = 0.0, slowdown: float = 1.0) -> Engine:
-    return engine_in(Progress(batch), shape, at_s, slowdown)
+def engine_of(batch: RolloutBatch, shape: EngineShape, at_s: float = 0.0, slowdown: float = 1.0) -> SimulatedEngine:
+    return engine_in(StepProgress(batch), shape, at_s, slowdown)
 
 
-def engine_in(progress: Progress, shape: EngineShape, at_s: float = 0.0, slowdown: float = 1.0) -> Engine:
+def engine_in(progress: StepProgress, shape: EngineShape, at_s: float = 0.0, slowdown: float = 1.0) -> SimulatedEngine:
     return EnginePool(shape, PRICES, progress, [0]).open(0, at_s, slowdown)
 
 
@@ -57,7 +57,7 @@ def sequence_of(batch: RolloutBatch, sample: int) -> Sequence:
 ROOMY = EngineShape(max_sequences=64, kv_blocks=10_000, block_tokens=16, chunk_tokens=None)
 
 
-def free_blocks(engine: Engine) -> int:
+def free_blocks(engine: SimulatedEngine) -> int:
     """KV blocks that no sequence holds."""
     return int(engine._n["free"])
 
@@ -107,7 +107,7 @@ def test_a_precomputed_prefix_by_hand() -> None:
     """In a call of its own before the samples; another engine gets it sent where that is cheaper."""
     tree = PrefixTree(np.array([32, 64]), np.array([NONE, 0]), np.array([1, 1]))
     batch = batch_of([(70, [1]), (75, [1])], tree)
-    progress = Progress(batch)
+    progress = StepProgress(batch)
     engine = engine_in(progress, ROOMY)
     assert not engine.has(1)
     done = engine.precompute([1], 1.0, 0.01, {})
@@ -121,9 +121,9 @@ def test_a_precomputed_prefix_by_hand() -> None:
     sent = engine_in(progress, ROOMY).precompute([0, 1], 1.0, 0.01, {0: 1.0, 1: 1e-6})
     assert (sent.computed_tokens, sent.moved_tokens, sent.cached_tokens) == (32, 32, 64)
     assert sent.end_s == pytest.approx(1.01 + MODEL.prefill_s(32) + 32e-6, rel=EXACT)
-    small = engine_in(Progress(batch), EngineShape(4, 5, 16, None)).precompute([1], 0.0, 0.0, {})
+    small = engine_in(StepProgress(batch), EngineShape(4, 5, 16, None)).precompute([1], 0.0, 0.0, {})
     assert small.computed_tokens == 64
-    none = engine_in(Progress(batch), EngineShape(4, 5, 32, None)).precompute([1], 0.0, 0.0, {})
+    none = engine_in(StepProgress(batch), EngineShape(4, 5, 32, None)).precompute([1], 0.0, 0.0, {})
     assert none.computed_tokens == 64
 
 
@@ -177,7 +177,7 @@ def test_abort_waits_for_the_iteration_and_crash_does_not() -> None:
 
 def test_prefill_actor_hands_over_to_a_decode_actor() -> None:
     batch = batch_of([(10, [4])])
-    progress = Progress(batch)
+    progress = StepProgress(batch)
     shape = EngineShape(4, 100, 16, None, prefill_only=True)
     prefill = engine_in(progress, shape)
     prefill.submit(everything(batch), 0.0)
@@ -259,7 +259,7 @@ def outside(scenario: Scenario) -> list[tuple[float, frozenset[int] | int]]:
     return sorted([*arrivals, *scenario.cuts], key=lambda event: event[0])
 
 
-def play(scenario: Scenario, stops: tuple[float, ...] = ()) -> Engine:
+def play(scenario: Scenario, stops: tuple[float, ...] = ()) -> SimulatedEngine:
     """Plays a scenario, with needless stops in between."""
     engine = engine_of(scenario.batch, scenario.shape, slowdown=scenario.slowdown)
     engine.progress.table.tokens[:] = scenario.drawn

@@ -22,7 +22,7 @@ from rlhfless.scaling.policies.cost_aware.forecasters import RemainingLengths
 from rlhfless.scaling.policies.cost_aware.migration import MigrationState
 from rlhfless.scaling.policy import Action, Event, Note, Policy, StepView
 from rlhfless.sim.engine import EnginePool, EngineShape, PricedModel
-from rlhfless.sim.samples import Progress, RolloutBatch
+from rlhfless.sim.samples import RolloutBatch, StepProgress
 from rlhfless.spec import WeightedSpec
 from rlhfless.spec.fleet import ContractSpec
 
@@ -97,7 +97,7 @@ def test_the_completion_model_foresees_when_an_engine_ends_whose_samples_wait(ti
     """So many times as many samples as sequences that run at once."""
     (batch,) = batches_of([(40, 1.0), (60, 1.0), (100, 1.0)], times * SLOTS, 1, seed=1)
     order = np.argsort(-batch.response_tokens, kind="stable")
-    engine = EnginePool(ROOMY, PricedModel(HEAVY, SLOTS), Progress(batch), [0]).open(0, 0.0)
+    engine = EnginePool(ROOMY, PricedModel(HEAVY, SLOTS), StepProgress(batch), [0]).open(0, 0.0)
     engine.submit(order, 0.0)
     engine.advance(math.inf)
     device = DeviceOption("h100", HEAVY, 4000, SLOTS, 0.001, ())

@@ -14,7 +14,7 @@ from rlhfless.records.traces import TraceMeta, TraceWriter
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.workloads.azure import read_azure
 from rlhfless.sim.workloads.mooncake import read_mooncake
-from rlhfless.sim.workloads.rows import Request, WorkloadError, batches_of
+from rlhfless.sim.workloads.rows import WorkloadError, WorkloadRequest, batches_of
 from rlhfless.sim.workloads.runtime import read_runtime
 from rlhfless.sim.workloads.synthetic import BimodalLengths, LognormalLengths, SyntheticWorkload
 
@@ -30,8 +30,8 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_good_rows(tmp_path: Path) -> None:
-    assert read_azure(written(tmp_path, AZURE)) == [Request("row-2", 374, 44)]
-    assert read_mooncake(written(tmp_path, MOONCAKE)) == [Request("row-1", 6758, 500)]
+    assert read_azure(written(tmp_path, AZURE)) == [WorkloadRequest("row-2", 374, 44)]
+    assert read_mooncake(written(tmp_path, MOONCAKE)) == [WorkloadRequest("row-1", 6758, 500)]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,9 @@ def test_good_rows(tmp_path: Path) -> None:
         (read_mooncake, MOONCAKE.replace("[0, 1]", "3"), "row 1: hash_ids is a int, not a list"),
     ],
 )
-def test_bad_rows_are_refused(tmp_path: Path, reader: Callable[[Path], list[Request]], text: str, reason: str) -> None:
+def test_bad_rows_are_refused(
+    tmp_path: Path, reader: Callable[[Path], list[WorkloadRequest]], text: str, reason: str
+) -> None:
     path = written(tmp_path, text)
     with pytest.raises(WorkloadError) as refused:
         reader(path)
@@ -62,7 +64,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_requests_become_batches() -> None:
-    requests = [Request(f"r{i}", 10 + i, 100 + i) for i in range(10)]
+    requests = [WorkloadRequest(f"r{i}", 10 + i, 100 + i) for i in range(10)]
     batches = batches_of(requests, prompts_per_step=4, samples_per_prompt=3, seed=0)
     assert [batch.prompt_ids for batch in batches] == [("r0", "r1", "r2", "r3"), ("r4", "r5", "r6", "r7")]
     assert batches[0].response_tokens[::3].tolist() == [100, 101, 102, 103]  # the first sample is the trace's own
@@ -75,7 +77,7 @@ def test_requests_become_batches() -> None:
 def test_public_traces() -> None:
     conversations = read_azure(PUBLIC / "azure-llm-2023" / "AzureLLMInferenceTrace_conv.csv")
     mooncake = read_mooncake(PUBLIC / "mooncake-fast25" / "conversation_trace.jsonl")
-    assert conversations[0] == Request("row-2", 374, 44)
+    assert conversations[0] == WorkloadRequest("row-2", 374, 44)
     assert len(mooncake) == 12_031
 
 

@@ -19,7 +19,7 @@ from rlhfless.sim.scenarios import Scenario, load_scenario
 from rlhfless.sim.scenarios.build import price_book
 from rlhfless.sim.scenarios.cluster import BillingTermsSpec
 from rlhfless.sim.scenarios.scenario import CheapestContract, MultipleOf, PolicyEntry
-from rlhfless.sim.scenarios.work import PlacementSpec
+from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.sim.setup import SlotSetup
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "scenarios"
@@ -104,7 +104,7 @@ def test_owned_devices_that_a_fleet_leaves_out_are_paid_for() -> None:
     ]
     one = scenario(cluster={"machines": machines}, seeds=1, policies=[{"name": STATIC}])
     prices = price_book(one)
-    layout = layout_of(one, FleetShape(PlacementSpec(mode="colocated"), 1, ("h100",)))
+    layout = layout_of(one, FleetShape(ScenarioPlacementSpec(mode="colocated"), 1, ("h100",)))
     supply = supply_of(one, layout, reserved=True)
     assert (supply.count, supply.spare) == ({"h100": 1}, {"h100": 1, "l40s": 2})
     # For an hour: the one that is reserved in full, the others without the quarter that others pay.

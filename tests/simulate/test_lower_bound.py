@@ -16,10 +16,10 @@ from tiny import scenario
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.sim.experiment.against_bound import RunBounds
 from rlhfless.sim.experiment.compare import compare
-from rlhfless.sim.experiment.lower_bound import ActorKind, TradeOff, Work, least_usd, lines_below
+from rlhfless.sim.experiment.lower_bound import ActorKind, BoundWork, TradeOff, least_usd, lines_below
 from rlhfless.sim.experiment.run import FleetShape
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.scenarios.work import PlacementSpec
+from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -37,12 +37,12 @@ NAMES = (
 )
 
 
-def work_of(prompt_tokens: list[int], response_tokens: list[int], siblings: int = 1) -> Work:
+def work_of(prompt_tokens: list[int], response_tokens: list[int], siblings: int = 1) -> BoundWork:
     group = np.repeat(np.arange(len(prompt_tokens)), siblings)
     batch = RolloutBatch(
         1, tuple(map(str, range(len(prompt_tokens)))), np.array(prompt_tokens), group, np.array(response_tokens)
     )
-    return Work.of(batch, block_tokens=4)
+    return BoundWork.of(batch, block_tokens=4)
 
 
 def kind(**changes: Any) -> ActorKind:
@@ -137,7 +137,7 @@ def _with(step: Any, **changes: float) -> Any:
 @given(st.integers(0, 20), st.floats(1.0, 3.0), st.floats(1.0, 3.0))
 @settings(max_examples=20, deadline=None)
 def test_more_time_never_costs_more_and_steps_together_are_no_dearer(seed: int, first: float, second: float) -> None:
-    bounds = RunBounds(scenario()).steps(FleetShape(PlacementSpec(mode="colocated")), seed)[:2]
+    bounds = RunBounds(scenario()).steps(FleetShape(ScenarioPlacementSpec(mode="colocated")), seed)[:2]
     times = [bounds[0].least_s * first, bounds[1].least_s * second]
     apart = sum(float(bound.least_usd(np.array([time_s]))[0]) for bound, time_s in zip(bounds, times, strict=True))
     together = TradeOff.of(bounds)

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from tiny import scenario
 
-from rlhfless.sim.experiment.compare import NO_BEATS_S, Comparison, compare
+from rlhfless.sim.experiment.compare import NO_BEATS_S, PolicyComparison, compare
 from rlhfless.sim.experiment.forecasts import length_forecasts
 from rlhfless.sim.experiment.rows import objective
 from rlhfless.sim.experiment.statistics import Interval
@@ -31,12 +31,12 @@ DRAWN = re.compile(r"""(?:src|href|url|@import)\s*[=(](?!["']?#)""", re.IGNORECA
 
 
 @pytest.fixture(scope="module")
-def comparison() -> Comparison:
+def comparison() -> PolicyComparison:
     return compare(scenario())
 
 
 @pytest.fixture(scope="module")
-def folder(comparison: Comparison, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(comparison: PolicyComparison, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report") / "tiny"
     write_report(comparison, folder)
     return folder
@@ -59,7 +59,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_same_seeds_give_the_same_summary_in_any_number_of_processes(comparison: Comparison) -> None:
+def test_the_same_seeds_give_the_same_summary_in_any_number_of_processes(comparison: PolicyComparison) -> None:
     told: list[tuple[int, int]] = []
     again = compare(scenario(), jobs=2, on_progress=lambda done, total: told.append((done, total)))
     assert json.dumps(summary(again)) == json.dumps(summary(comparison))
@@ -69,7 +69,7 @@ def test_the_same_seeds_give_the_same_summary_in_any_number_of_processes(compari
     assert (told[0], told[-1]) == ((0, steps), (steps, steps))
 
 
-def test_policies_of_one_seed_drew_the_same_lengths(comparison: Comparison) -> None:
+def test_policies_of_one_seed_drew_the_same_lengths(comparison: PolicyComparison) -> None:
     drawn = {
         tuple(step.response_tokens for step in runs[seed].steps)
         for runs in comparison.results.values()
@@ -78,7 +78,7 @@ def test_policies_of_one_seed_drew_the_same_lengths(comparison: Comparison) -> N
     assert len(drawn) == 2
 
 
-def test_bounds_bound_and_the_best_fleet_is_no_worse(comparison: Comparison) -> None:
+def test_bounds_bound_and_the_best_fleet_is_no_worse(comparison: PolicyComparison) -> None:
     rows = {row.label: row for row in comparison.rows("later")}
     assert rows["static_colocated"].speed_up.mean == 1.0
     assert rows["clairvoyant"].regret is not None
@@ -142,7 +142,7 @@ def test_the_page_is_whole_and_asks_no_server(folder: Path) -> None:
         assert f"<td>{label}</td>" in page
 
 
-def test_pictures_are_pictures(folder: Path, comparison: Comparison) -> None:
+def test_pictures_are_pictures(folder: Path, comparison: PolicyComparison) -> None:
     files = {path.stem for path in folder.glob("*.png")}
     assert {"pareto", "lengths", "forecasts", "gantt-static_colocated", "gantt-clairvoyant"} <= files
     for path in folder.glob("*.png"):
@@ -164,7 +164,7 @@ def test_the_summary_holds_every_step(folder: Path) -> None:
     assert all("devices" in run["fleet"] for run in runs)
 
 
-def test_the_perfetto_trace_is_one(folder: Path, comparison: Comparison) -> None:
+def test_the_perfetto_trace_is_one(folder: Path, comparison: PolicyComparison) -> None:
     read = json.loads((folder / "perfetto-static_colocated.json").read_text())
     events = read["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -198,7 +198,7 @@ def test_text_in_a_picture_is_escaped() -> None:
     assert '"<x>": 1 s and $1 per step' in texts  # shown when the mouse is over the dot
 
 
-def test_a_picture_is_the_same_every_time_it_is_drawn(comparison: Comparison) -> None:
+def test_a_picture_is_the_same_every_time_it_is_drawn(comparison: PolicyComparison) -> None:
     first, second = (pictures(comparison).by_name for _ in range(2))
     assert {name: svg(figure) for name, figure in first.items()} == {name: svg(f) for name, f in second.items()}
 

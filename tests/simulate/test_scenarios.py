@@ -11,11 +11,11 @@ import yaml
 from tiny import scenario, values
 
 from rlhfless.sim.scenarios import load_scenario, timing
-from rlhfless.sim.scenarios.build import Layout, price_book
+from rlhfless.sim.scenarios.build import ScenarioLayout, price_book
 from rlhfless.sim.scenarios.draw import batches
 from rlhfless.sim.scenarios.load import resolved_yaml
 from rlhfless.sim.scenarios.model import BUILT_IN, ScenarioModelSpec
-from rlhfless.sim.scenarios.work import PlacementSpec
+from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
 from rlhfless.spec.errors import InputError
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "scenarios").glob("*.yaml"))
@@ -85,7 +85,7 @@ def test_the_published_scenarios_fit(path: Path) -> None:
     assert loaded.workload.source  # type: ignore[union-attr]
     assert loaded.steps >= 2 * loaded.epoch_steps
     for mode in ("colocated", "disaggregated"):
-        layout = Layout(loaded, PlacementSpec(mode=mode))
+        layout = ScenarioLayout(loaded, ScenarioPlacementSpec(mode=mode))
         assert layout.actors()
         layout.learner()
     price_book(loaded)
@@ -130,10 +130,10 @@ def test_learning_and_memory_by_hand() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match=r"the learner has 2 x l40s, and its state needs 4"):
-        Layout(scenario(model={"name": "qwen2.5-7b"}), PlacementSpec())
+        ScenarioLayout(scenario(model={"name": "qwen2.5-7b"}), ScenarioPlacementSpec())
     large = scenario(model={"name": "qwen2.5-32b"}, cluster=machines(devices_per_node=16))
     with pytest.raises(InputError, match=r"1 x l40s leaves KV memory for 0 tokens beside weights of 66 GB"):
-        Layout(large, PlacementSpec()).actors()
+        ScenarioLayout(large, ScenarioPlacementSpec()).actors()
 
 
 def test_owned_and_spot_prices() -> None:
@@ -141,14 +141,14 @@ def test_owned_and_spot_prices() -> None:
     assert owned.released_usd_per_hour == pytest.approx(0.75 * owned.usd_per_hour)
     spot = scenario(cluster={"machines": [{"kind": "h100", "devices_per_node": 2, "tenure": "spot"}]})
     assert price_book(spot).price_usd_per_hour("h100") == 1.25
-    assert Layout(spot, PlacementSpec()).actors()[0].spot_mean_s == pytest.approx(20 * 3600)
+    assert ScenarioLayout(spot, ScenarioPlacementSpec()).actors()[0].spot_mean_s == pytest.approx(20 * 3600)
     with pytest.raises(InputError, match="l40s has no spot price"):
         price_book(scenario(cluster=machines(tenure="spot")))
 
 
 def test_stragglers_are_the_last_devices() -> None:
     slow = scenario(cluster=machines(devices_per_node=4, stragglers=0.5, straggler_slowdown=2.0))
-    assert [actor.slowdown for actor in Layout(slow, PlacementSpec()).actors()] == [1, 1, 2, 2]
+    assert [actor.slowdown for actor in ScenarioLayout(slow, ScenarioPlacementSpec()).actors()] == [1, 1, 2, 2]
 
 
 def test_a_public_trace_is_cut_off_and_begins_elsewhere_for_each_seed(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_devices_of_ones_own(tmp_path: Path) -> None:
     loaded = load_scenario(written(tmp_path, cluster=own))
     plain = timing.kv_tokens(scenario(), "l40s")
     assert timing.kv_tokens(loaded, "mine") > plain
-    assert Layout(loaded, PlacementSpec()).actors()[0].slot_setup.allocation.devices[0].kind == "mine"
+    assert ScenarioLayout(loaded, ScenarioPlacementSpec()).actors()[0].slot_setup.allocation.devices[0].kind == "mine"
     del mine["link_bytes_per_s"]
     (tmp_path / "broken.yaml").write_text(yaml.safe_dump({"devices": [mine]}))
     with pytest.raises(InputError, match="link_bytes_per_s"):

@@ -7,8 +7,8 @@ import time
 # Before the imports, which may take as long as a start that is given up gets.
 print("INFO 11-25 00:00:00 [utils.py:1] Free memory on device (79/79 GiB)", flush=True)
 
+from rlhfless.functions.generation.engine import LoadReport, Sampled, SampleRequest
 from rlhfless.functions.generation.vllm import loop
-from rlhfless.functions.generation.vllm.messages import LoadReport, Sampled, SampleRequest
 from rlhfless.records import FinishReason, PublishedWeights
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from rlhfless.fleet.causes import innermost
-from rlhfless.functions.generation.vllm import adapter
-from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import (
+from rlhfless.functions.generation.engine import (
     EngineDead,
     EngineError,
     EngineSettings,
     EngineTimeout,
     SampleRequest,
 )
+from rlhfless.functions.generation.vllm import adapter
+from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.records import FinishReason, Probe, PublishedWeights, WeightVersion
 from rlhfless.spec import EngineSpec, TimeoutsSpec
@@ -55,14 +55,14 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VllmEngine]:
     monkeypatch.setattr(adapter, "_MODULE", "fake_loop")
-    engine = await Engine.start(SETTINGS)
+    engine = await VllmEngine.start(SETTINGS)
     yield engine
     await engine.stop()
 
 
-async def test_many_requests_at_the_same_time(engine: Engine) -> None:
+async def test_many_requests_at_the_same_time(engine: VllmEngine) -> None:
     lengths = range(1, 40)
     answers = await asyncio.gather(*(engine.sample(_request(f"r{n}", n)) for n in lengths))
     assert [answer.request_id for answer in answers] == [f"r{n}" for n in lengths]
@@ -70,7 +70,7 @@ async def test_many_requests_at_the_same_time(engine: Engine) -> None:
     assert engine.progress() == {}
 
 
-async def test_abort_returns_what_was_drawn(engine: Engine) -> None:
+async def test_abort_returns_what_was_drawn(engine: VllmEngine) -> None:
     running = [asyncio.create_task(engine.sample(_request(name, 900_000))) for name in ("a", "b")]
     await _until(lambda: len(engine.progress()) == 2 and all(engine.progress().values()))
     await engine.abort(["a", "unknown"])
@@ -82,7 +82,7 @@ async def test_abort_returns_what_was_drawn(engine: Engine) -> None:
     assert (await running[1]).finish_reason is FinishReason.ABORT
 
 
-async def test_a_cancelled_caller_cancels_its_request(engine: Engine) -> None:
+async def test_a_cancelled_caller_cancels_its_request(engine: VllmEngine) -> None:
     running = asyncio.create_task(engine.sample(_request("a", 900_000)))
     await asyncio.sleep(0.05)
     running.cancel()
@@ -92,7 +92,7 @@ async def test_a_cancelled_caller_cancels_its_request(engine: Engine) -> None:
     assert len((await engine.sample(_request("a", 3))).token_ids) == 3
 
 
-async def test_an_id_in_flight_is_refused(engine: Engine) -> None:
+async def test_an_id_in_flight_is_refused(engine: VllmEngine) -> None:
     running = asyncio.create_task(engine.sample(_request("a", 900_000)))
     await asyncio.sleep(0)
     with pytest.raises(ValueError, match="'a' is in flight"):
@@ -101,13 +101,13 @@ async def test_an_id_in_flight_is_refused(engine: Engine) -> None:
     await running
 
 
-async def test_a_refused_request_harms_no_other(engine: Engine) -> None:
+async def test_a_refused_request_harms_no_other(engine: VllmEngine) -> None:
     with pytest.raises(EngineError, match="too long"):
         await engine.sample(_request("a", 2_000_000))
     assert len((await engine.sample(_request("b", 2))).token_ids) == 2
 
 
-async def test_load_is_idempotent(engine: Engine) -> None:
+async def test_load_is_idempotent(engine: VllmEngine) -> None:
     published = _published("ok")
     report = await engine.load(published)
     assert report is not None
@@ -118,7 +118,7 @@ async def test_load_is_idempotent(engine: Engine) -> None:
     assert await engine.logprobs((1, 2, 3)) == (-2.0, -3.0)
 
 
-async def test_a_failed_load_makes_the_engine_unusable(engine: Engine) -> None:
+async def test_a_failed_load_makes_the_engine_unusable(engine: VllmEngine) -> None:
     with pytest.raises(EngineError, match="no such layer"):
         await engine.load(_published("fail"))
     assert not engine.usable
@@ -127,7 +127,7 @@ async def test_a_failed_load_makes_the_engine_unusable(engine: Engine) -> None:
         await engine.sample(_request("a", 1))
 
 
-async def test_a_load_that_hangs_ends(engine: Engine) -> None:
+async def test_a_load_that_hangs_ends(engine: VllmEngine) -> None:
     engine.settings = replace(SETTINGS, timeouts=TimeoutsSpec(sync_s=0.2, drain_s=0.2))
     with pytest.raises(EngineTimeout, match=r"`load` within 0.2 s"):
         await engine.load(_published("hang"))
@@ -136,7 +136,7 @@ async def test_a_load_that_hangs_ends(engine: Engine) -> None:
     assert engine._process.returncode == -signal.SIGKILL
 
 
-async def test_the_death_of_the_process_ends_every_wait(engine: Engine) -> None:
+async def test_the_death_of_the_process_ends_every_wait(engine: VllmEngine) -> None:
     waiting = asyncio.create_task(engine.sample(_request("a", 900_000)))
     await asyncio.sleep(0.05)
     os.kill(engine._process.pid, signal.SIGKILL)
@@ -146,7 +146,7 @@ async def test_the_death_of_the_process_ends_every_wait(engine: Engine) -> None:
         await engine.abort()
 
 
-async def test_a_process_that_exits_in_a_call(engine: Engine) -> None:
+async def test_a_process_that_exits_in_a_call(engine: VllmEngine) -> None:
     with pytest.raises(EngineDead, match="exit code 3"):
         await engine.load(_published("die"))
 
@@ -155,13 +155,13 @@ async def test_a_start_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_MODULE", "fake_loop")
     monkeypatch.setenv("RLHFLESS_TEST_SLOW_START", "1")
     with pytest.raises(EngineTimeout, match=r"(?s)`start` within 3 s\n.* ends with:\n    INFO .* Free memory"):
-        await Engine.start(replace(SETTINGS, timeouts=TimeoutsSpec(start_s=3, drain_s=60)))
+        await VllmEngine.start(replace(SETTINGS, timeouts=TimeoutsSpec(start_s=3, drain_s=60)))
 
 
 async def test_a_process_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_MODULE", "no_such_module")
     with pytest.raises(EngineDead, match="exit code 1"):
-        await Engine.start(SETTINGS)
+        await VllmEngine.start(SETTINGS)
 
 
 async def test_a_failed_start_is_told_with_the_last_lines_of_its_log(
@@ -172,10 +172,10 @@ async def test_a_failed_start_is_told_with_the_last_lines_of_its_log(
     monkeypatch.setenv("RLHFLESS_TEST_FAILED_START", "1")
     log = tmp_path / "generation-0.log"
     with pytest.raises(EngineDead) as ended:
-        await Engine.start(SETTINGS, log)
+        await VllmEngine.start(SETTINGS, log)
     told = str(ended.value)
     trace, _, last = told.partition(f"errors in the engine's log, {log}:\n")
-    assert trace.rstrip().endswith("RuntimeError: Engine core initialization failed. See root cause above.")
+    assert trace.rstrip().endswith("RuntimeError: VllmEngine core initialization failed. See root cause above.")
     assert last.startswith("    torch.OutOfMemoryError: CUDA out of memory\n")
     assert "RuntimeError" not in last  # it is in the trace
     assert "CUDA out of memory" in log.read_text()
@@ -185,7 +185,7 @@ async def test_a_failed_start_is_told_with_the_last_lines_of_its_log(
 
 async def test_an_engine_that_dies_later_is_told_with_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(adapter, "_MODULE", "fake_loop")
-    engine = await Engine.start(SETTINGS, tmp_path / "0.log")
+    engine = await VllmEngine.start(SETTINGS, tmp_path / "0.log")
     with pytest.raises(EngineDead, match=rf"exit code 3; its log is {tmp_path}/0.log"):
         await engine.load(_published("die"))
     assert "Free memory on device" in (tmp_path / "0.log").read_text()
@@ -193,7 +193,7 @@ async def test_an_engine_that_dies_later_is_told_with_its_log(monkeypatch: pytes
 
 async def test_the_process_ends_with_its_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_MODULE", "fake_loop")
-    engine = await Engine.start(SETTINGS)
+    engine = await VllmEngine.start(SETTINGS)
     engine._writer.close()  # as when the adapter's process dies
     await _until(lambda: engine._process.poll() is not None)
     assert engine._process.returncode == 0

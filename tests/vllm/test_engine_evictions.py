@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from tiny_models import VOCABULARY, make_tiny_model, tiny_settings
 
-from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import SampleRequest
+from rlhfless.functions.generation.engine import SampleRequest
+from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.prefixes.evicted import CachedBlocks
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
 from rlhfless.spec import EngineSpec
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio]
 
 PROMPT_TOKENS = 900
 FOUND_TOKENS = PROMPT_TOKENS // CPU_BLOCK_TOKENS * CPU_BLOCK_TOKENS
@@ -28,7 +28,7 @@ async def test_blocks_that_were_given_away_are_counted(tmp_path: Path, monkeypat
     model = make_tiny_model(tmp_path / "model", tied=True)
     random = np.random.default_rng(0)
     prompts = [tuple(random.integers(3, len(VOCABULARY), PROMPT_TOKENS).tolist()) for _ in range(12)]
-    engine = await Engine.start(tiny_settings(model, tmp_path, SMALL))
+    engine = await VllmEngine.start(tiny_settings(model, tmp_path, SMALL))
     known, evicted = CachedBlocks(CPU_BLOCK_TOKENS), []
     try:
         for number, prompt in enumerate([*prompts, prompts[-1], prompts[0], prompts[0]]):

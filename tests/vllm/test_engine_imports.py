@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_engine_adapter import SETTINGS
 
-from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import EngineDead
+from rlhfless.functions.generation.engine import EngineDead
+from rlhfless.functions.generation.vllm.adapter import VllmEngine
 
 ROOT = Path(__file__).parents[2]
 BARE = ROOT / "benchmarks" / "bare.py"
@@ -69,7 +69,7 @@ def numba_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 async def test_an_engine_beside_numba_is_refused_with_the_reason(numba_first: Path) -> None:
     with pytest.raises(EngineDead, match="numba is imported in the process that is to start vLLM"):
-        await Engine.start(SETTINGS)
+        await VllmEngine.start(SETTINGS)
 
 
 def test_a_bare_engine_beside_numba_is_refused_with_the_reason(numba_first: Path) -> None:

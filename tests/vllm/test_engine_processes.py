@@ -13,8 +13,8 @@ import torch
 from tiny_models import TinyModel, make_tiny_model, start_tiny_engine, tiny_settings
 
 from rlhfless.functions.cuda import cuda_fault
-from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import EngineDead
+from rlhfless.functions.generation.engine import EngineDead
+from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.spec import EngineSpec
 from rlhfless.weights.store import FolderStore
@@ -24,6 +24,7 @@ GONE_S = 10.0
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_nothing_is_left_of_an_engine_whose_caller_is_killed(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", tied=True)
     store = FolderStore(tmp_path / "store")
@@ -62,12 +63,13 @@ def _runs(process: psutil.Process) -> bool:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 async def test_a_kv_cache_that_is_too_small_is_called_so(tmp_path: Path) -> None:
     """In vLLM's words, which the next release may change, and which only the log of its core has."""
     model = make_tiny_model(tmp_path / "model", tied=True)
     settings = tiny_settings(model, tmp_path, EngineSpec(kv_cache_gib=1e-5, max_sequences=4, core_process=True))
     with pytest.raises(EngineDead) as ended:
-        await Engine.start(settings)
+        await VllmEngine.start(settings)
     told = engine_fault(str(ended.value), {"generate": 3 << 28})
     assert told is not None
     assert str(told).startswith("generation ran out of memory in `generate` (the memory plan counts 0.75 GiB for it): ")
@@ -79,5 +81,5 @@ async def test_an_engine_that_was_given_a_gpu_does_not_start_on_cpus(tmp_path: P
     model = make_tiny_model(tmp_path / "model", tied=True)
     settings = dataclasses.replace(tiny_settings(model, tmp_path, EngineSpec(max_sequences=4)), device="cuda")
     with pytest.raises(EngineDead) as ended:
-        await Engine.start(settings)
+        await VllmEngine.start(settings)
     assert str(cuda_fault(str(ended.value))).startswith("no CUDA on ")

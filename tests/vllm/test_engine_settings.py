@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rlhfless import processes
+from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.generation.vllm import version
 from rlhfless.functions.generation.vllm.arguments import (
     engine_arguments,
     engine_environment,
     has_core_process,
 )
-from rlhfless.functions.generation.vllm.messages import EngineSettings
 from rlhfless.spec import EngineSpec, RunSpec, TimeoutsSpec
 from rlhfless.weights.address import StoreAddress
 

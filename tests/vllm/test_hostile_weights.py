@@ -13,6 +13,7 @@ ROUNDING_NATS = 0.02
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_wrong_weights_are_caught_in_bfloat16_at_the_smallest_learning_rate() -> None:
     """A real learner and a real engine: the benchmark, with few honest loads."""

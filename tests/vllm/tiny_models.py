@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rlhfless.functions.generation.vllm.adapter import Engine
-from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.functions.generation.engine import EngineSettings
+from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.records import Probe, PublishedWeights
 from rlhfless.spec import EngineSpec, TimeoutsSpec
 from rlhfless.weights.address import StoreAddress
@@ -99,12 +99,12 @@ SHAPES = {
 """The processes that an engine consists of: on one CPU core, on one GPU, and on several devices."""
 
 
-async def start_tiny_engine(model: TinyModel, store: Path, shape: str = "one process") -> Engine:
+async def start_tiny_engine(model: TinyModel, store: Path, shape: str = "one process") -> VllmEngine:
     """A small CPU engine with one thread per device that reads weights from the folder `store`."""
     with pytest.MonkeyPatch.context() as patch:
         # Threads that wait for each other on a busy machine take many times as long as one.
         patch.setenv("OMP_NUM_THREADS", "1")
-        return await Engine.start(tiny_settings(model, store, SHAPES[shape]))
+        return await VllmEngine.start(tiny_settings(model, store, SHAPES[shape]))
 
 
 def tiny_settings(model: TinyModel, store: Path, engine: EngineSpec) -> EngineSettings:

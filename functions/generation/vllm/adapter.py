@@ -28,25 +28,27 @@ from pathlib import Path
 from typing import Any
 
 from rlhfless import processes
-from rlhfless.functions.generation.engine_log import errors_and_end
-from rlhfless.functions.generation.vllm.arguments import engine_environment
-from rlhfless.functions.generation.vllm.messages import (
-    CORE_DIED,
-    Answer,
-    Call,
-    Crashed,
+from rlhfless.functions.generation.engine import (
     EngineBusy,
     EngineDead,
     EngineError,
     EngineSettings,
     EngineTimeout,
-    Finished,
     LoadReport,
-    Progress,
-    Refused,
-    Returned,
     Sampled,
     SampleRequest,
+)
+from rlhfless.functions.generation.engine_log import errors_and_end
+from rlhfless.functions.generation.vllm.arguments import engine_environment
+from rlhfless.functions.generation.vllm.messages import (
+    CORE_DIED,
+    Answer,
+    Crashed,
+    EngineCall,
+    EngineProgress,
+    Finished,
+    Refused,
+    Returned,
     Started,
     Stop,
     Submit,
@@ -65,8 +67,8 @@ KILL_S = 10.0
 _MODULE = "rlhfless.functions.generation.vllm.loop"
 
 
-class Engine:
-    """A running engine, made by `await Engine.start(settings)`."""
+class VllmEngine:
+    """See rlhfless.functions.generation.engine.Engine."""
 
     def __init__(self, settings: EngineSettings, process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
         self.settings = settings
@@ -94,7 +96,7 @@ class Engine:
         self._reading: asyncio.Task[None]
 
     @classmethod
-    async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> Engine:
+    async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> VllmEngine:
         """Starts a process with the engine in it and waits until it can serve. What it prints is appended to
         `log_file`; without one it is kept while the engine lives.
 
@@ -167,7 +169,7 @@ class Engine:
         finally:
             del self._serials[request.request_id], self._samples[serial]
             if future.cancelled() and self.usable:
-                self._send(Call(next(self._numbers), "abort", ((serial,),)))
+                self._send(EngineCall(next(self._numbers), "abort", ((serial,),)))
 
     def require_beat(self, limit_s: float) -> None:
         """Raises EngineDead if the process has work and has sent nothing for `limit_s`: it hangs."""
@@ -253,7 +255,7 @@ class Engine:
         call_id = next(self._numbers)
         future = self._expect()
         self._calls[call_id] = future
-        self._send(Call(call_id, method, arguments))
+        self._send(EngineCall(call_id, method, arguments))
         try:
             return await self._wait(future, timeout_s, method)
         finally:
@@ -295,7 +297,7 @@ class Engine:
                     _resolve(self._samples.get(sampled.request_id), sampled)
             case Refused():
                 _resolve(self._samples.get(message.request_id), message.error)
-            case Progress():
+            case EngineProgress():
                 self._progress = message.tokens
             case Returned():
                 _resolve(self._calls.get(message.call_id), message.error or message.value)

@@ -17,17 +17,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhfless.functions.generation.vllm.messages import EngineSettings
+from rlhfless.functions.generation.engine import EngineSettings
 from rlhfless.functions.loopback import LOOPBACK, loopback_environment
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
+from rlhfless.scaling.memory import CPU_KV_GIB
 
 TRANSFER_BACKEND = "rlhfless-store"
 """Name under which our weight engine is registered with vLLM."""
 
 WORKER_EXTENSION = "rlhfless.functions.generation.vllm.weight_engine.StoreWorkerExtension"
 """vLLM imports this in every worker before it loads the model; the import registers the weight engine."""
-
-CPU_KV_CACHE_GIB = 1.0  # without a number vLLM reserves nearly all memory of the machine
 
 OWN_ARGUMENTS = frozenset(
     {
@@ -66,7 +65,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
     if settings.device == "cpu":
         arguments["block_size"] = CPU_BLOCK_TOKENS
-        arguments["kv_cache_memory_bytes"] = int((spec.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
+        arguments["kv_cache_memory_bytes"] = int((spec.kv_cache_gib or CPU_KV_GIB) * 2**30)
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_fraction
         if settings.kv_bytes is not None:

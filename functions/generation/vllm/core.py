@@ -20,22 +20,16 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, cast
 
+from vllm import EngineArgs, LLMEngine, ModelRegistry, RequestOutput, SamplingParams
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import InprocClient, SyncMPClient
-from vllm.v1.engine.llm_engine import LLMEngine
 
-from rlhfless.functions.generation.vllm import start_times
-from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
-from rlhfless.functions.generation.vllm.generators import DRAWN
-from rlhfless.functions.generation.vllm.messages import (
-    CORE_DIED,
+from rlhfless.functions.generation.engine import (
     EngineBusy,
     EngineDead,
     EngineSettings,
@@ -43,6 +37,10 @@ from rlhfless.functions.generation.vllm.messages import (
     Sampled,
     SampleRequest,
 )
+from rlhfless.functions.generation.vllm import start_times
+from rlhfless.functions.generation.vllm.arguments import engine_arguments, kv_folder
+from rlhfless.functions.generation.vllm.generators import DRAWN
+from rlhfless.functions.generation.vllm.messages import CORE_DIED
 from rlhfless.functions.generation.vllm.response_text import as_one
 from rlhfless.functions.generation.vllm.version import require_no_numba
 from rlhfless.records import FinishReason, PublishedWeights, StartPhase, VersionSpan
@@ -72,8 +70,8 @@ class Core:
         if isinstance(self._engine.engine_core, SyncMPClient):
             threading.Thread(target=self._end_with_core, name="core-watch", daemon=True).start()
         address = {"address": asdict(settings.store)}
-        self._engine.engine_core.collective_rpc("init_weight_transfer_engine", args=(address,))
-        of_workers: list[start_times.WorkerStart] = self._engine.engine_core.collective_rpc("rlhfless_start")
+        self._engine.collective_rpc("init_weight_transfer_engine", args=(address,))
+        of_workers: list[start_times.WorkerStart] = self._engine.collective_rpc("rlhfless_start")
         size_bytes = start_times.weights_bytes(settings.model)
         built = start_times.phases(time.monotonic() - configured, of_workers, size_bytes)
         self.seconds = {str(StartPhase.CONFIGURE): configured - started} | built
@@ -174,26 +172,25 @@ class Core:
     def _update(self, published: PublishedWeights) -> tuple[str, int, int, float]:
         """vLLM's phases of a weight update; returns digest, tensors and bytes that all workers consumed, and the
         seconds of the slowest chart."""
-        core, probe = self._engine.engine_core, published.probe
-        core.collective_rpc("start_weight_update")
+        engine, probe = self._engine, published.probe
+        engine.collective_rpc("start_weight_update")
         update = {"location": published.location, "probe_tokens": probe.token_ids if probe.samples else ()}
-        core.collective_rpc("update_weights", args=(update,))
-        consumed: list[tuple[dict[str, bytes], int, str | None, float]] = core.collective_rpc("rlhfless_consumed")
+        engine.collective_rpc("update_weights", args=(update,))
+        consumed: list[tuple[dict[str, bytes], int, str | None, float]] = engine.collective_rpc("rlhfless_consumed")
         for _, _, damage, _ in consumed:
             if damage is not None:
                 raise WeightFileError(damage)
         digest = merged(hashes for hashes, _, _, _ in consumed)
         fewest = min(len(hashes) for hashes, _, _, _ in consumed)
         check_consumed(published.version, published.tensors, digest.hexdigest(), fewest)
-        core.collective_rpc("finish_weight_update")
+        engine.collective_rpc("finish_weight_update")
         return digest.hexdigest(), fewest, consumed[0][1], max(chart_s for _, _, _, chart_s in consumed)
 
     def _read_back(self, published: PublishedWeights) -> int:
         """Compare the values in use by the layers with the learner's samples; returns how many tensors were
         compared."""
-        core = self._engine.engine_core
         compared: set[str] = set()
-        answers: list[dict[str, tuple[int, int]]] = core.collective_rpc(
+        answers: list[dict[str, tuple[int, int]]] = self._engine.collective_rpc(
             "rlhfless_read_back", args=(dict(published.probe.samples),)
         )
         for worker in answers:
@@ -298,8 +295,6 @@ def _register_model_class(settings: EngineSettings) -> None:
     config = Path(settings.model) / "config.json"
     if not config.is_file():
         return
-    from vllm.model_executor.models import ModelRegistry
-
     for architecture in json.loads(config.read_text()).get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
         if known is not None:

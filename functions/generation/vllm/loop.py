@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfless import processes
 from rlhfless.functions.cuda import require_cuda
+from rlhfless.functions.generation.engine import EngineError, EngineSettings
 from rlhfless.functions.generation.vllm.messages import (
-    Call,
     Crashed,
-    EngineError,
-    EngineSettings,
+    EngineCall,
+    EngineProgress,
     Finished,
-    Progress,
     Refused,
     Returned,
     Started,
@@ -53,11 +52,11 @@ def serve(channel: socket.socket, core: Core) -> None:
         if ended := core.step():
             processes.send(channel, Finished(tuple(ended)))
         if time.monotonic() >= next_progress:
-            processes.send(channel, Progress(core.progress()))
+            processes.send(channel, EngineProgress(core.progress()))
             next_progress = time.monotonic() + PROGRESS_INTERVAL_S
 
 
-def _handle(channel: socket.socket, core: Core, message: Submit | Call) -> None:
+def _handle(channel: socket.socket, core: Core, message: Submit | EngineCall) -> None:
     if isinstance(message, Submit):
         try:
             core.submit(message.request)

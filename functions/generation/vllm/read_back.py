@@ -257,9 +257,9 @@ def _users(model: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
     """For each parameter the layers that have it as `weight`; several where embedding and head are tied."""
     users: defaultdict[int, list[torch.nn.Module]] = defaultdict(list)
     for layer in model.modules():
-        weight = layer._parameters.get("weight")
-        if weight is not None:
-            users[id(weight)].append(layer)
+        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
+            if name == "weight":
+                users[id(parameter)].append(layer)
     return users
 
 

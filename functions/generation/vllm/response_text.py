@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlhfless.functions.generation.vllm.messages import Sampled, SampleRequest
+from rlhfless.functions.generation.engine import Sampled, SampleRequest
 from rlhfless.records import FinishReason, VersionSpan
 
 

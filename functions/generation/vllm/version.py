@@ -1,6 +1,6 @@
 """Which vLLM this folder was written for, and what its process must not hold. Imports neither vLLM nor numba.
 
-It uses a few internals of vLLM, so other releases are refused.
+It uses internals of vLLM (tests/dependencies/private_apis.py), so other releases are refused.
 """
 
 from __future__ import annotations

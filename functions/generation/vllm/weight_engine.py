@@ -139,9 +139,8 @@ def repack_shared_weights(model: torch.nn.Module) -> None:
     """Repacks all layers that share their weight with another layer (tied embeddings)."""
     users: defaultdict[int, list[torch.nn.Module]] = defaultdict(list)
     for layer in model.modules():
-        for parameter in layer._parameters.values():
-            if parameter is not None:
-                users[id(parameter)].append(layer)
+        for parameter in layer.parameters(recurse=False):
+            users[id(parameter)].append(layer)
     for layer in {layer for layers in users.values() if len(layers) > 1 for layer in layers}:
         method = getattr(layer, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rlhfless import __version__
-from rlhfless.control.delivery import OUT_OF_MEMORY, DriverOrder, Ending, OtherProtocol, failure
+from rlhfless.control.delivery import OUT_OF_MEMORY, DeliveryEnding, DriverOrder, OtherProtocol, failure
 from rlhfless.control.driver.link import Link
 from rlhfless.control.driver.outbox import Outbox, StaleOutbox
 from rlhfless.control.driver.reporter import Reporter
@@ -29,7 +29,7 @@ from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.tasks import is_stopping, to_the_end
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_MEND, WRONG_RESULT, ending_of, told
-from rlhfless.loop.host import Cause, RunPaused
+from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.session import JOURNAL_FILE, Session
 from rlhfless.prepare.preflight import Prepared, preflight
 from rlhfless.records.journal import has_rollouts
@@ -81,7 +81,7 @@ def drive(folder: Path, limit: Callable[[float | None], None] = lambda _: None) 
 
 def _refused(folder: Path, error: OtherProtocol) -> int:
     """The service reads the outbox, which is of all protocols."""
-    ended = Ending(status=Status.PAUSED, reason=str(error), error=failure("other_protocol", str(error)))
+    ended = DeliveryEnding(status=Status.PAUSED, reason=str(error), error=failure("other_protocol", str(error)))
     with contextlib.closing(Outbox(folder, error.attempt)) as outbox:
         outbox.add("ended", ended.model_dump(mode="json"))
     return ENDED
@@ -90,7 +90,7 @@ def _refused(folder: Path, error: OtherProtocol) -> int:
 def _unknown_spec(outbox: Outbox, error: Exception) -> int:
     """The service has accepted the spec: it is of another version."""
     text = f"this version of rlhfless ({__version__}) in the Ray cluster does not know the run's spec: {error}"
-    ended = Ending(status=Status.PAUSED, reason=text, error=failure("other_version", text))
+    ended = DeliveryEnding(status=Status.PAUSED, reason=text, error=failure("other_version", text))
     outbox.add("ended", ended.model_dump(mode="json"))
     return ENDED
 
@@ -102,7 +102,7 @@ class _Attempt:
         self._order = order
         self._folder = folder
         self._outbox = outbox
-        self._called_off: list[Cause | None] = []
+        self._called_off: list[StopCause | None] = []
         """Why the service ends it before its time; None: for good."""
         self._replaced = ""
         self.spec = self._spec()
@@ -118,7 +118,7 @@ class _Attempt:
         self._loop, self._task = asyncio.get_running_loop(), work
         reporter.wake, reporter.cancel = link.wake, self._call_off
         link.start()
-        ended = Ending(status=Status.QUEUED, reason="stopped with the service; goes on when it is there again")
+        ended = DeliveryEnding(status=Status.QUEUED, reason="stopped with the service; goes on when it is there again")
         try:
             ended = await work
         except asyncio.CancelledError:
@@ -157,7 +157,7 @@ class _Attempt:
                 raise InputError("the run cannot start", problems)
         return preflight(spec)
 
-    def _call_off(self, cause: Cause | None) -> None:
+    def _call_off(self, cause: StopCause | None) -> None:
         if not self._called_off:
             self._called_off.append(cause)
             self._task.cancel()
@@ -168,7 +168,7 @@ class _Attempt:
         self._replaced = why
         self._loop.call_soon_threadsafe(self._task.cancel)
 
-    async def _work(self, spec: RunSpec, reporter: Reporter, console: Console) -> Ending:
+    async def _work(self, spec: RunSpec, reporter: Reporter, console: Console) -> DeliveryEnding:
         """Raises StaleOutbox, or CancelledError."""
         reporter.status(Status.VALIDATING, "checking model, prompts and rewards")
         sinks = None
@@ -192,9 +192,9 @@ class _Attempt:
                 sinks.close()
             console.close()
         reason = f"all {outcome.steps} steps are done; the model is in {outcome.checkpoint}"
-        return Ending(status=Status.SUCCEEDED, reason=reason)
+        return DeliveryEnding(status=Status.SUCCEEDED, reason=reason)
 
-    def _ended_by(self, error: Exception, spec: RunSpec) -> Ending:
+    def _ended_by(self, error: Exception, spec: RunSpec) -> DeliveryEnding:
         if isinstance(error, MemoryError):
             use_reserve(error)
         text = RAY_AWAY if isinstance(error, NoCluster) else told(error, self._folder, IN_LOGS)
@@ -209,11 +209,11 @@ class _Attempt:
         code = OUT_OF_MEMORY if isinstance(error, MemoryError) else CODES.get(ending.exit_code, "failed")
         what = failure(code, text) | {"param": param or None, "problems": problems}
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
-            return Ending(status=Status.QUEUED, reason=text, error=what, retry=True)
+            return DeliveryEnding(status=Status.QUEUED, reason=text, error=what, retry=True)
         if ending.resume and has_rollouts(self._folder / JOURNAL_FILE):
             kept = "what was drawn and learned is kept; once that is mended, resume"
-            return Ending(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
-        return Ending(status=Status.FAILED, reason=text, error=what)
+            return DeliveryEnding(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
+        return DeliveryEnding(status=Status.FAILED, reason=text, error=what)
 
 
 IN_LOGS = "The traceback is in the run's logs."
@@ -230,20 +230,20 @@ CODES = {
 """Codes of errors by the ending's exit code."""
 
 
-def _called_off(cause: Cause | None) -> Ending:
+def _called_off(cause: StopCause | None) -> DeliveryEnding:
     if cause is None:
-        return Ending(status=Status.CANCELLED, reason="cancelled")
-    if cause is Cause.PAUSE:
-        return Ending(status=Status.PAUSED, reason="paused before its first step")
-    return Ending(status=Status.QUEUED, reason="gave way to a run of higher priority")
+        return DeliveryEnding(status=Status.CANCELLED, reason="cancelled")
+    if cause is StopCause.PAUSE:
+        return DeliveryEnding(status=Status.PAUSED, reason="paused before its first step")
+    return DeliveryEnding(status=Status.QUEUED, reason="gave way to a run of higher priority")
 
 
-def _paused(error: RunPaused, spec: RunSpec) -> Ending:
-    if error.cause is Cause.PAUSE:
-        return Ending(status=Status.PAUSED, reason=f"paused: {error}")
-    if error.cause is Cause.YIELD:
-        return Ending(status=Status.QUEUED, reason=f"gave way to a run of higher priority: {error}")
+def _paused(error: RunPaused, spec: RunSpec) -> DeliveryEnding:
+    if error.cause is StopCause.PAUSE:
+        return DeliveryEnding(status=Status.PAUSED, reason=f"paused: {error}")
+    if error.cause is StopCause.YIELD:
+        return DeliveryEnding(status=Status.QUEUED, reason=f"gave way to a run of higher priority: {error}")
     what = failure("limit_reached", str(error)) | {"param": "limits"}
     if spec.limits.then == "stop":
-        return Ending(status=Status.CANCELLED, reason=f"stopped: {error}", error=what)
-    return Ending(status=Status.PAUSED, reason=f"paused: {error}; raise it to resume", error=what)
+        return DeliveryEnding(status=Status.CANCELLED, reason=f"stopped: {error}", error=what)
+    return DeliveryEnding(status=Status.PAUSED, reason=f"paused: {error}; raise it to resume", error=what)

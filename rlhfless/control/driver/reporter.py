@@ -22,7 +22,7 @@ from rlhfless.control.driver.usage import UsageTeller
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects import ReplicaNow
 from rlhfless.fleet.run_devices import NoDevices
-from rlhfless.loop.host import Cause, DevicesWanted, Verdict
+from rlhfless.loop.host import DevicesWanted, StopCause, Verdict
 from rlhfless.loop.run import Run
 from rlhfless.records import Experience, ReplicaState
 from rlhfless.records.checkpoints import Checkpoints
@@ -59,7 +59,7 @@ class Reporter:
         self._status: Status | None = None
         self.wake: Callable[[], None] = lambda: None
         """There is something to deliver."""
-        self.cancel: Callable[[Cause | None], None] = lambda _: None
+        self.cancel: Callable[[StopCause | None], None] = lambda _: None
         """End the run now; None: for good."""
 
     # -- to the service
@@ -118,7 +118,7 @@ class Reporter:
         if answer.wish == "cancel":
             self.cancel(None)
         elif answer.wish != "run" and not self._done and self._status is not Status.RUNNING:
-            self.cancel(Cause.PAUSE if answer.wish == "pause" else Cause.YIELD)
+            self.cancel(StopCause.PAUSE if answer.wish == "pause" else StopCause.YIELD)
 
     async def devices(self, wanted: DevicesWanted) -> None:
         """See rlhfless.loop.host.Host: waits for the lease of the service."""
@@ -162,9 +162,9 @@ class Reporter:
         """See rlhfless.loop.host.Host."""
         self.status(Status.RUNNING, "running")
         if self._usage is not None:
-            self._usage.later(run.pools)
+            self._usage.later(run.pools.values())
         wish = self._answer.wish if self._answer else "run"
-        stop = {"pause": Cause.PAUSE, "yield": Cause.YIELD}.get(wish)
+        stop = {"pause": StopCause.PAUSE, "yield": StopCause.YIELD}.get(wish)
         return Verdict(stop, self._actors())
 
     def saved(self, checkpoints: Checkpoints) -> None:
@@ -201,13 +201,13 @@ class Reporter:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """See rlhfless.telemetry.progress.Progress."""
+        """See rlhfless.telemetry.progress.RunProgress."""
         with self._shown(what), self._console.waiting(what):
             yield
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
-        """See rlhfless.telemetry.progress.Progress."""
+        """See rlhfless.telemetry.progress.RunProgress."""
         if what.startswith("step "):
             self.status(Status.RUNNING, "running")
             what = f"{what} of {self._steps}"
@@ -228,7 +228,7 @@ class Reporter:
                 del self._waits[place:]
 
     def show(self, content: str) -> None:
-        """See rlhfless.telemetry.progress.Progress."""
+        """See rlhfless.telemetry.progress.RunProgress."""
         self._console.show(content)
         self.tell("message", level="info", message=content)
 
@@ -253,7 +253,7 @@ class Reporter:
 def replicas_of(run: Run) -> list[ReplicaNow]:
     """The replicas of a run, now. Called from another thread: what changes meanwhile is told next time."""
     found = []
-    for pool in run.pools:
+    for pool in run.pools.values():
         for replica in list(pool.replicas()):
             devices = replica.allocation.devices
             prices = run.ledger.prices

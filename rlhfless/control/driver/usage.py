@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from rlhfless.fleet.pool import Pool
+from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.loop.ledger import Ledger
-from rlhfless.records import FunctionName, Holding, Invocation
+from rlhfless.records import Holding, Invocation, in_order
 from rlhfless.scaling.accounting import usage
 from rlhfless.scaling.prices import PriceBook
 
@@ -29,7 +29,7 @@ class UsageTeller:
         self._next_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    def later(self, pools: Sequence[Pool]) -> None:
+    def later(self, pools: Collection[ReplicaPool]) -> None:
         """Tell the bill up to now, in the background, if it is time."""
         if time.monotonic() < self._next_s or (self._task is not None and not self._task.done()):
             return
@@ -51,9 +51,9 @@ class UsageTeller:
 def bill(holdings: Sequence[Holding], invocations: Sequence[Invocation], prices: PriceBook) -> list[dict[str, Any]]:
     """By function and kind of device; a function's calls are counted at the kind that it holds first."""
     rows = []
-    for function in FunctionName:
-        calls = [call for call in invocations if call.function is function]
-        held = [holding for holding in holdings if holding.function is function]
+    for function in in_order([*(held.function for held in holdings), *(call.function for call in invocations)]):
+        calls = [call for call in invocations if call.function == function]
+        held = [holding for holding in holdings if holding.function == function]
         for kind in dict.fromkeys(holding.device_kind for holding in held):
             of_kind = [holding for holding in held if holding.device_kind == kind]
             lives = {holding.incarnation for holding in of_kind}

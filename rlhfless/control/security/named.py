@@ -37,7 +37,7 @@ FROM_HUB = frozenset({"model.path", "model.tokenizer", "prompts.path", "prompts.
 """Of these, those that may name something of the hub instead."""
 
 CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.policy", "scaling.policy.type",
-        "rewards.*.target")  # fmt: skip
+        "rewards.*.target", "functions.*", "functions.*.type", "generation.engine.type")  # fmt: skip
 """Fields that may name the user's own code."""
 
 
@@ -190,13 +190,14 @@ class _Allowed:
 
 
 def _at(values: Any, path: Sequence[str], place: str = "") -> Iterator[tuple[str, Any]]:
-    """What is at a path in raw values, with its dotted place; `*` is every item of a list."""
+    """What is at a path in raw values, with its dotted place; `*` is every item of a list or mapping."""
     if not path:
         yield place, values
         return
     head, *rest = path
     if head == "*":
-        for index, item in enumerate(values if isinstance(values, list | tuple) else ()):
-            yield from _at(item, rest, f"{place}.{index}")
+        listed = enumerate(values) if isinstance(values, list | tuple) else ()
+        for key, item in values.items() if isinstance(values, Mapping) else listed:
+            yield from _at(item, rest, f"{place}.{key}")
     elif isinstance(values, Mapping) and head in values:
         yield from _at(values[head], rest, f"{place}.{head}" if place else head)

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhfless.functions.generation.kind import kv_bytes
 from rlhfless.prepare.memory.changes import Question, nearest_change
-from rlhfless.prepare.memory.plan import kv_bytes, phases_of
 from rlhfless.prepare.memory.settled import format_problems, placed, settled, timed
 from rlhfless.prepare.model import missing_on_hub
-from rlhfless.records import FunctionName
+from rlhfless.records import FunctionRole
+from rlhfless.scaling.function_kinds import MemoryTerms, kinds_of
 from rlhfless.scaling.latency.devices import UnknownDevice, device_of, load_devices
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError, device_kind
@@ -130,19 +131,18 @@ def loading_bytes(spec: RunSpec, kind: str, count: int, sequence_tokens: int) ->
 
 def planned(
     spec: RunSpec, shape: ModelShape | None, kind: str, sequence_tokens: int
-) -> Mapping[FunctionName, Mapping[str, int]]:
+) -> Mapping[str, Mapping[str, int]]:
     """By function and phase: the bytes of one replica or rank on one device; empty where sizes are not known."""
     if shape is None or kind not in load_devices():
         return {}
-    functions = [FunctionName.GENERATION, FunctionName.LEARNER, FunctionName.REFERENCE]
-    rewards, sheet = reward_shapes(spec), device_of(kind)
-    if rewards and len(rewards) == len(spec.reward_models):
-        functions.append(FunctionName.REWARD_MODEL)
+    rewards = reward_shapes(spec)
+    # Of reward models whose sizes are known in part, the figure would be wrong.
+    terms = MemoryTerms(spec, shape, device_of(kind), sequence_tokens, rewards)
+    unknown = len(rewards) < len(spec.reward_models)
     return {
-        function: {
-            phase.name: phase.size_bytes for phase in phases_of(spec, shape, sheet, function, sequence_tokens, rewards)
-        }
-        for function in functions
+        each.name: {phase.name: phase.size_bytes for phase in each.phases(terms)}
+        for each in kinds_of(spec)
+        if not (unknown and each.role is FunctionRole.SCORES)
     }
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhfless.prepare.memory.plan import MemoryPlan, Rewards, memory_plan
+from rlhfless.prepare.memory.plan import MemoryPlan, memory_plan
+from rlhfless.scaling.function_kinds import Rewards, wanted_of
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.placement import CPU_KIND, RANKS_KEYS, PlacementError, helpers, ranks_of
+from rlhfless.scaling.placement import CPU_KIND, PlacementError, Site
 from rlhfless.spec import RunSpec
 
 TENSOR_PARALLEL = (2, 4, 8)
@@ -121,11 +122,9 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
 
 def _of_frozen(spec: RunSpec, devices: int) -> Iterator[Edit]:
     """More ranks for the reference and for reward models, on so many devices of the learner's side."""
-    used = helpers(spec)
-    for function, ranks in ranks_of(spec).items():
-        for more in more_ranks(devices, ranks) if function in used else ():
-            key = RANKS_KEYS[function]
-            yield f"{key}: {more}", {key: more}, None, None
+    for wanted in wanted_of(spec):
+        for more in more_ranks(devices, wanted.ranks) if wanted.site is Site.BESIDE and wanted.ranks_key else ():
+            yield f"{wanted.ranks_key}: {more}", {wanted.ranks_key: more}, None, None
 
 
 def _of_devices(asked: Question) -> Iterator[Edit]:

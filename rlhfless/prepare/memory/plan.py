@@ -10,44 +10,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhfless.prepare.memory.formulas import (
-    CACHED_VERSIONS,
-    GIB,
-    PROCESS_BYTES,
-    STORED_VERSIONS,
-    Part,
-    Phase,
-    Scored,
-    Sharded,
-    engine_parts,
-    kv_token_bytes,
-    learn_phases,
-    reference_phase,
-    score_phase,
-    version_bytes,
-)
-from rlhfless.records import FunctionName
+from rlhfless.functions.generation.kind import kv_tokens
+from rlhfless.functions.learner.kind import learner_phases
+from rlhfless.records import FunctionRole
+from rlhfless.scaling.function_kinds import MemoryTerms, Rewards, kinds_of, name_of, place_run, wanted_of
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
-from rlhfless.scaling.placement import (
-    CPU_KIND,
-    NODE_DEVICES,
-    Node,
-    Placement,
-    PlacementError,
-    place_run,
-    ranks_of,
-)
-from rlhfless.spec import RewardModelSpec, RunSpec
-
-Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
-"""The reward models of a run whose sizes are known."""
-
-LOGITS_CHUNK_ELEMENTS = 2**25
-"""Where nothing is said: as in rlhfless.functions.head, which imports torch; a test compares the two."""
-
-DEFAULT_CPU_KV_GIB = 1.0
-"""As in rlhfless.functions.generation.vllm.arguments; a test compares the two."""
+from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, PROCESS_BYTES, STORED_VERSIONS, MemoryPhase, version_bytes
+from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, Placement, PlacementError, Site
+from rlhfless.spec import RunSpec
 
 MOST_TOKENS = 2**24
 """Of a micro-batch whose size is looked for: more than any step has."""
@@ -60,11 +31,12 @@ HOST_CORES = 64
 class FunctionPlan:
     """A replica or rank of a function on one device: its phases, of which the largest counts."""
 
-    function: FunctionName
-    phases: tuple[Phase, ...]
+    function: str
+    role: FunctionRole
+    phases: tuple[MemoryPhase, ...]
 
     @property
-    def largest(self) -> Phase:
+    def largest(self) -> MemoryPhase:
         return max(self.phases, key=lambda phase: phase.size_bytes)
 
 
@@ -148,12 +120,13 @@ def memory_plan(
     that are known. Raises PlacementError if there are too few devices.
     """
     memory = host_bytes if sheet.kind == CPU_KIND else int(sheet.memory_bytes.value)
-    alike = Counter(tuple(sorted(here)) for here in _functions_by_device(spec, sheet.kind, count).values())
+    terms = MemoryTerms(spec, shape, sheet, sequence_tokens, rewards)
+    kinds = {kind.name: FunctionPlan(kind.name, kind.role, kind.phases(terms)) for kind in kinds_of(spec)}
+    counted = [name for name, plan in kinds.items() if plan.phases]
+    alike = Counter(tuple(sorted(here)) for here in _names_by_device(spec, sheet.kind, count, counted).values())
     plans = []
-    for functions, times in sorted(alike.items()):
-        parts = [
-            FunctionPlan(each, phases_of(spec, shape, sheet, each, sequence_tokens, rewards)) for each in functions
-        ]
+    for names, times in sorted(alike.items()):
+        parts = [kinds[name] for name in names]
         plans.append(DevicePlan(times, sheet.kind, memory, tuple(parts)))
     store = version_bytes(shape, spec.model.dtype)
     states = (16 if spec.learner.offload else 4) * shape.parameters * spec.learner.copies
@@ -162,7 +135,7 @@ def memory_plan(
         held = sum(plan.count * plan.size_bytes for plan in plans) + (states if spec.learner.offload else 0)
     return MemoryPlan(
         devices=_as_one(plans) if sheet.kind == CPU_KIND else tuple(plans),
-        kv_tokens=_kv_tokens(spec, shape, sheet),
+        kv_tokens=kv_tokens(spec, shape, sheet),
         sequence_tokens=sequence_tokens,
         micro_batch_tokens=_largest_micro_batch(spec, shape, plans, memory),
         host_bytes=held,
@@ -184,7 +157,10 @@ def learner_nodes(spec: RunSpec, kind: str, count: int) -> tuple[int, ...]:
         placement = _placement(spec, kind, count)
     except PlacementError:
         return ()
-    return tuple(len(group.devices) for group in placement.groups_of(placement.allocation(FunctionName.LEARNER, 0)))
+    return tuple(
+        len(group.devices)
+        for group in placement.groups_of(placement.allocation(name_of(spec, FunctionRole.UPDATES), 0))
+    )
 
 
 def _placement(spec: RunSpec, kind: str, count: int) -> Placement:
@@ -192,20 +168,17 @@ def _placement(spec: RunSpec, kind: str, count: int) -> Placement:
     return place_run(spec.model_copy(update={"placement": asked}), _nodes(kind, count))
 
 
-def _functions_by_device(spec: RunSpec, kind: str, count: int) -> Mapping[str, list[FunctionName]]:
-    """By device: the functions of the replicas and ranks that are on it."""
+def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str]) -> Mapping[str, list[str]]:
+    """By device: which of these functions have a replica or rank on it, once for each."""
     placement = _placement(spec, kind, count)
-    ranks = ranks_of(spec)
-    found: defaultdict[str, list[FunctionName]] = defaultdict(list)
-    for function, allocations in placement.allocations.items():
-        if function is FunctionName.SCORING:
-            continue  # CPU work
-        for allocation in allocations:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for wanted in (wanted for wanted in wanted_of(spec) if wanted.function in names):
+        for allocation in placement.allocations[wanted.function]:
             devices = allocation.devices
-            if function in ranks:
-                devices = tuple(devices[rank % len(devices)] for rank in range(ranks[function]))
+            if wanted.site is not Site.WINDOWS:
+                devices = tuple(devices[rank % len(devices)] for rank in range(wanted.ranks))
             for device in devices:
-                found[device.name].append(function)
+                found[device.name].append(wanted.function)
     return found
 
 
@@ -217,101 +190,23 @@ def _nodes(kind: str, count: int) -> list[Node]:
     return [Node(str(i), "", HOST_CORES, HOST_CORES, kind, size, size) for i, size in enumerate(sizes)]
 
 
-def phases_of(
-    spec: RunSpec,
-    shape: ModelShape,
-    sheet: DeviceSheet,
-    function: FunctionName,
-    sequence_tokens: int,
-    rewards: Rewards = (),
-) -> tuple[Phase, ...]:
-    """The phases of one replica or rank of a function on one device."""
-    on_gpu = sheet.kind != CPU_KIND
-    process = Part("process", PROCESS_BYTES if on_gpu else 0)
-    tokens = max(spec.learner.micro_batch_tokens, sequence_tokens)
-    if function is FunctionName.GENERATION:
-        return (_generation(spec, shape, sheet),)
-    if function is FunctionName.LEARNER:
-        phases = _learner_phases(spec, shape, tokens)
-    elif function is FunctionName.REFERENCE:
-        sharing, ranks = spec.learner.share_prefixes, ranks_of(spec)[function]
-        dtype = spec.learner.dtype
-        chunk = spec.learner.logits_elements or LOGITS_CHUNK_ELEMENTS
-        phases = (reference_phase(shape, tokens, dtype, chunk, sharing=sharing, ranks=ranks),)
-    else:
-        phases = (score_phase([_scored(part, of) for part, of in rewards], ranks_of(spec)[function]),)
-    return tuple(Phase(phase.name, (*phase.parts, process)) for phase in phases)
-
-
-def _scored(part: RewardModelSpec, shape: ModelShape) -> Scored:
-    return Scored(shape, max(part.micro_batch_tokens, part.max_tokens), part.dtype)
-
-
 def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
     """Of the host, while reference and reward models are loaded: each in its own format."""
     reference = DTYPE_BYTES[spec.learner.dtype] * shape.parameters if spec.algorithm.needs.reference else 0
     return reference + sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in rewards)
 
 
-def _generation(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> Phase:
-    """On a GPU an engine takes its fraction, and gives KV what its parts leave of it."""
-    parts, kv = _engine(spec, shape, sheet)
-    return Phase("generate", (*parts, Part("KV", max(kv, 0))))
-
-
-def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple[Part, ...], int]:
-    """The parts of one device of an engine, and the bytes of its KV, which are negative if the parts do not fit."""
-    engine, on_gpu = spec.generation.engine, sheet.kind != CPU_KIND
-    parts = engine_parts(
-        shape,
-        spec.model.dtype,
-        engine.tensor_parallel_size,
-        engine.max_batch_tokens,
-        engine.max_sequences,
-        graphs=on_gpu and not engine.eager,
-    )
-    if not on_gpu:
-        return parts, int((engine.kv_cache_gib or DEFAULT_CPU_KV_GIB) * GIB)
-    parts = (*parts, Part("process", PROCESS_BYTES))
-    budget = int(engine.gpu_memory_fraction * sheet.memory_bytes.value)
-    return parts, budget - sum(part.size_bytes for part in parts)
-
-
-def kv_bytes(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
-    """Of the KV cache on each device of an engine."""
-    return _engine(spec, shape, sheet)[1]
-
-
-def _kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
-    per_token = kv_token_bytes(shape, spec.model.dtype, spec.generation.engine.tensor_parallel_size)
-    return kv_bytes(spec, shape, sheet) // per_token
-
-
-def _learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[Phase, ...]:
-    learner = spec.learner
-    how = Sharded(
-        learner.split_over(learner.world_size),
-        learner.dtype,
-        learner.gradient_checkpointing,
-        learner.offload,
-        learner.head_dtype == "float32",
-        learner.share_prefixes,
-        learner.copies,
-    )
-    return learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
-
-
 def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[DevicePlan], memory: int) -> int:
     """By bisection over tokens, on the device with the least left for each rank."""
     rooms = []
     for plan in plans:
-        others = [part.largest.size_bytes for part in plan.functions if part.function is not FunctionName.LEARNER]
+        others = [part.largest.size_bytes for part in plan.functions if part.role is not FunctionRole.UPDATES]
         if ranks := len(plan.functions) - len(others):
             rooms.append((memory - sum(others)) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND))
     low, high = 0, MOST_TOKENS if rooms else 0
     while low < high:
         middle = (low + high + 1) // 2
-        needed = max(phase.size_bytes for phase in _learner_phases(spec, shape, middle))
+        needed = max(phase.size_bytes for phase in learner_phases(spec, shape, middle))
         low, high = (middle, high) if needed <= min(rooms) else (low, middle - 1)
     return low
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from rlhfless.free_memory import free_bytes
-from rlhfless.prepare.memory.formulas import CACHED_VERSIONS, GIB, STORED_VERSIONS
+from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, STORED_VERSIONS
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem
 

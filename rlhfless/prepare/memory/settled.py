@@ -13,10 +13,10 @@ from operator import attrgetter
 from typing import Any
 
 from rlhfless.prepare.memory.changes import FRACTIONS, Question, edited, more_ranks
-from rlhfless.prepare.memory.formulas import version_bytes
 from rlhfless.prepare.memory.plan import MemoryPlan, learner_nodes
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import version_bytes
 from rlhfless.scaling.placement import CPU_KIND, PlacementError
 from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import Problem

@@ -22,7 +22,7 @@ from rlhfless.scaling.lengths.samples import Array
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ForecastScore:
     """The score of one forecaster, over all steps but the first."""
 
     name: str
@@ -35,7 +35,7 @@ class Score:
     """Mean pinball loss over QUANTILE_LEVELS: the error of a distribution, in tokens."""
 
 
-def evaluate(trace: Trace) -> list[Score]:
+def evaluate(trace: Trace) -> list[ForecastScore]:
     """Scores of both baselines and of the predictor: before each step, and when half of its samples have finished.
 
     Raises TraceError if fewer than two steps have rollouts.
@@ -112,12 +112,12 @@ class _Tally:
         if correlation is not None:
             self._correlations.append((correlation, len(real)))
 
-    def score(self) -> Score:
+    def score(self) -> ForecastScore:
         ranked = sum(count for _, count in self._correlations)
         correlation = math.fsum(value * count for value, count in self._correlations) / ranked if ranked else None
         samples = max(self.samples, 1)
         covered = None if self._covered is None else self._covered / samples
-        return Score(self.name, self.samples, correlation, covered, self._pinball / samples)
+        return ForecastScore(self.name, self.samples, correlation, covered, self._pinball / samples)
 
 
 class _Seen:

@@ -13,7 +13,7 @@ from typing import Protocol
 from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
 
 
-class Window:
+class MetricWindow:
     """A count over time, constant between two records; averages over its last part."""
 
     def __init__(self, longest_s: float) -> None:
@@ -56,7 +56,7 @@ class RayServe:
     def __init__(self, settings: RayServeSpec) -> None:
         self.interval_s = settings.interval_s
         self._settings = settings
-        self._window = Window(settings.look_back_period_s)
+        self._window = MetricWindow(settings.look_back_period_s)
         self._direction = 0
         self._since_s = 0.0
 
@@ -80,7 +80,7 @@ class Knative:
     def __init__(self, settings: KnativeSpec) -> None:
         self.interval_s = settings.interval_s
         self._settings = settings
-        self._window = Window(settings.stable_window_s)
+        self._window = MetricWindow(settings.stable_window_s)
         self._panic_s: float | None = None
         """When the short window last asked for a panic; None while it is calm."""
         self._zero_since_s: float | None = None

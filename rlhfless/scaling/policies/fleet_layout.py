@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.records import FunctionRole, ReplicaState
 from rlhfless.scaling.policy import UNASSIGNED, Ints, ReplicaSlot, StepView
 
 RELEASABLE = frozenset({ReplicaState.STARTING, ReplicaState.STALE, ReplicaState.SERVING})
@@ -53,12 +53,10 @@ class Layout:
             for slot, devices in enumerate(in_turn)
         )
         others = tuple(
-            slot
-            for slot, replica_slot in enumerate(replica_slots)
-            if replica_slot.function is not FunctionName.GENERATION
+            slot for slot, replica_slot in enumerate(replica_slots) if replica_slot.role is not FunctionRole.SAMPLES
         )
         nodes = frozenset(
-            replica_slot.node for replica_slot in replica_slots if replica_slot.function is FunctionName.LEARNER
+            replica_slot.node for replica_slot in replica_slots if replica_slot.role is FunctionRole.UPDATES
         )
         alike: dict[tuple[str, bool], list[int]] = {}
         for slot in generation:
@@ -77,7 +75,7 @@ class Layout:
 
 
 def _shared(replica_slots: Sequence[ReplicaSlot], neighbours: Sequence[frozenset[int]], slot: int) -> bool:
-    return any(replica_slots[other].function is not replica_slots[slot].function for other in neighbours[slot])
+    return any(replica_slots[other].function != replica_slots[slot].function for other in neighbours[slot])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfless.records import FunctionName
+from rlhfless.records import FunctionRole
 from rlhfless.scaling.plan import responses
 from rlhfless.scaling.plan.cost import GroupTimes
 from rlhfless.scaling.plan.responses import Floats
@@ -79,7 +79,7 @@ class RLHFlessPaper:
                 own = [slot for slot in self._actors if not now.layout.shared(slot)]
                 return [*(_leave(now, slot) for slot in left), *self._prewarm(now.layout, own)]
             case Idle(slot):
-                learner = now.layout.replica_slots[slot].function is FunctionName.LEARNER
+                learner = now.layout.replica_slots[slot].role is FunctionRole.UPDATES
                 gone = [_leave(now, slot)] if now.awake(slot) else []
                 # If steps overlap, some actors are up for the next step already.
                 shared = [p for p in self._actors if now.layout.shared(p) and now.absent(p)]

@@ -42,4 +42,5 @@ class LeaveOneOut:
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """-A log p, token mean over the optimiser step."""
         loss = -(inputs.advantages * inputs.logprobs).sum() * inputs.scale
-        return LossOutputs(loss, {"algorithm/logprob": inputs.logprobs.sum() * inputs.scale})
+        columns = {"logprob": inputs.logprobs.detach(), **inputs.own}
+        return LossOutputs(loss, {f"algorithm/{name}": values.sum() * inputs.scale for name, values in columns.items()})

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-LAUNCH = "rlhfless.loop.launch"
+LAUNCH = "rlhfless.functions.launching"
 """The module that decides what a function computes on."""
 
 

@@ -6,13 +6,13 @@ import pytest
 from views import ABSENT, UP, fleet_of, learner, replica_slot, view_of
 
 from rlhfless.scaling.policies import make_policy
-from rlhfless.scaling.policies.autoscalers import Autoscaler, Keda, Knative, RayServe, Window
+from rlhfless.scaling.policies.autoscalers import Autoscaler, Keda, Knative, MetricWindow, RayServe
 from rlhfless.scaling.policy import Assign, Beat, Move, Release, Serving, SlotView, Start, StepBegan
 from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
 
 
 def test_window_averages_over_time() -> None:
-    window = Window(10.0)
+    window = MetricWindow(10.0)
     window.record(0.0, 4.0)
     assert window.mean(0.0, 10.0) == 4.0
     window.record(6.0, 1.0)

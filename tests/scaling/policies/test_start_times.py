@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.records import FunctionName, FunctionRole, ReplicaState
 from rlhfless.scaling.policies.cost_aware.estimators import COLD, STARTING, StartTimes
 from rlhfless.scaling.policy import ReplicaSlot, Start
 
@@ -14,7 +14,18 @@ LOAD_S = 3.0
 
 def now(at_s: float, reacquire_s: float, state: ReplicaState | None = None) -> Any:
     """One slot, whose replica takes 40 s to start by the fleet's figure."""
-    slot = ReplicaSlot(FunctionName.GENERATION, "h100", ("h100-0",), "n", 1.0, 40.0, {}, {}, reacquire_s=reacquire_s)
+    slot = ReplicaSlot(
+        FunctionName.GENERATION,
+        FunctionRole.SAMPLES,
+        "h100",
+        ("h100-0",),
+        "n",
+        1.0,
+        40.0,
+        {},
+        {},
+        reacquire_s=reacquire_s,
+    )
     fleet = SimpleNamespace(load_s=LOAD_S)
     view = SimpleNamespace(fleet=fleet, slots=[SimpleNamespace(tier=None, state=state)])
     return SimpleNamespace(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.records import FunctionName, FunctionRole, ReplicaState
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.policy import UNASSIGNED, EngineLimits, FleetView, ReplicaSlot, SlotView, StepView
 
@@ -23,6 +23,7 @@ ASLEEP = SlotView(ReplicaState.SLEEPING, "host")
 def replica_slot(index: int, **changes: object) -> ReplicaSlot:
     plain = ReplicaSlot(
         FunctionName.GENERATION,
+        FunctionRole.SAMPLES,
         "h100",
         (f"gpu-{index}",),
         f"node-{index // 2}",
@@ -38,7 +39,8 @@ def replica_slot(index: int, **changes: object) -> ReplicaSlot:
 def learner(*devices: int, node: str = "node-0") -> ReplicaSlot:
     names = tuple(f"gpu-{index}" for index in devices)
     usd_per_s = 0.001 * len(devices)
-    return replica_slot(0, function=FunctionName.LEARNER, devices=names, node=node, usd_per_s=usd_per_s, engine=None)
+    of = {"function": FunctionName.LEARNER, "role": FunctionRole.UPDATES, "engine": None}
+    return replica_slot(0, devices=names, node=node, usd_per_s=usd_per_s, **of)
 
 
 def fleet_of(*replica_slots: ReplicaSlot, **changes: object) -> FleetView:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from rlhfless.records import FunctionName
+from rlhfless.records import FunctionRole
 from rlhfless.scaling.policies.fleet_layout import PolicyContext
 
 LATE_SHARE = 0.5
@@ -68,7 +68,7 @@ class HeldDevices:
         learner = [
             now.layout.replica_slots[other].usd_per_s
             for other in now.layout.neighbours[slot]
-            if now.layout.replica_slots[other].function is FunctionName.LEARNER
+            if now.layout.replica_slots[other].role is FunctionRole.UPDATES
         ]
         waiting = max(learner, default=now.layout.replica_slots[slot].usd_per_s) + now.view.fleet.kept_usd_per_s
         return waiting * now.view.fleet.terms.reacquire_s
@@ -77,8 +77,8 @@ class HeldDevices:
 def may_stay(now: PolicyContext, slot: int) -> bool:
     """Whether an idle actor can keep its devices until generation has ended: nothing but the learner, which comes after
     it, needs them."""
-    functions = {now.layout.replica_slots[other].function for other in now.layout.neighbours[slot]}
-    return functions <= {FunctionName.LEARNER, FunctionName.GENERATION}
+    roles = {now.layout.replica_slots[other].role for other in now.layout.neighbours[slot]}
+    return roles <= {FunctionRole.UPDATES, FunctionRole.SAMPLES}
 
 
 def kept_usd_per_s(now: PolicyContext) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.records import FunctionName
+from rlhfless.records import FunctionRole
 from rlhfless.scaling.policies.cost_aware.estimators import Recent, StartTimes
 from rlhfless.scaling.policies.cost_aware.held import HeldDevices, may_stay
 from rlhfless.scaling.policies.fleet_actions import Inputs, leave, note
@@ -102,7 +102,7 @@ def waiting_usd_per_s(now: PolicyContext) -> float:
 
 
 def _serves_alone(now: PolicyContext, slot: int) -> bool:
-    learner = now.layout.replica_slots[slot].function is FunctionName.LEARNER
+    learner = now.layout.replica_slots[slot].role is FunctionRole.UPDATES
     return not learner and not now.layout.shared(slot)
 
 
@@ -138,8 +138,8 @@ class IdleScheduler:
         """Starts services ahead of their first group."""
         self._began_s[now.view.step] = now.at_s
         self._first_group = False
-        learner = FunctionName.LEARNER
-        self._serving = {slot for slot in now.layout.others if now.layout.replica_slots[slot].function is not learner}
+        slots = now.layout.replica_slots
+        self._serving = {slot for slot in now.layout.others if slots[slot].role is not FunctionRole.UPDATES}
         actions: list[Action] = []
         for slot in now.layout.others:
             if slot in self._wanted_s and not now.layout.shared(slot) and now.absent(slot):
@@ -153,12 +153,12 @@ class IdleScheduler:
             if (np.bincount(now.view.group[now.view.finished], minlength=groups.size) == groups).any():
                 self._first_group = True
                 for slot in now.layout.others:
-                    if now.layout.replica_slots[slot].function is not FunctionName.LEARNER:
+                    if now.layout.replica_slots[slot].role is not FunctionRole.UPDATES:
                         self._wanted_s.setdefault(slot, Recent()).add(now.at_s - self._began_s[now.view.step])
         actions: list[Action] = []
         for slot in now.layout.others:
             replica_slot = now.layout.replica_slots[slot]
-            waking = replica_slot.function is FunctionName.LEARNER and not now.layout.shared(slot) and now.absent(slot)
+            waking = replica_slot.role is FunctionRole.UPDATES and not now.layout.shared(slot) and now.absent(slot)
             if waking and now.at_s + self._starts.wake_s(replica_slot, now.view.slots[slot].tier) >= generated_s:
                 actions.append(Start(slot))
         return actions
@@ -194,7 +194,7 @@ class IdleScheduler:
         if not now.awake(slot):
             return actions
         wanted_s = self._generation_s.value
-        if now.layout.replica_slots[slot].function is not FunctionName.LEARNER and not now.layout.shared(slot):
+        if now.layout.replica_slots[slot].role is not FunctionRole.UPDATES and not now.layout.shared(slot):
             wanted_s = self._wanted_s[slot].least if slot in self._wanted_s else 0.0
         ended_s, _ = self._generated.get(now.view.step, (now.at_s, 0.0))
         gap_s = max(ended_s + self.after_s(forecast.tokens) - now.at_s, 0.0) + wanted_s

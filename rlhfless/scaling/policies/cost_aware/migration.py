@@ -48,7 +48,7 @@ class Aim:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MovedPart:
     """Some samples of an actor, as the completion model counts them."""
 
     columns: Floats  # [3, 1, T]: as they count at the target, each admitted at once
@@ -127,7 +127,7 @@ class MigrationState:
         self.hold_s[source] = self.end_s[source] = 0.0
         self.judge(np.array([target] if move.part is None else [source, target]), confidence)
 
-    def take(self, source: int, target: int, part: Part | None) -> None:
+    def take(self, source: int, target: int, part: MovedPart | None) -> None:
         """Moves a part of an actor's samples, or all if None, to another actor, without judging either."""
         moved = self.columns[:, source].copy() if part is None else part.columns[:, 0]
         freed = moved if part is None else part.freed[:, 0]
@@ -148,7 +148,7 @@ class Transfer:
     """The saving, with time counted as money."""
     end_s: float
     """The later end of the two actors after the move."""
-    part: Part | None = None
+    part: MovedPart | None = None
     """The moved part; all samples if None."""
 
 
@@ -172,7 +172,7 @@ def dissolve(state: MigrationState, aim: Aim, sources: Ints, able: Ints, recompu
     return None if source < 0 else Transfer(source, target, usd, end_s)
 
 
-def part_of(rows: Unfinished, chosen: Ints, state: MigrationState) -> Part:
+def part_of(rows: Unfinished, chosen: Ints, state: MigrationState) -> MovedPart:
     """Some of an actor's rows as the completion model counts them, on the state's grid; at the target none of them
     waits."""
     home = rows.home[chosen[:1]]
@@ -184,9 +184,9 @@ def part_of(rows: Unfinished, chosen: Ints, state: MigrationState) -> Part:
 
     columns = counted(np.sort(chosen), np.array([chosen.size]))
     if (state.count[home] <= most).all():
-        return Part(columns, columns, chosen.size)
+        return MovedPart(columns, columns, chosen.size)
     left = np.setdiff1d(np.flatnonzero(rows.home == home), chosen)
-    return Part(columns, state.columns[:, home] - counted(left, most), chosen.size)
+    return MovedPart(columns, state.columns[:, home] - counted(left, most), chosen.size)
 
 
 def may_relieve(state: MigrationState, aim: Aim) -> bool:
@@ -198,7 +198,7 @@ def may_relieve(state: MigrationState, aim: Aim) -> bool:
     return aim.time_usd_per_s > 0 and state.last_s - before_s > LEAST_GAIN * state.last_s
 
 
-def relieve(state: MigrationState, aim: Aim, part: Part, targets: Ints, wait_s: Floats) -> Transfer | None:
+def relieve(state: MigrationState, aim: Aim, part: MovedPart, targets: Ints, wait_s: Floats) -> Transfer | None:
     """The best target for `part` of the actor that ends last, or None if no move helps. The state is not changed. A
     move saves time_usd_per_s x the seconds by which the last end is earlier, less f x the change of h of both actors (f
     and h as in `dissolve`). `wait_s` [targets]: seconds until the samples can continue there, in addition to `ready_s`.

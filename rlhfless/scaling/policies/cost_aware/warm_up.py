@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.records import FunctionName, FunctionRole, ReplicaState
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.lengths import LengthPredictor
 from rlhfless.scaling.plan import RunContract
@@ -57,6 +57,7 @@ def _fleet() -> FleetView:
     replica_slots = tuple(
         ReplicaSlot(
             function=FunctionName.GENERATION,
+            role=FunctionRole.SAMPLES,
             kind=f"kind-{index}",
             devices=(f"device-{index}",),
             node="node",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
+from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import DType
 
 GIB = 2**30
@@ -22,6 +23,13 @@ GPUs) and the buffers of NCCL and cuBLAS. An assumption until a GPU has been mea
 GRAPH_BYTES = int(0.6 * GIB)
 """CUDA graphs of an engine, as vLLM's log of their capture gives them for models of 0.5 B to 8 B parameters (0.3 to
 1 GiB). An assumption until a GPU has been measured."""
+
+LOGITS_CHUNK_ELEMENTS = 2**25
+"""Largest `[positions, vocabulary]` block of logits where nothing is said (`learner.logits_mib`): 128 MiB in float32.
+With a vocabulary of 150,000 that is 220 rows; all logits of 8192 tokens at once would take 5 GB."""
+
+CPU_KV_GIB = 1.0
+"""KV cache of an engine on CPU cores where nothing is said; vLLM would reserve nearly all memory of the machine."""
 
 LOGITS_COPIES = 5
 """Blocks of logits that are alive at once in a backward pass of the head: logits, scaled logits, log-probabilities, and
@@ -38,7 +46,7 @@ CACHED_VERSIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """A part of what a function holds on one device."""
 
     name: str
@@ -46,15 +54,21 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class MemoryPhase:
     """What a function holds on one device while it does one kind of work."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def size_bytes(self) -> int:
         return sum(part.size_bytes for part in self.parts)
+
+
+def on_device(phases: Sequence[MemoryPhase], kind: str) -> tuple[MemoryPhase, ...]:
+    """The phases of a process of its own on a device of a kind: on a GPU it holds PROCESS_BYTES, too."""
+    process = MemoryPart("process", PROCESS_BYTES if kind != CPU_KIND else 0)
+    return tuple(MemoryPhase(phase.name, (*phase.parts, process)) for phase in phases)
 
 
 def mlp_width(shape: ModelShape) -> int:
@@ -136,11 +150,11 @@ class Sharded:
         return self.ranks * self.copies == 1 and not self.offload
 
 
-def learner_states_bytes(shape: ModelShape, ranks: int = 1) -> tuple[Part, ...]:
+def learner_states_bytes(shape: ModelShape, ranks: int = 1) -> tuple[MemoryPart, ...]:
     """Of one of N ranks: master weights, gradients, and AdamW's two moments in float32, 16 P / N (Rajbhandari et al.,
     ZeRO, arXiv 1910.02054, section 3.1, counts the same 16, and splits them the same way in its stage 3)."""
     p = math.ceil(shape.parameters / ranks)
-    return Part("master weights", 4 * p), Part("gradients", 4 * p), Part("AdamW", 8 * p)
+    return MemoryPart("master weights", 4 * p), MemoryPart("gradients", 4 * p), MemoryPart("AdamW", 8 * p)
 
 
 def layer_parameters(shape: ModelShape) -> int:
@@ -153,7 +167,7 @@ def root_parameters(shape: ModelShape) -> int:
     return shape.head * (1 if shape.tied else 2)
 
 
-def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: int) -> tuple[Phase, ...]:
+def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: int) -> tuple[MemoryPhase, ...]:
     """The phases of one of N learner ranks that split the states, whose micro-batches have T tokens. b and r are the
     bytes of a number in a gathered layer and in what belongs to none; A are the activations.
 
@@ -183,40 +197,45 @@ def learn_phases(shape: ModelShape, tokens: int, how: Sharded, chunk_elements: i
     gathered = {"head": r * root + b * layer, "layer": r * root + 2 * b * layer, "root": 0}
     of_head = (r + 4 * (tokens * shape.vocabulary > chunk_elements)) * head
     moments = {
-        "head": (Part("activations", kept), Part("head's gradient", of_head), Part("logits", logits)),
+        "head": (MemoryPart("activations", kept), MemoryPart("head's gradient", of_head), MemoryPart("logits", logits)),
         "layer": (
-            Part("activations", kept + anew),
-            Part("attention to shared prefixes", sharing),
-            Part("gradients of a layer", r * head + 8 * layer),
+            MemoryPart("activations", kept + anew),
+            MemoryPart("attention to shared prefixes", sharing),
+            MemoryPart("gradients of a layer", r * head + 8 * layer),
         ),
-        "root": (Part("gradients of embeddings and head", r * head + 4 * root if how.alone else (r + 4) * root),),
+        "root": (MemoryPart("gradients of embeddings and head", r * head + 4 * root if how.alone else (r + 4) * root),),
     }
     learning = [
-        Phase("learn", (*states, Part("gathered weights", all_of_it if how.alone else gathered[name]), *parts))
+        MemoryPhase(
+            "learn", (*states, MemoryPart("gathered weights", all_of_it if how.alone else gathered[name]), *parts)
+        )
         for name, parts in moments.items()
     ]
     return (
         max(learning, key=lambda phase: phase.size_bytes),
-        Phase("publish", (*resting, Part("exact weights of a layer, embeddings and head", 4 * (root + layer + head)))),
-        Phase("restore", resting),
+        MemoryPhase(
+            "publish",
+            (*resting, MemoryPart("exact weights of a layer, embeddings and head", 4 * (root + layer + head))),
+        ),
+        MemoryPhase("restore", resting),
     )
 
 
 def reference_phase(
     shape: ModelShape, tokens: int, dtype: DType, chunk_elements: int, *, sharing: bool, ranks: int = 1
-) -> Phase:
+) -> MemoryPhase:
     """One of N ranks of the reference: b P / N of weights, what is gathered (`gathered_bytes`), one layer at a time for
     T tokens, and the logits of a forward pass. The layer's second half is for what it computes from, or for what
     `sharing` of prefixes holds, if that is more."""
     layer = layer_token_bytes(shape, dtype)
     passing = max(layer, sharing_token_bytes(shape, dtype, backward=False) if sharing else 0)
-    return Phase(
+    return MemoryPhase(
         "logprobs",
         (
-            Part("weights", DTYPE_BYTES[dtype] * math.ceil(shape.parameters / ranks)),
-            Part("gathered weights", gathered_bytes(shape, root_parameters(shape), dtype, ranks)),
-            Part("activations", tokens * (layer + passing)),
-            Part("logits", logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES - 2)),
+            MemoryPart("weights", DTYPE_BYTES[dtype] * math.ceil(shape.parameters / ranks)),
+            MemoryPart("gathered weights", gathered_bytes(shape, root_parameters(shape), dtype, ranks)),
+            MemoryPart("activations", tokens * (layer + passing)),
+            MemoryPart("logits", logits_bytes(shape, tokens, chunk_elements, LOGITS_COPIES - 2)),
         ),
     )
 
@@ -237,7 +256,7 @@ class Scored:
     dtype: DType
 
 
-def score_phase(models: Sequence[Scored], ranks: int) -> Phase:
+def score_phase(models: Sequence[Scored], ranks: int) -> MemoryPhase:
     """One of N ranks of the reward models: the weights of all of them without an output head, b (P - R + h V) / N; they
     score one after the other, so what the largest holds meanwhile counts: gathered weights (R is h V), and two times
     one layer for T tokens."""
@@ -248,12 +267,12 @@ def score_phase(models: Sequence[Scored], ranks: int) -> Phase:
     weights = sum(DTYPE_BYTES[each.dtype] * math.ceil(body(each.shape) / ranks) for each in models)
     gathered = (gathered_bytes(each.shape, each.shape.head, each.dtype, ranks) for each in models)
     passing = (2 * each.tokens * layer_token_bytes(each.shape, each.dtype) for each in models)
-    return Phase(
+    return MemoryPhase(
         "score",
         (
-            Part("weights", weights),
-            Part("gathered weights", max(gathered, default=0)),
-            Part("activations", max(passing, default=0)),
+            MemoryPart("weights", weights),
+            MemoryPart("gathered weights", max(gathered, default=0)),
+            MemoryPart("activations", max(passing, default=0)),
         ),
     )
 
@@ -266,17 +285,17 @@ def kv_token_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int) -> int
 
 def engine_parts(
     shape: ModelShape, dtype: DType, tensor_parallel: int, batch_tokens: int, sequences: int, *, graphs: bool
-) -> tuple[Part, ...]:
+) -> tuple[MemoryPart, ...]:
     """Of one device of an engine, without its KV: b P / t of weights; the widest layer of a batch of T tokens,
     b T (4 h + 3 I / t); the sampler's logits; CUDA graphs."""
     b, t = DTYPE_BYTES[dtype], tensor_parallel
     widest = b * batch_tokens * (4 * shape.hidden + 3 * mlp_width(shape) // t)
     sampler = SAMPLER_COPIES * 4 * sequences * shape.vocabulary
     return (
-        Part("weights", b * shape.parameters // t),
-        Part("activations", widest),
-        Part("sampler", sampler),
-        Part("CUDA graphs", GRAPH_BYTES if graphs else 0),
+        MemoryPart("weights", b * shape.parameters // t),
+        MemoryPart("activations", widest),
+        MemoryPart("sampler", sampler),
+        MemoryPart("CUDA graphs", GRAPH_BYTES if graphs else 0),
     )
 
 

@@ -1,0 +1,60 @@
+"""A function that computes a column of the batch from complete groups, such as reference logprobs."""
+
+from __future__ import annotations
+
+import time
+
+import ray
+
+from rlhfless.algorithms.batch import PackedBatch
+from rlhfless.functions.base import Call, CallUsage, Reply
+from rlhfless.functions.column.actor import ColumnActor
+from rlhfless.functions.column.settings import ColumnSettings
+from rlhfless.functions.launching import Launch
+from rlhfless.functions.ranks.front import RankedFunction
+from rlhfless.records import FloatArray
+from rlhfless.scaling.function_kinds import FunctionKind
+from rlhfless.scaling.placement import Allocation
+from rlhfless.spec.imports import import_paths
+
+
+class ColumnFunction(RankedFunction):
+    """One replica, split over its ranks."""
+
+    actor = ColumnActor
+
+    async def __init__(self, settings: ColumnSettings) -> None:  # type: ignore[misc]
+        self.named = settings.function
+        await super().__init__(settings)  # type: ignore[misc]  # Serve awaits constructors
+
+    @staticmethod
+    def settings_of(launch: Launch, kind: FunctionKind, allocation: Allocation) -> ColumnSettings:
+        """The settings of a replica in an allocation whose devices are bound."""
+        spec = launch.spec
+        return ColumnSettings(
+            run_id=launch.run_id,
+            lease=launch.lease,
+            function=kind.name,
+            worker=kind.worker,
+            model=spec.model,
+            dtype=spec.learner.dtype,
+            micro_batch_tokens=spec.learner.micro_batch_tokens,
+            share_prefixes=spec.learner.share_prefixes,
+            logits_elements=spec.learner.logits_elements,
+            temperature=spec.generation.temperature,
+            rank_bindings=launch.rank_bindings(kind, allocation),
+            call_timeout_s=spec.timeouts.call_s,
+            planned=launch.planned(kind, allocation),
+            own=kind.settings,
+            import_paths=import_paths(),
+        )
+
+    async def compute(self, call: Call, batch: PackedBatch) -> Reply[FloatArray]:
+        """The column `[tokens]` of a packed batch, 0 on tokens that the model did not draw."""
+        self.admit(call)
+        start_s = time.time()
+        answers: list[tuple[FloatArray | None, int]] = await self._group.all("compute", ray.put(batch))
+        (values,) = (values for values, _ in answers if values is not None)
+        shared_tokens = sum(shared for _, shared in answers)
+        usage = CallUsage(input_tokens=len(batch.tokens), cached_tokens=shared_tokens, sequences=batch.sequences)
+        return self.reply(values, start_s, usage)

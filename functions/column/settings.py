@@ -1,0 +1,57 @@
+"""The settings of a function that computes a column, for its front and its ranks; and what a rank works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhfless.functions.base import DeviceBinding
+from rlhfless.functions.lease import LeaseTerms
+from rlhfless.functions.out_of_memory import Planned
+from rlhfless.records import FloatArray
+from rlhfless.spec import DType, ModelSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from rlhfless.algorithms.batch import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSettings:
+    """The settings of a replica."""
+
+    run_id: str
+    lease: LeaseTerms
+    function: str
+    worker: str
+    """Import path of a ColumnWorker."""
+    model: ModelSpec
+    """The policy's."""
+    dtype: DType
+    micro_batch_tokens: int
+    share_prefixes: bool
+    temperature: float
+    rank_bindings: tuple[DeviceBinding, ...]
+    call_timeout_s: float
+    logits_elements: int | None = None
+    """See OutputHead.chunk_elements."""
+    planned: Planned = field(default_factory=dict)
+    """Of one rank."""
+    own: Any = None
+    """Of a function of the user's own: its section of the spec."""
+    import_paths: tuple[str, ...] = ()
+    """Folders from which to import the worker: the driver's own `sys.path`."""
+
+
+class ColumnWorker(Protocol):
+    """One rank of a function that computes a column."""
+
+    def __init__(self, settings: ColumnSettings, threads: int, mesh: DeviceMesh | None) -> None:
+        """Load the model; with a mesh, this rank's part of it. *Collective* then."""
+        ...
+
+    def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
+        """The column `[tokens]` of the whole batch, 0 on tokens that the model did not draw; and the prompt tokens that
+        this rank did not compute, because a sequence with the same prefix had computed them. *Collective*."""
+        ...

@@ -1,0 +1,246 @@
+"""An engine as the runtime sees it: what it is asked for, what it answers, and which promises an implementation keeps.
+
+An implementation is one folder beside `vllm/`, or a class of the user's own that the spec names
+(`generation.engine.type`). tests/engines has the contract as tests; vLLM and a plain loop over transformers pass them.
+Nothing of an engine is imported here, so importing this costs callers neither its time nor its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+from rlhfless.records import FinishReason, PublishedWeights, VersionSpan, WeightVersion
+from rlhfless.spec import DType, EngineSpec, RunSpec, TimeoutsSpec
+from rlhfless.spec.imports import load_target
+from rlhfless.weights.address import StoreAddress
+
+BUILT_IN: Mapping[str, str] = {"vllm": "rlhfless.functions.generation.vllm.adapter:VllmEngine"}
+"""Import paths of the engines that come with the package, by `generation.engine.type`."""
+
+Device = Literal["cpu", "cuda"]
+
+
+class EngineError(Exception):
+    """The engine could not do what it was asked for."""
+
+
+class EngineBusy(EngineError):
+    """The call needs an engine without unfinished requests."""
+
+
+class EngineDead(EngineError):
+    """The engine's process ended, or its state is unknown after a failed load. Start a new one."""
+
+
+class EngineTimeout(EngineError):
+    """The engine did not answer in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The settings of one engine."""
+
+    model: str
+    """Folder or hub name."""
+    tokenizer: str
+    dtype: DType
+    max_model_len: int | None
+    """Longest prompt + response in tokens; None means the model's own limit."""
+    seed: int
+    trust_remote_code: bool
+    device: Device
+    store: StoreAddress
+    engine: EngineSpec
+    timeouts: TimeoutsSpec
+    kv_bytes: int | None = None
+    """KV cache on each GPU. None: the engine measures what is free, which is right only where it is alone."""
+    batch_invariant: bool = False
+    """See GenerationSpec."""
+
+    @classmethod
+    def of(
+        cls, run: RunSpec, device: Device, store: StoreAddress, max_model_len: int, kv_bytes: int | None = None
+    ) -> EngineSettings:
+        """The settings that a run asks for; engines take seeds of 32 bits."""
+        return cls(
+            model=run.model.path,
+            tokenizer=run.model.tokenizer or run.model.path,
+            dtype=run.model.dtype,
+            max_model_len=max_model_len,
+            seed=run.seed % 2**31,
+            trust_remote_code=run.model.trust_remote_code,
+            device=device,
+            store=store,
+            engine=run.generation.engine,
+            timeouts=run.timeouts,
+            kv_bytes=kv_bytes,
+            batch_invariant=run.generation.batch_invariant,
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """Model and tokenizer are folders: the engine must not ask the hub."""
+        return Path(self.model).is_dir() and Path(self.tokenizer).is_dir()
+
+
+KvTransfer = Mapping[str, Any]
+"""What engines say to each other of KV that moves. Opaque, but for OFFER: an engine's answer to it is given to another
+engine of its kind."""
+
+OFFER: KvTransfer = {"do_remote_decode": True, "do_remote_prefill": False}
+"""As vLLM's connectors write it; an engine without a way to move KV ignores it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One response to one prompt (n = 1)."""
+
+    request_id: str
+    """Unique among the requests in flight."""
+    token_ids: tuple[int, ...]  # [prompt]
+    seed: int | None
+    max_tokens: int
+    temperature: float
+    """0 for greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 for all tokens."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """In addition to the tokenizer's end-of-sequence token."""
+    cache_salt: str | None = None
+    """Only requests with the same salt share KV blocks."""
+    drawn_tokens: int = 0
+    """How many tokens at the end of `token_ids` an engine has already drawn with this seed: sampling continues
+    there."""
+    kv_transfer: KvTransfer | None = None
+    """OFFER: the KV of `token_ids` is kept for other engines. An offer of another engine: its KV is taken from
+    there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A response, or the part of it that was drawn before an abort."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """[response]; without what was drawn before this request."""
+    logprobs: tuple[float, ...]  # [response]: of the sampled tokens, at the sampling temperature
+    finish_reason: FinishReason
+    version_spans: tuple[VersionSpan, ...]
+    cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache."""
+    text: str
+    """Of the whole response, with what was drawn before; without special tokens and without the stop text."""
+    kv_offer: KvTransfer | None = None
+    """With this other engines get the KV of the prompt, if the request was OFFER."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A completed load, as counted from what the model consumed."""
+
+    digest: str
+    tensors: int
+    read_back: int
+    """Tensors that were read back from the engine's layers, and equal to the learner's."""
+    size_bytes: int
+    seconds: float
+    chart_s: float = 0.0
+    """Of `seconds`: finding where the layers hold what is read back; 0 if that was known."""
+
+
+class Engine(Protocol):
+    """A running engine, made by `await SomeEngine.start(settings)`.
+
+    The same seed gives the same tokens whatever is drawn beside them, and a response that is continued
+    (`SampleRequest.drawn_tokens`) is the one that would have been drawn in one go. Every wait is bounded by
+    `settings.timeouts`. After a failed load, a lost process or a call that timed out `usable` is False for ever, and
+    every call raises EngineDead.
+    """
+
+    settings: EngineSettings
+    log: Path
+    """What the engine prints."""
+    loaded: WeightVersion | None
+    """The version that serves; None while it is still the model folder's."""
+    start_seconds: dict[str, float]
+    """Of each phase of the start, by StartPhase; of phases that the engine does not have or tell, nothing."""
+    kv_capacity_tokens: int
+    """Tokens that the KV cache holds; 0 if the engine does not say."""
+    block_tokens: int
+    """Tokens of a block of the KV cache: a prefix is shared by whole blocks."""
+
+    @classmethod
+    async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> Self:
+        """Start it and wait until it can serve. What it prints is appended to `log_file`; without one it is kept while
+        the engine lives. Raises EngineTimeout, EngineDead."""
+        ...
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The engine's own processes."""
+        ...
+
+    @property
+    def usable(self) -> bool:
+        """The engine can serve."""
+        ...
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        """Draw one response. If the caller is cancelled, so is the request.
+
+        Raises:
+            ValueError: a request of this id is in flight.
+            EngineError: the engine refuses the request, for example because the prompt is too long.
+            EngineTimeout: it took longer than `timeouts.generate_s`.
+            EngineDead: the engine is lost.
+        """
+        ...
+
+    def progress(self) -> Mapping[str, int]:
+        """Tokens drawn so far of each unfinished request; up to a fraction of a second old."""
+        ...
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End the given requests, or all. Their `sample` calls return what was drawn, with reason ABORT. Ids that are
+        not in flight are ignored: they have just finished."""
+        ...
+
+    async def load(self, published: PublishedWeights) -> LoadReport | None:
+        """Load a version and drop the prefix cache. Returns None if the version is loaded already. The digest and the
+        number of the tensors that the model consumed are checked (`weights.check.check_consumed`).
+
+        Raises:
+            EngineBusy: requests are unfinished; abort them first. Nothing was changed.
+            WeightCheckFailed, WeightFileError: the load failed, and the engine is unusable from now on.
+            EngineTimeout: it took longer than `timeouts.sync_s`; unusable as well.
+        """
+        ...
+
+    async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Logprob of each of `token_ids` [tokens] except the first, given the tokens before it, at temperature 1:
+        [tokens - 1]. Raises EngineBusy."""
+        ...
+
+    def require_beat(self, limit_s: float) -> None:
+        """Raises EngineDead if the engine has work and has given no sign of life for `limit_s`: it hangs."""
+        ...
+
+    def kill(self) -> None:
+        """End an engine that cannot be talked to any more, with all its processes. Idempotent."""
+        ...
+
+    async def stop(self) -> None:
+        """End it within `timeouts.drain_s`. Unfinished requests raise EngineDead."""
+        ...
+
+
+def engine_class(settings: EngineSettings) -> type[Engine]:
+    """The implementation that the settings name. Raises TargetError."""
+    name = settings.engine.type
+    found: type[Engine] = load_target(BUILT_IN.get(name, name))
+    return found

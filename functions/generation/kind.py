@@ -1,0 +1,78 @@
+"""The declaration of generation: engines that draw the samples of a step."""
+
+from __future__ import annotations
+
+from rlhfless.records import FunctionName, FunctionRole
+from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
+from rlhfless.scaling.latency.devices import DeviceSheet
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import (
+    CPU_KV_GIB,
+    GIB,
+    PROCESS_BYTES,
+    MemoryPart,
+    MemoryPhase,
+    engine_parts,
+    kv_token_bytes,
+)
+from rlhfless.scaling.placement import CPU_KIND, Site, Wanted
+from rlhfless.spec import RunSpec
+
+
+def _wanted(spec: RunSpec) -> Wanted:
+    return Wanted(
+        FunctionName.GENERATION,
+        Site.WINDOWS,
+        replicas=spec.scaling.generation.most_actors,
+        devices=spec.generation.engine.tensor_parallel_size,
+    )
+
+
+def _bounds(spec: RunSpec) -> Bounds:
+    reason = "scaling.generation.min_actors are not released"
+    return Bounds(spec.scaling.generation.min_actors, reason)
+
+
+def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+    """On a GPU an engine takes its fraction, and gives KV what its parts leave of it."""
+    parts, kv = _engine(terms.spec, terms.shape, terms.sheet)
+    return (MemoryPhase("generate", (*parts, MemoryPart("KV", max(kv, 0)))),)
+
+
+def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple[MemoryPart, ...], int]:
+    """The parts of one device of an engine, and the bytes of its KV, which are negative if the parts do not fit."""
+    engine, on_gpu = spec.generation.engine, sheet.kind != CPU_KIND
+    parts = engine_parts(
+        shape,
+        spec.model.dtype,
+        engine.tensor_parallel_size,
+        engine.max_batch_tokens,
+        engine.max_sequences,
+        graphs=on_gpu and not engine.eager,
+    )
+    if not on_gpu:
+        return parts, int((engine.kv_cache_gib or CPU_KV_GIB) * GIB)
+    parts = (*parts, MemoryPart("process", PROCESS_BYTES))
+    budget = int(engine.gpu_memory_fraction * sheet.memory_bytes.value)
+    return parts, budget - sum(part.size_bytes for part in parts)
+
+
+def kv_bytes(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
+    """Of the KV cache on each device of an engine."""
+    return _engine(spec, shape, sheet)[1]
+
+
+def kv_tokens(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
+    """Tokens that the KV cache of an engine holds."""
+    per_token = kv_token_bytes(shape, spec.model.dtype, spec.generation.engine.tensor_parallel_size)
+    return kv_bytes(spec, shape, sheet) // per_token
+
+
+KIND = FunctionKind(
+    FunctionName.GENERATION,
+    FunctionRole.SAMPLES,
+    "rlhfless.functions.generation.deployment:GenerationFunction",
+    _wanted,
+    _bounds,
+    _phases,
+)

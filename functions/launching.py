@@ -1,0 +1,83 @@
+"""What the settings of a function's replicas are made from, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rlhfless.functions.base import DeviceBinding
+from rlhfless.functions.lease import LeaseTerms
+from rlhfless.functions.out_of_memory import Planned
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
+from rlhfless.spec import RunSpec
+
+if TYPE_CHECKING:
+    from rlhfless.scaling.function_kinds import FunctionKind
+    from rlhfless.weights.address import StoreAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A run, as its functions are launched."""
+
+    spec: RunSpec
+    run_id: str
+    run_folder: Path
+    shape: ModelShape | None
+    """The policy's sizes, if they are known."""
+    max_model_len: int
+    """Longest sequence, in tokens."""
+    probe_token_ids: tuple[int, ...]
+    """The text whose logprobs every published version carries."""
+    store_folder: Path
+    """Of the learner's weights."""
+    store_token: str
+    """If given, they are served by HTTP to requests that carry the token."""
+    store: StoreAddress
+    """How actors reach them."""
+    planned_bytes: Callable[[str], Mapping[str, Planned]]
+    """By kind of device: what the memory plan counts for a replica or rank of each function, by phase."""
+    kv_bytes: Callable[[str], int | None]
+    """By kind of device: of an engine whose GPU other functions use, too; None where it is alone."""
+
+    @property
+    def lease(self) -> LeaseTerms:
+        """Of every replica."""
+        lease_s = self.spec.recovery.lease_s
+        return LeaseTerms(first_s=self.spec.timeouts.start_s + lease_s, renewed_s=lease_s)
+
+    def planned(self, kind: FunctionKind, allocation: Allocation) -> Planned:
+        """What the memory plan counts for a replica or rank there."""
+        return self.planned_bytes(allocation.devices[0].kind).get(kind.name, {})
+
+    def rank_bindings(self, kind: FunctionKind, allocation: Allocation) -> tuple[DeviceBinding, ...]:
+        """The devices of each rank of a replica."""
+        wanted = kind.wanted(self.spec)
+        ranks = 1 if wanted is None else wanted.ranks
+        devices = (rank_devices(allocation.devices, rank, ranks) for rank in range(ranks))
+        return tuple(binding(each, exclusive=False, shared=is_shared(allocation, ranks)) for each in devices)
+
+
+def binding(devices: Sequence[Device], *, exclusive: bool, shared: bool = False) -> DeviceBinding:
+    """How a process finds its devices, which are held and on one node."""
+    kind: Literal["cpu", "cuda"] = "cpu" if devices[0].kind == CPU_KIND else "cuda"
+    return DeviceBinding(kind, tuple(device.local_id for device in devices), exclusive, devices[0].node, shared)
+
+
+def is_shared(allocation: Allocation, ranks: int = 1) -> bool:
+    """Whether a device of a replica with so many ranks has several processes: other functions, or other ranks."""
+    return min(allocation.shares) < 1 or ranks > len(allocation.devices)
+
+
+def rank_devices(devices: Sequence[Device], rank: int, ranks: int) -> tuple[Device, ...]:
+    """A rank's part of a function's devices: neighbours, on the node of the first of them. More ranks than devices
+    share them."""
+    each, more = divmod(len(devices), ranks)
+    if not each:
+        return (devices[rank % len(devices)],)
+    first = rank * each + min(rank, more)
+    part = devices[first : first + each + (rank < more)]
+    return tuple(device for device in part if device.node == part[0].node)

@@ -1,0 +1,43 @@
+"""The declaration of the learner: the policy that is trained, with its optimiser."""
+
+from __future__ import annotations
+
+from rlhfless.records import FunctionName, FunctionRole
+from rlhfless.scaling.function_kinds import Bounds, FunctionKind, MemoryTerms
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, MemoryPhase, Sharded, learn_phases, on_device
+from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.spec import RunSpec
+
+
+def _wanted(spec: RunSpec) -> Wanted:
+    return Wanted(FunctionName.LEARNER, Site.SIDE, ranks=spec.learner.world_size, ranks_key="learner.ranks")
+
+
+def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+    return on_device(learner_phases(terms.spec, terms.shape, terms.micro_batch_tokens), terms.sheet.kind)
+
+
+def learner_phases(spec: RunSpec, shape: ModelShape, tokens: int) -> tuple[MemoryPhase, ...]:
+    """The phases of a rank with micro-batches of so many tokens, without what every process holds."""
+    learner = spec.learner
+    how = Sharded(
+        learner.split_over(learner.world_size),
+        learner.dtype,
+        learner.gradient_checkpointing,
+        learner.offload,
+        learner.head_dtype == "float32",
+        learner.share_prefixes,
+        learner.copies,
+    )
+    return learn_phases(shape, tokens, how, learner.logits_elements or LOGITS_CHUNK_ELEMENTS)
+
+
+KIND = FunctionKind(
+    FunctionName.LEARNER,
+    FunctionRole.UPDATES,
+    "rlhfless.functions.learner.deployment:LearnerFunction",
+    _wanted,
+    lambda _: Bounds(1, "the learner keeps the run's state"),
+    _phases,
+)

@@ -1,0 +1,44 @@
+"""The declaration of the reference: logprobs of samples under the policy as it was before training."""
+
+from __future__ import annotations
+
+from rlhfless.records import FunctionName, FunctionRole
+from rlhfless.scaling.function_kinds import FunctionKind, MemoryTerms, held
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import LOGITS_CHUNK_ELEMENTS, MemoryPhase, on_device, reference_phase
+from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.spec import RunSpec
+from rlhfless.spec.base import count_of
+
+
+def _wanted(spec: RunSpec) -> Wanted | None:
+    if not spec.algorithm.needs.reference:
+        return None
+    return Wanted(
+        FunctionName.REFERENCE, Site.BESIDE, ranks=count_of(spec.reference.ranks), ranks_key="reference.ranks"
+    )
+
+
+def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+    return on_device([frozen_phase(terms, terms.shape, count_of(terms.spec.reference.ranks))], terms.sheet.kind)
+
+
+def frozen_phase(terms: MemoryTerms, shape: ModelShape, ranks: int) -> MemoryPhase:
+    """One rank of a frozen model of these sizes on the learner's path (rlhfless.functions.reference.model)."""
+    learner = terms.spec.learner
+    chunk = learner.logits_elements or LOGITS_CHUNK_ELEMENTS
+    return reference_phase(
+        shape, terms.micro_batch_tokens, learner.dtype, chunk, sharing=learner.share_prefixes, ranks=ranks
+    )
+
+
+KIND = FunctionKind(
+    FunctionName.REFERENCE,
+    FunctionRole.COLUMN,
+    "rlhfless.functions.column.deployment:ColumnFunction",
+    _wanted,
+    lambda spec: held(spec, "hold_reference"),
+    _phases,
+    column="reference_logprobs",
+    worker="rlhfless.functions.reference.model:FrozenPolicy",
+)

@@ -1,0 +1,33 @@
+"""The declaration of the reward models: the part of scoring that runs networks."""
+
+from __future__ import annotations
+
+from rlhfless.records import FunctionName, FunctionRole
+from rlhfless.scaling.function_kinds import FunctionKind, MemoryTerms, held
+from rlhfless.scaling.memory import MemoryPhase, Scored, on_device, score_phase
+from rlhfless.scaling.placement import Site, Wanted
+from rlhfless.spec import RunSpec
+from rlhfless.spec.base import count_of
+
+
+def _wanted(spec: RunSpec) -> Wanted | None:
+    if not spec.reward_models:
+        return None
+    ranks = count_of(spec.scoring.reward_model_ranks)
+    return Wanted(FunctionName.REWARD_MODEL, Site.BESIDE, ranks=ranks, ranks_key="scoring.reward_model_ranks")
+
+
+def _phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:
+    """Of models whose sizes are not known nothing is counted."""
+    models = [Scored(of, max(part.micro_batch_tokens, part.max_tokens), part.dtype) for part, of in terms.rewards]
+    return on_device([score_phase(models, count_of(terms.spec.scoring.reward_model_ranks))], terms.sheet.kind)
+
+
+KIND = FunctionKind(
+    FunctionName.REWARD_MODEL,
+    FunctionRole.SCORES,
+    "rlhfless.functions.reward_model.deployment:RewardModelFunction",
+    _wanted,
+    lambda spec: held(spec, "hold_scoring"),
+    _phases,
+)

@@ -1,0 +1,136 @@
+"""What a function of a run is, declared once: what it does for a step, where it is, what it holds, how it is made.
+
+A kind is all that the runtime knows of a function. Launch, recovery, bills, memory plan and simulator iterate over the
+kinds of a run and ask for their roles; none of them knows a function by its name. The functions that come with the
+package are declared in `rlhfless/functions/<name>/kind.py`; a function of the user's own is declared in a module that
+the spec names (`functions`, see docs/extending.md). A declaration imports neither Ray nor torch: its deployment is
+imported by whatever starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from rlhfless.records import FunctionRole
+from rlhfless.scaling.latency.devices import DeviceSheet
+from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.memory import MemoryPhase
+from rlhfless.scaling.placement import Node, Placement, Wanted, place
+from rlhfless.spec import RewardModelSpec, RunSpec
+from rlhfless.spec.extension import made
+from rlhfless.spec.imports import load_target
+
+DECLARED = tuple(
+    f"rlhfless.functions.{name}.kind:KIND" for name in ("generation", "scoring", "reward_model", "reference", "learner")
+)
+"""The functions that come with the package, in the order in which they are placed and shown."""
+
+Rewards = Sequence[tuple[RewardModelSpec, ModelShape]]
+"""The reward models of a run whose sizes are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits on every scaling policy: `scaling.generation.min_actors` and `scaling.hold_*` of the spec."""
+
+    fewest: int = 0
+    """The number of replicas that are never released."""
+    reason: str = ""
+    """The key of the spec that sets the limit."""
+    idle: bool = True
+    """Replicas may stay idle between two uses; if False, they are released after each use."""
+
+
+def held(spec: RunSpec, key: str) -> Bounds:
+    """The bounds that a key of `scaling`, such as `hold_scoring`, sets for a replica between two uses."""
+    hold = getattr(spec.scaling, key)
+    return Bounds(fewest=int(hold == "always"), idle=hold != "never", reason=f"scaling.{key} is {hold}")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTerms:
+    """What the bytes of a function follow from."""
+
+    spec: RunSpec
+    shape: ModelShape
+    """The policy's sizes."""
+    sheet: DeviceSheet
+    sequence_tokens: int
+    """The longest sequence."""
+    rewards: Rewards = ()
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Of a forward pass: a micro-batch holds at least one sequence."""
+        return max(self.spec.learner.micro_batch_tokens, self.sequence_tokens)
+
+
+def no_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:  # noqa: ARG001
+    """Of a function that holds nothing on a device that the plan counts."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionKind:
+    """The declaration of a function."""
+
+    name: str
+    """Unique in a run: in records, metrics and messages."""
+    role: FunctionRole
+    deployment: str
+    """Import path of the Serve deployment. Its `settings_of(launch, kind, allocation)` gives a replica its settings
+    (rlhfless.functions.launching)."""
+    wanted: Callable[[RunSpec], Wanted | None]
+    """Its replicas in a run; None if the run has no use for it."""
+    bounds: Callable[[RunSpec], Bounds]
+    phases: Callable[[MemoryTerms], tuple[MemoryPhase, ...]] = no_phases
+    """What one replica or rank holds on one device."""
+    column: str = ""
+    """With the role COLUMN: the column of the batch that it computes."""
+    worker: str = ""
+    """With the role COLUMN: import path of the class that computes it (rlhfless.functions.column.settings)."""
+    settings: Any = None
+    """Of a function of the user's own: its section of the spec."""
+
+
+class OwnFunction(Protocol):
+    """A function of the user's own, as the spec names it: made from its section of the spec."""
+
+    def __init__(self, settings: Any) -> None: ...
+
+    def kind(self, name: str) -> FunctionKind:
+        """The declaration of the function that the spec calls `name`."""
+        ...
+
+
+@cache
+def declared() -> Mapping[str, FunctionKind]:
+    """The functions that come with the package, by name."""
+    kinds: list[FunctionKind] = [load_target(path) for path in DECLARED]
+    return MappingProxyType({kind.name: kind for kind in kinds})
+
+
+def kinds_of(spec: RunSpec) -> tuple[FunctionKind, ...]:
+    """The functions of a run: those of the package that it needs, then the user's own."""
+    own: list[FunctionKind] = [made(settings, {}).kind(name) for name, settings in spec.functions.items()]
+    return tuple(kind for kind in (*declared().values(), *own) if kind.wanted(spec) is not None)
+
+
+def wanted_of(spec: RunSpec) -> tuple[Wanted, ...]:
+    """The replicas that a run may have."""
+    return tuple(wanted for kind in kinds_of(spec) if (wanted := kind.wanted(spec)) is not None)
+
+
+def name_of(spec: RunSpec, role: FunctionRole) -> str:
+    """The name of the one function of a run with this role: of SAMPLES or UPDATES."""
+    (kind,) = (kind for kind in kinds_of(spec) if kind.role is role)
+    return kind.name
+
+
+def place_run(spec: RunSpec, nodes: Sequence[Node]) -> Placement:
+    """The placement of a run on a cluster of these nodes. Raises PlacementError as `place` does."""
+    return place(spec.placement, nodes, wanted_of(spec))

@@ -1,0 +1,13 @@
+"""One rank of the second policy; its process alone imports torch."""
+
+from rlhfless.functions.column.settings import ColumnSettings
+from rlhfless.functions.reference.model import FrozenPolicy
+from rlhfless.spec import ModelSpec
+
+
+class SecondPolicyWorker(FrozenPolicy):
+    """The reference's way, with another model."""
+
+    @staticmethod
+    def model_of(settings: ColumnSettings) -> ModelSpec:
+        return settings.model.model_copy(update={"path": settings.own.path})
