@@ -93,6 +93,7 @@ def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change:
     from rich.console import Console
     from rich.table import Table
 
+    from rlhfless.prepare.memory.room import CHART_KEY, chart_shared_memory
     from rlhfless.scaling.memory import GIB
 
     console = Console()
@@ -127,6 +128,10 @@ def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change:
         f"host memory {found.host_bytes / GIB:.1f} GiB in all; shared memory {found.shared_bytes / GIB:.1f} GiB on the "
         f"learner's node, {found.cache_bytes / GIB:.1f} on each other one; {found.checkpoint_bytes / GIB:.1f} GiB more "
         "host memory while a checkpoint is written in the background"
+    )
+    console.print(
+        f"on Kubernetes at least {CHART_KEY}: {chart_shared_memory(found.shared_bytes)}, for each run at once",
+        highlight=False,
     )
     learner = asked.spec.learner
     if learner.copies > 1:

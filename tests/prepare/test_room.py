@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhfless.prepare.memory.room import Needed, Room, room_at, room_problems
+from rlhfless.prepare.memory.room import Needed, Room, chart_shared_memory, room_at, room_problems
 from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, STORED_VERSIONS
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.http import HttpStoreServer
@@ -57,6 +57,15 @@ def test_what_is_lacking_is_told_with_figures_node_and_mend() -> None:
         "there: 64 GiB"
     )
     assert "--shm-size" in problem.mend
+    assert "ray.gpuGroups[].sharedMemory or ray.cpuGroup.sharedMemory: 72Gi or more" in problem.mend
+
+
+@pytest.mark.parametrize("store", [1, GIB, 7 * GIB, 64 * GIB, 458 * GIB])
+def test_the_charts_value_holds_the_weights_beside_rays_part(store: int) -> None:
+    whole = int(chart_shared_memory(store).removesuffix("Gi")) * GIB
+    rays = max(min(whole // 8, 8 << 30), 200_000_000)  # as rlhfless.objectStore in the chart's _helpers.tpl
+    assert store <= whole - rays
+    assert whole - GIB < store + max(min(store / 7, 8 * GIB), 200_000_000)  # and no more than that, in whole GiB
 
 
 def test_a_quota_counts_and_what_the_run_has_there_already_does_not(quota: Callable[[int], Path]) -> None:

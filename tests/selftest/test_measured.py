@@ -64,6 +64,16 @@ def test_a_plan_goes_by_what_was_measured(spec: Path, tmp_path: Path) -> None:
     assert step_s(spec, report(tmp_path, model, slower)) > 2 * as_measured
 
 
+def test_a_tiny_step_is_not_made_up_to_what_data_sheets_and_assumed_overheads_say(spec: Path, tmp_path: Path) -> None:
+    model = yaml.safe_load(spec.read_text())["model"]["path"]
+    quick = LATENCY | {
+        "generation": LATENCY["generation"] | {"fixed_s": 1e-4, "sequence_s": [0.0] * 3, "prefill_token_s": 0.0},
+        "load_weights_s": 0.01, "publish_s": 0.02, "learn": {"fixed_s": 0.0, "token_s": 5e-5},
+    }  # fmt: skip
+    tokens = 64 * (256 + 18)  # 16 in the median; the learner computes shared prompts once
+    assert 0.03 < step_s(spec, report(tmp_path, model, quick)) < 0.03 + (5e-5 + 3e-5) * tokens
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

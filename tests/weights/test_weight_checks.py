@@ -1,9 +1,12 @@
 """The checks of a load, on numbers by hand."""
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhfless.records import Probe, WeightVersion
 from rlhfless.weights.check import (
@@ -120,6 +123,50 @@ def test_the_tolerance_grows_with_depth_and_leaves_a_margin_of_two_at_64_layers(
 def test_a_probe_that_fails_says_what_it_saw() -> None:
     with pytest.raises(WeightCheckFailed, match=r"learner's and engine's logprobs: -2 and -2.5 of token 3"):
         check_probe(VERSION, Probe((1, 2, 3), (-1.0, -2.0)), [-1.0, -2.5], tolerance=0.25)
+
+
+class Counted(TorchDispatchMode):
+    """Counts the elements that operations touch, and the random numbers that are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.touched = self.drawn = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        answer = function(*arguments, **(keywords or {}))
+        if isinstance(answer, torch.Tensor) and not function.is_view:
+            self.touched += max(one.numel() for one in (*arguments, answer) if isinstance(one, torch.Tensor))
+            self.drawn += answer.numel() if "rand" in str(function) or "normal" in str(function) else 0
+        return answer
+
+
+def test_a_perturbation_costs_a_few_passes_and_draws_no_number_for_each_element() -> None:
+    """At five nanoseconds for each number it would take minutes for some billion parameters."""
+    with Counted() as counted:
+        perturbed({"w": torch.ones(512, 1024)}, seed=1)
+    assert 0 < counted.drawn <= 512 + 1024
+    assert counted.touched < 8 * 512 * 1024
+
+
+@pytest.mark.parametrize("layers", [28, 64])
+def test_a_deep_bfloat16_model_passes_the_probe_with_a_margin(layers: int) -> None:
+    """Rounding alone, of a model of random weights: the same model in bfloat16 and in float32."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval().bfloat16()
+    tokens = tuple(range(5, 69))
+
+    def logprobs() -> tuple[float, ...]:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, :-1].float()
+        return tuple(logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist())
+
+    engine = logprobs()
+    model.float()
+    check_probe(VERSION, Probe(tokens, logprobs()), engine, default_tolerance("bfloat16", layers) / 2)
 
 
 def test_perturbed_moves_every_floating_tensor_by_its_own_scale() -> None:

@@ -23,8 +23,8 @@ from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.rows import Totals
 from rlhfless.sim.replay.latency_file import LatencyFile, write_latency
+from rlhfless.sim.scenarios.cluster import TransportSpec
 from rlhfless.sim.scenarios.scenario import Scenario
-from rlhfless.sim.scenarios.work import LearnerTimingSpec
 from rlhfless.spec import RunSpec
 
 STEPS = 6
@@ -51,7 +51,11 @@ PROMPT_TOKENS = 256
 """Median prompt where none is known."""
 
 
-MFU = LearnerTimingSpec().mfu
+LOWEST_MFU = 1e-4
+"""Of a learner that is slower than this the rest is a time of each step."""
+
+FORWARD_SHARE = 2 / 8
+"""Time of a forward pass in the simulator, as a share of a learning step's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +122,32 @@ def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, latency
 
 
 def _measured(asked: Question, latency: LatencyFile, lengths: Lengths, file: str) -> dict[str, Any]:
-    """Keys of a scenario that an earlier run on these devices has measured. What the simulator's learner takes by its
-    data sheet is made up to what this learner took per token."""
+    """Keys of a scenario that an earlier run on these devices has measured."""
     spec = asked.spec
-    samples = spec.prompts_per_step * spec.samples_per_prompt
-    tokens = samples * (lengths.mean_tokens + lengths.prompt_tokens)
-    by_sheet_s = 6 * asked.shape.active * tokens / (MFU * asked.sheet.flops_per_s.value * asked.count)
-    evaluate_s = latency.evaluate.at(tokens) if latency.evaluate is not None and spec.mini_batches > 1 else 0.0
-    others_s = latency.learn.at(tokens) + evaluate_s + latency.publish_s + latency.driver_s
+    bandwidth = TransportSpec().device_bytes_per_s * spec.generation.engine.tensor_parallel_size
+    load_s = max(latency.load_weights_s - asked.shape.total_bytes / bandwidth, 0.0)
     return {
         "engine": {"latency": {"type": "fitted", "path": file}},
-        "learner": {"fixed_s": max(others_s - by_sheet_s, 0.0)},
+        "learner": _measured_learner(asked, latency, lengths, load_s),
+        "transport": {"fixed_s": load_s},
         "scoring": {"sample_s": latency.group_s / spec.samples_per_prompt},
     }
+
+
+def _measured_learner(asked: Question, latency: LatencyFile, lengths: Lengths, transport_s: float) -> dict[str, Any]:
+    """The learner's utilisation, as far as one can be so high or low, and the seconds of a step that are in nothing
+    else. `transport_s`: what the simulator adds to a publication."""
+    spec = asked.spec
+    tokens = spec.prompts_per_step * spec.samples_per_prompt * (lengths.mean_tokens + lengths.prompt_tokens)
+    learn_s = latency.learn.at(tokens)
+    peak_s = 6 * asked.shape.active * tokens / (asked.sheet.flops_per_s.value * asked.count)
+    mfu = min(max(peak_s / learn_s, LOWEST_MFU), 1.0) if learn_s > 0 else 1.0
+    evaluated = 1 - 1 / spec.mini_batches
+    simulated_s = peak_s / mfu * (1 + FORWARD_SHARE * evaluated)
+    evaluate_s = latency.evaluate.at(tokens) * evaluated if latency.evaluate is not None else 0.0
+    publish_s = max(latency.publish_s - transport_s, 0.0)
+    fixed_s = max(learn_s + evaluate_s - simulated_s, 0.0) + publish_s + latency.driver_s
+    return {"mfu": mfu, "expert_mfu": mfu, "fixed_s": fixed_s}
 
 
 def _totals(scenario: Scenario) -> Sequence[Totals]:
@@ -163,6 +180,8 @@ def _scenario(
         "contract": spec.scaling.contract.model_dump(mode="json"),
         "policies": [{"name": policy if ":" not in policy else "cost_aware"}],
     }
+    if "transport" in measured:
+        values["transport"] = measured["transport"]
     if spec.algorithm.needs.reference:
         values["reference"] = {}
     if spec.scaling.generation.fixed:

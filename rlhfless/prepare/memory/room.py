@@ -3,6 +3,7 @@ memory by default, and processes in the host's memory. Both are only known to be
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -20,10 +21,27 @@ SHARED_MEMORY = Path("/dev/shm")
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 
-_MEND = (
-    "free that much there (files of ended runs are rlhfless-*), give the file system more (containers: --shm-size; "
-    "Kubernetes: sharedMemory of the group), or set weights.folder to a folder with more room"
-)
+CHART_KEY = "ray.gpuGroups[].sharedMemory or ray.cpuGroup.sharedMemory"
+"""Of the Helm chart, for pods with GPUs and without."""
+
+_OBJECT_STORE_SHARE = 8
+_OBJECT_STORE_BYTES = (200 * 10**6, 8 * GIB)
+"""Ray's part of a worker pod's shared memory, in the chart's templates: an eighth, within these bounds."""
+
+
+def chart_shared_memory(store_bytes: int) -> str:
+    """The least value of the chart's `sharedMemory` for a node with `store_bytes` of weights, such as `74Gi`."""
+    least, most = _OBJECT_STORE_BYTES
+    rays = min(max(math.ceil(store_bytes / (_OBJECT_STORE_SHARE - 1)), least), most)
+    return f"{math.ceil((store_bytes + rays) / GIB)}Gi"
+
+
+def _hint(store_bytes: int) -> str:
+    return (
+        "free that much there (files of ended runs are rlhfless-*), give the file system more (containers: --shm-size; "
+        f"the Helm chart: {CHART_KEY}: {chart_shared_memory(store_bytes)} or more), or set weights.folder to a folder "
+        "with more room"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +101,7 @@ def room_problems(needed: Needed, room: Room, node: str = "") -> list[Problem]:
             f"{where}{room.folder!r} has {_gib(room.store_bytes)} free, and up to {needed.versions} versions of the "
             f"weights of {_gib(needed.version_bytes)} each are kept there: {_gib(store)}"
         )
-        problems.append(Problem("weights.folder", what, _MEND))
+        problems.append(Problem("weights.folder", what, _hint(store)))
     total = needed.memory_bytes + (store if room.in_memory else 0)
     if needed.memory_bytes and total > room.memory_bytes:
         what = (
