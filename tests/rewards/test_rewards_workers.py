@@ -142,7 +142,7 @@ async def test_a_parent_that_is_killed_takes_busy_workers_along(module, tmp_path
         "import asyncio\nfrom rlhfless.rewards import *\nfrom rlhfless.spec import *\n"
         "from rlhfless.records import FinishReason\n"
         f"spec = PythonRewardSpec(type='python', target='{name}:score', kwargs={{'path': {str(tmp_path / 'pid')!r}}})\n"
-        "sample = Sample('p', 'r', 1, FinishReason.STOP)\n"
+        "sample = RewardSample('p', 'r', 1, FinishReason.STOP)\n"
         "asyncio.run(Rewards([spec], ScoringSpec(workers=1)).score([sample]))"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
