@@ -13,7 +13,7 @@ CORE, READ_BACK, WEIGHT_ENGINE = f"{VLLM}/core.py", f"{VLLM}/read_back.py", f"{V
 GENERATORS, KV_FILES, CHARTS, ARGUMENTS = (
     f"{VLLM}/{name}.py" for name in ("generators", "kv_files", "charts", "arguments")
 )
-ADAPTER, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/start_times.py"
+ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/learner/rehearsal.py", "functions/loopback.py"
 ATTENTION = "functions/prefix_attention.py"
 PUBLISHING, KERNELS = "functions/learner/publishing.py", "functions/attention_kernels.py"
@@ -125,6 +125,13 @@ VLLM_NAMES = (
                 has=("request_id", "kv_transfer_params", "cache_salt", "num_tokens", "num_prompt_tokens")),
     *(PrivateName(f"vllm.model_executor.layers.{name}", (READ_BACK,), "read back by a layer's product", has=("apply",))
       for name in ("linear.UnquantizedLinearMethod", "vocab_parallel_embedding.UnquantizedEmbeddingMethod")),
+    PrivateName("vllm.model_executor.layers.fused_moe.oracle.unquantized.UnquantizedMoeBackend", (EXPERTS,),
+                "which kernels compute with experts as they lie there", has=("TRITON", "BATCHED_TRITON",
+                "FLASHINFER_CUTLASS", "CPU")),
+    PrivateName("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
+                (EXPERTS,), "read fused experts back, and pack them again on CPUs"),
+    PrivateName("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts", (EXPERTS,),
+                "the place of an expert on its worker", has=("_map_global_expert_id_to_local_expert_id",)),
     PrivateName("vllm.model_executor.model_loader.reload.layerwise._get_original_loader", (READ_BACK,),
                 "load codes instead of weights, to see where elements go", takes=("tensor",)),
     PrivateName("vllm.model_executor.model_loader.reload.utils.get_layer_tensors", (READ_BACK,),
@@ -241,6 +248,10 @@ NAMES = (*RAY_NAMES, *TORCH_NAMES, *TRANSFORMERS_NAMES, *OTHER_NAMES)
 """Those that are imported here; VLLM_NAMES are imported in a process of their own."""
 
 TEXTS = (
+    SourceText('"Loading weights took %.2f seconds"', "vllm/model_executor/model_loader/default_loader.py",
+               (STARTS,), "the log says how long reading the weights took"),
+    SourceText('"Graph capturing finished in %.0f secs', "vllm/v1/worker/gpu/model_runner.py", (STARTS,),
+               "the log says how long the capture of graphs took"),
     SourceText("gen.set_offset(gen.get_offset() - 4)", "vllm/v1/worker/gpu_model_runner.py", (GENERATORS,),
                "a prefill in several iterations sets a generator back by an offset"),
     SourceText("req_state = CachedRequestState(", "vllm/v1/worker/gpu_model_runner.py", (GENERATORS,),
