@@ -114,6 +114,7 @@ async def drive_with_hung_rank(start: Session) -> tuple[Recovered, str]:
         return recovered, run.published.version.digest
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_replaced_within_its_time(whole: Whole, assets: Path, tmp_path: Path) -> None:
     times = {"drain_s": 3, "call_s": HUNG_S}
     start = fault_opening(assets, tmp_path, actors=1, timeouts=times, scoring={"timeout_s": 15})

@@ -128,6 +128,7 @@ def test_a_run_survives_its_drivers_and_the_service(up: Up, assets: Path, whole:
     assert newest.notes.digest == whole.digest
 
 
+@pytest.mark.long
 def test_three_runs_share_two_cores_and_one_that_ends_badly_is_not_felt(up: Up, assets: Path) -> None:
     small = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "mini_batches": 1, "algorithm": {}}
     values = posted(spec_values(assets, **small)) | {"placement": {"devices": 1}}
