@@ -27,9 +27,8 @@ if [ "$part" = short ]; then
     "$pytest" -m "engine and not long"
     exit
 fi
-"$pytest" -m "not engine and not kubernetes and long" -n logical --dist loadfile
 # In a process of its own: it joins a Ray of several nodes, and waits for ever behind tests that had a Ray before.
 clusters=tests/functions/test_three_nodes.py
-"$pytest" -m "engine and long" --ignore=$clusters
+"$pytest" -m "long and not kubernetes" --ignore=$clusters
 "$pytest" -m engine $clusters
 if [ -n "${KUBECONFIG:-}" ]; then "$pytest" -m kubernetes; fi
