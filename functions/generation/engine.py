@@ -1,7 +1,8 @@
 """An engine as the runtime sees it: what it is asked for, what it answers, and which promises an implementation keeps.
 
 An implementation is one folder beside `vllm/`, or a class of the user's own that the spec names
-(`generation.engine.type`). tests/engines has the contract as tests; vLLM and a plain loop over transformers pass them.
+(`generation.engine.type`). tests/vllm/test_engine_real.py has the contract as tests; vLLM and a plain loop over
+transformers pass them.
 Nothing of an engine is imported here, so importing this costs callers neither its time nor its memory.
 """
 

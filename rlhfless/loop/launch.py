@@ -79,11 +79,12 @@ class Launcher:
 
     def pools(self) -> dict[str, ReplicaPool]:
         """By name of the function, the pool of its replicas. Nothing is started yet."""
-        return {kind.name: self._pool(kind) for kind in kinds_of(self.spec)}
+        launch = self._launch()
+        return {kind.name: self._pool(launch, kind) for kind in kinds_of(self.spec)}
 
-    def _pool(self, kind: FunctionKind) -> ReplicaPool:
+    def _pool(self, launch: Launch, kind: FunctionKind) -> ReplicaPool:
         deployment = load_target(kind.deployment)
-        settings = partial(deployment.settings_of, self._launch(), kind)
+        settings = partial(deployment.settings_of, launch, kind)
         allocations = self.placement.allocations[kind.name]
         blueprint = Blueprint(kind, deployment, settings, allocations, kind.bounds(self.spec))
         return ReplicaPool(self.cluster, self.devices, blueprint, self.call, self.spec.timeouts, self.recorder)
