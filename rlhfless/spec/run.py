@@ -167,6 +167,14 @@ class RunSpec(SpecModel):
     output: str = "runs"
     """Folder under which the run makes its own folder for trace, metrics and checkpoints."""
 
+    @field_validator("functions")
+    @classmethod
+    def _own_names_are_free(cls, functions: dict[str, OwnSpec]) -> dict[str, OwnSpec]:
+        # The functions of the package are called like their sections here, but for the one that rewards start.
+        if taken := sorted({*functions} & {*cls.model_fields, "reward_model"}):
+            raise ValueError(f"{taken[0]!r} is taken by the runtime; give your function another name")
+        return functions
+
     @model_validator(mode="after")
     def _algorithm_gets_what_it_needs(self) -> RunSpec:
         name, needs = self.algorithm.type, self.algorithm.needs

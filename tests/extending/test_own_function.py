@@ -10,6 +10,7 @@ from rlhfless.control.security.named import code_problems
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.fleet.user_code import targets
 from rlhfless.prepare.memory.plan import memory_plan
+from rlhfless.records import FunctionName
 from rlhfless.scaling.function_kinds import kinds_of, place_run
 from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
@@ -37,6 +38,12 @@ def test_it_is_placed_and_planned_as_every_other(load_with: Load) -> None:
         ["learner", "second"],
     ]
     assert targets(spec) == ("second_policy.kind:SecondPolicy",)
+
+
+@pytest.mark.parametrize("name", FunctionName)
+def test_a_name_of_the_runtime_is_refused(load_with: Load, name: str) -> None:
+    with pytest.raises(SpecError, match=f"functions.*'{name}' is taken by the runtime"):
+        load_with("functions: ", f"{{{name}: {{type: 'second_policy.kind:SecondPolicy', path: m}}}}")
 
 
 def test_a_service_runs_it_if_its_operator_allows_the_package() -> None:
