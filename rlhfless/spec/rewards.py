@@ -30,8 +30,8 @@ class RegexSpec(RewardPart):
     """1 if the pattern is found in the response, else 0."""
 
     type: Literal["regex"]
-    pattern: str
-    """Python regular expression."""
+    pattern: Annotated[str, Field(max_length=10_000)]
+    """Python regular expression, of at most 10,000 characters."""  # a megabyte takes two seconds to compile
     full_match: bool = False
     """The whole response must match."""
     answer_field: str | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request
@@ -27,6 +29,8 @@ from rlhfless.control.posted import accepted_spec, unstorable
 from rlhfless.control.run_files import trace_of
 from rlhfless.control.security.named import simulation_problems
 from rlhfless.control.service import Service, service_of
+from rlhfless.prepare.memory.assumed import parsed_devices
+from rlhfless.spec.errors import InputError, Problem
 
 router = APIRouter(tags=["compute"])
 
@@ -62,8 +66,19 @@ async def plan_run(
     band, the same for other devices, and what is missing for a better answer."""
     service = service_of(request.app)
     await accepted_spec(question.spec, service.settings)
+    if problems := list(_device_problems(question.devices)):
+        raise refused("the devices", problems)
     answer = await service.runner.run("plan", await plan_question(service, question), PLAN_S)
     return PlanObject.model_validate(answer)
+
+
+def _device_problems(devices: Sequence[str]) -> Iterator[Problem]:
+    """What names no devices. The job would say so only after its turn, and after a plan of the run's own devices."""
+    for index, text in enumerate(devices):
+        try:
+            parsed_devices(text)
+        except InputError as error:
+            yield from (replace(problem, where=f"devices.{index}") for problem in error.problems)
 
 
 async def plan_question(service: Service, question: PlanQuestion) -> dict[str, Any]:

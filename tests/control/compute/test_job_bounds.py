@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -62,3 +64,22 @@ async def test_a_job_that_takes_too_long_is_ended_with_what_it_started() -> None
     begun = [one for child in psutil.Process().children() for one in child.children(recursive=True)]
     _, left = psutil.wait_procs(begun, timeout=10)
     assert not left
+
+
+async def test_a_check_does_not_wait_for_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = asyncio.Event()
+
+    async def run(_: Runner, job: str, question: dict[str, Any]) -> dict[str, Any]:
+        if job == "simulation":
+            await ended.wait()
+        return {"job": job}
+
+    monkeypatch.setattr(Runner, "_run", run)
+    runner = Runner()
+    computing = [asyncio.ensure_future(runner.run("simulation", {}, 60)) for _ in range(3)]
+    await asyncio.sleep(0)  # they have begun
+    assert await runner.run("check_simulation", {}, 5) == {"job": "check_simulation"}
+    with pytest.raises(ApiError, match="took longer than"):
+        await runner.run("plan", {}, 0.1)
+    ended.set()
+    assert await asyncio.gather(*computing) == [{"job": "simulation"}] * 3
