@@ -289,7 +289,12 @@ def test_a_plan_tells_of_a_format_that_a_run_is_refused_for(sized, key):
 
 @pytest.mark.parametrize(
     ("devices", "message"),
-    [("8 of them", "'8 of them' names no devices\n    write it as 8xh100"), ("8xh1000", "did you mean `h100`?")],
+    [
+        ("8 of them", "'8 of them' names no devices\n    write it as 8xh100"),
+        ("8xh1000", "did you mean `h100`?"),
+        ("4097xh100", "'4097xh100': more than 4,096 devices\n    ask for fewer"),
+        ("9" * 5000 + "xh100", "names no devices"),
+    ],
 )
 def test_devices_that_are_none(sized, devices, message):
     result = invoke("plan", sized, "--devices", devices)

@@ -21,13 +21,14 @@ from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
 from rlhfless.scaling.placement import CPU_KIND, Node, PlacementError, device_kind
 from rlhfless.scaling.prices import load_price_book
 from rlhfless.spec import RewardModelSpec, RunSpec
+from rlhfless.spec.base import MOST_PROCESSES
 from rlhfless.spec.errors import InputError, Problem, UserError
 from rlhfless.spec.locations import is_path
 from rlhfless.text import parsed_json
 
 log = logging.getLogger(__name__)
 
-_DEVICES = re.compile(r"(?:([1-9]\d*) ?x ?)?([a-z][\w-]*)", re.IGNORECASE)
+_DEVICES = re.compile(r"(?:([1-9]\d{,99}) ?x ?)?([a-z][\w-]*)", re.IGNORECASE)
 
 PROMPT_TOKENS = 1024
 """Room for a prompt where the prompts have not been read: the longest sequence is this and `generation.max_tokens`."""
@@ -38,12 +39,15 @@ def parsed_devices(text: str) -> tuple[str, int]:
     match = _DEVICES.fullmatch(text.strip())
     if match is None:
         raise InputError("--devices", [Problem("", f"{text!r} names no devices", "write it as 8xh100")])
-    kind = match[2].lower()
+    kind, count = match[2].lower(), int(match[1] or 1)
+    if count > MOST_PROCESSES:  # as `placement.devices`: a plan takes time and memory for each
+        what = f"{text!r}: more than {MOST_PROCESSES:,} devices"
+        raise InputError("--devices", [Problem("", what, "ask for fewer")])
     try:
         device_of(kind)
     except UnknownDevice as error:
         raise InputError("--devices", [Problem("", str(error))]) from error
-    return kind, int(match[1] or 1)
+    return kind, count
 
 
 def question_of(spec: RunSpec, kind: str, count: int, sequence_tokens: int | None = None) -> Question:

@@ -82,10 +82,11 @@ def test_a_wrong_question_is_refused(client: httpx.Client, question: dict[str, A
 
 
 def test_devices_that_do_not_exist_are_named(client: httpx.Client, spec: dict[str, Any]) -> None:
-    answer = client.post("/v1/runs:plan", json={"spec": spec, "devices": ["8xh100", "8xh1000", "/etc"]}, timeout=60)
+    devices = ["8xh100", "8xh1000", "/etc", f"{10**30}xh100"]
+    answer = client.post("/v1/runs:plan", json={"spec": spec, "devices": devices}, timeout=60)
     assert answer.status_code == 422
     problems = answer.json()["error"]["problems"]
-    assert [problem["param"] for problem in problems] == ["devices.1", "devices.2"]
+    assert [problem["param"] for problem in problems] == ["devices.1", "devices.2", "devices.3"]
     assert "h1000" in answer.json()["error"]["message"]
 
 
