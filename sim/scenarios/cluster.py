@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhfless.scaling.latency.devices import DeviceSheet, load_devices
 from rlhfless.sim.setup import TransportKind
-from rlhfless.spec.base import SpecModel
+from rlhfless.spec.base import MOST_PROCESSES, SpecModel
 from rlhfless.spec.explain import nearest
 
 Positive = Annotated[float, Field(gt=0)]
@@ -42,6 +42,11 @@ class MachinesSpec(SpecModel):
 
     @model_validator(mode="after")
     def _fits(self) -> MachinesSpec:
+        if self.devices > MOST_PROCESSES:  # a simulation takes time and memory for each
+            raise ValueError(
+                f"nodes ({self.nodes:,}) x devices_per_node ({self.devices_per_node:,}) is more than "
+                f"{MOST_PROCESSES:,} devices; use fewer machines"
+            )
         if (self.tenure == "owned") != (self.released_value is not None):
             raise ValueError(
                 f"tenure is {self.tenure!r} and released_value {self.released_value}; owned machines need a "

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhfless.sim.scenarios.cluster import Count, Positive
-from rlhfless.spec.base import SpecModel
+from rlhfless.spec.base import Processes, SpecModel
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Source = Annotated[str, Field(min_length=1)]
@@ -160,7 +160,7 @@ class ScoringTimingSpec(SpecModel):
     sample_s: Annotated[float, Field(ge=0)] = 0.002
     """Seconds per sample on one core; an assumption: text comparison takes less, running code much more."""
 
-    cores: Count = 16
+    cores: Processes = 16
     """CPU cores of its replica."""
 
     start_s: Annotated[float, Field(ge=0)] = 5.0
@@ -170,7 +170,7 @@ class ScoringTimingSpec(SpecModel):
 class ReferenceTimingSpec(SpecModel):
     """The frozen policy's logprobs, on the learner's side."""
 
-    devices: Count = 1
+    devices: Processes = 1
     """Devices of its replica."""
 
 

@@ -141,9 +141,10 @@ def test_no_schema_makes_the_service_ask_another_server(client: httpx.Client, li
     assert listener.connections == 0
 
 
+MACHINES = {"kind": "h100", "devices_per_node": 4}
 SCENARIO = {
     "name": "small",
-    "cluster": {"machines": [{"kind": "h100", "devices_per_node": 4}]},
+    "cluster": {"machines": [MACHINES]},
     "model": {"name": "qwen2.5-0.5b"},
     "workload": {
         "type": "lognormal",
@@ -178,6 +179,8 @@ def test_a_simulation_is_queued_and_answered(client: httpx.Client) -> None:
         ({"scenario": SCENARIO, "run": "some"}, "scenario"),
         ({"scenario": SCENARIO | {"steps": 0}}, "steps"),
         ({"scenario": SCENARIO | {"steps": 10**9}}, "steps"),
+        ({"scenario": SCENARIO | {"cluster": {"machines": [MACHINES | {"nodes": 2**31}]}}}, "cluster.machines.0"),
+        ({"scenario": SCENARIO | {"scoring": {"cores": 2**31}}}, "scoring.cores"),
         ({"scenario": SCENARIO, "policies": ["statik"]}, "policies"),
         ({"scenario": SCENARIO | {"workload": {"type": "azure", "path": "/etc/passwd"}}}, "workload.path"),
         ({"scenario": SCENARIO | {"cluster": SCENARIO["cluster"] | {"devices": "/etc/passwd"}}}, "cluster.devices"),
