@@ -118,7 +118,7 @@ class Function:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Wraps the loads of a constructor. If a constructor raises, Serve keeps the text of the error and loses its
-        type. So an error that the user can mend is kept here and raised by every call; the first call is `describe`.
+        type. So an error that the user can correct is kept here and raised by every call; the first call is `describe`.
         """
         try:
             yield

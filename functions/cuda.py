@@ -28,7 +28,7 @@ class NoCuda(UserError):
 
 
 def require_cuda() -> None:
-    """Raises NoCuda, which names driver, wheel and mend, if torch reaches no GPU in this process."""
+    """Raises NoCuda, which names driver, wheel and hint, if torch reaches no GPU in this process."""
     import torch
 
     if torch.cuda.is_available():

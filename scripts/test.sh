@@ -28,7 +28,7 @@ if [ "$part" = short ]; then
     exit
 fi
 # In a process of its own: it joins a Ray of several nodes, and waits for ever behind tests that had a Ray before.
-clusters=tests/functions/test_three_nodes.py
+clusters=tests/fleet/test_three_nodes.py
 "$pytest" -m "long and not kubernetes" --ignore=$clusters
 "$pytest" -m engine $clusters
 if [ -n "${KUBECONFIG:-}" ]; then "$pytest" -m kubernetes; fi

@@ -1,15 +1,22 @@
 """What holds for all tests."""
 
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from rlhfless.text import storable
+
+# `fakes` can be imported here, and in every process that a test starts (the server that processes are forked from and
+# Ray's workers do not get this process's sys.path).
+sys.path.append(str(Path(__file__).parent))
+os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent)])
 
 # Timings never decide a test; and what is compiled is compiled in the first example that calls it.
 settings.register_profile("untimed", deadline=None)

@@ -148,7 +148,7 @@ def save_checkpoint(
         where = location if is_url(location) else f"{_free_mib(Path(location).parent)} MiB are free there"
         raise CheckpointError(
             f"the checkpoint {location} could not be written ({error}); {where}. "
-            "Earlier checkpoints are untouched: mend that, such as by freeing some space, and resume the run"
+            "Earlier checkpoints are untouched: correct that, such as by freeing some space, and resume the run"
         ) from error
 
 

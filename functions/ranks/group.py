@@ -88,7 +88,7 @@ class RankGroup:
         late: list[int],
         limit_s: float,
     ) -> BaseException:
-        """An error that the user can mend, or else FunctionBroken that names the rank which failed first and its
+        """An error that the user can correct, or else FunctionBroken that names the rank which failed first and its
         error."""
         if not causes:
             ranks = ", ".join(map(str, late))

@@ -66,8 +66,8 @@ def _require_unicode(folder: Path) -> None:
 
     path = str(folder.absolute())
     if storable(path) != path:
-        what, mend = f"{path!r} is not valid Unicode", "rename the folder, or choose another for the run"
-        raise InputError("the run's folder cannot be used", [Problem("output", what, mend)])
+        what, hint = f"{path!r} is not valid Unicode", "rename the folder, or choose another for the run"
+        raise InputError("the run's folder cannot be used", [Problem("output", what, hint)])
 
 
 def resumed(run_folder: Path, spec: Path | None, overrides: Sequence[str]) -> tuple[RunSpec, Path]:

@@ -35,7 +35,7 @@ class ApiFault(UserError):
         lines = [f"{self.error.message.partition(':')[0]}: {count}"]
         for problem in problems:
             lines.append(f"- {problem.param}: {problem.message}" if problem.param else f"- {problem.message}")
-            lines += [f"    {problem.mend}"] if problem.mend else []
+            lines += [f"    {problem.hint}"] if problem.hint else []
         return "\n".join(lines)
 
 

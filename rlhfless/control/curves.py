@@ -28,8 +28,8 @@ def wanted_names(names: Iterable[str]) -> frozenset[str]:
     for name in found:
         if name.partition("/")[0] not in METRICS:
             near = difflib.get_close_matches(name, METRICS, n=1)
-            mend = f"; did you mean {near[0]!r}?" if near else "; without `name` all are answered"
-            raise ApiError(422, "invalid_request", f"there is no metric {name!r}{mend}", "name")
+            hint = f"; did you mean {near[0]!r}?" if near else "; without `name` all are answered"
+            raise ApiError(422, "invalid_request", f"there is no metric {name!r}{hint}", "name")
     return found
 
 

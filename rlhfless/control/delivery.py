@@ -24,7 +24,7 @@ ITEMS_PER_PUSH = 500
 
 
 def refusal(driver: int, service: int) -> str:
-    """Why a driver and a service of different protocols do not work together, and the mend."""
+    """Why a driver and a service of different protocols do not work together, and the hint."""
     return (
         f"the run's driver speaks protocol {driver}, and the service protocol {service}: the images of the Ray cluster "
         "and of the service are of different versions of rlhfless. What was drawn and learned is kept. The "

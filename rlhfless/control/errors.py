@@ -20,7 +20,7 @@ class ApiError(Exception):
         problems: Sequence[Problem] = (),
         retry_after_s: float | None = None,
     ) -> None:
-        """`code` is for programs and does not change; `message` names the value and the mend; `param` is the dotted
+        """`code` is for programs and does not change; `message` names the value and the hint; `param` is the dotted
         field."""
         super().__init__(message)
         self.status = status
@@ -32,7 +32,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, object]:
         """The answer's body, without secrets."""
-        problems = [{"param": p.where or None, "message": p.what, "mend": p.mend or None} for p in self.problems]
+        problems = [{"param": p.where or None, "message": p.what, "hint": p.hint or None} for p in self.problems]
         error = {"code": self.code, "message": self.message, "param": self.param, "problems": problems}
         return {"error": redacted(error)}
 
@@ -46,6 +46,6 @@ def refused(source: str, problems: Sequence[Problem]) -> ApiError:
     """422 with every wrong field."""
     first = problems[0]
     count = "" if len(problems) == 1 else f" (and {len(problems) - 1} more)"
-    mend = f"; {first.mend}" if first.mend else ""
-    message = f"{source}: {first.where + ': ' if first.where else ''}{first.what}{mend}{count}"
+    hint = f"; {first.hint}" if first.hint else ""
+    message = f"{source}: {first.where + ': ' if first.where else ''}{first.what}{hint}{count}"
     return ApiError(422, "invalid_spec", message, first.where or None, problems)

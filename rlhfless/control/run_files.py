@@ -48,7 +48,7 @@ def _mark(folder: Path, attempt: int) -> Path:
 
 
 def not_shared(folder: Path, what: str) -> str:
-    """Why a run cannot work, and the mend. `what`: which side does not see what."""
+    """Why a run cannot work, and the hint. `what`: which side does not see what."""
     return (
         f"the folder of the run, {folder}, must be one folder for the service and the Ray cluster, because journal, "
         f"outbox and checkpoints outlive both: {what}. The service's operator mounts one volume at "

@@ -105,8 +105,8 @@ def _bound(settings: ServiceSettings) -> socket.socket:
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         what = f"{settings.host}:{settings.port} cannot be listened on: {error.strerror or error}"
-        mend = "name another with --port, or stop what has it"
-        raise InputError("the service", [Problem("port", what, mend)]) from error
+        hint = "name another with --port, or stop what has it"
+        raise InputError("the service", [Problem("port", what, hint)]) from error
     return found
 
 

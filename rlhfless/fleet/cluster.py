@@ -160,7 +160,7 @@ class Cluster:
     async def wait_running(self, name: str, timeout_s: float) -> None:
         """Wait until a replica's constructor has returned.
 
-        Raises FleetError if the constructor raised, or after `timeout_s`. An error that the user can mend is kept in
+        Raises FleetError if the constructor raised, or after `timeout_s`. An error that the user can correct is kept in
         the replica (see Function.starting).
         """
         began = time.monotonic()

@@ -65,7 +65,7 @@ class ReplicaPool(Replicas):
         self.opens: Opens = self._open_own
         """Makes a replica that is up ready to serve."""
         self.fatal: BaseException | None = None
-        """A fault that ended a background start and that no other start can mend, such as wrong weights."""
+        """A fault that ended a background start and that no other start can correct, such as wrong weights."""
         self._listeners: list[Listener] = []
         self._closed = False
         self._starts: dict[int, asyncio.Task[Replica]] = {}

@@ -188,8 +188,8 @@ def private_token(home: Path) -> Path:
             file.chmod(0o600)
     except OSError as error:
         raise NoCluster(
-            f"Ray's token {str(file)!r} could not be made a file that the user alone can read ({error}); mend that, or "
-            "set RAY_AUTH_TOKEN to a secret text"
+            f"Ray's token {str(file)!r} could not be made a file that the user alone can read ({error}); correct that, "
+            "or set RAY_AUTH_TOKEN to a secret text"
         ) from error
     return file
 

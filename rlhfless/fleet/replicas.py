@@ -99,7 +99,7 @@ class Replicas:
         """Start a replica in a slot; returns when it is up (STALE).
 
         Raises FleetError if the slot is taken, its devices do not come or the start fails; an error of the replica's
-        constructor that the user can mend is raised as itself.
+        constructor that the user can correct is raised as itself.
         """
         await self.remove_dead()
         replica = self._launch(slot)

@@ -103,7 +103,7 @@ class RunSteps:
     async def train(self, step: int, experience: Experience) -> None:
         """See Steps. Steps are trained on in their order: raises ValueError for another one."""
         if step != self.following:
-            raise ValueError(f"step {step} is trained on, but step {self.following} is the next; mend the schedule")
+            raise ValueError(f"step {step} is trained on, but step {self.following} is the next; correct the schedule")
         with self._session.console.stage(f"step {step}"):
             self._session.host.drawn(self._run, step, experience)
             await train(self._run, self._run.under_way[step], experience)

@@ -25,7 +25,7 @@ from rlhfless.spec.errors import UserError
 from rlhfless.weights.errors import WeightCheckFailed, WeightFileError
 
 PROGRAM_FAULT = 1
-TO_MEND = 2
+TO_CORRECT = 2
 WRONG_RESULT = 3
 MACHINES_FAILED = 4
 STOPPED = 5
@@ -71,7 +71,7 @@ ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
     ),
     (
         (StaleAttempt, StaleCall),
-        Ending(TO_MEND, False, "another driver goes on with this run; there is nothing to do here"),
+        Ending(TO_CORRECT, False, "another driver goes on with this run; there is nothing to do here"),
     ),
     (
         (RunPaused,),
@@ -79,22 +79,25 @@ ENDINGS: tuple[tuple[tuple[type[BaseException], ...], Ending], ...] = (
     ),
     (
         (RewardError,),
-        Ending(TO_MEND, True, "once the reward works again, or the service that it asks is up, go on with"),
+        Ending(TO_CORRECT, True, "once the reward works again, or the service that it asks is up, go on with"),
     ),
     (
         (FleetError, ReplicaLost, CallTimeout, FunctionBroken, EngineError, WeightFileError, NoRay),
         Ending(MACHINES_FAILED, True, "what was drawn and learned is kept. Once the machines are well, go on with"),
     ),
-    ((NoCluster,), Ending(TO_MEND, True, "what was drawn and learned is kept. Once the cluster is there, go on with")),
+    (
+        (NoCluster,),
+        Ending(TO_CORRECT, True, "what was drawn and learned is kept. Once the cluster is there, go on with"),
+    ),
     (
         (MemoryError,),
-        Ending(TO_MEND, True, "what was drawn and learned is kept. Once the run asks for less, go on with"),
+        Ending(TO_CORRECT, True, "what was drawn and learned is kept. Once the run asks for less, go on with"),
     ),
-    ((UserError,), Ending(TO_MEND, True, "what was drawn and learned is kept. Once that is mended, go on with")),
+    ((UserError,), Ending(TO_CORRECT, True, "what was drawn and learned is kept. Once that is corrected, go on with")),
 )
 """The first entry that matches an error is its ending. An error without an entry is a fault of the program."""
 
-DISK_FULL = Ending(TO_MEND, True, "what was drawn and learned is kept. Free some space, and go on with")
+DISK_FULL = Ending(TO_CORRECT, True, "what was drawn and learned is kept. Free some space, and go on with")
 UNEXPECTED = Ending(
     PROGRAM_FAULT, True, "what was drawn and learned is kept. If the fault is not met again, this goes on"
 )

@@ -54,8 +54,8 @@ def read_rows(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
         rows = _dataset(field, path, split, sizes)
     else:
         siblings = os.listdir(file.parent) if is_path(path) and os.path.isdir(file.parent) else []
-        mend = f"{nearest(file.name, siblings)}Relative paths in a spec count from the spec's folder"
-        raise _error(field, f"{path!r}: no such file", mend)
+        hint = f"{nearest(file.name, siblings)}Relative paths in a spec count from the spec's folder"
+        raise _error(field, f"{path!r}: no such file", hint)
     if not rows:
         raise _error(field, f"{path!r} is empty", "give it at least one row")
     return rows
@@ -125,8 +125,8 @@ def _parquet(field: str, file: Path, sizes: SizesSpec) -> list[Row]:
 
 def _dataset(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
     if importlib.util.find_spec("datasets") is None:
-        mend = "install it with `pip install 'rlhfless[data]'`, or name a file"
-        raise _error(field, f"{path!r} is no file here, and hub data sets need the package `datasets`", mend)
+        hint = "install it with `pip install 'rlhfless[data]'`, or name a file"
+        raise _error(field, f"{path!r} is no file here, and hub data sets need the package `datasets`", hint)
     import datasets
 
     name, _, configuration = (path, "", "") if is_path(path) else path.partition(":")
@@ -144,13 +144,13 @@ def _dataset(field: str, path: str, split: str, sizes: SizesSpec) -> list[Row]:
         raise
     except Exception as error:  # datasets raises dozens of kinds of error, including network errors
         what = f"{path!r} could not be loaded as a data set: {class_and_line(error)}"
-        mend = "check the name, the split and the network; a configuration is given as `name:configuration`"
-        raise _error(field, what, mend) from error
+        hint = "check the name, the split and the network; a configuration is given as `name:configuration`"
+        raise _error(field, what, hint) from error
     return [Row(f"{path} ({split}) row {i}", values) for i, values in enumerate(rows, start=1)]
 
 
 _FORMATS = "prompts are read from JSONL (one JSON object per line) or Parquet"
 
 
-def _error(field: str, what: str, mend: str) -> InputError:
-    return InputError("prompts", [Problem(field, what, mend)])
+def _error(field: str, what: str, hint: str) -> InputError:
+    return InputError("prompts", [Problem(field, what, hint)])

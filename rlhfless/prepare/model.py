@@ -115,8 +115,8 @@ def missing_on_hub(name: str) -> str:
 
 def _check_files(folder: Path, field: str) -> None:
     if not (folder / "config.json").is_file():
-        mend = "name a folder in Hugging Face format, as `save_pretrained` writes it"
-        raise _error(field, f"{str(folder)!r} has no config.json", mend)
+        hint = "name a folder in Hugging Face format, as `save_pretrained` writes it"
+        raise _error(field, f"{str(folder)!r} has no config.json", hint)
 
 
 def _config(spec: ModelSpec) -> Any:
@@ -145,10 +145,10 @@ def _loaded(load: Callable[[], T], field: str, thing: str) -> T:
     try:
         return load()
     except Exception as error:  # transformers raises many kinds of error, including network errors
-        mend = "check the name, the files and, for a hub name, the network and your login"
+        hint = "check the name, the files and, for a hub name, the network and your login"
         if "trust_remote_code" in str(error):
-            mend = "it needs code of its own: set model.trust_remote_code: true if you trust its author"
-        raise _error(field, f"cannot read {thing}: {class_and_line(error)}", mend) from error
+            hint = "it needs code of its own: set model.trust_remote_code: true if you trust its author"
+        raise _error(field, f"cannot read {thing}: {class_and_line(error)}", hint) from error
 
 
 def _shape(spec: ModelSpec, config: Any) -> ModelShape | None:
@@ -199,5 +199,5 @@ def _vocabulary_problems(info: TokenizerInfo, config: Any) -> list[Problem]:
     return [Problem("model.tokenizer", what, "use the tokenizer that the model was trained with")]
 
 
-def _error(field: str, what: str, mend: str) -> InputError:
-    return InputError("model", [Problem(field, what, mend)])
+def _error(field: str, what: str, hint: str) -> InputError:
+    return InputError("model", [Problem(field, what, hint)])

@@ -102,8 +102,8 @@ def _chosen(folder: Path, field: str) -> tuple[tuple[Path, ...], Mapping[str, st
             return tuple(folder / file for file in sorted(set(weight_map.values()))), weight_map
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     what = f"{str(folder)!r} has no weights ({' or '.join(WEIGHT_FILES)}, in one file or in shards with an index)"
-    mend = f"{others[0]} has a name that no loader looks for" if others else "name the folder that holds them"
-    raise InputError("model", [Problem(field, what, mend)])
+    hint = f"{others[0]} has a name that no loader looks for" if others else "name the folder that holds them"
+    raise InputError("model", [Problem(field, what, hint)])
 
 
 def _weight_map(index: Path, field: str) -> dict[str, str]:
@@ -123,16 +123,16 @@ def _index_problems(
     file: Path, held: Mapping[str, StoredTensor], index: Mapping[str, str], field: str
 ) -> list[Problem]:
     problems = []
-    mend = "the index and its files are of different models, or a file was changed: download the model again"
+    hint = "the index and its files are of different models, or a file was changed: download the model again"
     lacking = [repr(name) for name in sorted(index) if index[name] == file.name and name not in held]
     if lacking:
         problems.append(
-            Problem(field, f"{file.name} lacks {counted('tensor', lacking)}, which the index says it holds", mend)
+            Problem(field, f"{file.name} lacks {counted('tensor', lacking)}, which the index says it holds", hint)
         )
     strange = [repr(name) for name in sorted(held) if index.get(name) != file.name]
     if strange:
         what = f"{file.name} holds {counted('tensor', strange)}, which the index does not place there"
-        problems.append(Problem(field, what, mend))
+        problems.append(Problem(field, what, hint))
     return problems
 
 

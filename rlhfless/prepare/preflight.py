@@ -256,8 +256,8 @@ def _prompt_problems(spec: RunSpec, prompts: PromptSets) -> list[Problem]:
     problems = []
     if spec.prompts_per_step > len(prompts.train):
         what = f"{spec.prompts_per_step}, but there are {len(prompts.train)} training prompts"
-        mend = f"set it to at most {len(prompts.train)}; no prompt may be twice in a step"
-        problems.append(Problem("prompts_per_step", what, mend))
+        hint = f"set it to at most {len(prompts.train)}; no prompt may be twice in a step"
+        problems.append(Problem("prompts_per_step", what, hint))
     if spec.evaluation.every_steps is not None and not prompts.held_out:
         what = "set, but there are no held-out prompts to evaluate on"
         problems.append(Problem("evaluation.every_steps", what, "give prompts.held_out, or leave it out"))

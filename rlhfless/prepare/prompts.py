@@ -108,8 +108,8 @@ class _Faults:
         self._field, self._total = field, total
         self._by_kind: dict[str, list[tuple[str, str]]] = {}
 
-    def add(self, kind: str, row: Row, detail: str, mend: str) -> None:
-        self._by_kind.setdefault(kind, []).append((f"first at {row.where}: {detail}", mend))
+    def add(self, kind: str, row: Row, detail: str, hint: str) -> None:
+        self._by_kind.setdefault(kind, []).append((f"first at {row.where}: {detail}", hint))
 
     def problems(self) -> list[Problem]:
         return [
@@ -154,11 +154,11 @@ def _text(row: Row, spec: PromptsSpec, tokenizer: Any, faults: _Faults) -> str |
     value = row.values.get(name)
     if value is None:
         fields = ", ".join(row.values) or "none"
-        mend = f"{nearest(name, row.values)}Set prompts.prompt_field to the field with the prompt"
-        faults.add(f"no field `{name}`", row, f"its fields are {fields}", mend)
+        hint = f"{nearest(name, row.values)}Set prompts.prompt_field to the field with the prompt"
+        faults.add(f"no field `{name}`", row, f"its fields are {fields}", hint)
     elif not isinstance(value, str | list):
-        mend = "a prompt is a string, or a list of chat messages"
-        faults.add(f"`{name}` is not a string", row, f"got {shown(value)}", mend)
+        hint = "a prompt is a string, or a list of chat messages"
+        faults.add(f"`{name}` is not a string", row, f"got {shown(value)}", hint)
     elif not (value.strip() if isinstance(value, str) else value):
         faults.add(f"`{name}` is empty", row, f"got {shown(value)}", "remove these rows, or fill them in")
     elif spec.chat_template:
@@ -166,8 +166,8 @@ def _text(row: Row, spec: PromptsSpec, tokenizer: Any, faults: _Faults) -> str |
     elif isinstance(value, str):
         return _unicode(row, value, spec, faults)
     else:
-        mend = "set prompts.chat_template: true, or give the prompt as a string"
-        faults.add(f"`{name}` is a list of chat messages", row, f"got {shown(value)}", mend)
+        hint = "set prompts.chat_template: true, or give the prompt as a string"
+        faults.add(f"`{name}` is a list of chat messages", row, f"got {shown(value)}", hint)
     return None
 
 
@@ -176,8 +176,8 @@ def _unicode(row: Row, text: str | None, spec: PromptsSpec, faults: _Faults) -> 
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
-        mend = "remove the character, or write it in full"
-        faults.add(f"`{spec.prompt_field}` is not valid Unicode", row, str(error), mend)
+        hint = "remove the character, or write it in full"
+        faults.add(f"`{spec.prompt_field}` is not valid Unicode", row, str(error), hint)
         return None
     return text
 
@@ -186,14 +186,14 @@ def _rendered(row: Row, value: str | list[Any], spec: PromptsSpec, tokenizer: An
     name = spec.prompt_field
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not all(isinstance(message, Mapping) and "role" in message for message in messages):
-        mend = "write each message as {role: user, content: ...}"
-        faults.add(f"`{name}` is not a list of chat messages", row, f"got {shown(value)}", mend)
+        hint = "write each message as {role: user, content: ...}"
+        faults.add(f"`{name}` is not a list of chat messages", row, f"got {shown(value)}", hint)
         return None
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program by the model's author, and may raise any error
-        mend = "mend the messages, or leave prompts.chat_template out if the model has no template"
-        faults.add("the chat template fails", row, f"{type(error).__name__}: {error}", mend)
+        hint = "correct the messages, or leave prompts.chat_template out if the model has no template"
+        faults.add("the chat template fails", row, f"{type(error).__name__}: {error}", hint)
         return None
 
 
@@ -207,11 +207,11 @@ def _ids(rows: Sequence[Row], texts: Sequence[str | None], spec: PromptsSpec, fa
         value = row.values.get(spec.id_field)
         if not isinstance(value, str | int) or value == "":
             near = "" if spec.id_field in row.values else nearest(spec.id_field, row.values)
-            mend = f"{near}Leave prompts.id_field out to use hashes"
-            faults.add(f"no id in `{spec.id_field}`", row, f"got {shown(value)}", mend)
+            hint = f"{near}Leave prompts.id_field out to use hashes"
+            faults.add(f"no id in `{spec.id_field}`", row, f"got {shown(value)}", hint)
         elif (earlier := first.setdefault(storable(str(value)), row)) is not row:
-            mend = "ids must differ; leave prompts.id_field out to use hashes"
-            faults.add("a prompt id occurs again", row, f"{value!r} is also at {earlier.where}", mend)
+            hint = "ids must differ; leave prompts.id_field out to use hashes"
+            faults.add("a prompt id occurs again", row, f"{value!r} is also at {earlier.where}", hint)
         ids.append(storable(str(value)))
     return ids
 
@@ -235,8 +235,8 @@ def _check_length(row: Row, tokens: int, max_context_tokens: int | None, faults:
         faults.add("the tokenizer makes no token of the prompt", row, "0 tokens", "remove these rows")
     if max_context_tokens is not None and tokens > max_context_tokens - 1:
         kind = f"the prompt has more than {max_context_tokens - 1} tokens (the context less one)"
-        mend = f"shorten or remove them, or raise model.max_context_tokens (now {max_context_tokens})"
-        faults.add(kind, row, f"{tokens} tokens", mend)
+        hint = f"shorten or remove them, or raise model.max_context_tokens (now {max_context_tokens})"
+        faults.add(kind, row, f"{tokens} tokens", hint)
 
 
 def _other_columns(row: Row, spec: PromptsSpec) -> dict[str, Any]:
@@ -266,8 +266,8 @@ def _without(train: list[Prompt], held_out: list[Prompt], warnings: list[str]) -
     kept = [prompt for prompt in train if prompt.text not in forbidden]
     if not kept:
         what = f"no training prompt is left: all {len(train) or len(held_out)} are held out"
-        mend = "give the held-out prompts a file of their own, or lower prompts.held_out.fraction"
-        raise InputError("prompts", [Problem("prompts.held_out", what, mend)])
+        hint = "give the held-out prompts a file of their own, or lower prompts.held_out.fraction"
+        raise InputError("prompts", [Problem("prompts.held_out", what, hint)])
     if len(kept) < len(train):
         dropped = len(train) - len(kept)
         warnings.append(f"prompts.held_out: {dropped} training prompts are held out too, and are not trained on")

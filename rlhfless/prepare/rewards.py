@@ -58,7 +58,7 @@ def _model_faults(reward: RewardModelSpec) -> list[str]:
     try:
         require_name(reward.path, "")
     except InputError as error:
-        return [f"{problem.what}; {problem.mend}" for problem in error.problems]
+        return [f"{problem.what}; {problem.hint}" for problem in error.problems]
     try:
         config = AutoConfig.from_pretrained(reward.path, trust_remote_code=reward.trust_remote_code)
     except Exception as error:  # transformers raises many kinds of error, including network errors

@@ -31,7 +31,7 @@ VERSION_KEY = b"rlhfless.trace_version"
 
 
 class TraceError(UserError):
-    """A trace that cannot be written or read. The message names the file, what is wrong, and the mend."""
+    """A trace that cannot be written or read. The message names the file, what is wrong, and the hint."""
 
 
 def _columns(name: str, columns: Mapping[str, pa.DataType], nullable: tuple[str, ...] = ()) -> pa.Schema:

@@ -139,8 +139,8 @@ class PythonReward:
 
     def _number_of(self, result: Any) -> float:
         if (value := _number(result)) is None:
-            mend = "; for a function that returns a list, set `batch: true`" if _items(result) is not None else ""
-            raise Unscorable(f"{_no_number(result)}{mend}")
+            hint = "; for a function that returns a list, set `batch: true`" if _items(result) is not None else ""
+            raise Unscorable(f"{_no_number(result)}{hint}")
         return value
 
     def _arguments(self, samples: Sequence[RewardSample], pack: Callable[[list[Any]], Any]) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def check_holdings(holdings: Iterable[Holding]) -> None:
     ordered = sorted(holdings, key=lambda holding: (place(holding), holding.start_s, holding.end_s))
     for holding in ordered:
         if not holding.end_s >= holding.start_s:
-            raise LedgerError(f"{_label(holding)} ends before it starts; mend the writer of the ledger")
+            raise LedgerError(f"{_label(holding)} ends before it starts; correct the writer of the ledger")
     for _, group in groupby(ordered, key=place):
         for first, second in pairwise(group):
             if second.start_s < first.end_s:

@@ -225,7 +225,7 @@ class PriceBook(SpecModel):
 def load_price_book(path: str | os.PathLike[str] | None = None) -> PriceBook:
     """Reads a price book; the bundled one without `path`.
 
-    Raises InputError with all problems: file, line, field, value, and the mend.
+    Raises InputError with all problems: file, line, field, value, and the hint.
     """
     if path is None:
         source, text = "prices.yaml (bundled)", files(__package__).joinpath("prices.yaml").read_text("utf-8")
@@ -248,5 +248,5 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        mend = "mend `scaling.prices`, or leave it out for the bundled price book"
-        raise InputError(str(path), [Problem("", f"cannot be read: {error}", mend)]) from error
+        hint = "correct `scaling.prices`, or leave it out for the bundled price book"
+        raise InputError(str(path), [Problem("", f"cannot be read: {error}", hint)]) from error

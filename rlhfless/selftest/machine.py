@@ -115,5 +115,5 @@ def room(subject: Subject) -> Measured:
         "loading_gib": loading / GIB,
     }
     if problems := room_problems(needed, there):
-        raise Wrong("; ".join(f"{problem.what} ({problem.mend})" for problem in problems), **measured)
+        raise Wrong("; ".join(f"{problem.what} ({problem.hint})" for problem in problems), **measured)
     return measured

@@ -118,8 +118,8 @@ def measured_latency(path: Path, asked: Question) -> LatencyFile:
     wanted = (asked.spec.model.path, asked.sheet.kind)
     if wanted not in told:
         what = f"it measured {_shown(told)}, and the plan is for {wanted[0]} on {wanted[1]}"
-        mend = "run `rlhfless selftest` with this spec, on such a device"
-        raise InputError("--measured", [Problem("", what, mend)])
+        hint = "run `rlhfless selftest` with this spec, on such a device"
+        raise InputError("--measured", [Problem("", what, hint)])
     values = dict(found[told.index(wanted)]["latency"])
     share = values.pop("ranks") / asked.spec.learner.world_size
     for stage in ("learn", "evaluate"):

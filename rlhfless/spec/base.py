@@ -34,10 +34,10 @@ def count_of(ranks: Ranks) -> int:
     return 1 if ranks == "auto" else ranks
 
 
-def without_user(url: str, mend: str) -> str:
-    """The URL. Raises ValueError, with the mend, if it has a user or a password: URLs are shown and logged."""
+def without_user(url: str, hint: str) -> str:
+    """The URL. Raises ValueError, with the hint, if it has a user or a password: URLs are shown and logged."""
     if user_in(url):
-        raise ValueError(f"a user or a password in a URL would show in logs and traces; {mend}")
+        raise ValueError(f"a user or a password in a URL would show in logs and traces; {hint}")
     return url
 
 

@@ -218,8 +218,8 @@ def _syntax_problem(error: yaml.YAMLError) -> Problem:
         return Problem("", f"not YAML: {error}")
     context = getattr(error, "context", None)
     what = f"not YAML: {f'{context}, ' if context else ''}{getattr(error, 'problem', None) or error}"
-    mend = "indent with blanks, not with tabs" if "'\\t'" in what else ""
-    return Problem("", what, mend, f"line {mark.line + 1}, column {mark.column + 1}")
+    hint = "indent with blanks, not with tabs" if "'\\t'" in what else ""
+    return Problem("", what, hint, f"line {mark.line + 1}, column {mark.column + 1}")
 
 
 def dotted(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Faults that the user can mend.
+"""Faults that the user can correct.
 
 A `UserError` is shown as its text alone. Any other exception is a fault of the program and keeps its
 traceback. Errors pickle, because functions raise them in other processes.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class UserError(Exception):
-    """An error that the user can mend. Its text is the whole message: what is wrong, where, and the mend."""
+    """An error that the user can correct. Its text is the whole message: what is wrong, where, and the hint."""
 
     status = 2
     """Exit code of a command that this error ends."""
@@ -38,7 +38,7 @@ class Problem:
     """Dotted field of the spec, such as `rewards.0.weight`; empty if the fault belongs to no single field."""
     what: str
     """What is wrong, with the value."""
-    mend: str = ""
+    hint: str = ""
     """What to do about it."""
     origin: str = ""
     """Where the user wrote it: `line 12`, or the `--set` text."""
@@ -46,7 +46,7 @@ class Problem:
     def __str__(self) -> str:
         place = f"{self.where} ({self.origin})" if self.where and self.origin else self.where or self.origin
         head = f"{place}: {self.what}" if place else self.what
-        return f"{head}\n    {self.mend}" if self.mend else head
+        return f"{head}\n    {self.hint}" if self.hint else head
 
 
 class _Problems(UserError):

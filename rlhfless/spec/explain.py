@@ -1,4 +1,4 @@
-"""Errors of pydantic, rewritten for the user: the field, its value, and the mend."""
+"""Errors of pydantic, rewritten for the user: the field, its value, and the hint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBLEMS_ERROR = "problems"
 """Pydantic's error type for `several` problems that a section's own check has found; its context holds them."""
 
 EXTENSION_ERROR = "extension"
-"""Pydantic's error type for a `type` that names nothing; its context holds `what` and `mend`."""
+"""Pydantic's error type for a `type` that names nothing; its context holds `what` and `hint`."""
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ def explain(
 
 def several(problems: Sequence[Problem]) -> PydanticCustomError:
     """An error of a section's own check, each problem at a field below the section."""
-    text = "; ".join(f"{problem.where}: {problem.what}; {problem.mend}" for problem in problems)
+    text = "; ".join(f"{problem.where}: {problem.what}; {problem.hint}" for problem in problems)
     return PydanticCustomError(PROBLEMS_ERROR, "{text}", {"text": text, "problems": tuple(problems)})
 
 
@@ -153,36 +153,36 @@ def _problem(details: ErrorDetails, spot: _Spot, origins: Mapping[Path, str]) ->
     path, annotation = spot.locate()
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     message = details["msg"].replace("Input should be", "should be").removeprefix("Value error, ")
-    what, mend = message, ""
+    what, hint = message, ""
     if kind == "extra_forbidden":
-        what, mend = "unknown key", _key_mend(str(path[-1]), spot.model(), spot.root)
+        what, hint = "unknown key", _key_hint(str(path[-1]), spot.model(), spot.root)
     elif kind == "missing":
-        what, mend = "missing, and it has no default", _description(path, spot)
+        what, hint = "missing, and it has no default", _description(path, spot)
     elif kind == EXTENSION_ERROR:
         path = (*path, "type") if isinstance(value, Mapping) else path
-        what, mend = context["what"], context["mend"]
+        what, hint = context["what"], context["hint"]
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, str(context["discriminator"]).strip("'"))
-        what, mend = _tag_message(str(context.get("tag", "")), annotation)
+        what, hint = _tag_message(str(context.get("tag", "")), annotation)
     elif kind in ("model_type", "model_attributes_type"):
         what = f"is a section with keys of its own, got {shown(value)}"
-        mend = _section_mend(models(annotation))
+        hint = _section_hint(models(annotation))
     elif kind in ("tuple_type", "list_type"):
-        what, mend = (
+        what, hint = (
             f"should be a list, got {shown(value)}",
             "write each item on a line that starts with `- `",
         )
     elif kind == "too_short":
-        what, mend = "should have at least one item, and is empty", ""
+        what, hint = "should have at least one item, and is empty", ""
     elif kind == "literal_error":
         what = f"{shown(value)}: {message}"
-        mend = nearest(str(value), map(str, get_args(annotation))).strip()
+        hint = nearest(str(value), map(str, get_args(annotation))).strip()
     elif not models(annotation):  # a section's own check names the values itself
         what = f"{shown(value)}: {message}"
-    return Problem(dotted(path), what, mend, origin_of(path, origins))
+    return Problem(dotted(path), what, hint, origin_of(path, origins))
 
 
-def _key_mend(key: str, model: type[BaseModel], root: type[BaseModel]) -> str:
+def _key_hint(key: str, model: type[BaseModel], root: type[BaseModel]) -> str:
     valid = list(model.model_fields)
     elsewhere = [path for path in keys(root) if path.rpartition(".")[2] == key]
     hint = nearest(key, valid, cutoff=_TYPING_ERROR)
@@ -197,7 +197,7 @@ def _tag_message(tag: str, annotation: Any) -> tuple[str, str]:
     return what, f"{nearest(tag, valid)}Valid types: {', '.join(valid)}"
 
 
-def _section_mend(candidates: list[type[BaseModel]]) -> str:
+def _section_hint(candidates: list[type[BaseModel]]) -> str:
     if len(candidates) == 1:
         return f"give it some of these keys, or leave it out: {', '.join(candidates[0].model_fields)}"
     return f"start it with `type:`, one of {', '.join(sorted(map(tag_of, candidates)))}"

@@ -67,13 +67,13 @@ class Seam:
             try:
                 return self._own(name)
             except TargetError as error:
-                raise _error(error.what, error.mend) from error
+                raise _error(error.what, error.hint) from error
         by_tag = {tag_of(model): model for model in self.built_in}
         if name in by_tag:
             return by_tag[name]
         known = f"Built in: {', '.join(map(repr, by_tag))}. " if by_tag else ""
-        mend = f"{nearest(name, by_tag)}{known}One of your own is named as `package.module:Name`"
-        raise _error(f"{name!r} is no {self.noun}", mend)
+        hint = f"{nearest(name, by_tag)}{known}One of your own is named as `package.module:Name`"
+        raise _error(f"{name!r} is no {self.noun}", hint)
 
     def _own(self, target: str) -> type[OwnSpec]:
         """Raises TargetError."""
@@ -129,7 +129,7 @@ def _restored(data: Mapping[str, Any], paths: Sequence[str]) -> OwnSpec:
     try:
         return _settings_class(load_target(target), target, OwnSpec).model_validate(data)
     except TargetError as error:
-        raise InputError(f"the settings of {target!r}", [Problem("type", error.what, error.mend)]) from error
+        raise InputError(f"the settings of {target!r}", [Problem("type", error.what, error.hint)]) from error
 
 
 def _settings_class(found: Any, target: str, base: type[OwnSpec]) -> type[OwnSpec]:
@@ -147,8 +147,8 @@ def _name(value: Any) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def _error(what: str, mend: str) -> PydanticCustomError:
-    return PydanticCustomError(EXTENSION_ERROR, "{what}. {mend}", {"what": what, "mend": mend})
+def _error(what: str, hint: str) -> PydanticCustomError:
+    return PydanticCustomError(EXTENSION_ERROR, "{what}. {hint}", {"what": what, "hint": hint})
 
 
 def _dumped(value: SpecModel, info: core_schema.SerializationInfo) -> Any:

@@ -32,8 +32,8 @@ def _engine(name: str) -> str:
         if lacking:
             raise TargetError(f"{name!r} is no engine: it has no `{lacking[0]}`", "See docs/extending.md")
     except TargetError as error:
-        what = {"what": error.what, "mend": error.mend}
-        raise PydanticCustomError(EXTENSION_ERROR, "{what}. {mend}", what) from error
+        what = {"what": error.what, "hint": error.hint}
+        raise PydanticCustomError(EXTENSION_ERROR, "{what}. {hint}", what) from error
     return name
 
 

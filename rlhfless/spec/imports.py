@@ -34,13 +34,13 @@ _NOT_THEIRS = (
 class TargetError(Exception):
     """The target cannot be imported; `what` says which part of it fails, and why."""
 
-    def __init__(self, what: str, mend: str = "") -> None:
-        super().__init__(what, mend)
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what, hint)
         self.what = what
-        self.mend = mend
+        self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.what}. {self.mend}".rstrip(" .")
+        return f"{self.what}. {self.hint}".rstrip(" .")
 
 
 def load_target(target: str) -> Any:

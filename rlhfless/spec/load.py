@@ -60,8 +60,8 @@ def _load(path: str | Path, overrides: Sequence[str]) -> tuple[RunSpec, dict[str
         raise SpecError(source, [error.problem]) from error
     data = parsed.data
     if data is None:
-        what, mend = "the file is empty", "it needs at least `model`, `prompts` and `rewards`"
-        raise SpecError(source, [Problem("", what, mend)])
+        what, hint = "the file is empty", "it needs at least `model`, `prompts` and `rewards`"
+        raise SpecError(source, [Problem("", what, hint)])
     if not isinstance(data, dict):
         what = f"a spec is a mapping of keys, got a {type(data).__name__}"
         raise SpecError(source, [Problem("", what, "start it with, for example, `steps: 100`", "line 1")])
@@ -124,8 +124,8 @@ def _read(path: Path) -> str:
             return stream.read(MOST_CHARACTERS * 4 + 1).decode("utf-8-sig")
     except FileNotFoundError:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        mend = nearest(path.name, siblings).strip() or f"looked in {path.absolute().parent}"
-        raise SpecError(str(path), [Problem("", "no such file", mend)]) from None
+        hint = nearest(path.name, siblings).strip() or f"looked in {path.absolute().parent}"
+        raise SpecError(str(path), [Problem("", "no such file", hint)]) from None
     except UnicodeDecodeError as error:
         what = f"not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}"
         raise SpecError(str(path), [Problem("", what, "save it as UTF-8")]) from error
@@ -144,8 +144,8 @@ def _override(data: dict[str, Any], text: str, origins: dict[document.Path, str]
     try:
         value = document.parse_value(value_text)
     except document.DocumentError as error:
-        mend = error.problem.mend or "quote it"
-        return Problem(key, f"{shown(value_text)}: {error.problem.what}", mend, f"--set {key}=...")
+        hint = error.problem.hint or "quote it"
+        return Problem(key, f"{shown(value_text)}: {error.problem.what}", hint, f"--set {key}=...")
     path: document.Path = ()
     here: Any = data
     *parents, last = key.split(".")

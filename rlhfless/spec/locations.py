@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 NOT_HERE = "name it by its absolute path, or start rlhfless in another folder"
-"""The mend of what `shadowed` finds."""
+"""The hint of what `shadowed` finds."""
 
 
 def is_path(name: str) -> bool:

@@ -83,7 +83,7 @@ def size_problems(sizes: Iterable[Size], bounds: SizesSpec, owner: str = "") -> 
 
 
 def too_large(text: str, figure: int, bound: str, bounds: SizesSpec, owner: str = "") -> tuple[str, str]:
-    """What is wrong with a figure above a bound, and the mend."""
+    """What is wrong with a figure above a bound, and the hint."""
     most, ceiling = getattr(bounds, bound), getattr(MOST_SIZES, bound)
     made = f"{text} is {figure:,}" if not text.endswith(str(figure)) else text
     if owner:

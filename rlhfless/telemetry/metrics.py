@@ -67,9 +67,9 @@ class UndeclaredMetric(ValueError):
 
     def __init__(self, name: str) -> None:
         near = difflib.get_close_matches(name, METRICS, n=1)
-        hint = f"did you mean {near[0]!r}? If not, " if near else ""
-        mend = "declare it in rlhfless/telemetry/metrics.py, or call an algorithm's own `algorithm/<name>`"
-        super().__init__(f"metric {name!r} is not declared; {hint}{mend}")
+        nearest = f"did you mean {near[0]!r}? If not, " if near else ""
+        hint = "declare it in rlhfless/telemetry/metrics.py, or call an algorithm's own `algorithm/<name>`"
+        super().__init__(f"metric {name!r} is not declared; {nearest}{hint}")
 
 
 def _table(metrics: Iterable[Metric]) -> Mapping[str, Metric]:

@@ -24,7 +24,7 @@ _STOP_S = 5.0
 
 
 class PortInUse(UserError):
-    """The exporter's port belongs to another process. Names the port and the mend."""
+    """The exporter's port belongs to another process. Names the port and the hint."""
 
 
 class PrometheusSink:

@@ -102,8 +102,8 @@ def _wanted(scenario: Scenario, labels: Sequence[str] | None) -> list[PolicyEntr
     entries = {entry.shown: entry for entry in scenario.policies}
     for label in labels or ():
         if label not in entries:
-            what, mend = f"{label!r} is not one of them", f"{nearest(label, entries)}There are {', '.join(entries)}"
-            raise InputError(scenario.name, [Problem("policies", what, mend)])
+            what, hint = f"{label!r} is not one of them", f"{nearest(label, entries)}There are {', '.join(entries)}"
+            raise InputError(scenario.name, [Problem("policies", what, hint)])
     for entry in scenario.policies:
         if entry.name != BEST_STATIC:
             settings_of(scenario, entry)

@@ -96,12 +96,12 @@ def kind_of(scenario: Scenario, entry: PolicyEntry) -> PolicyKind:
     name = _policy_of(entry)
     if name not in POLICIES and ":" not in name:
         known = [*POLICIES, *BOUNDS, BEST_STATIC]
-        what, mend = f"{name!r} is no policy", f"{nearest(name, known)}There are {', '.join(known)}"
-        raise InputError(scenario.name, [Problem("policies", what, mend)])
+        what, hint = f"{name!r} is no policy", f"{nearest(name, known)}There are {', '.join(known)}"
+        raise InputError(scenario.name, [Problem("policies", what, hint)])
     try:
         return policy_kind(name)
     except PolicyError as error:
-        raise InputError(scenario.name, [Problem("policies", error.what, error.mend)]) from error
+        raise InputError(scenario.name, [Problem("policies", error.what, error.hint)]) from error
 
 
 def _policy_of(entry: PolicyEntry) -> str:
@@ -119,12 +119,12 @@ def fleet_of(scenario: Scenario, entry: PolicyEntry) -> FleetShape:
     if placement.prefill_devices and not kind.prefill:
         having = ", ".join(name for name, other in POLICIES.items() if other.prefill)
         what = f"{entry.shown} gives no work to devices that prefill only ({placement.prefill_devices})"
-        mend = f"leave placement.prefill_devices out, or set it in the `placement` of one of {having} alone"
-        raise InputError(scenario.name, [Problem("placement.prefill_devices", what, mend)])
+        hint = f"leave placement.prefill_devices out, or set it in the `placement` of one of {having} alone"
+        raise InputError(scenario.name, [Problem("placement.prefill_devices", what, hint)])
     if scenario.schedule == "one_step_off" and placement.mode == "colocated":
         what = f"{entry.shown} is placed co-located, and schedule one_step_off overlaps generation and learning"
-        mend = "leave it out, or give it a `placement` of mode `disaggregated` or the scenario the schedule `sync`"
-        raise InputError(scenario.name, [Problem("policies", what, mend)])
+        hint = "leave it out, or give it a `placement` of mode `disaggregated` or the scenario the schedule `sync`"
+        raise InputError(scenario.name, [Problem("policies", what, hint)])
     return FleetShape(placement)
 
 

@@ -86,8 +86,8 @@ def load_latency(path: str | os.PathLike[str]) -> LatencyFile:
     try:
         parsed = document.parse(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        mend = "name a file that `rlhfless simulate --calibrate` has written"
-        raise InputError(str(path), [Problem("", f"cannot be read: {error}", mend)]) from error
+        hint = "name a file that `rlhfless simulate --calibrate` has written"
+        raise InputError(str(path), [Problem("", f"cannot be read: {error}", hint)]) from error
     except document.DocumentError as error:
         raise InputError(str(path), [error.problem]) from error
     try:

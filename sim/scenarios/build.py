@@ -106,8 +106,8 @@ class ScenarioLayout:
         needed = timing.learner_devices_needed(scenario, first.kind)
         if len(self.learner_side) < needed:
             what = f"the learner has {len(self.learner_side)} x {first.kind}, and its state needs {needed}"
-            mend = "give it more devices, or lower learner.state_bytes_per_parameter"
-            raise timing.DoesNotFit(scenario.name, [Problem("placement", what, mend)])
+            hint = "give it more devices, or lower learner.state_bytes_per_parameter"
+            raise timing.DoesNotFit(scenario.name, [Problem("placement", what, hint)])
 
     def actors(self) -> tuple[ActorShape, ...]:
         """Slots for generation; slots on the first kind of device come first."""
@@ -120,14 +120,14 @@ class ScenarioLayout:
         alone = self._placement.prefill_devices // self._scenario.engine.tensor_parallel
         if 0 < len(found) <= alone:
             what = f"{self._placement.prefill_devices} devices prefill, and no actor is left that decodes"
-            mend = "lower placement.prefill_devices, or take more devices"
-            raise timing.DoesNotFit(self._scenario.name, [Problem("placement.prefill_devices", what, mend)])
+            hint = "lower placement.prefill_devices, or take more devices"
+            raise timing.DoesNotFit(self._scenario.name, [Problem("placement.prefill_devices", what, hint)])
         found[:alone] = [replace(actor, engine=replace(actor.engine, prefill_only=True)) for actor in found[:alone]]
         if not found:
             tensor_parallel = self._scenario.engine.tensor_parallel
             what = f"no node has {tensor_parallel} devices left for an actor"
-            mend = "lower engine.tensor_parallel or placement.learner_devices, or take more devices"
-            raise timing.DoesNotFit(self._scenario.name, [Problem("engine.tensor_parallel", what, mend)])
+            hint = "lower engine.tensor_parallel or placement.learner_devices, or take more devices"
+            raise timing.DoesNotFit(self._scenario.name, [Problem("engine.tensor_parallel", what, hint)])
         return tuple(found)
 
     def _of_kind(self, machines: MachinesSpec, devices: DevicesByNode) -> list[ActorShape]:

@@ -99,8 +99,8 @@ def synthetic(scenario: Scenario, workload: LognormalWorkload | BimodalWorkload,
             seed,
         )
     except ValueError as error:
-        mend = "raise workload.prompts or lower prompts_per_step"
-        raise InputError(scenario.name, [Problem("workload.prompts", str(error), mend)]) from error
+        hint = "raise workload.prompts or lower prompts_per_step"
+        raise InputError(scenario.name, [Problem("workload.prompts", str(error), hint)]) from error
 
 
 def _shape(workload: LognormalWorkload | BimodalWorkload) -> LengthShape:

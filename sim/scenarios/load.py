@@ -21,7 +21,7 @@ _PATHS = (("cluster", "prices"), ("cluster", "devices"), ("workload", "path"), (
 
 
 def load_scenario(path: str | os.PathLike[str]) -> Scenario:
-    """Reads a YAML or JSON file. Raises InputError with all problems: field, line, value, and the mend."""
+    """Reads a YAML or JSON file. Raises InputError with all problems: field, line, value, and the hint."""
     path = Path(path)
     try:
         parsed = document.parse(_read(path))
@@ -30,8 +30,8 @@ def load_scenario(path: str | os.PathLike[str]) -> Scenario:
     data = parsed.data
     if not isinstance(data, dict):
         what = "the file is empty" if data is None else f"a scenario is a mapping of keys, got a {type(data).__name__}"
-        mend = "it needs at least `name`, `cluster`, `model`, `workload` and `policies`; see examples/scenarios"
-        raise InputError(str(path), [Problem("", what, mend)])
+        hint = "it needs at least `name`, `cluster`, `model`, `workload` and `policies`; see examples/scenarios"
+        raise InputError(str(path), [Problem("", what, hint)])
     for keys in _PATHS:
         _resolve(data, keys, path.absolute().parent)
     try:
@@ -50,8 +50,8 @@ def _read(path: Path) -> str:
         return path.read_text("utf-8-sig")
     except FileNotFoundError:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        mend = nearest(path.name, siblings).strip() or f"looked in {path.absolute().parent}"
-        raise InputError(str(path), [Problem("", "no such file", mend)]) from None
+        hint = nearest(path.name, siblings).strip() or f"looked in {path.absolute().parent}"
+        raise InputError(str(path), [Problem("", "no such file", hint)]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(str(path), [Problem("", f"cannot be read: {error}", "name a scenario file")]) from error
 

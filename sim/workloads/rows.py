@@ -29,7 +29,7 @@ class WorkloadRequest:
 
 def refuse(path: Path, row: int, reason: str) -> NoReturn:
     """Raises WorkloadError. Rows count from 1, as editors show them."""
-    raise WorkloadError(f"{path}, row {row}: {reason}; mend the row or take it out")
+    raise WorkloadError(f"{path}, row {row}: {reason}; correct the row or take it out")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[2] / "benchmarks"), str(Path(__file__).parents[1] / "simulate")]
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

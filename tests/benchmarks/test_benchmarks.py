@@ -14,7 +14,7 @@ from pathlib import Path
 import latency
 import numpy as np
 import pytest
-from recorded_run import record
+from fakes.recorded_run import record
 from where import machine
 
 from rlhfless.bundled.model import ModelSize, build_random

@@ -1,4 +1,4 @@
-"""What is typed wrong: each is refused with the field, the value and the mend; none is a fault of the service."""
+"""What is typed wrong: each is refused with the field, the value and the hint; none is a fault of the service."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from standing import RUN, NoDrivers, Pushes, until
+from fakes.standing import RUN, NoDrivers, Pushes, until
 
 from rlhfless.spec import SizesSpec
 

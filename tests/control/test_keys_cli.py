@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from standing import NoDrivers, served, there_is_ray
+from fakes.standing import NoDrivers, served, there_is_ray
 from typer.testing import CliRunner
 
 from rlhfless.cli.main import app

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from standing import RUN, NoDrivers, served, there_is_ray
+from fakes.places import ROOT
+from fakes.standing import RUN, NoDrivers, served, there_is_ray
 
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.telemetry.metrics import METRICS
 
-FILES = Path(__file__).parents[2] / "deploy" / "helm" / "rlhfless" / "files"
+FILES = ROOT / "deploy" / "helm" / "rlhfless" / "files"
 
 
 def test_alerts_and_panels_use_metrics_that_exist(tmp_path: Path) -> None:

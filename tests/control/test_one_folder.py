@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from standing import RUN, NoDrivers, until
+from fakes.standing import RUN, NoDrivers, until
 
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.drivers import Handle

@@ -18,7 +18,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from standing import RUN, served
+from fakes.places import ROOT, TESTS
+from fakes.standing import RUN, served
 
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.ray_jobs import JobDrivers, JobHost, RayJobs
@@ -26,8 +27,6 @@ from rlhfless.control.settings import ServiceSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 LIMIT_S = 90
 
 
@@ -58,7 +57,7 @@ def head() -> Iterator[str]:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{ROOT}:{HERE / 'kills'}",
+            "PYTHONPATH": f"{ROOT}:{TESTS}",
         }.items():
             environment.setenv(name, value)
         command = ["ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2"]
@@ -86,7 +85,7 @@ def settings_of(folder: Path, head: str) -> ServiceSettings:
 def test_a_cluster_elsewhere(head: str, tmp_path: Path) -> None:
     """The host says what the cluster has; a run's driver that is killed is followed by another one; the run ends."""
     jobs = RayJobs(head)
-    with served(settings_of(tmp_path, head), JobDrivers(jobs, "stand_in_driver")) as (client, service):
+    with served(settings_of(tmp_path, head), JobDrivers(jobs, "fakes.stand_in_driver")) as (client, service):
         assert client.get("/readyz").json()["waiting_for"] == [f"waiting for the Ray cluster at {head}"]
 
         async def keep() -> None:
@@ -139,7 +138,7 @@ def test_a_driver_is_started_once_and_stopped_in_order(head: str, tmp_path: Path
         http_hosts=[],
         spec={"steps": 1},
     )
-    drivers = JobDrivers(RayJobs(head), "stand_in_driver")
+    drivers = JobDrivers(RayJobs(head), "fakes.stand_in_driver")
     handle = drivers.start(tmp_path / "run", order)
     assert drivers.start(tmp_path / "run", order) == handle
     until(lambda: processes(f"stand_in_driver {tmp_path / 'run'}"), "the driver")

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import yaml
 from click.testing import Result
-from standing import RUN, NoDrivers, Pushes, until
+from fakes.standing import RUN, NoDrivers, Pushes, until
 from typer.testing import CliRunner
 
 from rlhfless.cli.main import app

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import filled
 import httpx
 import pytest
-from standing import NoDrivers, served
+from fakes import filled
+from fakes.standing import NoDrivers, served
 
 from rlhfless.control.service import Service
 from rlhfless.control.settings import ServiceSettings

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from standing import RUN, SAMPLE, NoDrivers, Pushes, until
+from fakes.orders import order_of
+from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, until
 
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, PushAnswer
 from rlhfless.control.driver import main as driver
@@ -30,14 +31,6 @@ USAGE = {
 }  # fmt: skip
 CHECKPOINT = {"id": "step-1", "step": 1, "location": "/x", "best": True, "score": None, "created_at": 1.0}
 NEW = {"of_a_newer_version": {"a": 1}}
-
-
-def order_of(**changes: Any) -> dict[str, Any]:
-    order = DriverOrder(
-        run_id="run-1", attempt=1, token="secret", service_file="nowhere", service_url="http://127.0.0.1:9",
-        ray_address="auto", one_machine=False, http_hosts=[], spec=RUN,
-    )  # fmt: skip
-    return order.model_dump() | changes
 
 
 def item(seq: int, kind: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +133,7 @@ def test_a_driver_that_does_not_know_the_spec_says_so(tmp_path: Path) -> None:
         (
             NoCluster("no Ray cluster answers; start it there (`ray start --head`)"),
             "queued",
-            "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can mend that",
+            "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can correct that",
         ),
     ],
 )

@@ -4,6 +4,7 @@ A process has one Ray at a time, so it ends with the module."""
 
 from __future__ import annotations
 
+from fakes.live_runs import FAULT_STEPS, Live, Whole, fault_values, spec_values, train_step
 import asyncio
 import dataclasses
 import io
@@ -42,43 +43,10 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def spec_values(assets: Path, **changes: Any) -> dict[str, Any]:
-    """A spec for the random policy; `changes` replace whole sections."""
-    values: dict[str, Any] = {
-        "name": "test",
-        "model": {"path": str(assets / "model")},
-        "prompts": {
-            "path": str(assets / "train.jsonl"),
-            "held_out": {"path": str(assets / "heldout.jsonl")},
-        },
-        "rewards": [{"type": "regex", "name": "has_seven", "pattern": "7"}],
-        "algorithm": {"kl": {"coefficient": 0.01}},
-        "generation": {"max_tokens": 400, "progress_interval_s": 0.1},
-        "steps": 2,
-        "prompts_per_step": 8,
-        "samples_per_prompt": 2,
-        "mini_batches": 2,
-        "optimizer": {"learning_rate": 1e-4},
-        "scaling": {"generation": {"min_actors": 1, "max_actors": 2}},
-        "weights": {"store": "http"},
-        "logging": {"console": "lines", "record_tokens": True},
-        "output": str(assets / "runs"),
-    }
-    return values | changes
 
 
-async def train_step(run: Run, step: int) -> StepRecord:
-    """A whole step, as the schedule `sync` does it."""
-    context = run.begin(step)
-    return await train(run, context, await rollout(run, context))
 
 
-@dataclasses.dataclass
-class Live:
-    """The shared run, and where its trace goes."""
-
-    run: Run
-    folder: Path
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -92,26 +60,8 @@ async def live(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
         yield Live(run, folder)
 
 
-FAULT_STEPS = 8
 
 
-def fault_values(assets: Path, actors: int, **changes: Any) -> dict[str, Any]:
-    """The spec of the runs that are broken; they all draw the same samples and learn the same."""
-    values = spec_values(
-        assets,
-        algorithm={},
-        weights={},
-        # Lengths differ, so every step moves the weights.
-        rewards=[{"type": "length_penalty", "free_tokens": 0, "max_tokens": 400}],
-        steps=FAULT_STEPS,
-        prompts_per_step=4,
-        optimizer={"learning_rate": 1e-3},
-        # Which actors come and go is up to the test.
-        scaling={"generation": {"min_actors": actors, "max_actors": actors}},
-        checkpoint={"every_steps": 2},
-        timeouts={"drain_s": 3},
-    )
-    return values | changes
 
 
 def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Session:
@@ -120,13 +70,6 @@ def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Se
     return Session(spec, preflight(spec), folder.name.replace("_", "-"), folder, console, MetricSinks([]))
 
 
-@dataclasses.dataclass
-class Whole:
-    """A run of FAULT_STEPS steps with one actor, in which nothing happens."""
-
-    trace: Trace
-    digest: str
-    """Of its last weights."""
 
 
 @pytest.fixture(scope="session")

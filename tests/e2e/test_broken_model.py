@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import fault_opening
+from fakes.live_runs import fault_opening
 from safetensors.torch import load_file, save_file
 
 from rlhfless.loop.driver import Driver

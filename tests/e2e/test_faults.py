@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import saboteur
-from conftest import FAULT_STEPS, Whole, fault_opening
+from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
+from fakes import saboteur
 
 from rlhfless.functions.base import Call
 from rlhfless.loop.driver import Driver

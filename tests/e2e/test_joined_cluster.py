@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from conftest import Whole, fault_values
-from test_command_line import COMMAND, start, wait_for, write_spec
+from fakes.live_runs import Whole, fault_values
+from fakes.commands import COMMAND, start, wait_for, write_spec
 
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.compare import compare_samples

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import saboteur
 import torch
-from conftest import fault_opening
+from fakes.live_runs import fault_opening
+from fakes import saboteur
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhfless.fleet.pool import ReplicaPool

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import spec_values
+from fakes.live_runs import spec_values
 
 from rlhfless.autoscaling import scaler
 from rlhfless.autoscaling.prefix_moves import PrefixMoves

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Whole, fault_values
-from test_command_line import assert_nothing_is_left, offspring, start, wait_for
+from fakes.live_runs import Whole, fault_values
+from fakes.commands import assert_nothing_is_left, offspring, start, wait_for
 
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.compare import compare_samples

@@ -12,8 +12,6 @@ import pytest
 from rlhfless.spec import RunSpec
 from rlhfless.spec.load import load_spec
 
-sys.path.append(str(Path(__file__).parents[1] / "learner"))
-
 OWN = Path(__file__).with_name("own")
 MINIMAL = "model: {path: m}\nprompts: {path: p}\nrewards: [{type: exact_match}]\n"
 MODULES = [file.stem for file in OWN.glob("*.py")] + ["second_policy.kind", "second_policy.worker", "second_policy"]

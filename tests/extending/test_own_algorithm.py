@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_learner import make_batch, make_rank, save_tiny_model
+from fakes.tiny_learner import make_batch, make_rank, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from rlhfless.algorithms.base import LossInputs, algorithm_of

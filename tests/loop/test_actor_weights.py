@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_cluster import CALL, FakeCluster, NoRecords, pool_of
-from test_generation_stage import until
-from test_pool import Watcher
+from fakes.cluster import CALL, FakeCluster, NoRecords, pool_of
+from fakes.stage import until
+from fakes.watcher import Watcher
 
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import ReplicaPool

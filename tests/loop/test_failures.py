@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_fleet import group
+from fakes.fleet import group
 from hypothesis import given
 from hypothesis import strategies as st
 

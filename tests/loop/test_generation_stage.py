@@ -2,59 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fake_fleet import FakeFleet, FakePool, prompt, runner
+from fakes.fleet import FakeFleet, FakePool, runner
+from fakes.stage import SPEC, Reader, draw, until
 
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.fleet.replica import ReplicaLost
-from rlhfless.functions.base import Call
 from rlhfless.loop.generation import GenerationStage
-from rlhfless.loop.rollout_request import RolloutRequest, sampling_of
-from rlhfless.records import Group, ReplicaState, Work, sample_seed
+from rlhfless.records import ReplicaState, sample_seed
 from rlhfless.scaling.policy import UNASSIGNED, Action, Assign, Event, Lost, Start, StepBegan, StepView
-from rlhfless.spec import RunSpec
-
-SPEC = RunSpec.model_validate({"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]})
-
-
-def draw(names: Sequence[str], samples: int = 2) -> RolloutRequest:
-    return RolloutRequest(
-        Call("run", 1, 3),
-        tuple(prompt(name) for name in names),
-        samples,
-        sampling_of(SPEC),
-        "run/1/2/d",
-        Work.GENERATE,
-        seed=11,
-        seed_step=3,
-    )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the stage work until `condition` holds."""
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0)
-
-
-class Reader:
-    """Reads a stage's groups in the background."""
-
-    def __init__(self, stage: GenerationStage) -> None:
-        self.groups: list[Group] = []
-        self.task = asyncio.create_task(self._read(stage))
-
-    async def _read(self, stage: GenerationStage) -> None:
-        async for group in stage.groups():
-            self.groups.append(group)
-
-    @property
-    def names(self) -> list[str]:
-        return [group.prompt.prompt_id for group in self.groups]
 
 
 async def test_siblings_go_to_one_actor_with_the_seeds_of_their_names() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_fleet import FakePool, rollout, runner
-from test_generation_stage import SPEC, Reader, draw, until
+from fakes.fleet import FakePool, rollout, runner
+from fakes.stage import SPEC, Reader, draw, until
 
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.loop.generation import GenerationStage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fakes.ledgers import ledger_in
 import errno
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,9 +51,6 @@ async def test_a_full_disk_loses_nothing_of_the_bill_and_is_reported_at_the_end_
     assert sum(holding.duration_s for holding in read_trace(tmp_path).holdings) == 21.0
 
 
-def ledger_in(folder: Path) -> Ledger:
-    prices = load_price_book(None)
-    return Ledger(TraceWriter(folder, TraceMeta("run", 1, prices.snapshot(), {}, {}), False), prices)
 
 
 def pool_of_one(ledger: Ledger, clock: Iterator[float]) -> Any:

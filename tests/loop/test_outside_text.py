@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from fake_fleet import FakePool, runner
-from test_generation_stage import SPEC, draw, until
+from fakes.fleet import FakePool, runner
+from fakes.stage import SPEC, draw, until
 
 from rlhfless.functions.scoring.scorer import score_groups
 from rlhfless.loop.failures import added_up, without_failures

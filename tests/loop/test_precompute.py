@@ -6,8 +6,8 @@ import dataclasses
 import math
 
 import pytest
-from fake_fleet import FakePool, runner
-from test_generation_stage import SPEC, Reader, draw, until
+from fakes.fleet import FakePool, runner
+from fakes.stage import SPEC, Reader, draw, until
 
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
 from rlhfless.autoscaling.prefix_moves import PrefixMoves

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_fleet import group
-from test_ledger import ledger_in
+from fakes.fleet import group
+from fakes.ledgers import ledger_in
 
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo

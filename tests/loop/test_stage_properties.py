@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from random import Random
 
 import numpy as np
-from fake_fleet import FakeFleet, FakePool
+from fakes.fleet import FakeFleet, FakePool
+from fakes.stage import SPEC, Reader, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_generation_stage import SPEC, Reader, draw
 
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.loop.generation import GenerationStage

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
-from fake_fleet import group
+from fakes.fleet import group
 
 from rlhfless.loop import stages
 from rlhfless.loop.stages import collect

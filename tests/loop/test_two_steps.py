@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from fake_fleet import FakePool, prompt, runner
-from test_generation_stage import until
-from test_ledger import ledger_in
+from fakes.fleet import FakePool, prompt, runner
+from fakes.stage import until
+from fakes.ledgers import ledger_in
 
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call

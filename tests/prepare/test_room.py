@@ -56,8 +56,8 @@ def test_what_is_lacking_is_told_with_figures_node_and_mend() -> None:
         "node 10.0.0.7: '/dev/shm' has 40 GiB free, and up to 4 versions of the weights of 16 GiB each are kept "
         "there: 64 GiB"
     )
-    assert "--shm-size" in problem.mend
-    assert "ray.gpuGroups[].sharedMemory or ray.cpuGroup.sharedMemory: 72Gi or more" in problem.mend
+    assert "--shm-size" in problem.hint
+    assert "ray.gpuGroups[].sharedMemory or ray.cpuGroup.sharedMemory: 72Gi or more" in problem.hint
 
 
 @pytest.mark.parametrize("store", [1, GIB, 7 * GIB, 64 * GIB, 458 * GIB])

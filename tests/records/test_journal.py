@@ -13,26 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.rollouts import rollout
 
-from rlhfless.records import FinishReason, Rollout, VersionSpan
+from rlhfless.records import Rollout
 from rlhfless.records.journal import Journal, JournalError, StaleAttempt
-
-
-def rollout(prompt_id: str = "p", sample: int = 0, tokens: int = 3) -> Rollout:
-    return Rollout(
-        prompt_id,
-        sample,
-        2**62 + 5,
-        np.arange(tokens, dtype=np.int64),
-        np.linspace(-1, 0, tokens, dtype=np.float32),
-        "täxt\n",
-        FinishReason.STOP,
-        (VersionSpan("run/1/0/ab", 0, 2), VersionSpan("run/1/0/cd", 2, tokens)),
-        "actor-0",
-        1.5,
-        2.5,
-        16,
-    )
 
 
 def same(a: Rollout, b: Rollout) -> bool:
@@ -84,9 +68,10 @@ def test_an_older_attempt_is_shut_out(journal: Journal, tmp_path: Path) -> None:
 def test_what_was_added_outlives_a_kill(tmp_path: Path) -> None:
     """The writer is killed between two additions, with the second transaction open."""
     program = f"""
-        import os, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_journal import Journal, Path, rollout
+        import os, signal
+        from pathlib import Path
+        from fakes.rollouts import rollout
+        from rlhfless.records.journal import Journal
         journal = Journal(Path({str(tmp_path / "journal.sqlite")!r}))
         journal.begin_attempt()
         journal.add(1, [rollout("p", 0), rollout("p", 1)])

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fakes.places import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -303,7 +304,7 @@ def test_tables_have_the_declared_columns(tmp_path: Path) -> None:
 
 
 def test_every_column_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()
+    text = (ROOT / "docs" / "trace.md").read_text()
     for name, schema in TABLES.items():
         section = text.split(f"### {name}\n")[1].split("\n### ")[0]
         documented = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]

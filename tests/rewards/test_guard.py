@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from reward_samples import samples_of
+from fakes.reward_samples import samples_of
 
 from rlhfless.rewards import Failed, Outcome
 from rlhfless.rewards.guard import ForbiddenAddress, Guarded, forbidden, refusal

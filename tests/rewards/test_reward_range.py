@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fakes.reward_samples import samples_of
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_samples import samples_of
 
 from rlhfless.algorithms.grpo import grpo_advantages
 from rlhfless.rewards import Failed, combined

@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from reward_samples import samples_of
+from fakes.reward_samples import samples_of
 
 from rlhfless.records import Prompt
 from rlhfless.rewards import code

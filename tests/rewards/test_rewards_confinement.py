@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from confinement_probe import MARKER
-from other_user import USER, as_other_user
+from fakes.other_user import USER, as_other_user
 from pydantic import ValidationError
 
 from rlhfless.rewards.code import CodeReward

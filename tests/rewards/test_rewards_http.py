@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from reward_samples import samples_of
+from fakes.reward_samples import samples_of
 
 from rlhfless.rewards import checker
 from rlhfless.rewards import http as http_reward

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from reward_samples import samples_of
+from fakes.reward_samples import samples_of
 
 from rlhfless.records import Prompt
 from rlhfless.rewards import Failed

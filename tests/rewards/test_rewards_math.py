@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from reward_samples import samples_of
+from fakes.reward_samples import samples_of
 
 from rlhfless.rewards import Failed
 from rlhfless.rewards.mathematics import MathReward

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from reward_samples import samples_of
+from fakes.reward_samples import samples_of
 
 from rlhfless.records import FinishReason, Prompt
 from rlhfless.rewards import Failed, RewardError, RewardSample

@@ -26,7 +26,7 @@ def test_every_outcome_has_its_reason(subject: Subject) -> None:
         """It measures."""
         return {"seconds": 2.0}
 
-    @check("wrong", "mend it")
+    @check("wrong", "correct it")
     def wrong(_: Subject) -> dict[str, float]:
         raise Wrong("too slow", rate=0.5)
 
@@ -53,7 +53,7 @@ def test_every_outcome_has_its_reason(subject: Subject) -> None:
     assert (found["wrong"].why, found["wrong"].measured, found["wrong"].remedy) == (
         "too slow",
         {"rate": 0.5},
-        "mend it",
+        "correct it",
     )
     assert "ZeroDivisionError: of zero" in found["broken"].why
     assert "in broken" in found["broken"].measured["trace"]

@@ -6,21 +6,21 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from simple_policies import Evenly, InTurns, Scripted
-from small_fleet import (
+from fakes.simple_policies import Evenly, InTurns, Scripted
+from fakes.small_fleet import (
     LEARNER,
     MEMORY,
     PRICES,
     REFERENCE,
     SCORING,
     actor,
+    batch_of,
     called,
     on,
     one_step,
     setup_of,
     slot_setup,
 )
-from test_engine import batch_of
 
 from rlhfless.records import ReplicaState, Work
 from rlhfless.scaling.accounting import summarise

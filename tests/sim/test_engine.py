@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from fakes.naive_engine import LinearModel, NaiveEngine, Sequence
+from fakes.small_fleet import batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_engine import LinearModel, NaiveEngine, Sequence
 
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
@@ -20,19 +21,6 @@ from rlhfless.sim.samples import RolloutBatch, StepProgress
 MODEL = LinearModel()
 PRICES = PricedModel(MODEL, 64)
 EXACT = 1e-9
-
-
-def batch_of(groups: list[tuple[int, list[int]]], prefixes: PrefixTree | None = None) -> RolloutBatch:
-    """A batch from (prompt tokens, response lengths) per group, and what the prompts share."""
-    sizes = [len(lengths) for _, lengths in groups]
-    return RolloutBatch(
-        step=1,
-        prompt_ids=tuple(f"p{i}" for i in range(len(groups))),
-        prompt_tokens=np.array([prompt for prompt, _ in groups], dtype=np.int64),
-        group=np.repeat(np.arange(len(groups)), sizes),
-        response_tokens=np.array([length for _, lengths in groups for length in lengths], dtype=np.int64),
-        prefixes=prefixes,
-    )
 
 
 def engine_of(batch: RolloutBatch, shape: EngineShape, at_s: float = 0.0, slowdown: float = 1.0) -> SimulatedEngine:

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from fakes.books import CONTRACTS, Run, check_books
+from fakes.naive_engine import LinearModel
+from fakes.small_fleet import SHAPE, actor, batch_of, setup_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from naive_engine import LinearModel
-from small_fleet import SHAPE, actor, setup_of
-from test_engine import batch_of
-from test_simulation_properties import CONTRACTS, Run, check_books
 
 from rlhfless.scaling.plan import DeviceOption, RunContract
 from rlhfless.scaling.policies import make_policy

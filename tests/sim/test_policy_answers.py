@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from naive_engine import LinearModel
-from simple_policies import Evenly, Scripted
-from small_fleet import (
+from fakes.naive_engine import LinearModel
+from fakes.simple_policies import Evenly, Scripted
+from fakes.small_fleet import (
     LEARNER,
     MEMORY,
     MODEL,
     PRICES,
     SERVING_S,
     actor,
+    batch_of,
     on,
     one_step,
     setup_of,
     slot_setup,
 )
-from test_engine import batch_of
 
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.engine_model import decode_s

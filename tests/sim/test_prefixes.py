@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from simple_policies import Evenly
-from small_fleet import (
+from fakes.simple_policies import Evenly
+from fakes.small_fleet import (
     LEARNER,
     LINKS,
     MODEL,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from simple_policies import Evenly, Scripted
-from small_fleet import (
+from fakes.simple_policies import Evenly, Scripted
+from fakes.small_fleet import (
     FOLDER,
     LEARNER,
     LINKS,
@@ -17,6 +17,7 @@ from small_fleet import (
     SERVING_S,
     SHAPE,
     actor,
+    batch_of,
     called,
     on,
     one_step,
@@ -24,7 +25,6 @@ from small_fleet import (
     slot_setup,
     usage_of,
 )
-from test_engine import batch_of
 
 from rlhfless.records import Decision, FunctionName, Work
 from rlhfless.scaling.accounting import summarise

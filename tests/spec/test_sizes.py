@@ -89,8 +89,8 @@ def test_a_size_is_refused_with_figure_limit_and_the_key_that_raises_it() -> Non
     )
     assert told[1].startswith("generation.max_tokens: ")
     (steps,) = problems({"steps": 200_000})
-    mend = "ask for less, or raise sizes.steps; it can be 10,000,000 at most"
-    assert steps == f"steps: steps is 200,000, above sizes.steps (100,000)\n    {mend}"
+    hint = "ask for less, or raise sizes.steps; it can be 10,000,000 at most"
+    assert steps == f"steps: steps is 200,000, above sizes.steps (100,000)\n    {hint}"
     assert RunSpec.model_validate(SPEC | {"steps": 200_000, "sizes": {"steps": 200_000}}).steps == 200_000
     (evaluated,) = problems({"evaluation": {"samples_per_prompt": 1000}})
     assert "sizes.held_out_samples (65,536)" in evaluated

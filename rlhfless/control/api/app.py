@@ -71,8 +71,8 @@ async def _invalid(request: Request, error: RequestValidationError) -> JSONRespo
     typed = request.headers.get("content-type", "")
     problems = [problem_of(one, typed) for one in error.errors()]
     first = problems[0]
-    mend = f"; {first.mend}" if first.mend else ""
-    message = f"{first.where or 'the body'}: {first.what}{mend}"
+    hint = f"; {first.hint}" if first.hint else ""
+    message = f"{first.where or 'the body'}: {first.what}{hint}"
     return JSONResponse(ApiError(422, "invalid_request", message, first.where or None, problems).body(), 422)
 
 

@@ -222,8 +222,8 @@ def require_room(run: RunRow, limits: LimitsSpec, changed: bool) -> None:
     if not what and not changed and run.error is not None and run.error["code"] == "limit_reached":
         what = run.error["message"]
     if what:
-        mend = 'raise it: resume with `{"limits": {...}}`'
-        raise ApiError(409, "limit_reached", f"run {run.id} would stop again: {what}; {mend}", "limits")
+        hint = 'raise it: resume with `{"limits": {...}}`'
+        raise ApiError(409, "limit_reached", f"run {run.id} would stop again: {what}; {hint}", "limits")
 
 
 def changes_of(spec: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,6 @@ def scored(question: Mapping[str, Any]) -> dict[str, Any]:
 def _counted(index: int, sample: dict[str, Any], spec: RunSpec) -> dict[str, Any]:
     """With a number of tokens: there is no tokenizer here. Raises InputError if a reward depends on it."""
     if "response_tokens" not in sample and any(isinstance(part, LengthPenaltySpec) for part in spec.rewards):
-        what, mend = "missing, and a length_penalty needs it", "give the number of tokens of the response"
-        raise InputError("the samples", [Problem(f"samples.{index}.response_tokens", what, mend)])
+        what, hint = "missing, and a length_penalty needs it", "give the number of tokens of the response"
+        raise InputError("the samples", [Problem(f"samples.{index}.response_tokens", what, hint)])
     return {"response_tokens": 0} | sample

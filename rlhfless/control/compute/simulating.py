@@ -34,7 +34,7 @@ def check(question: Mapping[str, Any]) -> None:
         try:
             policy_kind(name)
         except PolicyError as error:
-            raise InputError("the simulation", [Problem(f"policies.{index}", error.what, error.mend)]) from error
+            raise InputError("the simulation", [Problem(f"policies.{index}", error.what, error.hint)]) from error
 
 
 def scenario_of(question: Mapping[str, Any]) -> Scenario:

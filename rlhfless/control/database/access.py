@@ -198,8 +198,8 @@ def _engine(url: str) -> Engine:
             raise ArgumentError(f"{parsed.get_backend_name()} is not supported")
         return _sqlite(str(parsed)) if parsed.get_backend_name() == "sqlite" else _postgres(parsed)
     except (ArgumentError, NoSuchModuleError) as error:
-        what, mend = str(error), "write postgresql://user:password@host/name, or leave it out for SQLite"
-        raise InputError("the service", [Problem("database", what, mend)]) from error
+        what, hint = str(error), "write postgresql://user:password@host/name, or leave it out for SQLite"
+        raise InputError("the service", [Problem("database", what, hint)]) from error
 
 
 def _sqlite(url: str) -> Engine:

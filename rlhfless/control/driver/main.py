@@ -28,7 +28,7 @@ from rlhfless.control.security.named import location_problems
 from rlhfless.fleet.ray_session import NoCluster
 from rlhfless.fleet.tasks import is_stopping, to_the_end
 from rlhfless.loop.driver import Driver
-from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_MEND, WRONG_RESULT, ending_of, told
+from rlhfless.loop.endings import MACHINES_FAILED, STOPPED, TO_CORRECT, WRONG_RESULT, ending_of, told
 from rlhfless.loop.host import RunPaused, StopCause
 from rlhfless.loop.session import JOURNAL_FILE, Session
 from rlhfless.prepare.preflight import Prepared, preflight
@@ -204,25 +204,25 @@ class _Attempt:
         found = error.problems if isinstance(error, InputError | SpecError) else ()
         param = found[0].where if found else error.where if isinstance(error, UserError) else ""
         problems = [
-            {"param": problem.where or None, "message": problem.what, "mend": problem.mend or None} for problem in found
+            {"param": problem.where or None, "message": problem.what, "hint": problem.hint or None} for problem in found
         ]
         code = OUT_OF_MEMORY if isinstance(error, MemoryError) else CODES.get(ending.exit_code, "failed")
         what = failure(code, text) | {"param": param or None, "problems": problems}
         if ending.exit_code == MACHINES_FAILED or isinstance(error, NoCluster):  # its Ray may be starting again
             return DeliveryEnding(status=Status.QUEUED, reason=text, error=what, retry=True)
         if ending.resume and has_rollouts(self._folder / JOURNAL_FILE):
-            kept = "what was drawn and learned is kept; once that is mended, resume"
+            kept = "what was drawn and learned is kept; once that is corrected, resume"
             return DeliveryEnding(status=Status.PAUSED, reason=f"{text}; {kept}", error=what)
         return DeliveryEnding(status=Status.FAILED, reason=text, error=what)
 
 
 IN_LOGS = "The traceback is in the run's logs."
 
-RAY_AWAY = "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can mend that"
+RAY_AWAY = "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can correct that"
 """Of a cluster that the user of the API has not chosen, and cannot start."""
 
 CODES = {
-    TO_MEND: "invalid",
+    TO_CORRECT: "invalid",
     WRONG_RESULT: "wrong_weights",
     MACHINES_FAILED: "machines_failed",
     STOPPED: "limit_reached",

@@ -24,7 +24,7 @@ class ProblemObject(ApiObject):
 
     param: str | None
     message: str
-    mend: str | None
+    hint: str | None
 
 
 class ErrorObject(ApiObject):

@@ -96,8 +96,8 @@ class Gate:
         where this connection has arrived."""
         host = headers.get(b"host", b"").decode("latin-1")
         if not any(self._is_own(f"{scheme}://{host}", port) for scheme in _PORTS):
-            mend = "ask it under its own address; behind a tunnel or a proxy, start it with --public-url"
-            raise ApiError(403, "wrong_host", f"{host!r} is not this service; {mend}", "Host")
+            hint = "ask it under its own address; behind a tunnel or a proxy, start it with --public-url"
+            raise ApiError(403, "wrong_host", f"{host!r} is not this service; {hint}", "Host")
         origin = headers.get(b"origin", b"").decode("latin-1")
         if origin and not self._is_own(origin, port):
             raise ApiError(403, "wrong_origin", f"requests of pages of {origin!r} are refused", "Origin")

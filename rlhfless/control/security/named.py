@@ -57,8 +57,8 @@ def _code(place: str, value: Any, settings: ServiceSettings) -> Iterator[Problem
     module = value.partition(":")[0]
     if not any(module == package or module.startswith(f"{package}.") for package in settings.code):
         allowed = f"it allows {', '.join(settings.code)}" if settings.code else "it allows none"
-        mend = f"its operator allows a package with `rlhfless up --code {module.partition('.')[0]}`"
-        yield Problem(place, f"{value!r} is code that this service does not run; {allowed}", mend)
+        hint = f"its operator allows a package with `rlhfless up --code {module.partition('.')[0]}`"
+        yield Problem(place, f"{value!r} is code that this service does not run; {allowed}", hint)
 
 
 def simulation_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
@@ -98,7 +98,7 @@ def location_problems(
 
     `hub`: names of the hub are allowed. `inside`: look for links out of the roots in the folders that are named, too.
     """
-    mend = f"name one below {', '.join(roots)}" if roots else "ask its operator for a root"
+    hint = f"name one below {', '.join(roots)}" if roots else "ask its operator for a root"
     allowed = _Allowed(roots, runs)
     problems = []
     for field in FILES:
@@ -107,9 +107,9 @@ def location_problems(
                 continue
             if is_path(value) or "://" in value or "::" in value or field not in FROM_HUB:
                 what = allowed.refusal(value) or (inside and field in FROM_HUB and allowed.link_out_of(value))
-                problems += [Problem(place, what, mend)] if what else []
+                problems += [Problem(place, what, hint)] if what else []
             elif what := _no_name(value, hub):
-                problems.append(Problem(place, what, mend))
+                problems.append(Problem(place, what, hint))
             elif what := shadowed(value):
                 problems.append(Problem(place, what, NOT_HERE))
     return problems

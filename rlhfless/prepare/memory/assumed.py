@@ -117,8 +117,8 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
         return problems
     if not plan.fits:
         change = nearest_change(asked)
-        mend = f"it fits with {change.text}" if change else "see docs/sizing.md"
-        problems.append(Problem("placement", f"{count} x {kind} do not hold the run: {'; '.join(plan.problems)}", mend))
+        hint = f"it fits with {change.text}" if change else "see docs/sizing.md"
+        problems.append(Problem("placement", f"{count} x {kind} do not hold the run: {'; '.join(plan.problems)}", hint))
     return problems
 
 
@@ -186,8 +186,8 @@ def _shape(spec: RunSpec) -> tuple[ModelShape, int | None]:
         return ModelShape.of_config(config), config.get("max_position_embeddings")
     except (UnknownShape, ValueError, OSError) as error:
         what = f"the sizes of {spec.model.path!r} cannot be read: {error}"
-        mend = "name a folder with the config.json of a decoder-only transformer, or a model of the hub"
-        raise InputError("the plan", [Problem("model.path", what, mend)]) from error
+        hint = "name a folder with the config.json of a decoder-only transformer, or a model of the hub"
+        raise InputError("the plan", [Problem("model.path", what, hint)]) from error
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:

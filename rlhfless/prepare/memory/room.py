@@ -109,8 +109,8 @@ def room_problems(needed: Needed, room: Room, node: str = "") -> list[Problem]:
             f"{_gib(needed.memory_bytes)} for loading the models"
             + (f", and {_gib(store)} for the weights in {room.folder!r}" if room.in_memory else "")
         )
-        mend = "end other programs or raise the container's limit; `rlhfless plan` says what takes how much"
-        problems.append(Problem("placement", what, mend))
+        hint = "end other programs or raise the container's limit; `rlhfless plan` says what takes how much"
+        problems.append(Problem("placement", what, hint))
     return problems
 
 

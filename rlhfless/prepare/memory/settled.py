@@ -113,7 +113,7 @@ def format_problems(spec: RunSpec, kind: str) -> list[Problem]:
 def plan_problems(asked: Question, plan: MemoryPlan) -> tuple[str, ...]:
     """Why a run is not started on these devices: refused formats, and what does not fit; empty if it is."""
     formats = (
-        f"{problem.where}: {problem.what}; {problem.mend}" for problem in format_problems(asked.spec, asked.sheet.kind)
+        f"{problem.where}: {problem.what}; {problem.hint}" for problem in format_problems(asked.spec, asked.sheet.kind)
     )
     return (*formats, *plan.problems)
 

@@ -95,8 +95,8 @@ def _own_table(path: str) -> _DeviceTable:
     try:
         parsed = document.parse(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        mend = "name a file in the form of rlhfless/scaling/latency/devices.yaml"
-        raise InputError(path, [Problem("", f"cannot be read: {error}", mend)]) from error
+        hint = "name a file in the form of rlhfless/scaling/latency/devices.yaml"
+        raise InputError(path, [Problem("", f"cannot be read: {error}", hint)]) from error
     except document.DocumentError as error:
         raise InputError(path, [error.problem]) from error
     try:

@@ -43,7 +43,7 @@ def responses(
 ) -> Responses:
     """Checks and converts: `tokens` [samples], `prompt` [samples], `prompt_tokens` [prompts], `prefixes` of them.
 
-    Raises ValueError that names the argument, the value and the mend.
+    Raises ValueError that names the argument, the value and the hint.
     """
     lengths, index = np.asarray(tokens, float), np.asarray(prompt, np.int64)
     prompts = np.asarray(prompt_tokens, float)

@@ -80,10 +80,10 @@ POLICIES: Mapping[str, PolicyKind] = MappingProxyType(
 class PolicyError(ValueError):
     """A name or import path that names no policy."""
 
-    def __init__(self, what: str, mend: str) -> None:
-        super().__init__(f"{what}; {mend}")
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(f"{what}; {hint}")
         self.what = what
-        self.mend = mend
+        self.hint = hint
 
 
 def policy_kind(name: str) -> PolicyKind:
@@ -96,7 +96,7 @@ def policy_kind(name: str) -> PolicyKind:
         return PolicyKind(POLICY_SEAM.model_of(name), load_target(name))
     except PydanticCustomError as error:
         found = error.context or {}
-        raise PolicyError(str(found["what"]), str(found["mend"])) from error
+        raise PolicyError(str(found["what"]), str(found["hint"])) from error
 
 
 def make_policy(name: str, settings: SpecModel | None = None, run: RunContract | None = None) -> Policy:

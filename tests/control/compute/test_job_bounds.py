@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
+from fakes.places import SCENARIOS
 
 from rlhfless.control.compute import jobs
 from rlhfless.control.compute.job import LEAST_BYTES, main
 from rlhfless.control.compute.runner import FORKS, Runner
 from rlhfless.control.errors import ApiError
 from rlhfless.control.memory import memory_bytes
-
-SCENARIOS = Path(__file__).parents[3] / "examples" / "scenarios"
 
 GIB = 1 << 30
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import httpx
 import pytest
-from postgres import Postgres, binaries
-from stand_in_driver import PROGRESS_FILE
+from fakes.places import FAKES, TESTS
+from fakes.postgres import Postgres, binaries
+from fakes.stand_in_driver import PROGRESS_FILE
 
 from rlhfless.control.ray_host import RAY_FILE
 from rlhfless.control.settings import SERVICE_FILE, ServiceSettings
 
 pytestmark = pytest.mark.timeout(900)
 
-HERE = Path(__file__).parent
 STEPS, RUNS = 120, 6
 RUN: dict[str, Any] = {
     "name": "small",
@@ -54,10 +54,10 @@ class Killed:
         self.kills = 0
 
     def start(self) -> None:
-        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         with (self.data / "service.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "service_process.py"), self._settings],
+                [sys.executable, str(FAKES / "service_process.py"), self._settings],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"PYTHONPATH": path},

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import filled
 import pytest
+from fakes import filled
+from fakes.standing import NoDrivers, served
 from playwright.sync_api import Browser, Page, sync_playwright
-from standing import NoDrivers, served
 
 from rlhfless.control.service import Service
 from rlhfless.control.settings import ServiceSettings

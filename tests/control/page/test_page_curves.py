@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import filled
 import pytest
+from fakes import filled
 from playwright.sync_api import Locator, Page, expect
 
 RUN = f"#/runs/{filled.RUN_ID}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import filled
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from fakes import filled
 from playwright.sync_api import Page, expect
 
 RUN = f"#/runs/{filled.RUN_ID}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import filled
 from axe_playwright_python.sync_playwright import Axe
+from fakes import filled
 from playwright.sync_api import Page, expect
 
 from rlhfless.bundled.model import SMALLEST, build_random

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 
-import filled
+from fakes import filled
 from playwright.sync_api import Locator, Page, Route, expect
 from sqlalchemy.orm import Session
 
@@ -143,7 +143,7 @@ def test_a_run_is_started_from_a_checkpoint_and_wrong_fields_are_named(opened) -
 
     def answer(route: Route) -> None:
         posted.append(route.request)
-        problem = {"param": "steps", "message": "steps is 0", "mend": "write 1 or more"}
+        problem = {"param": "steps", "message": "steps is 0", "hint": "write 1 or more"}
         error = {"code": "invalid_spec", "message": "the spec", "param": "steps", "problems": [problem]}
         route.fulfill(status=422, json={"error": error})
 

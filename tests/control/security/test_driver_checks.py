@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standing import RUN
+from fakes.standing import RUN
 
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.driver.main import ENDED, drive

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray, until
 from sqlalchemy import update
 from sqlalchemy.orm import Session
-from standing import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray, until
 
 from rlhfless.control.database.tables import KeyRow, RunRow
 from rlhfless.control.retention import sweep

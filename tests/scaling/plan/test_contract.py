@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from oracles import Straight, device, fleet
+from fakes.oracles import Straight, device, fleet
 from pydantic import TypeAdapter
 
 from rlhfless.scaling.plan import (

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, replica_slot, view_of
+from fakes.views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, replica_slot, view_of
 
 from rlhfless.scaling.plan import CheapestUnderDeadline, Plan, RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware

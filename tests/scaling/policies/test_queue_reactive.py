@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from views import ABSENT, UP, fleet_of, learner, replica_slot, view_of
+from fakes.views import ABSENT, UP, fleet_of, learner, replica_slot, view_of
 
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policies.autoscalers import Autoscaler, Keda, Knative, MetricWindow, RayServe

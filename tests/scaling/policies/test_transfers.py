@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from views import UP, fleet_of, replica_slot, view_of
+from fakes.views import UP, fleet_of, replica_slot, view_of
 
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
+
+from fakes.places import ROOT
 
 RUN = """
 import json
@@ -35,7 +36,7 @@ print(json.dumps([before, compiled()]))
 
 
 def test_nothing_is_compiled_in_a_step() -> None:
-    root, command = Path(__file__).parents[3], [sys.executable, "-c", RUN]
+    root, command = ROOT, [sys.executable, "-c", RUN]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250, check=True)
     before, after = json.loads(done.stdout.splitlines()[-1])
     assert before == after

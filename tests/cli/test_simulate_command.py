@@ -1,0 +1,134 @@
+"""`rlhfless simulate`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from fakes.recorded_run import record
+from fakes.tiny_scenario import values
+from typer.testing import CliRunner
+
+from rlhfless.cli import main
+from rlhfless.cli.simulate_progress import Estimates
+
+
+def invoke(*arguments: Any) -> Result:
+    return CliRunner().invoke(main.app, ["simulate", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values(steps=2)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    record(folder / "trace", actors=2, steps=4)
+    return folder
+
+
+def test_a_comparison_is_shown_and_written(scenario: Path, tmp_path: Path) -> None:
+    result = invoke(scenario, "--policies", "static_colocated,clairvoyant", "--seeds", 1, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "static_colocated" in result.stdout
+    assert "best_static" not in result.stdout
+    assert "simulating tiny: 2 policies, 1 seeds, runs of 2 steps, --jobs 1" in result.stderr
+    written = {path.name for path in (tmp_path / "out" / "tiny").iterdir()}
+    assert {"report.html", "summary.json", "scenario.yaml", "pareto.png", "perfetto-clairvoyant.json"} <= written
+
+
+def test_the_time_that_is_left_is_said_soon_and_again_when_it_has_doubled() -> None:
+    said: list[str] = []
+    now_s = 0.0
+    estimates = Estimates(said.append, lambda: now_s)
+    estimates.progress(0, 101)
+    now_s = 2.0
+    estimates.progress(1, 101)
+    assert said == []
+    now_s = 3.0
+    estimates.due()  # by the clock: the second step takes longer
+    now_s = 4.0
+    estimates.progress(2, 101)
+    estimates.progress(2, 101)
+    now_s = 42.0
+    estimates.progress(21, 101)  # 2 s each, as foreseen
+    now_s = 600.0
+    estimates.progress(22, 101)
+    assert said == [
+        "1 of 101 steps in 3 s: too few for an estimate, which follows",
+        "2 of 101 steps in 4 s: about 3:18 left",
+        "22 of 101 steps in 10:00: about 37:30 left",
+    ]
+
+
+def test_a_contract_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
+    path, limit = tmp_path / "tiny.yaml", {"type": "cheapest", "deadline_s": 0.01, "per": "step"}
+    names = ["static_colocated", "cost_aware"]
+    path.write_text(yaml.safe_dump(values(contract=limit, seeds=1, policies=[{"name": name} for name in names])))
+    result = invoke(path, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    said = "cost_aware: the contract could not be kept by any plan in 4 of 4 steps, and the nearest one was kept"
+    assert said in " ".join(result.stdout.split())
+    assert said in (tmp_path / "out" / "tiny" / "report.html").read_text()
+    runs = json.loads((tmp_path / "out" / "tiny" / "summary.json").read_text())["policies"]
+    assert [len(runs[name]["runs"][0]["infeasible"]) for name in names] == [0, 4]
+
+
+def test_a_recorded_run_is_a_workload_by_its_own_folder(run: Path, tmp_path: Path) -> None:
+    path, entry = tmp_path / "tiny.yaml", [{"name": "static"}]
+    recorded = {"type": "recorded", "path": str(run)}
+    sizes = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens": 112, "steps": 4, "seeds": 1}
+    path.write_text(yaml.safe_dump(values(workload=recorded, policies=entry, **sizes)))
+    result = invoke(path, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml: 1 problem\n- no such file"),
+        ([], "no scenario file was given"),
+        (["--calibrate"], "no folder of a recorded run was given"),
+        (["--replay", "nowhere"], "name the folder of a run, or the `trace` in it"),
+        (["a.yaml", "--replay", "nowhere"], "--replay takes no scenario, got a.yaml"),
+    ],
+)
+def test_faults_are_one_message_and_exit_code_2(arguments: list[str], told: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert told in " ".join(result.stderr.split("\u2502")) or told in result.stderr
+
+
+def test_a_step_that_is_not_there(scenario: Path) -> None:
+    result = invoke(scenario, "--step", 3)
+    assert result.exit_code == 2
+    assert "the scenario has steps 1 to 2" in result.stderr
+
+
+def test_a_policy_that_is_not_there(scenario: Path, run: Path) -> None:
+    result = invoke(scenario, "--policies", "static_colocted")
+    assert result.exit_code == 2
+    assert "did you mean `static_colocated`?" in result.stderr
+    result = invoke("--replay", run, "--policy", "statik")
+    assert result.exit_code == 2
+    assert "did you mean `static`?" in result.stderr
+
+
+def test_a_run_is_calibrated_and_replayed(run: Path, tmp_path: Path) -> None:
+    result = invoke("--calibrate", run, "--out", tmp_path / "latency.yaml")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{tmp_path / 'latency.yaml'}: fitted to 4 steps of demo-2\n"
+    result = invoke("--replay", run, "--latency", tmp_path / "latency.yaml")
+    assert result.exit_code == 0, result.output
+    assert "as recorded; fitted to the file given" in result.stdout
+    assert "generation" in result.stdout
+    assert "cost of these steps" in result.stdout

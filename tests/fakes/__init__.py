@@ -1,0 +1,1 @@
+"""Stand-ins and small inputs that tests of more than one folder share."""

@@ -1,0 +1,116 @@
+"""A random run, and what holds for the trace of every one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from fakes.simple_policies import Restless
+from fakes.small_fleet import (
+    PRICES,
+)
+from rlhfless.scaling.accounting import summarise
+from rlhfless.scaling.policy import Policy
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.setup import Setup
+from rlhfless.spec import CheapestSpec, FastestSpec, WeightedSpec
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+import numpy as np
+import pytest
+from fakes.books import CONTRACTS, Run, check_books
+from fakes.simple_policies import Evenly, InTurns
+from fakes.small_fleet import (
+    FOLDER,
+    LEARNER,
+    LINKS,
+    MODEL,
+    PRICES,
+    REFERENCE,
+    SCORING,
+    SHAPE,
+    actor,
+    batch_of,
+    on,
+    setup_of,
+    slot_setup,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from rlhfless.records import Holding, ReplicaState
+from rlhfless.scaling.engine_model import decode_s
+from rlhfless.scaling.plan import RunContract
+from rlhfless.scaling.policies import POLICIES, make_policy
+from rlhfless.scaling.policies.cost_aware import CostAware
+from rlhfless.scaling.policy import Policy
+from rlhfless.sim.experiment.bounds import Clairvoyant, DistributionOracle
+from rlhfless.sim.generation import Generation
+from rlhfless.sim.samples import RolloutBatch
+from rlhfless.sim.setup import Setup
+from rlhfless.sim.simulation import Simulation
+from rlhfless.spec import CostAwareSpec
+from rlhfless.spec.fleet import ContractSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A fleet, what it draws, and a policy's seed."""
+
+    setup: Setup
+    batches: list[RolloutBatch]
+    seed: int
+
+    def restless(self) -> Restless:
+        return Restless(self.seed, with_kv=self.seed % 2 == 0)
+
+
+def check_books(run: Run, policy: Policy) -> None:
+    """Plays a run: every sample is drawn once, and the bill is what was held."""
+    simulation, drawn = play(run.setup, run.batches, policy)
+    for batch, generation in zip(run.batches, drawn, strict=True):
+        table = generation.progress.table
+        assert table.tokens.tolist() == batch.response_tokens.tolist()
+        assert table.finished.all()
+        assert np.isfinite(table.finish_s).all()
+        assert (table.actor >= 0).all()
+    trace = simulation.close()
+    assert [step.step for step in trace.steps] == [batch.step for batch in run.batches]
+    total = summarise(trace, PRICES).total  # raises if holdings overlap
+    held_s = math.fsum(holding.device_s for holding in trace.holdings)
+    assert total.provisioned_device_s == pytest.approx(held_s, rel=1e-9)
+    assert total.unheld_s == pytest.approx(0.0, abs=1e-6)
+    assert total.cost_usd == pytest.approx(PRICES.cost_usd(trace.holdings))
+    assert crowd(trace.holdings) <= 1.0 + 1e-9
+    drawn_tokens = sum(call.output_tokens for call in trace.invocations)
+    needed = sum(int(batch.response_tokens.sum()) for batch in run.batches)
+    crashes = any(actor.spot_mean_s < math.inf for actor in run.setup.actors)
+    assert drawn_tokens >= needed if crashes else drawn_tokens == needed
+
+
+CONTRACTS = st.one_of(
+    st.builds(WeightedSpec, time_weight=st.sampled_from([0.0, 0.5, 1.0])),
+    st.builds(CheapestSpec, deadline_s=st.sampled_from([0.5, 5.0, 500.0]), per=st.sampled_from(["step", "run"])),
+    st.builds(FastestSpec, budget_usd=st.sampled_from([1e-6, 0.01, 1.0]), per=st.sampled_from(["step", "run"])),
+)
+
+
+def play(setup: Setup, batches: Sequence[RolloutBatch], policy: Policy) -> tuple[Simulation, list[Generation]]:
+    simulation = Simulation(setup, policy, PRICES)
+    return simulation, [simulation.step(batch) for batch in batches]
+
+
+def crowd(holdings: Sequence[Holding]) -> float:
+    """The largest share of a device that is billed at any instant."""
+    edges: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for holding in holdings:
+        edges[holding.device] += [(holding.start_s, holding.share), (holding.end_s, -holding.share)]
+    sums = (itertools.accumulate(share for _, share in sorted(changes)) for changes in edges.values())
+    return max(total for device in sums for total in device)

@@ -1,0 +1,94 @@
+"""What runs with the real engine are asked, and what they leave."""
+
+from __future__ import annotations
+import asyncio
+import dataclasses
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+import numpy as np
+import pytest
+import pytest_asyncio
+from rlhfless.bundled.model import SMALLEST, build_random
+from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
+from rlhfless.loop.driver import Driver
+from rlhfless.loop.run import Run
+from rlhfless.loop.session import Session, open_session
+from rlhfless.loop.step import rollout, train
+from rlhfless.prepare.preflight import preflight
+from rlhfless.records import StepRecord
+from rlhfless.records.traces import Trace, read_trace
+from rlhfless.spec import RunSpec
+from rlhfless.telemetry.console import Console
+from rlhfless.telemetry.sinks import MetricSinks
+
+
+def spec_values(assets: Path, **changes: Any) -> dict[str, Any]:
+    """A spec for the random policy; `changes` replace whole sections."""
+    values: dict[str, Any] = {
+        "name": "test",
+        "model": {"path": str(assets / "model")},
+        "prompts": {
+            "path": str(assets / "train.jsonl"),
+            "held_out": {"path": str(assets / "heldout.jsonl")},
+        },
+        "rewards": [{"type": "regex", "name": "has_seven", "pattern": "7"}],
+        "algorithm": {"kl": {"coefficient": 0.01}},
+        "generation": {"max_tokens": 400, "progress_interval_s": 0.1},
+        "steps": 2,
+        "prompts_per_step": 8,
+        "samples_per_prompt": 2,
+        "mini_batches": 2,
+        "optimizer": {"learning_rate": 1e-4},
+        "scaling": {"generation": {"min_actors": 1, "max_actors": 2}},
+        "weights": {"store": "http"},
+        "logging": {"console": "lines", "record_tokens": True},
+        "output": str(assets / "runs"),
+    }
+    return values | changes
+
+
+async def train_step(run: Run, step: int) -> StepRecord:
+    """A whole step, as the schedule `sync` does it."""
+    context = run.begin(step)
+    return await train(run, context, await rollout(run, context))
+
+
+@dataclasses.dataclass
+class Live:
+    """The shared run, and where its trace goes."""
+
+    run: Run
+    folder: Path
+
+
+FAULT_STEPS = 8
+
+
+def fault_values(assets: Path, actors: int, **changes: Any) -> dict[str, Any]:
+    """The spec of the runs that are broken; they all draw the same samples and learn the same."""
+    values = spec_values(
+        assets,
+        algorithm={},
+        weights={},
+        # Lengths differ, so every step moves the weights.
+        rewards=[{"type": "length_penalty", "free_tokens": 0, "max_tokens": 400}],
+        steps=FAULT_STEPS,
+        prompts_per_step=4,
+        optimizer={"learning_rate": 1e-3},
+        # Which actors come and go is up to the test.
+        scaling={"generation": {"min_actors": actors, "max_actors": actors}},
+        checkpoint={"every_steps": 2},
+        timeouts={"drain_s": 3},
+    )
+    return values | changes
+
+
+@dataclasses.dataclass
+class Whole:
+    """A run of FAULT_STEPS steps with one actor, in which nothing happens."""
+
+    trace: Trace
+    digest: str
+    """Of its last weights."""

@@ -1,0 +1,226 @@
+"""Replicas join and leave a pool in the background, within its bounds, and work that is under way hears of them."""
+
+from __future__ import annotations
+
+from fakes.watcher import Watcher
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from fakes.cluster import CALL, FakeCluster, pool_of
+from fakes.stage import until
+
+from rlhfless.fleet.cluster import FleetError
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.replica import Replica
+from rlhfless.records import FunctionName, ReplicaState, Work
+from rlhfless.scaling.function_kinds import Bounds
+from rlhfless.scaling.placement import Allocation, Device
+
+
+
+
+def watched(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, Watcher]:
+    cluster, watcher = FakeCluster(), Watcher()
+    pool = pool_of(cluster, *names, bounds=Bounds(fewest, "min_actors"))
+    pool.watch(watcher)
+    return cluster, pool, watcher
+
+
+async def test_a_start_goes_on_in_the_background_and_its_end_is_heard_of() -> None:
+    cluster, pool, watcher = watched("a")
+    pool.start(2, CALL)
+    pool.start(2, CALL)  # asked for twice, begun once
+    assert pool.state(2) is ReplicaState.STARTING
+    assert pool.state(1) is None
+    await until(lambda: cluster.begun == [2])
+    cluster.gates[2].set_result(None)
+    await until(lambda: watcher.heard == [("joined", 2)])
+    assert pool.state(2) is ReplicaState.SERVING
+
+
+async def test_a_start_that_fails_leaves_the_slot_empty(caplog: pytest.LogCaptureFixture) -> None:
+    cluster, pool, watcher = watched("a")
+    pool.start(1, CALL)
+    await until(lambda: cluster.begun == [1])
+    cluster.gates[1].set_exception(FleetError("no slot"))
+    await until(lambda: watcher.heard == [("missed", 1)])
+    assert pool.state(1) is None
+    assert "no generation replica came up at slot 1, which stays empty for now: no slot" in caplog.text
+    await pool.any_up()  # there is another, so nothing waits
+
+
+async def test_a_start_waits_for_its_time_unless_it_is_asked_for_earlier() -> None:
+    cluster, pool, _ = watched("a")
+    pool.start(1, CALL, at_s=time.time() + 3600)
+    pool.start(2, CALL, at_s=time.time() + 0.02)
+    assert not pool.expects(2)
+    await until(lambda: cluster.begun == [2])
+    pool.start(1, CALL)
+    await until(lambda: cluster.begun == [2, 1])
+    await pool.close()
+    assert pool.state(1) is None  # a start that is under way at the end is called off
+
+
+async def test_the_fewest_are_kept_and_one_that_leaves_hands_back_first() -> None:
+    cluster, pool, watcher = watched("a", "b", "c", fewest=2)
+    assert pool.release(1)
+    assert pool["b"].state is ReplicaState.DRAINING  # at once: it gets no work any more
+    assert pool.state(1) is None
+    assert not pool.release(0)
+    await until(lambda: cluster.stopped == ["b"])
+    assert watcher.heard == [("drain", "b")]
+
+
+async def test_a_start_that_is_released_is_called_off() -> None:
+    cluster, pool, watcher = watched("a")
+    pool.start(1, CALL)
+    await until(lambda: cluster.begun == [1])
+    assert pool.release(1)
+    await until(lambda: watcher.heard == [("missed", 1)])
+    assert cluster.gates[1].cancelled()
+
+
+async def test_a_start_follows_the_release_of_its_slot() -> None:
+    cluster, pool, _ = watched("a", "b")
+    pool.release(1)
+    pool.start(1, CALL)
+    assert pool.state(1) is ReplicaState.STARTING
+    assert cluster.begun == []
+    await until(lambda: cluster.begun == [1])
+    assert cluster.stopped == ["b"]
+    await pool.close()
+
+
+async def test_a_start_that_waits_for_its_slot_can_be_called_off() -> None:
+    cluster, pool, _ = watched("a", "b", "c")
+    pool.release(1)
+    pool.start(1, CALL)
+    pool.release(1)
+    await until(lambda: cluster.stopped == ["b"])
+    await asyncio.sleep(0)
+    assert cluster.begun == []
+    assert pool.state(1) is None
+
+
+# -- a function with one replica, which waits between its uses
+
+
+def helper(hold: str = "auto", *, there: bool = True) -> tuple[FakeCluster, ReplicaPool]:
+    cluster = FakeCluster(gated=False)
+    bounds = Bounds(fewest=int(hold == "always"), idle=hold != "never", reason=f"scaling.hold_scoring is {hold}")
+    names = ("scoring",) if there else ()
+    return cluster, pool_of(cluster, *names, slots=1, bounds=bounds, function=FunctionName.SCORING)
+
+
+async def test_a_replica_that_was_released_is_started_again_when_it_is_wanted() -> None:
+    cluster, pool = helper()
+    pool.release(0)
+    await until(lambda: not pool.replicas())
+    assert (await pool.ready(CALL)).state is ReplicaState.SERVING
+    assert cluster.begun == [0]
+
+
+async def test_a_release_that_has_begun_is_waited_for() -> None:
+    cluster, pool = helper()
+    pool.release(0)
+    assert (await pool.ready(CALL)).state is ReplicaState.SERVING
+    assert (cluster.stopped, cluster.begun) == (["scoring"], [0])
+
+
+async def test_what_the_spec_says_goes_before_the_policy() -> None:
+    _, pool = helper("always")
+    assert not pool.release(0)
+    await asyncio.sleep(0)
+    assert pool.serving()
+    await pool.close()
+
+
+async def test_it_is_started_ahead_of_its_next_use() -> None:
+    cluster, pool = helper(there=False)
+    pool.start(0, CALL, time.time() + 0.02)
+    assert cluster.begun == []
+    await until(lambda: bool(pool.serving()))
+    await pool.close()
+
+
+async def test_a_start_that_waits_is_called_off_by_a_use() -> None:
+    _, pool = helper(there=False)
+    pool.start(0, CALL, time.time() + 0.05)
+    await pool.stop(await pool.ready(CALL))
+    await asyncio.sleep(0.1)
+    assert not pool.replicas()
+    await pool.close()
+
+
+async def test_a_start_ahead_of_time_that_fails_is_tried_again_when_it_is_wanted() -> None:
+    cluster, pool = helper(there=False)
+    cluster.gated = True
+    pool.start(0, CALL)
+    await until(lambda: cluster.begun == [0])
+    cluster.gates[0].set_exception(FleetError("no slot"))
+    await until(lambda: pool.state(0) is None)
+    cluster.gated = False
+    assert (await pool.ready(CALL)).state is ReplicaState.SERVING
+
+
+async def test_uses_at_the_same_time_share_one_start() -> None:
+    cluster, pool = helper(there=False)
+    first, second = await asyncio.gather(pool.ready(CALL), pool.ready(CALL))
+    assert first is second
+    assert cluster.begun == [0]
+
+
+async def test_a_use_says_why_its_start_failed() -> None:
+    cluster, pool = helper(there=False)
+    cluster.gated = True
+    use = asyncio.create_task(pool.ready(CALL))
+    await until(lambda: cluster.begun == [0])
+    cluster.gates[0].set_exception(FleetError("no slot"))
+    with pytest.raises(FleetError, match="no slot"):
+        await use
+
+
+async def test_a_use_after_the_end_is_refused() -> None:
+    _, pool = helper(there=False)
+    await pool.close()
+    with pytest.raises(FleetError, match="the run is being stopped, and scoring is not started any more"):
+        await pool.ready(CALL)
+
+
+def on_nodes(*nodes: str) -> list[Allocation]:
+    return [Allocation.of([Device(f"gpu-{i}", "h100", i, node)]) for i, node in enumerate(nodes)]
+
+
+async def test_actors_leave_a_node_that_leaves_and_the_fewest_start_again() -> None:
+    cluster, watcher = FakeCluster(), Watcher()
+    pool = pool_of(cluster, "a", "b", "c", bounds=Bounds(2, "min_actors"), given=on_nodes("n1", "n2", "n1"))
+    pool.watch(watcher)
+    pool.leave_nodes(frozenset({"n1"}), CALL)
+    assert pool.must_move is False, "what leaves already"
+    assert [replica.name for replica in pool.serving()] == ["b"]
+    # One of three may go for good; the next would leave fewer than two.
+    assert [pool.state(slot) for slot in range(3)] == [None, ReplicaState.SERVING, ReplicaState.STARTING]
+    await until(lambda: cluster.stopped == ["a", "c"] and cluster.begun == [2])
+    assert watcher.heard[:2] == [("drain", "a"), ("drain", "c")]
+    pool.leave_nodes(frozenset({"n1"}), CALL)  # the same notice again
+    cluster.gates[2].set_result(None)
+    await until(lambda: ("joined", 2) in watcher.heard)
+
+
+async def test_a_helper_leaves_between_two_calls_and_a_learner_is_left_to_the_run() -> None:
+    cluster = FakeCluster()
+    scoring = pool_of(cluster, "s", function=FunctionName.SCORING, given=on_nodes("n1"), bounds=Bounds(0))
+    learner = pool_of(cluster, "l", function=FunctionName.LEARNER, given=on_nodes("n1"))
+    (helper,) = scoring.serving()
+    with helper._at_work(Work.SCORE):
+        scoring.leave_nodes(frozenset({"n1"}), CALL)
+        assert helper.state is ReplicaState.SERVING
+        assert scoring.must_move
+    scoring.leave_nodes(frozenset({"n1"}), CALL)
+    learner.leave_nodes(frozenset({"n1"}), CALL)
+    await until(lambda: cluster.stopped == ["s"])
+    assert learner.must_move
+    learner.leave_nodes(frozenset(), CALL)
+    assert not learner.must_move

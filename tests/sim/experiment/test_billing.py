@@ -1,0 +1,111 @@
+"""Rounded billing, devices that take time to get back, and owned ones: ours is never worse than static."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fakes.places import SCENARIOS
+from fakes.tiny_scenario import scenario
+
+from rlhfless.scaling.leases import RentalTerms
+from rlhfless.scaling.placement import Allocation, Device
+from rlhfless.sim.devices import Devices
+from rlhfless.sim.experiment.against_bound import RunBounds
+from rlhfless.sim.experiment.compare import compare
+from rlhfless.sim.experiment.figures import unheld_usd
+from rlhfless.sim.experiment.run import FleetShape, layout_of, supply_of
+from rlhfless.sim.scenarios import Scenario, load_scenario
+from rlhfless.sim.scenarios.build import price_book
+from rlhfless.sim.scenarios.cluster import BillingTermsSpec
+from rlhfless.sim.scenarios.scenario import CheapestContract, MultipleOf, PolicyEntry
+from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
+from rlhfless.sim.setup import SlotSetup
+
+STATIC, OURS = "static_colocated", "cost_aware"
+TERMS: dict[str, dict[str, Any]] = {
+    "minutes": {"billing": BillingTermsSpec(granularity_s=60), "reacquire_s": 30.0},
+    "ten minutes at least": {"billing": BillingTermsSpec(minimum_s=600), "reacquire_s": 30.0},
+    "owned": {"tenure": "owned", "released_value": 0.0},
+    "owned, lent to others": {"tenure": "owned", "released_value": 0.5, "reacquire_s": 30.0},
+}
+
+
+def with_terms(one: Scenario, tenure: str | None = None, released_value: float | None = None, **terms: Any) -> Scenario:
+    cluster = one.cluster.model_copy(update=terms)
+    if tenure is not None:
+        owned = {"tenure": tenure, "released_value": released_value}
+        machines = tuple(each.model_copy(update=owned) for each in cluster.machines)
+        cluster = cluster.model_copy(update={"machines": machines})
+    return one.model_copy(update={"cluster": cluster})
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("name", ["paper-3b-l40s", "reasoning-7b-h100", "gsm8k-3b-h100"])
+def test_ours_is_never_worse_than_static(name: str, terms: str) -> None:
+    no_slower = CheapestContract(deadline=MultipleOf(times=1.0, policy=STATIC), per="run")
+    entries = (PolicyEntry(name=STATIC), PolicyEntry(name=OURS))
+    one = load_scenario(SCENARIOS / f"{name}.yaml")
+    one = one.model_copy(update={"policies": entries, "contract": no_slower, "seeds": 1})
+    one = with_terms(one, **TERMS[terms])
+    found = compare(one)
+    static, ours = (found.results[label][0] for label in (STATIC, OURS))
+    assert ours.usd <= static.usd * 1.005
+    assert ours.time_s <= static.time_s * 1.005
+    assert RunBounds(one).beaten([static, ours]) == []
+
+
+def test_a_device_is_there_again_after_a_while_unless_it_is_still_paid_for() -> None:
+    slot_setup = SlotSetup(Allocation.of((Device("gpu-0", "h100", 0),)), "node", 1.0, {})
+    devices = Devices([slot_setup], RentalTerms(granularity_s=60.0, reacquire_s=30.0))
+    assert devices.gone(0, 0.0) == (False, False)  # it was never given back
+    devices.take(0, 0.0)
+    devices.give(0, 50.0)
+    assert devices.gone(0, 59.0) == (False, False)
+    assert devices.gone(0, 61.0) == (True, True)
+    devices.take(0, 59.0)  # the lease of 0 s goes on
+    devices.give(0, 100.0)
+    assert devices.gone(0, 119.0) == (False, False)
+    assert devices.gone(0, 121.0) == (True, True)
+
+
+def test_leases_by_hand() -> None:
+    minutes = RentalTerms(granularity_s=60.0, minimum_s=90.0, reacquire_s=5.0)
+    assert minutes.paid_until_s(10.0, 20.0) == 130.0  # at least 90 s, in whole minutes
+    assert minutes.paid_until_s(10.0, 200.0) == 250.0
+    assert minutes.another_s(50.0) == 30.0 + 40.0
+    assert RentalTerms().free
+    assert RentalTerms().paid_until_s(10.0, 20.0) == 20.0
+
+
+def test_the_wait_for_a_device_delays_a_policy_that_gives_it_back() -> None:
+    ends = []
+    for reacquire_s in (0.0, 20.0):
+        one = scenario(policies=[{"name": "queue_reactive_knative"}, {"name": STATIC}])
+        found = compare(with_terms(one, reacquire_s=reacquire_s))
+        ends.append([found.results[label][0].time_s for label in found.results])
+    assert ends[1][0] > ends[0][0] + 20.0
+    assert ends[1][1] == ends[0][1]  # static keeps its devices
+
+
+def test_a_reserved_fleet_is_rounded_once() -> None:
+    one = scenario(policies=[{"name": STATIC}], seeds=1)
+    (plain,) = compare(one).results[STATIC]
+    (rounded,) = compare(with_terms(one, billing=BillingTermsSpec(granularity_s=3600))).results[STATIC]
+    kind = one.cluster.machines[0]
+    price = kind.devices * price_book(one).price_usd_per_hour(kind.kind)
+    assert rounded.usd - plain.usd == pytest.approx(price * (1 - plain.time_s / 3600), rel=1e-6)
+
+
+def test_owned_devices_that_a_fleet_leaves_out_are_paid_for() -> None:
+    machines = [
+        {"kind": kind, "devices_per_node": 2, "tenure": "owned", "released_value": 0.25} for kind in ("h100", "l40s")
+    ]
+    one = scenario(cluster={"machines": machines}, seeds=1, policies=[{"name": STATIC}])
+    prices = price_book(one)
+    layout = layout_of(one, FleetShape(ScenarioPlacementSpec(mode="colocated"), 1, ("h100",)))
+    supply = supply_of(one, layout, reserved=True)
+    assert (supply.count, supply.spare) == ({"h100": 1}, {"h100": 1, "l40s": 2})
+    # For an hour: the one that is reserved in full, the others without the quarter that others pay.
+    kept = prices.device("h100").usd_per_hour * 1.75 + prices.device("l40s").usd_per_hour * 1.5
+    assert unheld_usd([], 3600.0, prices, supply) == pytest.approx(kept)

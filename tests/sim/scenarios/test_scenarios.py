@@ -1,0 +1,211 @@
+"""Scenario files: what is refused, and how it is said; the published set; sizes worked by hand."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fakes.places import SCENARIOS
+from fakes.tiny_scenario import scenario, values
+
+from rlhfless.sim.scenarios import load_scenario, timing
+from rlhfless.sim.scenarios.build import ScenarioLayout, price_book
+from rlhfless.sim.scenarios.draw import batches
+from rlhfless.sim.scenarios.load import resolved_yaml
+from rlhfless.sim.scenarios.model import BUILT_IN, ScenarioModelSpec
+from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
+from rlhfless.spec.errors import InputError
+
+EXAMPLES = sorted(SCENARIOS.glob("*.yaml"))
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    path = folder / "scenario.yaml"
+    path.write_text(yaml.safe_dump(values(**changes)))
+    return path
+
+
+def machines(**changes: Any) -> dict[str, Any]:
+    return {"machines": [{"kind": "l40s", "devices_per_node": 2, **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"stepz": 3}, r"stepz \(line \d+\): unknown key\n    did you mean `steps`\?"),
+        ({"steps": 1}, r"steps \(line \d+\): 1: should be greater than or equal to 2"),
+        ({"cluster": machines(kind="l40")}, r"kind is 'l40', of which nothing is known; did you mean `l40s`\?"),
+        ({"cluster": machines(tenure="owned")}, "owned machines need a released_value from 0"),
+        ({"cluster": machines(released_value=0.5)}, "tenure is 'rented' and released_value 0.5"),
+        ({"model": {"name": "qwen2.5-7"}}, r"name is 'qwen2.5-7'; did you mean `qwen2.5-7b`\?"),
+        ({"model": {}}, "give `name` .* or `config`, one of the two"),
+        ({"model": {"config": {"num_hidden_layers": 2}}}, "`hidden_size` of the model's config is None"),
+        ({"workload": {"type": "lognorm"}}, r"'lognorm' is not one of the types\n    did you mean `lognormal`\?"),
+        ({"contract": {"type": "cheapest"}}, "give `deadline_s` or `deadline`, one of the two"),
+        ({"engine": {"max_batch_tokens": 8}}, r"max_batch_tokens \(8\) is below max_sequences \(256\)"),
+        ({"policies": [{"name": "a"}, {"name": "a"}]}, "policy 'a' is there twice; give one of them a `label`"),
+    ],
+)
+def test_errors_name_the_field_the_value_and_the_mend(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        load_scenario(written(tmp_path, **changes))
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "scenario.yaml").write_text("")
+    with pytest.raises(InputError, match="the file is empty"):
+        load_scenario(tmp_path / "scenario.yaml")
+    with pytest.raises(InputError, match=r"no such file\n    did you mean `scenario.yaml`\?"):
+        load_scenario(tmp_path / "scenarios.yaml")
+
+
+def test_paths_count_from_the_file_and_a_resolved_scenario_reads_back(tmp_path: Path) -> None:
+    loaded = load_scenario(written(tmp_path, workload={"type": "azure", "path": "trace.csv"}))
+    assert loaded.workload.path == str(tmp_path / "trace.csv")  # type: ignore[union-attr]
+    (tmp_path / "again.yaml").write_text(resolved_yaml(loaded))
+    assert load_scenario(tmp_path / "again.yaml") == loaded
+
+
+def test_all_policies_are_compared_unless_said_otherwise() -> None:
+    plain = {key: value for key, value in values().items() if key != "policies"}
+    names = [entry.name for entry in type(scenario()).model_validate(plain).policies]
+    assert names[0] == "static_colocated"
+    assert {"best_static", "clairvoyant", "distribution_oracle", "rlhfless_published"} <= set(names)
+    assert "static" not in names
+    plain["workload"] = {"type": "azure", "path": "trace.csv"}
+    assert "distribution_oracle" not in [entry.name for entry in type(scenario()).model_validate(plain).policies]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_published_scenarios_fit(path: Path) -> None:
+    loaded = load_scenario(path)
+    assert loaded.name == path.stem
+    assert loaded.workload.source  # type: ignore[union-attr]
+    assert loaded.steps >= 2 * loaded.epoch_steps
+    for mode in ("colocated", "disaggregated"):
+        layout = ScenarioLayout(loaded, ScenarioPlacementSpec(mode=mode))
+        assert layout.actors()
+        layout.learner()
+    price_book(loaded)
+
+
+def test_the_published_set_covers_what_it_is_meant_to() -> None:
+    loaded = [load_scenario(path) for path in EXAMPLES]
+    assert len(loaded) >= 12
+    kinds = {machines.kind for each in loaded for machines in each.cluster.machines}
+    assert {"l40s", "a100-80gb", "h100", "h200"} <= kinds
+    assert {machines.tenure for each in loaded for machines in each.cluster.machines} == {"rented", "spot", "owned"}
+    assert {each.name.split("-")[1] for each in loaded} >= {"3b", "7b", "32b", "70b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen2.5-3b", 3.09),
+        ("qwen2.5-7b", 7.62),
+        ("qwen2.5-32b", 32.8),
+        ("llama-3.1-70b", 70.6),
+        ("llama-3.1-8b", 8.03),
+    ],
+)
+def test_built_in_models_have_the_parameters_of_their_cards(name: str, billions: float) -> None:
+    assert name in BUILT_IN
+    assert ScenarioModelSpec(name=name).shape.parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_learning_and_memory_by_hand() -> None:
+    one = scenario(model={"name": "qwen2.5-7b"})
+    active = one.model.shape.active
+    # 6 operations by 0.24 of 362 TFLOP/s on each of 2 devices; a forward pass does 2 of 8 operations in that time.
+    assert timing.learn_token_s(one, "l40s", 2) == pytest.approx(6 * active / (2 * 362e12 * 0.24))
+    assert timing.forward_token_s(one, "l40s", 2) == pytest.approx(timing.learn_token_s(one, "l40s", 2) / 4)
+    # 48 GB x 0.85 less 3.9 GB and the weights; 2 x 28 layers x 4 KV heads x 128 x 2 bytes for each token.
+    left = 48e9 * 0.85 - 3.9e9 - one.model.shape.total_bytes
+    assert timing.kv_tokens(one, "l40s") == int(left / 57_344)
+    # 16 bytes for each of 7.6 billion parameters, in 0.8 x 48 GB.
+    assert timing.learner_devices_needed(one, "l40s") == 4
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(InputError, match=r"the learner has 2 x l40s, and its state needs 4"):
+        ScenarioLayout(scenario(model={"name": "qwen2.5-7b"}), ScenarioPlacementSpec())
+    large = scenario(model={"name": "qwen2.5-32b"}, cluster=machines(devices_per_node=16))
+    with pytest.raises(InputError, match=r"1 x l40s leaves KV memory for 0 tokens beside weights of 66 GB"):
+        ScenarioLayout(large, ScenarioPlacementSpec()).actors()
+
+
+def test_owned_and_spot_prices() -> None:
+    owned = price_book(scenario(cluster=machines(tenure="owned", released_value=0.25))).device("l40s")
+    assert owned.released_usd_per_hour == pytest.approx(0.75 * owned.usd_per_hour)
+    spot = scenario(cluster={"machines": [{"kind": "h100", "devices_per_node": 2, "tenure": "spot"}]})
+    assert price_book(spot).price_usd_per_hour("h100") == 1.25
+    assert ScenarioLayout(spot, ScenarioPlacementSpec()).actors()[0].spot_mean_s == pytest.approx(20 * 3600)
+    with pytest.raises(InputError, match="l40s has no spot price"):
+        price_book(scenario(cluster=machines(tenure="spot")))
+
+
+def test_stragglers_are_the_last_devices() -> None:
+    slow = scenario(cluster=machines(devices_per_node=4, stragglers=0.5, straggler_slowdown=2.0))
+    assert [actor.slowdown for actor in ScenarioLayout(slow, ScenarioPlacementSpec()).actors()] == [1, 1, 2, 2]
+
+
+def test_a_public_trace_is_cut_off_and_begins_elsewhere_for_each_seed(tmp_path: Path) -> None:
+    rows = [f"2023-11-16 18:15:46.6805900,{10 + i},{100 + 50 * i}" for i in range(12)]
+    (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    one = scenario(workload={"type": "azure", "path": str(tmp_path / "trace.csv")}, steps=3, policies=[{"name": "a"}])
+    drawn = [batches(one, seed) for seed in range(3)]
+    assert [batch.step for batch in drawn[0]] == [1, 2, 3]
+    assert max(int(batch.response_tokens.max()) for batch in drawn[0]) == one.max_tokens
+    assert len({each[0].prompt_ids for each in drawn}) > 1
+    with pytest.raises(InputError, match="the workload has 3 steps of 4 prompts, and steps is 4"):
+        batches(one.model_copy(update={"steps": 4}), 0)
+
+
+def test_prompts_share_their_iterations() -> None:
+    one = scenario(model={"name": "qwen2.5-7b"})
+    packed, alone = timing.engine_model(one, "l40s"), timing._engine_model(one, "l40s")
+    assert packed.iteration_s(8) == alone.iteration_s(8) + one.engine.runtime_s
+    assert packed.prefill_s(2048) == pytest.approx(alone.prefill_s(2048))
+    # Alone, 32 tokens cost the weights; among others, 32 of 2,048 parts.
+    assert alone.prefill_s(32) > 10 * packed.prefill_s(32)
+    assert packed.prefill_s(32) == pytest.approx(packed.prefill_s(2048) / 64, rel=0.05)  # less attention
+
+
+def test_devices_of_ones_own(tmp_path: Path) -> None:
+    table = yaml.safe_load((files("rlhfless.scaling.latency") / "devices.yaml").read_text("utf-8"))
+    sheet = next(device for device in table["devices"] if device["kind"] == "l40s")
+    mine = sheet | {"kind": "mine", "memory_bytes": {"value": 96e9, "source": "its box"}}
+    (tmp_path / "devices.yaml").write_text(yaml.safe_dump({"devices": [mine]}))
+    book = yaml.safe_load((files("rlhfless.scaling") / "prices.yaml").read_text("utf-8"))
+    price = {"kind": "mine", "usd_per_hour": 1.0, "source": "a bill", "as_of": "2026-11-01"}
+    (tmp_path / "prices.yaml").write_text(yaml.safe_dump({**book, "devices": [*book["devices"], price]}))
+    own = {"machines": [{"kind": "mine", "devices_per_node": 2}], "devices": "devices.yaml", "prices": "prices.yaml"}
+    loaded = load_scenario(written(tmp_path, cluster=own))
+    plain = timing.kv_tokens(scenario(), "l40s")
+    assert timing.kv_tokens(loaded, "mine") > plain
+    assert ScenarioLayout(loaded, ScenarioPlacementSpec()).actors()[0].slot_setup.allocation.devices[0].kind == "mine"
+    del mine["link_bytes_per_s"]
+    (tmp_path / "broken.yaml").write_text(yaml.safe_dump({"devices": [mine]}))
+    with pytest.raises(InputError, match="link_bytes_per_s"):
+        load_scenario(written(tmp_path, cluster=own | {"devices": "broken.yaml"}))
+
+
+def test_weights_and_kv_of_8_bits() -> None:
+    plain, small = (scenario(model={"name": "qwen2.5-7b"}, engine=engine) for engine in ({}, {"weight_bits": 8}))
+    halved = scenario(model={"name": "qwen2.5-7b"}, engine={"weight_bits": 8, "kv_bits": 8})
+    weights = plain.model.shape.total_bytes
+    # 48 GB x 0.85 less 3.9 GB and half of the weights; a token's KV takes 57,344 bytes, or half.
+    assert timing.kv_tokens(small, "l40s") == int((48e9 * 0.85 - 3.9e9 - weights / 2) / 57_344)
+    assert timing.kv_tokens(halved, "l40s") == int((48e9 * 0.85 - 3.9e9 - weights / 2) / 28_672)
+    models = [timing.engine_model(one, "l40s") for one in (plain, small, halved)]
+    reading_s = weights / 2 / (864e9 * 0.81)
+    # The embedding is not read for a batch of 1.
+    embedding_s = plain.model.shape.head * 2 / 2 / (864e9 * 0.81)
+    assert models[0].iteration_s(1) - models[1].iteration_s(1) == pytest.approx(reading_s - embedding_s)
+    assert models[2].context_s == pytest.approx(models[1].context_s / 2)
+    kernels = scenario(engine={"kv_bits": 8, "latency": {"type": "kernels"}})
+    with pytest.raises(InputError, match="has tables of 16 bits, and weight_bits or kv_bits is 8"):
+        timing.engine_model(kernels, "l40s")

@@ -1,0 +1,57 @@
+"""Any text can be stored and shown, and a text that could be already stays as it is."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from fakes.texts import ANY_TEXT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfless.text import legible, storable, storable_values, tolerant
+
+
+def test_what_is_shown_of_what_cannot_be_stored() -> None:
+    assert storable("a\udcffb\ud800\0é") == "a\\udcffb\\ud800\\x00é"
+    assert legible("red \x1b[31m\r\x9b\x7f\tend\n") == "red \\x1b[31m\\x0d\\x9b\\x7f\tend\n"
+
+
+@given(ANY_TEXT)
+def test_every_text_becomes_storable_and_legible(text: str) -> None:
+    stored, shown = storable(text), legible(text)
+    assert stored.encode().decode() == stored
+    assert shown.encode().decode() == shown
+    assert "\0" not in stored
+    assert all(character.isprintable() or ord(character) > 0x9F or character in "\t\n" for character in shown)
+    assert (storable(stored), legible(shown)) == (stored, shown)
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
+def test_a_text_that_can_be_stored_is_not_touched(text: str) -> None:
+    assert storable(text) == text
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | ANY_TEXT,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(ANY_TEXT, inner),
+    max_leaves=10,
+)
+
+
+@given(VALUES)
+def test_nested_values_keep_their_shape(value: object) -> None:
+    found = storable_values(value)
+    json.dumps(found, ensure_ascii=False).encode()
+    assert type(found) is type(value)
+    assert storable_values(found) == found
+
+
+@given(ANY_TEXT)
+def test_a_tolerant_stream_takes_every_text_in_its_encoding(text: str) -> None:
+    for encoding in ("ascii", "latin-1", "utf-8"):
+        written = io.BytesIO()
+        stream = tolerant(io.TextIOWrapper(written, encoding=encoding, newline="\n"))
+        stream.write(text)
+        stream.flush()
+        written.getvalue().decode(encoding)
