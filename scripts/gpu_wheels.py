@@ -1,8 +1,8 @@
 """Writes requirements/gpu-wheels.tsv: of each wheel of gpu.txt what it puts where, and what it needs.
 
 pip installs two wheels with the same file without a word, and the later one wins; and the list is installed without a
-look at dependencies. So a test (tests/requirements/test_gpu_wheels.py) reads this table. Run this in the environment of the
-tests whenever gpu.txt changes. Wheels of that environment are read from there; of the others, some of which have
+look at dependencies. So a test (tests/requirements/test_gpu_wheels.py) reads this table. Run this in the environment of
+the tests whenever gpu.txt changes. Wheels of that environment are read from there; of the others, some of which have
 hundreds of MB, only the directory and the metadata are fetched, by pip's own client.
 
 A folder stands for all that is in it where no other wheel has a file in it.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import json
 
-from fakes.texts import ANY_TEXT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.texts import ANY_TEXT
 from rlhfless.text import legible, storable, storable_values, tolerant
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.texts import ANY_TEXT
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
+from fakes.texts import ANY_TEXT
 from rlhfless.records import Decision, FinishReason, Rollout, VersionSpan
 from rlhfless.records.journal import Journal
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace

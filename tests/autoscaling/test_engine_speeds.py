@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fakes.traced import TOKENS, rollout
 
+from fakes.traced import TOKENS, rollout
 from rlhfless.autoscaling.engine_speeds import STEPS_REPLAYED, EngineSpeeds
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, Work
 from rlhfless.records.traces import Trace, TraceMeta

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fakes.live_fleet import HALF_A_CORE, PRICES
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fakes.live_fleet import Fleet
 from fakes.stage import until
-
 from rlhfless.autoscaling.engine_starts import EngineStarts
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.functions.base import ReplicaInfo
@@ -23,12 +22,8 @@ from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import START_S
-from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
-from rlhfless.scaling.prices import PriceBook
+from rlhfless.scaling.placement import CPU_KIND
 from rlhfless.spec import RunSpec
-
-
-
 
 
 def table() -> SampleTable:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+
 from fakes.fleet import FakeFleet, FakePool
 from fakes.stage import SPEC, Reader, draw, until
-
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.functions.generation.messages import Ended
 from rlhfless.loop.generation import GenerationStage

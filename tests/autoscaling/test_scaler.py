@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fakes.fleet import FakeActor, FakePool
 from fakes.live_fleet import Fleet
 from fakes.stage import Reader, draw, until
 from fakes.traced import rollout
-
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
 from rlhfless.autoscaling.scaler import Scaler, policy_of
 from rlhfless.loop.generation import GenerationStage

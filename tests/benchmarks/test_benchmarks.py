@@ -14,9 +14,9 @@ from pathlib import Path
 import latency
 import numpy as np
 import pytest
-from fakes.recorded_run import record
 from where import machine
 
+from fakes.recorded_run import record
 from rlhfless.bundled.model import ModelSize, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fakes.places import SCENARIOS
 
+from fakes.places import SCENARIOS
 from rlhfless import signals
 
 # What a run does with its signals: orderly work that `{work}` says, and a clean-up that `{clean_up}` says. It starts a

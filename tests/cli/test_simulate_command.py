@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-from fakes.recorded_run import record
-from fakes.tiny_scenario import values
 from typer.testing import CliRunner
 
+from fakes.recorded_run import record
+from fakes.tiny_scenario import values
 from rlhfless.cli import main
 from rlhfless.cli.simulate_progress import Estimates
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes.standing import RUN, NoDrivers, Pushes, until
 
 import rlhfless
+from fakes.standing import RUN, NoDrivers, Pushes, until
 from rlhfless.client import calls
 from rlhfless.client.errors import Conflict, Invalid, NotFound, ServiceAway
 from rlhfless.control.service import Service

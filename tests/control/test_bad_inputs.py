@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes.standing import RUN, NoDrivers, Pushes, until
 
+from fakes.standing import RUN, NoDrivers, Pushes, until
 from rlhfless.spec import SizesSpec
 
 JSON = {"Content-Type": "application/json"}

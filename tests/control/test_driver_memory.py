@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from fakes.orders import order_of
 from fakes.standing import RUN, NoDrivers, Pushes, until
-
 from rlhfless.control.delivery import OUT_OF_MEMORY, DriverOrder
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.outbox import undelivered

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+
 from fakes.standing import RUN, NoDrivers, Pushes, until
 
 SSE = {"Accept": "text/event-stream"}

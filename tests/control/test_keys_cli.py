@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes.standing import NoDrivers, served, there_is_ray
 from typer.testing import CliRunner
 
+from fakes.standing import NoDrivers, served, there_is_ray
 from rlhfless.cli.main import app
 from rlhfless.control.security import keys as keys_module
 from rlhfless.control.settings import ServiceSettings

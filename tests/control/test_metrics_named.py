@@ -7,7 +7,6 @@ from pathlib import Path
 
 from fakes.places import ROOT
 from fakes.standing import RUN, NoDrivers, served, there_is_ray
-
 from rlhfless.control.settings import ServiceSettings
 from rlhfless.telemetry.metrics import METRICS
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes.standing import RUN, NoDrivers, until
 
+from fakes.standing import RUN, NoDrivers, until
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.drivers import Handle
 from rlhfless.control.ray_jobs import NOT_SHARED, JobDrivers, RayJobs

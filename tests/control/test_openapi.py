@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 import schemathesis
-from fakes.standing import RUN, NoDrivers, served, there_is_ray
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import CHECKS
 
+from fakes.standing import RUN, NoDrivers, served, there_is_ray
 from rlhfless.control.settings import ServiceSettings
 
 EXCLUDED = {

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from fakes.standing import RUN, NoDrivers, Pushes, until
 
+from fakes.standing import RUN, NoDrivers, Pushes, until
 from rlhfless.control.pods import PodWatch, leaving_of, pending_of, told
 from rlhfless.control.service import Service
 from rlhfless.telemetry.progress import FOR_DEVICES

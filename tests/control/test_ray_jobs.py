@@ -18,9 +18,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+
 from fakes.places import ROOT, TESTS
 from fakes.standing import RUN, served
-
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.ray_jobs import JobDrivers, JobHost, RayJobs
 from rlhfless.control.settings import ServiceSettings

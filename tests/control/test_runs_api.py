@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+
 from fakes.standing import RUN, NoDrivers, Pushes, until
 
 STEP = {"step_s": 1.0, "reward_mean": 0.5}

@@ -11,9 +11,9 @@ import httpx
 import pytest
 import yaml
 from click.testing import Result
-from fakes.standing import RUN, NoDrivers, Pushes, until
 from typer.testing import CliRunner
 
+from fakes.standing import RUN, NoDrivers, Pushes, until
 from rlhfless.cli.main import app
 from rlhfless.client import calls
 

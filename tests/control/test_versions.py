@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+
 from fakes.orders import order_of
 from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, until
-
 from rlhfless.control.delivery import PROTOCOL, DriverOrder, PushAnswer
 from rlhfless.control.driver import main as driver
 from rlhfless.control.driver.main import ENDED, drive
@@ -133,7 +133,8 @@ def test_a_driver_that_does_not_know_the_spec_says_so(tmp_path: Path) -> None:
         (
             NoCluster("no Ray cluster answers; start it there (`ray start --head`)"),
             "queued",
-            "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can correct that",
+            "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can correct "
+            "that",
         ),
     ],
 )

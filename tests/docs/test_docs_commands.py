@@ -6,8 +6,8 @@ import re
 
 import pytest
 import typer
-from fakes.places import ROOT
 
+from fakes.places import ROOT
 from rlhfless.cli.main import app
 
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.yaml"))]

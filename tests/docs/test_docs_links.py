@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from fakes.places import ROOT
 
 DOCS = ROOT / "docs"

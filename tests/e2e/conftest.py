@@ -4,27 +4,23 @@ A process has one Ray at a time, so it ends with the module."""
 
 from __future__ import annotations
 
-from fakes.live_runs import FAULT_STEPS, Live, Whole, fault_values, spec_values, train_step
 import asyncio
 import dataclasses
 import io
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from fakes.live_runs import Live, Whole, fault_opening, spec_values
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
 from rlhfless.loop.driver import Driver
-from rlhfless.loop.run import Run
 from rlhfless.loop.session import Session, open_session
-from rlhfless.loop.step import rollout, train
 from rlhfless.prepare.preflight import preflight
-from rlhfless.records import StepRecord
-from rlhfless.records.traces import Trace, read_trace
+from rlhfless.records.traces import read_trace
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
@@ -43,12 +39,6 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-
-
-
-
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     """A run with real Ray, vLLM and torch, one generation actor up."""
@@ -58,18 +48,6 @@ async def live(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     session = Session(spec, preflight(spec), "live-1", folder, console, MetricSinks([]))
     async with open_session(session) as (run, _):
         yield Live(run, folder)
-
-
-
-
-
-
-def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Session:
-    spec = RunSpec.model_validate(fault_values(assets, actors, **changes))
-    console = Console("lines", "faults", spec.steps, stream=io.StringIO())
-    return Session(spec, preflight(spec), folder.name.replace("_", "-"), folder, console, MetricSinks([]))
-
-
 
 
 @pytest.fixture(scope="session")

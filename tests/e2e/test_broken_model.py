@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fakes.live_runs import fault_opening
 from safetensors.torch import load_file, save_file
 
+from fakes.live_runs import fault_opening
 from rlhfless.loop.driver import Driver
 from rlhfless.prepare import preflight as checks
 from rlhfless.spec.errors import InputError

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from fakes.commands import COMMAND, start, wait_for, write_spec
 import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-import yaml
-from fakes.live_runs import spec_values
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fakes.commands import COMMAND, assert_nothing_is_left, offspring, start, wait_for, write_spec
 from rlhfless.records import FunctionName
 from rlhfless.records.traces import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
-
-
-
-
-
-
-
-
-def offspring(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
 
 
 def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -> None:
@@ -68,13 +54,6 @@ def test_a_run_leaves_a_model_metrics_and_a_bill(assets: Path, tmp_path: Path) -
     )
     assert "generation" in summary.stdout
     assert "outside functions" in summary.stdout
-
-
-def assert_nothing_is_left(left: list[psutil.Process], runs: Path) -> None:
-    _, alive = psutil.wait_procs(left, timeout=30)
-    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-    assert not [folder for run in runs.iterdir() for folder in Path("/dev/shm").glob(f"rlhfless-{run.name}*")]
-    assert not [run for run in runs.iterdir() if (run / "ray").exists()]
 
 
 def test_ctrl_c_twice_stops_everything_and_keeps_the_trace(assets: Path, tmp_path: Path) -> None:

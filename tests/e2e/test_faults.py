@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
-from fakes import saboteur
 
+from fakes import saboteur
+from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
 from rlhfless.functions.base import Call
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.recovery import Recovered

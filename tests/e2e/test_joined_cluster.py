@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from fakes.live_runs import Whole, fault_values
-from fakes.commands import COMMAND, start, wait_for, write_spec
 
+from fakes.commands import COMMAND, start, wait_for, write_spec
+from fakes.live_runs import Whole, fault_values
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import read_trace

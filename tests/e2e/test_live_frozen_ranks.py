@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from fakes.live_runs import fault_opening
-from fakes import saboteur
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from fakes import saboteur
+from fakes.live_runs import fault_opening
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.reward_model.model import RewardModel

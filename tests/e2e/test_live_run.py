@@ -13,8 +13,8 @@ from urllib.parse import urlparse
 import numpy as np
 import psutil
 import pytest
-from fakes.live_runs import Live, train_step
 
+from fakes.live_runs import Live, train_step
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call, StaleCall
 from rlhfless.functions.generation.deployment import WrongVersion

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.live_runs import spec_values
 
+from fakes.live_runs import spec_values
 from rlhfless.autoscaling import scaler
 from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.bundled.task import TaskRecipe, draw_problems

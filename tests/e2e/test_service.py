@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from fakes.live_runs import FAULT_STEPS, Whole, fault_values, spec_values
 
+from fakes.live_runs import FAULT_STEPS, Whole, fault_values, spec_values
 from rlhfless import Client
 from rlhfless.control.lifecycle import Status
 from rlhfless.control.objects import RunObject

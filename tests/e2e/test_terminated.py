@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fakes.live_runs import Whole, fault_values
-from fakes.commands import assert_nothing_is_left, offspring, start, wait_for
 
+from fakes.commands import assert_nothing_is_left, offspring, start, wait_for
+from fakes.live_runs import Whole, fault_values
 from rlhfless.records.checkpoints import Checkpoints
 from rlhfless.records.compare import compare_samples
 from rlhfless.records.traces import read_trace

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes.tiny_learner import make_batch, make_rank, save_tiny_model
 from transformers import AutoModelForCausalLM
 
+from fakes.tiny_learner import make_batch, make_rank, save_tiny_model
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, pack
 from rlhfless.records import FinishReason, FunctionName, Group, Prompt, Rollout, Score

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,51 +16,14 @@ from fakes.simple_policies import Restless
 from fakes.small_fleet import (
     PRICES,
 )
+from rlhfless.records import Holding
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.policy import Policy
-from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import Setup
-from rlhfless.spec import CheapestSpec, FastestSpec, WeightedSpec
-import dataclasses
-import itertools
-import math
-from collections import defaultdict
-from collections.abc import Sequence
-import numpy as np
-import pytest
-from fakes.books import CONTRACTS, Run, check_books
-from fakes.simple_policies import Evenly, InTurns
-from fakes.small_fleet import (
-    FOLDER,
-    LEARNER,
-    LINKS,
-    MODEL,
-    PRICES,
-    REFERENCE,
-    SCORING,
-    SHAPE,
-    actor,
-    batch_of,
-    on,
-    setup_of,
-    slot_setup,
-)
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
-from rlhfless.records import Holding, ReplicaState
-from rlhfless.scaling.engine_model import decode_s
-from rlhfless.scaling.plan import RunContract
-from rlhfless.scaling.policies import POLICIES, make_policy
-from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policy import Policy
-from rlhfless.sim.experiment.bounds import Clairvoyant, DistributionOracle
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
 from rlhfless.sim.simulation import Simulation
-from rlhfless.spec import CostAwareSpec
-from rlhfless.spec.fleet import ContractSpec
+from rlhfless.spec import CheapestSpec, FastestSpec, WeightedSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,23 +1,17 @@
 """The command line, as a process."""
 
 from __future__ import annotations
-import contextlib
-import json
-import os
+
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-import psutil
-import pytest
-import yaml
-from fakes.CONF import spec_values
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from rlhfless.records import FunctionName
-from rlhfless.records.traces import read_trace
 
+import psutil
+import yaml
+
+from fakes.live_runs import spec_values
 
 COMMAND = [str(Path(sys.executable).with_name("rlhfless"))]
 
@@ -49,3 +43,14 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[bytes], timeout_s: 
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < end, f"{text!r} did not come within {timeout_s:.0f} s:\n{log.read_text()}"
         time.sleep(0.2)
+
+
+def offspring(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def assert_nothing_is_left(left: list[psutil.Process], runs: Path) -> None:
+    _, alive = psutil.wait_procs(left, timeout=30)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    assert not [folder for run in runs.iterdir() for folder in Path("/dev/shm").glob(f"rlhfless-{run.name}*")]
+    assert not [run for run in runs.iterdir() if (run / "ray").exists()]

@@ -13,25 +13,6 @@ from rlhfless.loop.ledger import Ledger
 from rlhfless.records import Decision, FunctionName
 from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
 from rlhfless.scaling.function_kinds import Bounds
-from rlhfless.spec import RunSpec
-import time
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-import numpy as np
-import pytest
-from fakes.live_fleet import Fleet
-from fakes.stage import until
-from rlhfless.autoscaling.engine_starts import EngineStarts
-from rlhfless.autoscaling.sample_table import SampleTable
-from rlhfless.functions.base import ReplicaInfo
-from rlhfless.functions.generation.messages import SampleItem
-from rlhfless.records import Decision, FunctionName, Holding, Invocation, ReplicaState, Work
-from rlhfless.scaling.acquisition import Acquired
-from rlhfless.scaling.assignment import PolicyFault
-from rlhfless.scaling.function_kinds import Bounds
-from rlhfless.scaling.latency.shape import ModelShape
-from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.spec import RunSpec

@@ -1,24 +1,18 @@
 """What runs with the real engine are asked, and what they leave."""
 
 from __future__ import annotations
-import asyncio
+
 import dataclasses
 import io
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-import numpy as np
-import pytest
-import pytest_asyncio
-from rlhfless.bundled.model import SMALLEST, build_random
-from rlhfless.bundled.task import TaskRecipe, draw_problems, write_jsonl
-from rlhfless.loop.driver import Driver
+
 from rlhfless.loop.run import Run
-from rlhfless.loop.session import Session, open_session
+from rlhfless.loop.session import Session
 from rlhfless.loop.step import rollout, train
 from rlhfless.prepare.preflight import preflight
 from rlhfless.records import StepRecord
-from rlhfless.records.traces import Trace, read_trace
+from rlhfless.records.traces import Trace
 from rlhfless.spec import RunSpec
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import MetricSinks
@@ -92,3 +86,9 @@ class Whole:
     trace: Trace
     digest: str
     """Of its last weights."""
+
+
+def fault_opening(assets: Path, folder: Path, actors: int, **changes: Any) -> Session:
+    spec = RunSpec.model_validate(fault_values(assets, actors, **changes))
+    console = Console("lines", "faults", spec.steps, stream=io.StringIO())
+    return Session(spec, preflight(spec), folder.name.replace("_", "-"), folder, console, MetricSinks([]))

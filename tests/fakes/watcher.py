@@ -1,18 +1,10 @@
 """What a pool tells, kept."""
 
 from __future__ import annotations
-import asyncio
-import time
+
 from typing import Any
-import pytest
-from fakes.cluster import CALL, FakeCluster, pool_of
-from fakes.stage import until
-from rlhfless.fleet.cluster import FleetError
-from rlhfless.fleet.pool import ReplicaPool
+
 from rlhfless.fleet.replica import Replica
-from rlhfless.records import FunctionName, ReplicaState, Work
-from rlhfless.scaling.function_kinds import Bounds
-from rlhfless.scaling.placement import Allocation, Device
 
 
 class Watcher:

@@ -1,12 +1,7 @@
 """A policy's tokenizer, small enough to make in a test: one token per word."""
 
-import json
-import numpy as np
-import pytest
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
 
 WORDS = ["<pad>", "<eos>", "<unk>", "<user>", "<bot>", *(f"w{i}" for i in range(59))]
 

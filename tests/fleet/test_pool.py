@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from fakes.watcher import Watcher
 import asyncio
 import time
-from typing import Any
 
 import pytest
+
 from fakes.cluster import CALL, FakeCluster, pool_of
 from fakes.stage import until
-
+from fakes.watcher import Watcher
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.fleet.replica import Replica
 from rlhfless.records import FunctionName, ReplicaState, Work
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.scaling.placement import Allocation, Device
-
-
 
 
 def watched(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, Watcher]:

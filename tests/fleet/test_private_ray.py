@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fakes.other_user import as_other_user
 
+from fakes.other_user import as_other_user
 from rlhfless.fleet import private_ray
 from rlhfless.folders import NotPrivate
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import ray
-from fakes.stand_in import stand_in_run
 from ray.cluster_utils import Cluster as RayNodes
 
+from fakes.stand_in import stand_in_run
 from rlhfless.fleet import ray_session
 from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.leave_node import INSTANCE

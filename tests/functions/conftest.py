@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from fakes.tiny_learner import make_batch, make_rank, make_shared_batch, save_tiny_model
 
+from fakes.tiny_learner import make_batch, make_rank, make_shared_batch, save_tiny_model
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.rank import LearnerRank
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.tiny_learner import save_tiny_model
 from test_two_ranks import PATIENCE_S, _compute_in_float64
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
+from fakes.tiny_learner import save_tiny_model
 from rlhfless.algorithms.batch import select
 from rlhfless.functions.column.settings import ColumnSettings
 from rlhfless.functions.lease import LeaseTerms

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from fakes.cluster import CALL, FakeCluster, NoRecords, pool_of
 from fakes.stage import until
 from fakes.watcher import Watcher
-
 from rlhfless.fleet.cluster import FleetError
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost

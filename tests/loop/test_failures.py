@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fakes.fleet import group
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.fleet import group
 from rlhfless.algorithms.batch import pack
 from rlhfless.algorithms.grpo import GRPO, STD_FLOOR
 from rlhfless.loop.failures import LOGGED_PER_STEP, LOGPROBS, added_up, readable, without_failures

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+
 from fakes.fleet import FakeFleet, FakePool, runner
 from fakes.stage import SPEC, Reader, draw, until
-
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.loop.generation import GenerationStage

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from fakes.fleet import FakePool, rollout, runner
 from fakes.stage import SPEC, Reader, draw, until
-
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.records.journal import Journal

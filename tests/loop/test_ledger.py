@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fakes.ledgers import ledger_in
 import errno
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from fakes.ledgers import ledger_in
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import ReplicaInfo
 from rlhfless.loop.ledger import Ledger
 from rlhfless.records import FunctionName, ReplicaState
-from rlhfless.records.traces import TraceMeta, TraceWriter, read_trace
+from rlhfless.records.traces import read_trace
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
-from rlhfless.scaling.prices import load_price_book
 
 
 async def test_holdings_of_a_long_step_are_written_before_it_ends(tmp_path: Path) -> None:
@@ -49,8 +48,6 @@ async def test_a_full_disk_loses_nothing_of_the_bill_and_is_reported_at_the_end_
     assert read_trace(tmp_path).holdings == ()
     ledger.catch_up(pools)
     assert sum(holding.duration_s for holding in read_trace(tmp_path).holdings) == 21.0
-
-
 
 
 def pool_of_one(ledger: Ledger, clock: Iterator[float]) -> Any:

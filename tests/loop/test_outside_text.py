@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 
 import pytest
+
 from fakes.fleet import FakePool, runner
 from fakes.stage import SPEC, draw, until
-
 from rlhfless.functions.scoring.scorer import score_groups
 from rlhfless.loop.failures import added_up, without_failures
 from rlhfless.loop.generation import GenerationStage

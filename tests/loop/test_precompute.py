@@ -6,9 +6,9 @@ import dataclasses
 import math
 
 import pytest
+
 from fakes.fleet import FakePool, runner
 from fakes.stage import SPEC, Reader, draw, until
-
 from rlhfless.autoscaling.engine_speeds import EngineSpeeds
 from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.loop.generation import GenerationStage

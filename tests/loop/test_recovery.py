@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fakes.fleet import group
 from fakes.ledgers import ledger_in
-
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.base import Call, ReplicaInfo
 from rlhfless.loop.recovery import Recovered, Recovery

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from random import Random
 
 import numpy as np
-from fakes.fleet import FakeFleet, FakePool
-from fakes.stage import SPEC, Reader, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes.fleet import FakeFleet, FakePool
+from fakes.stage import SPEC, Reader, draw
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.records import Rollout, sample_seed

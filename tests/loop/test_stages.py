@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
-from fakes.fleet import group
 
+from fakes.fleet import group
 from rlhfless.loop import stages
 from rlhfless.loop.stages import collect
 from rlhfless.records import FloatArray, Group, Score

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from fakes.fleet import FakePool, prompt, runner
-from fakes.stage import until
 from fakes.ledgers import ledger_in
-
+from fakes.stage import until
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.loop.run import Run

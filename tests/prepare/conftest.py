@@ -1,20 +1,17 @@
 """A policy small enough to make in a test: one token per word, and weights that are never loaded."""
 
-from fakes.words import CONTEXT_TOKENS, WORDS, make_tokenizer
 import json
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+
+from fakes.words import CONTEXT_TOKENS, WORDS, make_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only users may speak') }}{% endif %}"
     "<user> {{ m.content }} {% endfor %}<bot>"
 )
-
-
 
 
 @pytest.fixture(scope="session")

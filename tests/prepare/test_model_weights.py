@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from fakes.model_folders import FAMILIES, INDEX, SINGLE, edit, edit_json, save, save_reward_model, shards_of
 from safetensors.torch import load_file, save_file
 
+from fakes.model_folders import FAMILIES, INDEX, SINGLE, edit, edit_json, save, save_reward_model, shards_of
 from rlhfless.prepare import model_weights
 from rlhfless.prepare.model_weights import weight_problems
 

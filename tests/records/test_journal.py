@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.rollouts import rollout
 
+from fakes.rollouts import rollout
 from rlhfless.records import Rollout
 from rlhfless.records.journal import Journal, JournalError, StaleAttempt
 

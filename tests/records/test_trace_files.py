@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fakes.places import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes.places import ROOT
 from rlhfless.records import (
     Decision,
     FinishReason,

@@ -6,9 +6,10 @@ from collections import defaultdict
 from pathlib import PurePosixPath
 
 import pytest
-from fakes.places import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from fakes.places import ROOT
 
 REQUIREMENTS = ROOT / "requirements"
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+
 from fakes.places import ROOT
 
 DIFFER = {"apache-tvm-ffi"}

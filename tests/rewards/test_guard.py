@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes.reward_samples import samples_of
 
+from fakes.reward_samples import samples_of
 from rlhfless.rewards import Failed, Outcome
 from rlhfless.rewards.guard import ForbiddenAddress, Guarded, forbidden, refusal
 from rlhfless.rewards.http import HttpReward

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes.reward_samples import samples_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.reward_samples import samples_of
 from rlhfless.algorithms.grpo import grpo_advantages
 from rlhfless.rewards import Failed, combined
 from rlhfless.rewards.protocol import MAX_REWARD, finite

@@ -4,8 +4,8 @@ import os
 import time
 
 import pytest
-from fakes.reward_samples import samples_of
 
+from fakes.reward_samples import samples_of
 from rlhfless.records import Prompt
 from rlhfless.rewards import code
 from rlhfless.rewards.code import CodeReward, Test, code_of, passes

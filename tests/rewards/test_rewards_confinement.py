@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from confinement_probe import MARKER
-from fakes.other_user import USER, as_other_user
 from pydantic import ValidationError
 
+from fakes.other_user import USER, as_other_user
 from rlhfless.rewards.code import CodeReward
 from rlhfless.rewards.confinement import CodeEnded, CodeTask, Measures, Protection, protection_with, run_confined
 from rlhfless.rewards.seccomp import filter_of_processes_and_network

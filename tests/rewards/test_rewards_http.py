@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
-from fakes.reward_samples import samples_of
 
+from fakes.reward_samples import samples_of
 from rlhfless.rewards import checker
 from rlhfless.rewards import http as http_reward
 from rlhfless.spec import HttpSpec

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from fakes.reward_samples import samples_of
 
+from fakes.reward_samples import samples_of
 from rlhfless.records import Prompt
 from rlhfless.rewards import Failed
 from rlhfless.rewards.json_schema import JsonSchemaReward

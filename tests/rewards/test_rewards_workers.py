@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from fakes.reward_samples import samples_of
 
+from fakes.reward_samples import samples_of
 from rlhfless.rewards import RewardError, Rewards, surroundings
 from rlhfless.spec import ExactMatchSpec, PythonRewardSpec, ScoringSpec
 

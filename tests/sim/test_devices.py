@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
+
 from fakes.simple_policies import Evenly, InTurns, Scripted
 from fakes.small_fleet import (
     LEARNER,
@@ -21,7 +22,6 @@ from fakes.small_fleet import (
     setup_of,
     slot_setup,
 )
-
 from rlhfless.records import ReplicaState, Work
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.placement import Allocation, Device

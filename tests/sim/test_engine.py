@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from fakes.naive_engine import LinearModel, NaiveEngine, Sequence
-from fakes.small_fleet import batch_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes.naive_engine import LinearModel, NaiveEngine, Sequence
+from fakes.small_fleet import batch_of
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.engine_model import decode_s

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fakes.books import CONTRACTS, Run, check_books
-from fakes.naive_engine import LinearModel
-from fakes.small_fleet import SHAPE, actor, batch_of, setup_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fakes.books import CONTRACTS, Run, check_books
+from fakes.naive_engine import LinearModel
+from fakes.small_fleet import SHAPE, actor, batch_of, setup_of
 from rlhfless.scaling.plan import DeviceOption, RunContract
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policies.cost_aware.completion import EngineTable, Unfinished, alive

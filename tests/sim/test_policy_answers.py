@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+
 from fakes.naive_engine import LinearModel
 from fakes.simple_policies import Evenly, Scripted
 from fakes.small_fleet import (
@@ -22,7 +23,6 @@ from fakes.small_fleet import (
     setup_of,
     slot_setup,
 )
-
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.placement import Allocation, Device

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+
 from fakes.simple_policies import Evenly
 from fakes.small_fleet import (
     LEARNER,
@@ -23,7 +24,6 @@ from fakes.small_fleet import (
     setup_of,
     slot_setup,
 )
-
 from rlhfless.prefixes.shared_forward import SharedForward
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+
 from fakes.simple_policies import Evenly, Scripted
 from fakes.small_fleet import (
     FOLDER,
@@ -25,7 +26,6 @@ from fakes.small_fleet import (
     slot_setup,
     usage_of,
 )
-
 from rlhfless.records import Decision, FunctionName, Work
 from rlhfless.scaling.accounting import summarise
 from rlhfless.scaling.engine_model import decode_s

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from fakes.books import crowd, play
 import dataclasses
-import itertools
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fakes.books import CONTRACTS, Run, check_books
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fakes.books import CONTRACTS, Run, check_books, play
 from fakes.simple_policies import Evenly, InTurns
 from fakes.small_fleet import (
     FOLDER,
@@ -28,21 +28,13 @@ from fakes.small_fleet import (
     setup_of,
     slot_setup,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
-
-from rlhfless.records import Holding, ReplicaState
+from rlhfless.records import ReplicaState
 from rlhfless.scaling.engine_model import decode_s
 from rlhfless.scaling.plan import RunContract
 from rlhfless.scaling.policies import POLICIES, make_policy
 from rlhfless.scaling.policies.cost_aware import CostAware
-from rlhfless.scaling.policy import Policy
 from rlhfless.sim.experiment.bounds import Clairvoyant, DistributionOracle
-from rlhfless.sim.generation import Generation
-from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.setup import Setup
-from rlhfless.sim.simulation import Simulation
 from rlhfless.spec import CostAwareSpec
 from rlhfless.spec.fleet import ContractSpec
 
@@ -66,14 +58,10 @@ def runs(draw: st.DrawFn) -> Run:
     return Run(setup, batches, seed)
 
 
-
-
 def calm(setup: Setup) -> Setup:
     """Without faults."""
     actors = tuple(dataclasses.replace(actor, spot_mean_s=math.inf) for actor in setup.actors)
     return dataclasses.replace(setup, actors=actors)
-
-
 
 
 @given(runs())

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes.standing import RUN, NoDrivers, Pushes, until
 
+from fakes.standing import RUN, NoDrivers, Pushes, until
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.control.service import Service
 

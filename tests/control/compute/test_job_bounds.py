@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from fakes.places import SCENARIOS
 
+from fakes.places import SCENARIOS
 from rlhfless.control.compute import jobs
 from rlhfless.control.compute.job import LEAST_BYTES, main
 from rlhfless.control.compute.runner import FORKS, Runner

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fakes import filled
-from fakes.standing import NoDrivers, served
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from fakes import filled
+from fakes.standing import NoDrivers, served
 from rlhfless.control.service import Service
 from rlhfless.control.settings import ServiceSettings
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fakes import filled
 from playwright.sync_api import Locator, Page, expect
+
+from fakes import filled
 
 RUN = f"#/runs/{filled.RUN_ID}"
 

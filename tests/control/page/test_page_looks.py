@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from fakes import filled
 from playwright.sync_api import Page, expect
+
+from fakes import filled
 
 RUN = f"#/runs/{filled.RUN_ID}"
 

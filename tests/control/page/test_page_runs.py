@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from axe_playwright_python.sync_playwright import Axe
-from fakes import filled
 from playwright.sync_api import Page, expect
 
+from fakes import filled
 from rlhfless.bundled.model import SMALLEST, build_random
 from rlhfless.control.service import Service
 

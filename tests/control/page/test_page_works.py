@@ -6,10 +6,10 @@ import asyncio
 import re
 import time
 
-from fakes import filled
 from playwright.sync_api import Locator, Page, Route, expect
 from sqlalchemy.orm import Session
 
+from fakes import filled
 from rlhfless.control import store
 from rlhfless.control.database.tables import MetricsRow
 from rlhfless.control.lifecycle import Status

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.standing import RUN
 
+from fakes.standing import RUN
 from rlhfless.control.delivery import DriverOrder
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.outbox import undelivered

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray, until
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
+from fakes.standing import RUN, SAMPLE, NoDrivers, Pushes, served, there_is_ray, until
 from rlhfless.control.database.tables import KeyRow, RunRow
 from rlhfless.control.retention import sweep
 from rlhfless.control.security import keys as keys_module

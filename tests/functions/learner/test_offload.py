@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fakes.pretended_cuda import pretended_cuda
 
+from fakes.pretended_cuda import pretended_cuda
 from rlhfless.functions.learner.optimizer import MOMENTS, ShardedAdamW
 from rlhfless.functions.policy import load_policy, response_logprobs
 from rlhfless.functions.sharding import local

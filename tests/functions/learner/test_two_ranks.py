@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.tiny_learner import VOCABULARY, make_rank, save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fakes.tiny_learner import VOCABULARY, make_rank, save_tiny_model
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions import head, policy, sharding
 from rlhfless.functions.learner import checkpoint

@@ -9,10 +9,10 @@ import sys
 
 import numpy as np
 import pytest
-from fakes.places import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.places import ROOT
 from rlhfless.records import FinishReason, FunctionName, Invocation, Work
 from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.engine_model import EngineModel, decode_s

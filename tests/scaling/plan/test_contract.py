@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from fakes.oracles import Straight, device, fleet
 from pydantic import TypeAdapter
 
+from fakes.oracles import Straight, device, fleet
 from rlhfless.scaling.plan import (
     CheapestUnderDeadline,
     FastestUnderBudget,

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from fakes.oracles import Roofline, Straight, device, drained_s
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.oracles import Roofline, Straight, device, drained_s
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.plan import CapacityError, kernel, responses

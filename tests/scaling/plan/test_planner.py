@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from fakes.oracles import Roofline, Straight, brute_force, device, fleet, group_times, least_time_s, least_usd
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from fakes.oracles import Roofline, Straight, brute_force, device, fleet, group_times, least_time_s, least_usd
 from rlhfless.scaling.plan import (
     CheapestUnderDeadline,
     FastestUnderBudget,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fakes.views import MODEL
 
+from fakes.views import MODEL
 from rlhfless.scaling.plan import DeviceOption
 from rlhfless.scaling.policies.cost_aware.completion import (
     EngineTable,

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from fakes.views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, replica_slot, view_of
 
+from fakes.views import ABSENT, ENGINE, MODEL, UP, fleet_of, homes, learner, replica_slot, view_of
 from rlhfless.scaling.plan import CheapestUnderDeadline, Plan, RunContract
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policies.cost_aware.deadline import DeadlineMargin

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fakes.views import UP, fleet_of, replica_slot, view_of
 
+from fakes.views import UP, fleet_of, replica_slot, view_of
 from rlhfless.scaling.lengths.forecast import QUANTILE_LEVELS
 from rlhfless.scaling.policies.cost_aware.completion import alive, ends_by, unfinished_of
 from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths, RemainingLengths

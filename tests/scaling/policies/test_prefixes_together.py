@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from fakes.views import UP, fleet_of, replica_slot, view_of
 
+from fakes.views import UP, fleet_of, replica_slot, view_of
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.policies.cost_aware.planner import SIMILAR_MEAN, _by_mean

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes.views import ABSENT, ASLEEP, UP, fleet_of, homes, learner, replica_slot, view_of
 
+from fakes.views import ABSENT, ASLEEP, UP, fleet_of, homes, learner, replica_slot, view_of
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import (
     Action,

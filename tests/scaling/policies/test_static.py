@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from fakes.views import ABSENT, ASLEEP, ENGINE, UP, fleet_of, learner, replica_slot, view_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.views import ABSENT, ASLEEP, ENGINE, UP, fleet_of, learner, replica_slot, view_of
 from rlhfless.records import ReplicaState
 from rlhfless.scaling.policies import POLICIES, make_policy
 from rlhfless.scaling.policies.fleet_actions import shares_to_least

@@ -6,8 +6,8 @@ import dataclasses
 import math
 
 import pytest
-from fakes.views import ABSENT, ENGINE, UP, fleet_of, homes, learner, replica_slot, view_of
 
+from fakes.views import ABSENT, ENGINE, UP, fleet_of, homes, learner, replica_slot, view_of
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import (
     Assign,

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes.views import UP, fleet_of, replica_slot, view_of
 
+from fakes.views import UP, fleet_of, replica_slot, view_of
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.policies.cost_aware.completion import Unfinished

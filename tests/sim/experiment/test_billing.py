@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from fakes.places import SCENARIOS
 from fakes.tiny_scenario import scenario
-
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.sim.devices import Devices

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fakes.places import SCENARIOS
 
+from fakes.places import SCENARIOS
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.scenarios import load_scenario
 from rlhfless.sim.scenarios.scenario import (

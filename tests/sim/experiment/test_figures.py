@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import date
 
 import pytest
-from fakes.tiny_scenario import scenario
 
+from fakes.tiny_scenario import scenario
 from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work
 from rlhfless.records.traces import Trace, TraceMeta
 from rlhfless.scaling.plan import RunContract

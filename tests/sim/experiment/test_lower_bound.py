@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.places import ROOT
-from fakes.tiny_scenario import scenario
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes.places import ROOT
+from fakes.tiny_scenario import scenario
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.sim.experiment.against_bound import RunBounds
 from rlhfless.sim.experiment.compare import compare

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fakes.tiny_scenario import scenario, values
 from typer.testing import CliRunner
 
+from fakes.tiny_scenario import scenario, values
 from rlhfless.cli.main import app
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.statistics import Interval

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from fakes.tiny_scenario import scenario
 from PIL import Image
 
+from fakes.tiny_scenario import scenario
 from rlhfless.sim.experiment.compare import NO_BEATS_S, PolicyComparison, compare
 from rlhfless.sim.experiment.forecasts import length_forecasts
 from rlhfless.sim.experiment.rows import objective

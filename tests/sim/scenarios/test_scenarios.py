@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+
 from fakes.places import SCENARIOS
 from fakes.tiny_scenario import scenario, values
-
 from rlhfless.sim.scenarios import load_scenario, timing
 from rlhfless.sim.scenarios.build import ScenarioLayout, price_book
 from rlhfless.sim.scenarios.draw import batches

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.tiny_models import VOCABULARY, make_tiny_model, tiny_settings
 
+from fakes.tiny_models import VOCABULARY, make_tiny_model, tiny_settings
 from rlhfless.functions.generation.engine import SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.prefixes.evicted import CachedBlocks

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.tiny_models import CONTEXT_TOKENS, PROBE_TOKENS, VOCABULARY, TinyModel, save_tokenizer, start_tiny_engine
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from fakes.tiny_models import CONTEXT_TOKENS, PROBE_TOKENS, VOCABULARY, TinyModel, save_tokenizer, start_tiny_engine
 from rlhfless.weights.check import PROBE_TOLERANCE, check_moved, largest_difference
 from rlhfless.weights.perturb import perturbed
 from rlhfless.weights.store import FolderStore

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes.places import ROOT
 from test_engine_adapter import SETTINGS
 
+from fakes.places import ROOT
 from rlhfless.functions.generation.engine import EngineDead
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
 from fakes.places import FAKES
 from fakes.tiny_models import TinyModel, make_tiny_model, start_tiny_engine, tiny_settings
-
 from rlhfless.functions.cuda import cuda_fault
 from rlhfless.functions.generation.engine import EngineDead
 from rlhfless.functions.generation.vllm.adapter import VllmEngine

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+
 from fakes.places import TESTS
 from fakes.tiny_models import (
     CONTEXT_TOKENS,
@@ -26,7 +27,6 @@ from fakes.tiny_models import (
     start_tiny_engine,
     tiny_settings,
 )
-
 from rlhfless.functions.generation.engine import Engine, EngineBusy, EngineDead, EngineError, SampleRequest
 from rlhfless.functions.generation.vllm.arguments import CPU_BLOCK_TOKENS
 from rlhfless.prefixes.precompute import to_precompute

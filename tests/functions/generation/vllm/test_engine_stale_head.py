@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from fakes.tiny_models import PROBE_TOKENS, make_tiny_model, start_tiny_engine
 
+from fakes.tiny_models import PROBE_TOKENS, make_tiny_model, start_tiny_engine
 from rlhfless.functions.generation.vllm import adapter
 from rlhfless.weights.check import PROBE_TOLERANCE, check_moved, check_probe
 from rlhfless.weights.errors import WeightCheckFailed

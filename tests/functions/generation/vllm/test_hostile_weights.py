@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from fakes.places import ROOT
 
 BENCHMARK = ROOT / "benchmarks" / "hostile_weights.py"

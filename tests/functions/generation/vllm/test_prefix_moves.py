@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-from fakes.tiny_models import VOCABULARY, make_tiny_model, tiny_settings
 
+from fakes.tiny_models import VOCABULARY, make_tiny_model, tiny_settings
 from rlhfless.functions.generation.engine import OFFER, SampleRequest
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.prefixes.precompute import CPU_BLOCK_TOKENS
