@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_two_ranks import PATIENCE_S, _compute_in_float64
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
+from fakes.ranks import compute_in_float64, run_processes
 from fakes.tiny_learner import save_tiny_model
 from rlhfless.algorithms.batch import select
 from rlhfless.functions.column.settings import ColumnSettings
@@ -28,11 +26,9 @@ from rlhfless.spec import ModelSpec, RewardModelSpec
 
 pytestmark = pytest.mark.timeout(600)
 
-Work = Callable[..., Any]
 
-
-def _process(work: Work, rendezvous: Path, rank: int, ranks: int, given: Mapping, queue) -> None:
-    _compute_in_float64()
+def _process(rendezvous: Path, rank: int, ranks: int, work: Work, given: Mapping, queue) -> None:
+    compute_in_float64()
     try:
         queue.put((rank, work(join_frozen(f"file://{rendezvous}", rank, ranks, 60), **given)))
     except Exception as error:  # the test looks at it
@@ -41,22 +37,7 @@ def _process(work: Work, rendezvous: Path, rank: int, ranks: int, given: Mapping
 
 def run(work: Work, folder: Path, ranks: int, **given: Any) -> list[Any]:
     """The results of all ranks, by rank, in float64."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fakes.tiny_learner"])
-    queue = context.Queue()
-    rendezvous = folder / f"rendezvous{ranks}-{os.urandom(4).hex()}"
-    processes = [
-        context.Process(target=_process, args=(work, rendezvous, rank, ranks, given, queue)) for rank in range(ranks)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        results = sorted((queue.get(timeout=PATIENCE_S) for _ in processes), key=lambda result: result[0])
-        return [value for _, value in results]
-    finally:
-        for process in processes:
-            process.join(timeout=10)
-            process.kill()
+    return run_processes(_process, folder, ranks, work, given)
 
 
 def refer(mesh: Any, model: str, batches: list, share_prefixes: bool) -> list:

@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from test_two_ranks import run
 
+from fakes.ranks import run
 from rlhfless.functions import packing_rate
 from rlhfless.functions.packing_rate import measured, with_measured_rates
 from rlhfless.functions.policy import load_policy

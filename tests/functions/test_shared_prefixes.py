@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_model_families import FAMILIES, save
 
+from fakes.families import FAMILIES, save
 from rlhfless.algorithms.base import LossInputs, algorithm_of
 from rlhfless.algorithms.batch import PackedBatch, select
 from rlhfless.functions.batching import MicroBatch, cut, deal, fed_sequences, prompt_tokens

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,79 +14,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fakes.tiny_learner import VOCABULARY, make_rank, save_tiny_model
+from fakes.ranks import PATIENCE_S
+from fakes.ranks import run_learner as run
+from fakes.tiny_learner import make_rank, save_tiny_model
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.functions import head, policy, sharding
 from rlhfless.functions.learner import checkpoint
 from rlhfless.functions.learner.rank import LearnerRank
 from rlhfless.records.checkpoints import CheckpointError
-from rlhfless.spec import AdamWSpec
 
 pytestmark = pytest.mark.timeout(600)  # up to eight processes, one after the other
 
-OPTIMIZER = AdamWSpec(learning_rate=0.1, eps=1.0)
-PATIENCE_S = 120
 PROBE = (1, 7, 3, 22, 9)
-
-Work = Callable[..., Any]
-
-
-def _process(
-    work: Work,
-    model: str,
-    rendezvous: Path,
-    rank: int,
-    world_size: int,
-    options: Mapping,
-    exact: bool,
-    changes: Mapping,
-    queue,
-) -> None:
-    """One rank: it works, and sends back what it has, or its error."""
-    if exact:
-        _compute_in_float64()
-    given = {"optimizer": OPTIMIZER, "micro_batch_tokens": 64, "timeout_s": 60} | dict(changes)
-    learner = make_rank(model, rendezvous, rank, world_size, **given)
-    try:
-        queue.put((rank, work(learner, rank, **options)))
-    except Exception as error:  # the test looks at it
-        queue.put((rank, error))
-    finally:
-        learner.close()
-
-
-def _compute_in_float64() -> None:
-    """All that is float32 in the product; logits in small chunks, and a group for each layer."""
-    policy.TORCH_DTYPES["float32"] = torch.float64
-    policy.CHECK_TOLERANCE[torch.float64] = 1e-9
-    head.LOGITS_CHUNK_ELEMENTS = 7 * VOCABULARY
-    sharding.ONE_GROUP_PARAMETERS = 0
-    torch.set_default_dtype(torch.float64)
-
-
-def run(
-    work: Work, model: str, folder: Path, world_size: int, *, exact: bool = False, changes: Any = (), **options: Any
-) -> list[Any]:
-    """The results of all ranks, by rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tiny_learner"])  # torch and transformers are imported once for all processes
-    queue = context.Queue()
-    rendezvous = folder / f"rendezvous{world_size}-{os.urandom(4).hex()}"
-    processes = [
-        context.Process(
-            target=_process, args=(work, model, rendezvous, rank, world_size, options, exact, dict(changes), queue)
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        results = sorted((queue.get(timeout=PATIENCE_S) for _ in processes), key=lambda result: result[0])
-        return [value for _, value in results]
-    finally:
-        for process in processes:
-            process.join(timeout=10)
-            process.kill()
 
 
 def arrays(weights: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from fakes.engine_settings import SETTINGS
 from rlhfless.fleet.causes import innermost
 from rlhfless.functions.generation.engine import (
     EngineDead,
     EngineError,
-    EngineSettings,
     EngineTimeout,
     SampleRequest,
 )
@@ -22,21 +22,7 @@ from rlhfless.functions.generation.vllm import adapter
 from rlhfless.functions.generation.vllm.adapter import VllmEngine
 from rlhfless.functions.out_of_memory import engine_fault
 from rlhfless.records import FinishReason, Probe, PublishedWeights, WeightVersion
-from rlhfless.spec import EngineSpec, TimeoutsSpec
-from rlhfless.weights.address import StoreAddress
-
-SETTINGS = EngineSettings(
-    model="model",
-    tokenizer="model",
-    dtype="float32",
-    max_model_len=None,
-    seed=0,
-    trust_remote_code=False,
-    device="cpu",
-    store=StoreAddress("folder", "store"),
-    engine=EngineSpec(),
-    timeouts=TimeoutsSpec(start_s=30, drain_s=5),
-)
+from rlhfless.spec import TimeoutsSpec
 
 
 def _request(name: str, max_tokens: int) -> SampleRequest:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_engine_adapter import SETTINGS
 
+from fakes.engine_settings import SETTINGS
 from fakes.places import ROOT
 from rlhfless.functions.generation.engine import EngineDead
 from rlhfless.functions.generation.vllm.adapter import VllmEngine

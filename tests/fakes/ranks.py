@@ -1,0 +1,78 @@
+"""Ranks of a function in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fakes.tiny_learner import VOCABULARY, make_rank
+from rlhfless.functions import head, policy, sharding
+from rlhfless.spec import AdamWSpec
+
+OPTIMIZER = AdamWSpec(learning_rate=0.1, eps=1.0)
+PATIENCE_S = 120
+
+Work = Callable[..., Any]
+
+
+def compute_in_float64() -> None:
+    """All that is float32 in the product; logits in small chunks, and a group for each layer."""
+    policy.TORCH_DTYPES["float32"] = torch.float64
+    policy.CHECK_TOLERANCE[torch.float64] = 1e-9
+    head.LOGITS_CHUNK_ELEMENTS = 7 * VOCABULARY
+    sharding.ONE_GROUP_PARAMETERS = 0
+    torch.set_default_dtype(torch.float64)
+
+
+def run_processes(target: Callable[..., None], folder: Path, ranks: int, *given: Any) -> list[Any]:
+    """The results of all ranks, by rank: of `target(rendezvous, rank, ranks, *given, queue)`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fakes.tiny_learner"])  # torch and transformers are imported once for all processes
+    queue = context.Queue()
+    rendezvous = folder / f"rendezvous{ranks}-{os.urandom(4).hex()}"
+    processes = [context.Process(target=target, args=(rendezvous, rank, ranks, *given, queue)) for rank in range(ranks)]
+    try:
+        for process in processes:
+            process.start()
+        results = sorted((queue.get(timeout=PATIENCE_S) for _ in processes), key=lambda result: result[0])
+        return [value for _, value in results]
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
+
+
+def run_learner(
+    work: Work, model: str, folder: Path, world_size: int, *, exact: bool = False, changes: Any = (), **options: Any
+) -> list[Any]:
+    """`work(learner, rank, **options)` on all ranks of a learner."""
+    return run_processes(_learn, folder, world_size, work, model, options, exact, dict(changes))
+
+
+def _learn(
+    rendezvous: Path,
+    rank: int,
+    world_size: int,
+    work: Work,
+    model: str,
+    options: Mapping,
+    exact: bool,
+    changes: Mapping,
+    queue,
+) -> None:
+    """One rank: it works, and sends back what it has, or its error."""
+    if exact:
+        compute_in_float64()
+    given = {"optimizer": OPTIMIZER, "micro_batch_tokens": 64, "timeout_s": 60} | dict(changes)
+    learner = make_rank(model, rendezvous, rank, world_size, **given)
+    try:
+        queue.put((rank, work(learner, rank, **options)))
+    except Exception as error:  # the test looks at it
+        queue.put((rank, error))
+    finally:
+        learner.close()
