@@ -12,7 +12,7 @@ import torch
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from fakes.ranks import compute_in_float64, run_processes
+from fakes.ranks import Work, compute_in_float64, run_processes
 from fakes.tiny_learner import save_tiny_model
 from rlhfless.algorithms.batch import select
 from rlhfless.functions.column.settings import ColumnSettings

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fakes.ranks import run
+from fakes.ranks import run_learner as run
 from rlhfless.functions import packing_rate
 from rlhfless.functions.packing_rate import measured, with_measured_rates
 from rlhfless.functions.policy import load_policy
