@@ -2,6 +2,7 @@
 # make test   set up (once), then checks and tests, with the real engine: 15 minutes on two cores
 # make test-all  and the rest: long faults, nodes of a cluster, live benchmarks, the chart if KUBECONFIG is set
 # make test-kubernetes  the chart, on the cluster of KUBECONFIG
+# make coverage  what the tests without engines execute, by package
 # make setup  only set up
 SHELL := /bin/bash
 VENV := $(shell scripts/setup.sh --path)
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 HOME_DIR := $(or $(RLHFLESS_HOME),$(HOME)/.cache/rlhfless)
 MODEL := $(HOME_DIR)/models/tiny
 
-.PHONY: setup demo test test-all test-kubernetes lint unit clean
+.PHONY: setup demo test test-all test-kubernetes coverage lint clean
 
 setup:
 	@scripts/setup.sh >/dev/null
@@ -37,5 +38,11 @@ test: lint
 test-all: test
 	@scripts/test.sh $(BIN)/pytest long
 
+# What the tests of `make test` without engines execute, line and branch, by package.
+coverage: setup
+	@$(BIN)/pytest -m "not engine and not kubernetes and not long" -n logical --dist loadfile --cov --cov-report= -q
+	@$(BIN)/coverage json -q -o build/coverage.json
+	@$(BIN)/python scripts/coverage_by_package.py build/coverage.json
+
 clean:
-	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .coverage runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
