@@ -1,13 +1,13 @@
 """A scaling policy of one's own, by import path: in a run's spec, in scenarios and in replays."""
 
 import functools
-import importlib
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from fakes.recorded_run import record
 from rlhfless.autoscaling.scaler import policy_of
 from rlhfless.cli import main
 from rlhfless.scaling.policies import make_policy
@@ -120,7 +120,7 @@ def test_a_scenario_says_what_is_wrong_with_it(tmp_path, entry, parts):
 
 
 def test_a_recorded_run_is_replayed_with_it(tmp_path):
-    importlib.import_module("recorded_run").record(tmp_path / "trace", actors=2, steps=4)
+    record(tmp_path / "trace", actors=2, steps=4)
     result = CliRunner().invoke(main.app, ["simulate", "--replay", str(tmp_path), "--policy", OWN])
     assert result.exit_code == 0, result.output
     assert OWN in result.stdout

@@ -15,7 +15,7 @@ from rlhfless.sim.scenarios.scenario import (
     WeightedContract,
 )
 
-SCENARIOS = sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
+NAMES = sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
 DEADLINES = (0.5, 1.0, 1.2)
 """Times static's time."""
 
@@ -49,7 +49,7 @@ the reference shares a device with an actor, and begins when that has ended: a d
 go early, at 10 to 25 s of 50, and a contract for time alone asks for more certainty than that move has."""
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_deadline_is_better_than_a_contract(name: str) -> None:
     entries = [PolicyEntry(name=STATIC)]
     for times in DEADLINES:
