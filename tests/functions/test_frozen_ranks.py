@@ -12,11 +12,11 @@ import torch
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
+from fakes.leases import LONG
 from fakes.ranks import Work, compute_in_float64, run_processes
 from fakes.tiny_learner import save_tiny_model
 from rlhfless.algorithms.batch import select
 from rlhfless.functions.column.settings import ColumnSettings
-from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.ranks.process_group import join_frozen
 from rlhfless.functions.reference.model import FrozenPolicy
 from rlhfless.functions.reward_model.model import RewardModel
@@ -43,7 +43,7 @@ def run(work: Work, folder: Path, ranks: int, **given: Any) -> list[Any]:
 def refer(mesh: Any, model: str, batches: list, share_prefixes: bool) -> list:
     settings = ColumnSettings(
         "run",
-        LeaseTerms(600, 600),
+        LONG,
         "reference",
         "",
         ModelSpec(path=model),

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from fakes.leases import LONG
 from rlhfless.functions.base import Call, DeviceBinding
 from rlhfless.functions.column.deployment import ColumnFunction
 from rlhfless.functions.column.settings import ColumnSettings
-from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.loading import is_finite
 from rlhfless.functions.policy import load_policy
 from rlhfless.functions.reference.kind import KIND
@@ -118,9 +118,7 @@ async def test_a_replica_that_cannot_load_its_model_says_so_itself(llama: Path, 
     edit(llama, **{UP: None})
     binding = DeviceBinding("cpu", ("0",), exclusive=False)
     model = ModelSpec(path=str(llama))
-    settings = ColumnSettings(
-        "run", LeaseTerms(600, 600), KIND.name, KIND.worker, model, "float32", 100, True, 1.0, (binding,), 60
-    )
+    settings = ColumnSettings("run", LONG, KIND.name, KIND.worker, model, "float32", 100, True, 1.0, (binding,), 60)
     function = await in_process(ColumnFunction, settings)
     with pytest.raises(InputError, match=f"lacks tensor '{UP}'"):
         await function.describe(Call("run", 1, 0))

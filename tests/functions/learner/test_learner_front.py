@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
+from fakes.leases import LONG
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.base import Call, DeviceBinding, FunctionBroken
 from rlhfless.functions.learner import deployment
 from rlhfless.functions.learner.deployment import LearnerFunction
 from rlhfless.functions.learner.settings import LearnerSettings, StoreHome
-from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import OutOfMemory
 from rlhfless.functions.ranks import group
 from rlhfless.functions.ranks.group import RankGroup
@@ -69,7 +69,7 @@ async def front_of(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, call_timeout
     monkeypatch.setattr(deployment.ray, "put", lambda batch: batch)
     settings = LearnerSettings(
         "run",
-        LeaseTerms(first_s=600, renewed_s=600),
+        LONG,
         ModelSpec(path="m"),
         LearnerSpec(ranks=ranks),
         AdamWSpec(),

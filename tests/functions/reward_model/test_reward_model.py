@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from fakes.leases import LONG
 from rlhfless.functions.base import Call, DeviceBinding
-from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.reward_model.actor import RewardModelSettings
 from rlhfless.functions.reward_model.deployment import RewardModelFunction
 from rlhfless.functions.reward_model.model import RewardModel
@@ -128,7 +128,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
 
 async def test_the_function_scores_groups(path: str, in_process: Any) -> None:
     binding = DeviceBinding("cpu", ("0",), exclusive=False)
-    settings = RewardModelSettings("run", LeaseTerms(600, 600), (spec(path, weight=2),), "drop", (binding,), 60)
+    settings = RewardModelSettings("run", LONG, (spec(path, weight=2),), "drop", (binding,), 60)
     function = await in_process(RewardModelFunction, settings)
     prompt = Prompt("p", (6,), "w1 ")
     rollouts = tuple(
