@@ -1,4 +1,4 @@
-"""All policies by name, and how to make one: a built-in policy, or the user's own by import path."""
+"""All policies by name, and how to make one: a built-in policy, a baseline, or the user's own by import path."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any, Literal
 from pydantic_core import PydanticCustomError
 
 from rlhfless.scaling.plan import RunContract
-from rlhfless.scaling.policies.autoscalers import Autoscaler, Keda, Knative, RayServe
 from rlhfless.scaling.policies.cost_aware import CostAware
 from rlhfless.scaling.policies.cost_aware.forecasters import PredictedLengths
-from rlhfless.scaling.policies.queue_reactive import QueueReactive
-from rlhfless.scaling.policies.rlhfless_paper import RLHFlessPaper
 from rlhfless.scaling.policies.static import Static
-from rlhfless.scaling.policies.tail_migration import TailMigration
 from rlhfless.scaling.policy import Policy
 from rlhfless.spec.base import SpecModel
 from rlhfless.spec.explain import nearest
@@ -47,18 +43,15 @@ class PolicyKind:
     """Whether its users rent all devices for the whole run, so that devices that are not held are paid for as well."""
 
 
-def _contractless(make: Callable[[Any], Policy]) -> Callable[[Any, RunContract], Policy]:
-    """Makes a policy that ignores the contract."""
-    return lambda settings, run: make(settings)  # noqa: ARG005
-
-
-def _following(autoscaler: Callable[[Any], Autoscaler]) -> Callable[[Any, RunContract], Policy]:
-    return _contractless(lambda settings: QueueReactive(autoscaler(settings)))
+def _baseline(name: str) -> Callable[[Any, RunContract], Policy]:
+    """Makes a policy of rlhfless.sim.baselines, which ignores the contract. It is imported by its path when it is asked
+    for: a run with another policy loads nothing of the simulator, and this package does not depend on it."""
+    return lambda settings, run: load_target(f"rlhfless.sim.baselines.{name}")(settings)  # noqa: ARG005
 
 
 def _static(placement: Literal["colocated", "disaggregated"] | None = None) -> PolicyKind:
     reserved = placement is not None
-    return PolicyKind(StaticSpec, _contractless(Static), placement, prefill=True, reserved=reserved)
+    return PolicyKind(StaticSpec, lambda settings, run: Static(settings), placement, prefill=True, reserved=reserved)  # noqa: ARG005
 
 
 POLICIES: Mapping[str, PolicyKind] = MappingProxyType(
@@ -66,11 +59,11 @@ POLICIES: Mapping[str, PolicyKind] = MappingProxyType(
         "static_colocated": _static("colocated"),
         "static_disaggregated": _static("disaggregated"),
         "static": _static(),
-        "queue_reactive_ray_serve": PolicyKind(RayServeSpec, _following(RayServe)),
-        "queue_reactive_knative": PolicyKind(KnativeSpec, _following(Knative)),
-        "queue_reactive_keda": PolicyKind(KedaSpec, _following(Keda)),
-        "rlhfuse_tail": PolicyKind(TailSpec, _contractless(TailMigration), reserved=True),
-        "rlhfless_published": PolicyKind(RLHFlessPaperSpec, _contractless(RLHFlessPaper)),
+        "queue_reactive_ray_serve": PolicyKind(RayServeSpec, _baseline("queue_reactive:ray_serve")),
+        "queue_reactive_knative": PolicyKind(KnativeSpec, _baseline("queue_reactive:knative")),
+        "queue_reactive_keda": PolicyKind(KedaSpec, _baseline("queue_reactive:keda")),
+        "rlhfuse_tail": PolicyKind(TailSpec, _baseline("rlhfuse_tail:RLHFuseTail"), reserved=True),
+        "rlhfless_published": PolicyKind(RLHFlessPaperSpec, _baseline("rlhfless_published:RLHFlessPublished")),
         "cost_aware": PolicyKind(CostAwareSpec, lambda settings, run: CostAware(settings, run, PredictedLengths())),
     }
 )

@@ -34,7 +34,7 @@ KNEE = 2.0
 sequences than on the weights that they share, and the tail would become longer by being moved together."""
 
 
-class TailMigration:
+class RLHFuseTail:
     """State of one run."""
 
     def __init__(self, settings: TailSpec) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfless.scaling.policies.autoscalers import Autoscaler
 from rlhfless.scaling.policies.fleet_actions import assign_to_least, make_way, note, start, take_turns
 from rlhfless.scaling.policies.fleet_layout import Contexts, PolicyContext
 from rlhfless.scaling.policy import (
@@ -28,6 +27,8 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
+from rlhfless.sim.baselines.autoscalers import Autoscaler, Keda, Knative, RayServe
+from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
 
 
 class QueueReactive:
@@ -97,3 +98,18 @@ def _take_share(now: PolicyContext, slot: int, actors: int) -> list[Action]:
             actions.append(Move(source, slot, waiting))
             share -= waiting.size
     return actions
+
+
+def ray_serve(settings: RayServeSpec) -> QueueReactive:
+    """The policy `queue_reactive_ray_serve`."""
+    return QueueReactive(RayServe(settings))
+
+
+def knative(settings: KnativeSpec) -> QueueReactive:
+    """The policy `queue_reactive_knative`."""
+    return QueueReactive(Knative(settings))
+
+
+def keda(settings: KedaSpec) -> QueueReactive:
+    """The policy `queue_reactive_keda`."""
+    return QueueReactive(Keda(settings))

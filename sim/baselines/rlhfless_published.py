@@ -44,7 +44,7 @@ from rlhfless.scaling.policy import (
 from rlhfless.spec.policies import RLHFlessPaperSpec
 
 
-class RLHFlessPaper:
+class RLHFlessPublished:
     """State of one run."""
 
     def __init__(self, settings: RLHFlessPaperSpec) -> None:

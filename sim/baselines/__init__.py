@@ -1,0 +1,1 @@
+"""Published and common policies to compare with: rlhfless.scaling.policies.registry has their names."""
