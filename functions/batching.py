@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfless.algorithms.batch import PackedBatch, select
-from rlhfless.prefixes.packing import PackedSegments, SharingSequences
-from rlhfless.prefixes.padding import padded_parts, padded_tokens
+from rlhfless.prefixes.packing import PackedSegments, SharingSequences, padded_parts, padded_tokens
 from rlhfless.records import IntArray
 
 

@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from rlhfless.prefixes.cost import move_pays
+from rlhfless.prefixes.precompute import move_pays
 from rlhfless.prefixes.trie import NONE
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.intervals import Interval

@@ -1,17 +1,48 @@
-"""How fast the run's own engines are, learned from its ledger while it runs: one fit per kind of device."""
+"""How fast the run's own engines are, learned from its ledger while it runs: one fit per kind of device.
+
+A fit begins with a prior: the device's data sheet, and the engine's own overhead. It decides one step, and terms that
+the run's batches cannot tell apart. On a CPU core the engine's scheduler and sampler share the core with the model, and
+with a small model they take nearly all the time: `OVERHEAD_S` and `SEQUENCE_S`. A prior without them would predict so
+short a step that one actor suffices. An unknown accelerator is assumed to be the slowest of the table and not a CPU
+core, because a prior that is a thousand times too slow starts every actor.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
+from rlhfless.prefixes.precompute import move_pays
 from rlhfless.records import Invocation
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit
-from rlhfless.scaling.latency.prior import prior_of
+from rlhfless.scaling.engine_model import EngineModel
+from rlhfless.scaling.latency.devices import load_devices
+from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine
+from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
+from rlhfless.scaling.placement import CPU_KIND
 
 STEPS_REPLAYED = 20
 """A resumed run learns from this many steps of its trace: the fit would give older steps a weight below 1 %."""
+
+OVERHEAD_S = 0.009
+"""Seconds of an iteration of vLLM's CPU engine without the model: 6 to 12 ms on one core of a server, with a model of
+0.5 million parameters, whose own time is negligible (fits to the ledger of the bundled demo, 2026-11)."""
+
+SEQUENCE_S = 1.8e-4
+"""Seconds of each sequence in it without the model: by the same fits 0.2 ms, including 0.02 ms of the model."""
+
+SLOWEST = "l40s"
+"""The slowest of the table's accelerators."""
+
+CALLS_S = 0.05
+"""Time of the two calls of a move, to the actor that has the KV and to the one that gets it; as that of a moved sample
+(live_fleet.MOVE_S)."""
+
+BYTES_PER_S = {"folder": 0.5e9, "nixl": 10e9}
+"""By connector, until a move was measured. Files are written and read once each, at some 1 GB/s (torch tensors, one
+core, shared memory); NIXL at half of a network card of 200 Gbit/s."""
 
 
 class EngineSpeeds:
@@ -50,3 +81,45 @@ class EngineSpeeds:
         if kind not in self._fits:
             self._fits[kind] = LatencyFit(prior_of(kind, self._shape, self._tensor_parallel))
         return self._fits[kind]
+
+
+class PrefixMoves:
+    """When an actor gets the KV of a prefix from another actor, and does not compute it: the price of a move, learned
+    in the run."""
+
+    def __init__(self, connector: str | None, kv_token_bytes: int, speeds: EngineSpeeds) -> None:
+        """`kv_token_bytes`: bytes of a token's KV. `connector`: as `generation.engine.kv_connector`."""
+        self._speeds = speeds
+        self._prior_s = math.inf if connector is None else kv_token_bytes / BYTES_PER_S[connector]
+        self._tokens, self._seconds = 0, 0.0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per token; infinite without a connector."""
+        return self._seconds / self._tokens if self._tokens else self._prior_s
+
+    def pay(self, kind: str, tokens: int, context_tokens: int) -> bool:
+        """Whether an actor on a kind of device should get `tokens`, after `context_tokens` that it has."""
+        if math.isinf(self.token_s):
+            return False
+        compute_s = self._speeds.model(kind).prefill_s(tokens, context_tokens) - CALLS_S
+        return move_pays(tokens, compute_s, self.token_s)
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        """A move of so many tokens took `seconds`."""
+        self._tokens += tokens
+        self._seconds += max(seconds - CALLS_S, 0.0)
+
+
+def prior_of(kind: str, shape: ModelShape | None, tensor_parallel: int = 1) -> EngineModel:
+    """The prior of an engine on `tensor_parallel` devices of a kind. A model of unknown shape is assumed to have
+    no size, in an engine on a CPU core."""
+    own = LinearEngine(OVERHEAD_S, SEQUENCE_S, 0.0, 0.0, 0.0)
+    if shape is None:
+        return own
+    devices = load_devices()
+    sheet = Roofline(shape, devices.get(kind, devices[SLOWEST]), tensor_parallel)
+    if kind != CPU_KIND:
+        return sheet
+    line = LinearEngine.of(sheet)
+    return replace(line, fixed_s=line.fixed_s + own.fixed_s, sequence_s=line.sequence_s + own.sequence_s)

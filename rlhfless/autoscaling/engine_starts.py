@@ -16,10 +16,10 @@ from pathlib import Path
 from rlhfless.folders import home
 from rlhfless.functions.generation.vllm.version import SUPPORTED_RELEASE, installed_version
 from rlhfless.records import StartPhase
+from rlhfless.scaling.acquisition import mean_phases
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.startup import START_S, start_phases
 from rlhfless.scaling.placement import CPU_KIND
-from rlhfless.scaling.start_phases import mean_phases
 from rlhfless.spec import RunSpec
 
 log = logging.getLogger(__name__)

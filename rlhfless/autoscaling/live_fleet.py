@@ -9,22 +9,22 @@ The price of an actor is the saving of its release, so in a fleet that never cha
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.engine_speeds import EngineSpeeds, PrefixMoves
 from rlhfless.autoscaling.engine_starts import EngineStarts
-from rlhfless.autoscaling.figures import FleetFigures
-from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
-from rlhfless.records import Decision, FunctionRole
+from rlhfless.records import Decision, FunctionRole, Invocation
+from rlhfless.records.traces import TracedRollout
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.startup import START_S
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.policy import EngineLimits, FleetView, ReplicaSlot, SlotView
-from rlhfless.scaling.prices import SECONDS_PER_HOUR
+from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
 from rlhfless.spec import RunSpec
 
 MOVE_S = 0.05
@@ -32,6 +32,36 @@ MOVE_S = 0.05
 
 NODE = "cluster"
 """The node of every slot: devices do not say which node they are on."""
+
+
+class FleetFigures(Protocol):
+    """The ledger of a run (rlhfless.loop.ledger), as scaling uses it."""
+
+    prices: PriceBook
+
+    def mean_start_s(self, function: str) -> float | None:
+        """Mean duration of the function's cold starts, with the proof of an engine's loads; None if there was none."""
+
+    def mean_start_phases(self) -> dict[str, float]:
+        """The mean seconds of each phase of the engines' starts, by StartPhase; empty if there was no start."""
+
+    def mean_load_s(self) -> float:
+        """Mean duration of an actor's recent weight loads; 0 if there was none."""
+
+    def reacquire_s(self, kind: str) -> float:
+        """Expected time until devices of a kind are there whose node has to come; not billed."""
+
+    def cost_usd(self, pools: Iterable[ReplicaPool]) -> float:
+        """Cost of the run up to now, with the holdings of these pools that are still open."""
+
+    def has_rollouts_of(self, step: int) -> bool:
+        """Whether the step's rollouts are in the trace: then it was interrupted later, and is done again."""
+
+    def done_in_step(self, step: int) -> tuple[tuple[Invocation, ...], tuple[TracedRollout, ...]]:
+        """The calls of a step in progress, and its rollouts that are in the ledger."""
+
+    def add_decision(self, decision: Decision) -> None:
+        """Add a decision of the scaler, with its inputs."""
 
 
 class LiveFleet:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlhfless.autoscaling.engine_speeds import EngineSpeeds
+from rlhfless.autoscaling.engine_speeds import EngineSpeeds, PrefixMoves
 from rlhfless.autoscaling.engine_starts import EngineStarts
-from rlhfless.autoscaling.even_split import EvenSplit
-from rlhfless.autoscaling.figures import FleetFigures
-from rlhfless.autoscaling.live_fleet import LiveFleet
-from rlhfless.autoscaling.policy_runner import PolicyRunner
-from rlhfless.autoscaling.prefix_moves import PrefixMoves
+from rlhfless.autoscaling.live_fleet import FleetFigures, LiveFleet
+from rlhfless.autoscaling.policy_runner import EvenSplit, PolicyRunner
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.functions.base import Call
 from rlhfless.prepare.preflight import Prepared

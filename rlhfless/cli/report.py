@@ -14,9 +14,8 @@ from rlhfless.loop.driver import Outcome
 from rlhfless.records.run_folder import TRACE_FOLDER
 from rlhfless.records.traces import read_trace
 from rlhfless.scaling.accounting import Summary, Usage, summarise
-from rlhfless.scaling.acquisition import by_kind
+from rlhfless.scaling.acquisition import by_kind, mean_phases
 from rlhfless.scaling.prices import PriceBook
-from rlhfless.scaling.start_phases import mean_phases
 from rlhfless.scaling.step_times import Phase
 from rlhfless.telemetry.numbers import count, decimal, money
 from rlhfless.telemetry.report import EvaluationRow, FinalReport, FunctionRow, functions_table

@@ -16,8 +16,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from rlhfless.autoscaling.engine_speeds import PrefixMoves
 from rlhfless.autoscaling.policy_runner import PolicyRunner
-from rlhfless.autoscaling.prefix_moves import PrefixMoves
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica, ReplicaLost

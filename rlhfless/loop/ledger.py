@@ -23,10 +23,9 @@ from rlhfless.records import (
 )
 from rlhfless.records.traces import Trace, TracedRollout, TraceWriter
 from rlhfless.scaling.accounting import cold_starts
-from rlhfless.scaling.acquisition import Acquired, AcquisitionLags
+from rlhfless.scaling.acquisition import Acquired, AcquisitionLags, mean_phases, started
 from rlhfless.scaling.intervals import length, union
 from rlhfless.scaling.prices import SECONDS_PER_HOUR, PriceBook
-from rlhfless.scaling.start_phases import mean_phases, started
 from rlhfless.scaling.step_times import StepTimes, recovery_until_s, step_times
 
 log = logging.getLogger(__name__)

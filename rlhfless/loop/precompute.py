@@ -1,7 +1,7 @@
 """Shared prefixes go to an actor before the samples that begin with them.
 
 The actor computes them; or gets their KV from another actor of the stage, where that is possible and takes less time
-(rlhfless.autoscaling.prefix_moves). Then there are two calls: the actor that has the prefix offers it, and the other
+(rlhfless.autoscaling.engine_speeds). Then there are two calls: the actor that has the prefix offers it, and the other
 one takes it.
 """
 
@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from rlhfless.autoscaling.prefix_moves import PrefixMoves
+from rlhfless.autoscaling.engine_speeds import PrefixMoves
 from rlhfless.fleet.replica import CallTimeout, Replica, ReplicaLost
 from rlhfless.functions.generation.messages import KvOffer, PrecomputeRequest, SampleItem
 from rlhfless.loop.rollout_request import RolloutRequest

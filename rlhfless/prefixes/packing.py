@@ -6,18 +6,21 @@ attends to the tokens before it in its segment, and to all own tokens of the pre
 
     system | prompt A | response 1 | response 2 | prompt B | response 3
     `system` is attended by everything behind it, `prompt A` by the responses 1 and 2.
+
+Where packing does not pay, micro-batches are padded: sequences of similar length side by side (`padded_parts`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rlhfless.prefixes.trie import NONE, shared_prefixes
+from rlhfless.prefixes.trie import NONE, lineage, shared_prefixes
 from rlhfless.records import IntArray
 
 PAYS_BELOW = 0.7
@@ -35,8 +38,39 @@ FAR = 1.2
 within it. The path that a batch takes decides the last bits of the weights: it should be the same in every run of a
 machine, whose rates differ a little each time they are measured."""
 
+SIMILAR_LENGTH = 0.875
+"""A sequence of at least this length, relative to its micro-batch's longest, still joins. On uniform lengths (20 to 130
+tokens) it lowers padding from 20 % to 9 %, and thus the CPU time of a step by a tenth."""
+
+FAIR_SIZE = 0.25
+"""Part of the token budget below which a micro-batch takes sequences of any length."""
+
 LEAST_SAVED_TOKENS = 32
 """A prefix is shared if that saves so many tokens: each one is one more attention call per layer."""
+
+
+def padded_parts(lengths: IntArray, budget_tokens: int) -> Iterator[IntArray]:
+    """Index arrays of the sequences of each micro-batch, `lengths` [sequences], longest first.
+
+    The padded size of a micro-batch is at most `budget_tokens`, except that a longer sequence stands alone. Once
+    it is a fair size it takes no more sequences that are much shorter than its longest: another pass costs less
+    than the padding. The longest come first, so that the peak of memory, and running out of it, comes at the
+    start of a step.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    ordered, start = lengths[order], 0
+    while start < len(order):
+        width = int(ordered[start])
+        alike = int(np.count_nonzero(ordered[start:] >= SIMILAR_LENGTH * width))
+        fair = int(FAIR_SIZE * budget_tokens) // width
+        rows = max(1, min(budget_tokens // width, max(alike, fair)))
+        yield order[start : start + rows]
+        start += rows
+
+
+def padded_tokens(lengths: IntArray, budget_tokens: int) -> int:
+    """Tokens of all micro-batches of the padded pass, padding included."""
+    return sum(len(part) * int(lengths[part].max()) for part in padded_parts(lengths, budget_tokens))
 
 
 def expected_to_pay_below(*, on_cpu: bool) -> float:
@@ -103,7 +137,7 @@ class SharingSequences:
         """Tokens of each prefix after its parent's, `[prefixes]`."""
         self.rest = lengths - depths[leaf]
         """Tokens of each sequence after its longest prefix, `[sequences]`."""
-        self.lineages = [_lineage(parent, prefix) for prefix in leaf.tolist()]
+        self.lineages = [tuple(lineage(parent, prefix)) for prefix in leaf.tolist()]
         """The prefixes of each sequence, the shortest first."""
         self.order = sorted(range(len(lengths)), key=lambda number: (self.lineages[number], -int(lengths[number])))
         """Depth first: users of a prefix one after the other, otherwise the longest first."""
@@ -201,11 +235,3 @@ class _Packing:
         """The next `tokens` of a sequence lie at `start`."""
         first = self._starts[number] + depth
         self._index[first : first + tokens] = np.arange(start, start + tokens)
-
-
-def _lineage(parent: IntArray, prefix: int) -> tuple[int, ...]:
-    found: list[int] = []
-    while prefix != NONE:
-        found.append(prefix)
-        prefix = int(parent[prefix])
-    return tuple(reversed(found))

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfless.prefixes.packing import PAYS_BELOW_ON_GPUS, pruned
-from rlhfless.prefixes.padding import padded_tokens
+from rlhfless.prefixes.packing import PAYS_BELOW_ON_GPUS, padded_tokens, pruned
 from rlhfless.prefixes.tree import PrefixTree
-from rlhfless.prefixes.trie import NONE
+from rlhfless.prefixes.trie import NONE, lineage
 from rlhfless.records import IntArray
 
 
@@ -75,12 +74,4 @@ def _kept(tree: PrefixTree, prompt_tokens: IntArray, group: IntArray) -> tuple[l
     tokens = np.append(tree.tokens, prompt_tokens)
     parent, kept = pruned(tokens, above, np.where(alone, 0, samples))
     own = tokens - np.append(tokens, 0)[parent]
-
-    def lineage(prompt: int) -> tuple[int, ...]:
-        found, prefix = [], int(kept[prefixes + prompt])
-        while prefix != NONE:
-            found.append(prefix)
-            prefix = int(parent[prefix])
-        return tuple(found[::-1])
-
-    return own.tolist(), [lineage(prompt) for prompt in range(len(prompt_tokens))]
+    return own.tolist(), [tuple(lineage(parent, prefix)) for prefix in kept[prefixes:-1].tolist()]

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from rlhfless.prefixes.precompute import LEAST_TOKENS, itself, nearest_long
-from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
+from rlhfless.prefixes.trie import NONE, PrefixForest, lineage, shared_prefixes
 from rlhfless.records import IntArray
 
 
@@ -105,11 +105,7 @@ class PrefixTree:
 
     def lineage(self, prefix: int) -> list[int]:
         """A prefix and all that it contains, the shortest first; [] for NONE."""
-        found = []
-        while prefix != NONE:
-            found.append(prefix)
-            prefix = int(self.parent[prefix])
-        return found[::-1]
+        return lineage(self.parent, prefix)
 
     def unique_tokens(self, prompt_tokens: IntArray) -> int:
         """Prompt tokens `[prompts]` when each shared prefix is counted once."""

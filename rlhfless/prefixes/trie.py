@@ -38,7 +38,6 @@ class PrefixForest:
     leaf: IntArray  # [sequences], the longest shared prefix of each, or NONE
     lengths: IntArray  # [sequences]
     counts: IntArray  # [sequences], samples that have exactly these tokens
-    block_tokens: int
     _order: IntArray = field(repr=False)  # [sequences], those of a prefix one after the other
     _first: IntArray = field(repr=False)  # [prefixes], index into _order
     _stop: IntArray = field(repr=False)  # [prefixes], index into _order
@@ -57,11 +56,6 @@ class PrefixForest:
         return self._at(self.tokens, self.leaf)
 
     @property
-    def total_tokens(self) -> int:
-        """Tokens of all samples: what is computed when nothing is shared."""
-        return int(self.lengths @ self.counts)
-
-    @property
     def unique_tokens(self) -> int:
         """Each shared prefix once, and of each sample the tokens after its own: the floor of what must be computed."""
         return int(self.own_tokens.sum() + (self.lengths - self.shared_tokens) @ self.counts)
@@ -70,18 +64,19 @@ class PrefixForest:
         """The sequences that begin with a prefix, ascending."""
         return np.sort(self._order[self._first[prefix] : self._stop[prefix]])
 
-    def lineage(self, prefix: int) -> list[int]:
-        """A prefix and all that it contains, the shortest first; [] for NONE."""
-        found = []
-        while prefix != NONE:
-            found.append(prefix)
-            prefix = int(self.parent[prefix])
-        return found[::-1]
-
     @staticmethod
     def _at(values: IntArray, indices: IntArray) -> IntArray:
         """`values` at `indices`, 0 at NONE."""
         return np.append(values, 0)[indices]
+
+
+def lineage(parent: IntArray, prefix: int) -> list[int]:
+    """A prefix and all that it contains, the shortest first; [] for NONE. `parent` [prefixes]."""
+    upwards = []
+    while prefix != NONE:
+        upwards.append(prefix)
+        prefix = int(parent[prefix])
+    return upwards[::-1]
 
 
 def shared_prefixes(
@@ -107,9 +102,7 @@ def shared_prefixes(
     search = _Search(_block_table(sequences, lengths, blocks, block_tokens), blocks, samples)
     found = search.run()
     levels, parents, users, first, stop = found.columns()
-    return PrefixForest(
-        levels * block_tokens, parents, users, found.leaf, lengths, samples, block_tokens, search.order, first, stop
-    )
+    return PrefixForest(levels * block_tokens, parents, users, found.leaf, lengths, samples, search.order, first, stop)
 
 
 def _block_table(

@@ -20,21 +20,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from statistics import mean
 
 import numpy as np
 
-from rlhfless.records import Holding, Invocation, ReplicaState, in_order
+from rlhfless.records import Holding, Invocation, ReplicaState, Work, in_order
+from rlhfless.records.ledger import PROMPT_TOKENS_COMPUTED, PROMPT_TOKENS_UNIQUE
 from rlhfless.records.traces import Trace, TracedRollout
-from rlhfless.scaling.acquisition import Acquired
+from rlhfless.scaling.acquisition import Acquired, started
 from rlhfless.scaling.intervals import Interval, clip, length, union
 from rlhfless.scaling.prices import PriceBook
-from rlhfless.scaling.prompt_reuse import PromptReuse, prompt_reuse
-from rlhfless.scaling.start_phases import started
 from rlhfless.scaling.step_times import StepTimes, calls_within, step_times
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 """Quantiles of the response length: the median, and the tail that decides how long a step takes."""
+
+
+_COMPUTED, _UNIQUE = f"{PROMPT_TOKENS_COMPUTED}/", f"{PROMPT_TOKENS_UNIQUE}/"
+_WHOLE_PASSES = (Work.LOGPROBS, Work.LEARN)
+"""Calls that compute nothing but tokens of a batch, so that their time is in proportion to these."""
 
 
 class LedgerError(ValueError):
@@ -66,6 +69,24 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptReuse:
+    """How far all functions and steps of a run computed each prompt token once."""
+
+    computed_tokens: float
+    unique_tokens: float
+    saved: float
+    """Part of the steps' time that was saved in reference and learner, if that time is in proportion to their tokens.
+    The time that an engine's prefix cache saves is not in the trace, and not in here."""
+    evicted_tokens: int = 0
+    """Of the computed tokens, those that engines had had in their caches."""
+
+    @property
+    def once(self) -> float:
+        """Part of the computed prompt tokens that had to be computed: 1 if each was computed once."""
+        return min(self.unique_tokens / self.computed_tokens, 1.0) if self.computed_tokens else 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """A run in figures."""
 
@@ -75,8 +96,6 @@ class Summary:
     steps: tuple[StepTimes, ...]
     response_tokens: Mapping[float, float]
     """Quantiles (see QUANTILES) of the response length over all rollouts; empty if there are none."""
-    reward_mean: Mapping[int, float]
-    """By step."""
     prompts: PromptReuse | None
     acquired: tuple[Acquired, ...] = ()
     """Devices that were waited for."""
@@ -111,8 +130,7 @@ def summarise(trace: Trace, prices: PriceBook) -> Summary:
         total=_total(functions, trace.invocations),
         steps=steps,
         response_tokens=_length_quantiles(trace.rollouts),
-        reward_mean=_reward_by_step(trace.rollouts),
-        prompts=prompt_reuse(trace, math.fsum(times.wall_s for times in steps)),
+        prompts=_prompt_reuse(trace, math.fsum(times.wall_s for times in steps)),
         acquired=tuple(Acquired.of(trace.decisions)),
         engine_starts=tuple(started(trace.decisions)),
     )
@@ -199,6 +217,22 @@ def cold_starts(holdings: Iterable[Holding]) -> list[Interval]:
     return starts
 
 
+def _prompt_reuse(trace: Trace, wall_s: float) -> PromptReuse | None:
+    """`wall_s` is the time of all steps. None if the trace has no such figures."""
+    values = [(name, value) for record in trace.steps for name, value in record.metrics.items()]
+    computed = math.fsum(value for name, value in values if name.startswith(_COMPUTED))
+    unique = math.fsum(value for name, value in values if name.startswith(_UNIQUE))
+    if not computed:
+        return None
+    evicted = sum(call.evicted_tokens for call in trace.invocations)
+    saved_s = math.fsum(
+        call.duration_s * call.cached_tokens / (call.input_tokens - call.cached_tokens)
+        for call in trace.invocations
+        if call.work in _WHOLE_PASSES and call.input_tokens > call.cached_tokens
+    )
+    return PromptReuse(computed, unique, saved_s / (saved_s + wall_s), evicted)
+
+
 def _by_incarnation(invocations: Iterable[Invocation]) -> dict[str, list[Interval]]:
     calls: dict[str, list[Interval]] = defaultdict(list)
     for call in invocations:
@@ -219,21 +253,6 @@ def _unheld_s(work: Mapping[str, list[Interval]], holdings: Iterable[Holding]) -
 def _length_quantiles(rollouts: Sequence[TracedRollout]) -> dict[float, float]:
     lengths = [rollout.response_tokens for rollout in rollouts]
     return {q: float(np.quantile(lengths, q)) for q in QUANTILES} if lengths else {}
-
-
-def _reward_by_step(rollouts: Iterable[TracedRollout]) -> dict[int, float]:
-    rewards: dict[int, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        rewards[rollout.step].append(rollout.reward)
-    return {step: _mean(values) for step, values in sorted(rewards.items())}
-
-
-def _mean(values: Sequence[float]) -> float:
-    """The mean of any finite numbers; in an older trace they may be so large that their sum overflows."""
-    try:
-        return math.fsum(values) / len(values)
-    except OverflowError:
-        return mean(values)  # exact, and hundreds of times slower
 
 
 def _label(holding: Holding) -> str:

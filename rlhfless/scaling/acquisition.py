@@ -1,7 +1,8 @@
-"""How long a run waits for devices that it asks for: what was measured, by kind, and what a plan counts on. Pure.
+"""How long a run waits for devices and engines: what was measured, and what a plan counts on. Pure.
 
 Devices on a node that is there come within a second or two; a node that a cluster autoscaler has to bring takes
-minutes. Each wait is a row of the trace's table `decisions`, of kind `acquire`.
+minutes. Each wait is a row of the trace's table `decisions`, of kind `acquire`; each start of an engine is one of kind
+`start`, with the seconds of its phases.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
-from rlhfless.records import Decision
+from rlhfless.records import START, Decision, StartPhase
 from rlhfless.scaling.placement import DeviceGroup, Node
 from rlhfless.scaling.prices import PriceBook
 
@@ -105,3 +106,15 @@ def by_kind(acquired: Collection[Acquired]) -> Mapping[str, tuple[list[float], l
     for one in acquired:
         lags_s[one.device_kind][one.node_came].append(one.lag_s)
     return lags_s
+
+
+def started(decisions: Iterable[Decision]) -> list[dict[str, float]]:
+    """The starts of engines in these rows: the seconds of each phase, by StartPhase."""
+    starts = [decision.inputs for decision in decisions if decision.kind == START]
+    return [{name.removesuffix("_s"): float(seconds) for name, seconds in inputs.items()} for inputs in starts]
+
+
+def mean_phases(starts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean seconds of each phase, in the order of StartPhase; a phase counts as 0 in a start without it."""
+    there = [str(phase) for phase in StartPhase if any(phase in start for start in starts)]
+    return {phase: fmean(start.get(phase, 0.0) for start in starts) for phase in there}

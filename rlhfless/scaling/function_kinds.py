@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from rlhfless.records import FunctionRole
 from rlhfless.scaling.latency.devices import DeviceSheet
@@ -95,16 +95,6 @@ class FunctionKind:
     """With the role COLUMN: import path of the class that computes it (rlhfless.functions.column.settings)."""
     settings: Any = None
     """Of a function of the user's own: its section of the spec."""
-
-
-class OwnFunction(Protocol):
-    """A function of the user's own, as the spec names it: made from its section of the spec."""
-
-    def __init__(self, settings: Any) -> None: ...
-
-    def kind(self, name: str) -> FunctionKind:
-        """The declaration of the function that the spec calls `name`."""
-        ...
 
 
 @cache

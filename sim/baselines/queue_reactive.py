@@ -3,12 +3,17 @@
 A router gives each sample to the replica with the fewest samples. Samples that an engine has not begun can still move:
 when a new replica serves, it takes its share of the waiting samples. A superfluous replica gets no more samples,
 finishes the samples it has, and is released.
+
+An autoscaler says how many replicas there are to be, from running and queued requests averaged over windows. Each is
+asked at its own interval. docs/policies.md has the sources of the defaults.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -27,8 +32,136 @@ from rlhfless.scaling.policy import (
     StepEnded,
     StepView,
 )
-from rlhfless.sim.baselines.autoscalers import Autoscaler, Keda, Knative, RayServe
 from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
+
+
+class MetricWindow:
+    """A count over time, constant between two records; averages over its last part."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._pieces: deque[tuple[float, float]] = deque()  # (from when, count)
+
+    def record(self, at_s: float, count: float) -> None:
+        self._pieces.append((at_s, count))
+        while len(self._pieces) > 1 and self._pieces[1][0] <= at_s - self._longest_s:
+            self._pieces.popleft()
+
+    def mean(self, at_s: float, length_s: float) -> float:
+        """The mean over the last `length_s`, or since the first record if that is later; at the first record its
+        count."""
+        total, until_s = 0.0, at_s
+        since_s = max(at_s - length_s, self._pieces[0][0])
+        for from_s, count in reversed(self._pieces):
+            begin_s = max(from_s, since_s)
+            total += count * max(until_s - begin_s, 0.0)
+            until_s = min(until_s, begin_s)
+            if from_s <= since_s:
+                break
+        return total / (at_s - since_s) if at_s > since_s else self._pieces[-1][1]
+
+
+class Autoscaler(Protocol):
+    """A decision rule for the number of replicas."""
+
+    interval_s: float
+    """Seconds between two decisions."""
+
+    def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
+        """The number of replicas to have; `replicas` were asked for last, and `ongoing` counts all requests."""
+        ...
+
+
+class RayServe:
+    """`replica_queue_length_autoscaling_policy` with `_apply_delay_logic` (ray/serve/autoscaling_policy.py)."""
+
+    def __init__(self, settings: RayServeSpec) -> None:
+        self.interval_s = settings.interval_s
+        self._settings = settings
+        self._window = MetricWindow(settings.look_back_period_s)
+        self._direction = 0
+        self._since_s = 0.0
+
+    def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
+        self._window.record(at_s, ongoing)
+        mean = self._window.mean(at_s, self._settings.look_back_period_s)
+        desired = max(math.ceil(mean / self._settings.target_ongoing_requests), 1)  # min_replicas is 1
+        direction = (desired > replicas) - (desired < replicas)
+        if direction != self._direction:
+            self._direction, self._since_s = direction, at_s
+        delay_s = self._settings.upscale_delay_s if direction > 0 else self._settings.downscale_delay_s
+        if direction == 0 or at_s - self._since_s < delay_s:
+            return max(replicas, 1)
+        self._direction = 0
+        return desired
+
+
+class Knative:
+    """The pod autoscaler's stable and panic mode (knative.dev, "Additional autoscaling configuration")."""
+
+    def __init__(self, settings: KnativeSpec) -> None:
+        self.interval_s = settings.interval_s
+        self._settings = settings
+        self._window = MetricWindow(settings.stable_window_s)
+        self._panic_s: float | None = None
+        """When the short window last asked for a panic; None while it is calm."""
+        self._zero_since_s: float | None = None
+
+    def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
+        settings, ready = self._settings, max(replicas, 1)
+        self._window.record(at_s, ongoing)
+        target = settings.target_concurrency * settings.target_share
+        panic_s = settings.stable_window_s * settings.panic_window_share
+        stable = math.ceil(self._window.mean(at_s, settings.stable_window_s) / target)
+        sudden = math.ceil(self._window.mean(at_s, panic_s) / target)
+        most, least = math.ceil(ready * settings.max_scale_up_rate), math.floor(ready / settings.max_scale_down_rate)
+        stable, sudden = (min(max(count, least), most) for count in (stable, sudden))
+        if sudden >= settings.panic_threshold * ready:
+            self._panic_s = at_s
+        elif self._panic_s is not None and at_s - self._panic_s >= settings.stable_window_s:
+            self._panic_s = None
+        # In panic it never goes down.
+        return max(stable, sudden, replicas) if self._panic_s is not None else self._to_zero(at_s, stable, replicas)
+
+    def _to_zero(self, at_s: float, desired: int, replicas: int) -> int:
+        """The last replica stays for the grace period."""
+        if desired > 0 or replicas == 0:
+            self._zero_since_s = None
+            return desired
+        if self._zero_since_s is None:
+            self._zero_since_s = at_s
+        return 0 if at_s - self._zero_since_s >= self._settings.scale_to_zero_grace_s else 1
+
+
+class Keda:
+    """KEDA between zero and one replica, the horizontal pod autoscaler above (keda.sh, kubernetes.io)."""
+
+    def __init__(self, settings: KedaSpec) -> None:
+        self.interval_s = settings.sync_s
+        self._settings = settings
+        self._recommended: deque[tuple[float, int]] = deque()
+        self._active_s = -math.inf
+        self._polled_s = -math.inf
+
+    def wanted(self, at_s: float, ongoing: int, replicas: int) -> int:
+        settings = self._settings
+        if ongoing > 0:
+            self._active_s = at_s
+        if replicas == 0:
+            if at_s - self._polled_s < settings.polling_s:
+                return 0
+            self._polled_s = at_s
+            return 1 if ongoing > 0 else 0
+        ratio = ongoing / settings.target_value / replicas
+        desired = replicas if abs(ratio - 1) <= settings.tolerance else math.ceil(ongoing / settings.target_value)
+        self._recommended.append((at_s, desired))
+        while self._recommended[0][0] < at_s - settings.downscale_window_s:
+            self._recommended.popleft()
+        if desired > replicas:
+            return min(desired, max(replicas + settings.upscale_pods, 2 * replicas))
+        if ongoing == 0 and at_s - self._active_s >= settings.cooldown_s:
+            return 0
+        return max(min(max(count for _, count in self._recommended), replicas), 1)
 
 
 class QueueReactive:

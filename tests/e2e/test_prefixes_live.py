@@ -14,7 +14,7 @@ import pytest
 
 from fakes.live_runs import spec_values
 from rlhfless.autoscaling import scaler
-from rlhfless.autoscaling.prefix_moves import PrefixMoves
+from rlhfless.autoscaling.engine_speeds import PrefixMoves
 from rlhfless.bundled.task import TaskRecipe, draw_problems
 from rlhfless.loop.driver import Driver
 from rlhfless.loop.session import Session

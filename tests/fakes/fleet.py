@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlhfless.autoscaling.even_split import EvenSplit
-from rlhfless.autoscaling.policy_runner import PolicyRunner
+from rlhfless.autoscaling.policy_runner import EvenSplit, PolicyRunner
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.replica import CallTimeout, ReplicaLost
 from rlhfless.functions.generation.messages import (

@@ -9,8 +9,7 @@ import pytest
 
 from fakes.fleet import FakePool, runner
 from fakes.stage import SPEC, Reader, draw, until
-from rlhfless.autoscaling.engine_speeds import EngineSpeeds
-from rlhfless.autoscaling.prefix_moves import PrefixMoves
+from rlhfless.autoscaling.engine_speeds import EngineSpeeds, PrefixMoves
 from rlhfless.loop.generation import GenerationStage
 from rlhfless.loop.rollout_request import RolloutRequest
 from rlhfless.records import ReplicaState, Work

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless.prefixes.cost import move_pays
 from rlhfless.prefixes.packing import SharingSequences
-from rlhfless.prefixes.precompute import to_precompute
+from rlhfless.prefixes.precompute import BLOCK_TOKENS, LEAST_TOKENS, move_pays, to_precompute
 from rlhfless.prefixes.shared_forward import SharedForward, saved_tokens
 from rlhfless.prefixes.tree import PrefixTree
 from rlhfless.prefixes.trie import NONE, shared_prefixes
@@ -107,3 +106,78 @@ def test_each_micro_batch_computes_the_prefix_by_hand() -> None:
     assert saved_tokens(tree, *batch, SharedForward(130)) == fed - 2 * 128
     assert saved_tokens(tree, *batch, SharedForward(110)) == 0
     assert saved_tokens(tree, *batch, SharedForward(130, pays_below=0.5)) == 0
+
+
+# -- ranks: prompts with a long common prefix are neighbours
+
+
+def prefix_ranks(prompts):
+    return PrefixTree.of_prompts(prompts).long().ranks
+
+
+SYSTEM = tuple(range(LEAST_TOKENS))
+FIRST, SECOND = tuple(range(5000, 5000 + LEAST_TOKENS)), tuple(range(6000, 6000 + LEAST_TOKENS))
+
+
+def test_prompts_behind_one_prefix_have_equal_ranks() -> None:
+    prompts = [
+        (*SYSTEM, *SECOND, 1, 1),
+        (9, 9),
+        (*SYSTEM, *FIRST, 2, 2),
+        (*SYSTEM, *SECOND, 3, 3),
+        (*SYSTEM, *FIRST, 4, 4),
+        (*SYSTEM, 5, 5),
+    ]
+    ranks = prefix_ranks(prompts)
+    assert ranks[1] == 0
+    assert ranks[0] == ranks[3] != ranks[2] == ranks[4]
+    assert 0 < ranks[5] < min(ranks[0], ranks[2])
+    assert sorted(set(ranks.tolist())) == [0, 1, 2, 3]
+
+
+def test_short_prefixes_make_no_difference() -> None:
+    assert not prefix_ranks([(*SYSTEM[:-1], 7, 7), (*SYSTEM[:-1], 8, 8)]).any()
+    assert prefix_ranks([]).shape == (0,)
+    assert np.array_equal(prefix_ranks([(1,), (2,)]), [0, 0])
+
+
+def test_a_trace_keeps_the_tree() -> None:
+    tree = PrefixTree.of_prompts([(*SYSTEM, *FIRST, 1), (*SYSTEM, *FIRST, 2), (*SYSTEM, 3), (4,)])
+    texts = [tree.text(prompt) for prompt in range(4)]
+    assert texts == ["0:256 1:512", "0:256 1:512", "0:256", ""]
+    again = PrefixTree.parse(texts[::-1])
+    assert [again.text(prompt) for prompt in range(4)][::-1] == texts
+    assert again.unique_tokens(np.array([1, 257, 513, 513])) == tree.unique_tokens(np.array([513, 513, 257, 1]))
+
+
+# -- which prefixes an actor computes first
+
+
+OPENING = tuple(range(LEAST_TOKENS + BLOCK_TOKENS + 3))
+"""A block and three tokens more than the shortest that is computed first."""
+SHOTS = tuple(range(5000, 5000 + LEAST_TOKENS + 2 * BLOCK_TOKENS))
+
+
+def test_the_prefix_of_several_prompts_in_whole_blocks() -> None:
+    prompts = [(*OPENING, 7001), (*OPENING, 7002), (*OPENING[:10], 7003)]
+    assert to_precompute(prompts) == [OPENING[: LEAST_TOKENS + BLOCK_TOKENS]]
+
+
+def test_a_longer_prefix_comes_after_the_shorter() -> None:
+    few = (*OPENING[: LEAST_TOKENS + BLOCK_TOKENS], *SHOTS)
+    prompts = [(*few, 7001), (*few, 7002), (*OPENING, 7003)]
+    first, second = to_precompute(prompts)
+    assert first == OPENING[: LEAST_TOKENS + BLOCK_TOKENS]
+    assert second == few
+
+
+def test_little_more_than_the_shorter_is_left_to_the_engine() -> None:
+    few = (*OPENING[: LEAST_TOKENS + BLOCK_TOKENS], *SHOTS[: LEAST_TOKENS - 1])
+    prompts = [(*few, 7001), (*few, 7002), (*OPENING, 7003)]
+    assert to_precompute(prompts) == [OPENING[: LEAST_TOKENS + BLOCK_TOKENS]]
+
+
+def test_one_group_and_short_prefixes_are_left_to_the_engine() -> None:
+    assert to_precompute([OPENING]) == []
+    assert to_precompute([(*OPENING[:100], 7001), (*OPENING[:100], 7002)]) == []
+    assert to_precompute([]) == []

@@ -1,25 +1,14 @@
-"""Shared prefixes: by hand, against a naive search, and what they cost."""
-
-from dataclasses import dataclass
+"""Shared prefixes: by hand, and against a naive search."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfless.prefixes.cost import compute_s, saved_s
-from rlhfless.prefixes.trie import NONE, PrefixForest, shared_prefixes
+from rlhfless.prefixes.trie import NONE, PrefixForest, lineage, shared_prefixes
 
 SYSTEM, SHOTS = [1, 2, 3, 4], [5, 6]
 PROMPTS = [[*SYSTEM, *SHOTS, 7, 8, 9], [*SYSTEM, *SHOTS, 7, 9, 9], [*SYSTEM, 20, 21], [30, 31]]
-
-
-@dataclass(frozen=True)
-class Linear:
-    """1 s per token, 0.5 s per token of context, whatever the number of tokens."""
-
-    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        return tokens + 0.5 * context_tokens
 
 
 def shared(forest: PrefixForest) -> dict[tuple[int, ...], int]:
@@ -56,9 +45,9 @@ def test_by_hand() -> None:
     assert forest.parent.tolist() == [NONE, 0]
     assert forest.own_tokens.tolist() == [4, 3]
     assert forest.leaf.tolist() == [1, 1, 0, NONE]
-    assert forest.lineage(1) == [0, 1]
-    # 9 + 9 + 6 + 2 tokens; the first 4 once instead of 3 times, the next 3 once instead of twice.
-    assert (forest.total_tokens, forest.unique_tokens) == (26, 15)
+    assert lineage(forest.parent, 1) == [0, 1]
+    # Of 9 + 9 + 6 + 2 tokens the first 4 once instead of 3 times, the next 3 once instead of twice.
+    assert forest.unique_tokens == 15
 
 
 def test_blocks_of_four() -> None:
@@ -79,7 +68,7 @@ def test_nothing_is_shared_by_a_token_that_comes_later() -> None:
 
 def test_no_sequences() -> None:
     forest = shared_prefixes([])
-    assert (len(forest), forest.total_tokens, forest.unique_tokens) == (0, 0, 0)
+    assert (len(forest), forest.unique_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [((1, 0), "block_tokens is 0"), ((0, 1), "a count is 0")])
@@ -107,7 +96,6 @@ def test_as_a_naive_search(
     assert shared(forest) == expected
     assert len(forest) == len(expected)
     assert forest.unique_tokens == naive_unique(sequences, counts, block, last_alone)
-    assert forest.total_tokens == sum(len(s) * c for s, c in zip(sequences, counts, strict=True))
     for prefix in range(len(forest)):
         assert forest.samples[prefix] == sum(counts[user] for user in forest.users(prefix))
         parent = int(forest.parent[prefix])
@@ -116,10 +104,4 @@ def test_as_a_naive_search(
     for number, leaf in enumerate(forest.leaf.tolist()):
         mine = [tokens for users, tokens in expected.items() if number in users]
         assert forest.shared_tokens[number] == max(mine, default=0)
-        assert [int(forest.tokens[prefix]) for prefix in forest.lineage(leaf)] == sorted(mine)
-
-
-def test_costs() -> None:
-    forest = shared_prefixes(PROMPTS)
-    assert compute_s(forest, Linear()).tolist() == [4.0, 3 + 0.5 * 4]
-    assert saved_s(forest, Linear()).tolist() == [8.0, 5.0]
+        assert [int(forest.tokens[prefix]) for prefix in lineage(forest.parent, leaf)] == sorted(mine)

@@ -13,9 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from rlhfless.scaling.plan.cost import GroupTimes
-from rlhfless.scaling.plan.groups import Candidate, Partition, TierActors, fill, heal
+from rlhfless.scaling.plan.groups import Candidate, Partition, TierActors, fill, heal, polish
 from rlhfless.scaling.plan.options import FleetOptions, orders
-from rlhfless.scaling.plan.polish import polish
 from rlhfless.scaling.plan.responses import Ints, Responses, lists
 
 RESOLUTION = 1.004

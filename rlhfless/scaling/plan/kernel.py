@@ -1,6 +1,6 @@
 """The inner loops of a plan, compiled: times of groups, the pass that cuts a list, and moving its cuts.
 
-`cost`, `groups` and `polish` describe them, and are their only callers.
+`cost` and `groups` describe them, and are their only callers.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 from fakes.views import ABSENT, UP, fleet_of, learner, replica_slot, view_of
 from rlhfless.scaling.policies import make_policy
 from rlhfless.scaling.policy import Assign, Beat, Move, Release, Serving, SlotView, Start, StepBegan
-from rlhfless.sim.baselines.autoscalers import Autoscaler, Keda, Knative, MetricWindow, RayServe
+from rlhfless.sim.baselines.queue_reactive import Autoscaler, Keda, Knative, MetricWindow, RayServe
 from rlhfless.spec.policies import KedaSpec, KnativeSpec, RayServeSpec
 
 
