@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfless.records import FinishReason, FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work
-from rlhfless.records.traces import Trace, TracedRollout, TraceMeta
+from fakes.traced import traced
+from rlhfless.records import FunctionName, Holding, Invocation, ReplicaState, StepRecord, Work
+from rlhfless.records.traces import Trace, TraceMeta
 from rlhfless.scaling.accounting import LedgerError, check_holdings, cold_starts, summarise, usage
 from rlhfless.scaling.intervals import clip, length, union
 from rlhfless.scaling.prices import DevicePrice, PriceBook, PriceError
@@ -56,12 +57,6 @@ def call(
     return Invocation(function, f"r-{replica}", replica, work, step, start_s, end_s, input_tokens, output_tokens)
 
 
-def rollout(step: int, tokens: int, reward: float) -> TracedRollout:
-    return TracedRollout(
-        step, "p", 0, 1, 10, tokens, 0, reward, {}, {}, FinishReason.STOP, (), "r-a", 0.0, 1.0, None, None
-    )
-
-
 def test_a_run_worked_by_hand() -> None:
     generation = [
         hold(S.STARTING, 0, 30),
@@ -80,7 +75,7 @@ def test_a_run_worked_by_hand() -> None:
         call(Work.LEARN, 50, 58, replica="l", function=FunctionName.LEARNER, input_tokens=1100),
     ]
     steps = (StepRecord(1, 30.0, 60.0, {}),)
-    rows = (rollout(1, 400, 1.0), rollout(1, 500, 0.0))
+    rows = (traced(1, tokens=400), traced(1, tokens=500))
     summary = summarise(Trace(META, (*generation, *learner), tuple(calls), rows, steps), PRICES)
 
     generating, learning = summary.functions
@@ -173,22 +168,16 @@ def test_work_outside_any_holding_is_shown() -> None:
 def test_overlapping_holdings_are_refused() -> None:
     with pytest.raises(LedgerError, match=r"serving holding of r-a \(incarnation a\) on cpu-0 .* overlaps"):
         check_holdings([hold(S.SERVING, 9, 20), hold(S.STALE, 0, 10)])
+    with pytest.raises(LedgerError, match="overlaps"):  # with an earlier, longer one
+        check_holdings([hold(S.SERVING, 0, 100), hold(S.STALE, 10, 20), hold(S.STALE, 30, 40)])
     check_holdings([hold(S.STALE, 0, 10), hold(S.SERVING, 10, 20)])
     check_holdings([hold(S.SERVING, 0, 10), hold(S.SERVING, 5, 15, device="cpu-1")])
     check_holdings([hold(S.SERVING, 0, 10, share=0.5), hold(S.SERVING, 5, 15, replica="b", share=0.5)])
 
 
-def test_an_overlap_with_an_earlier_longer_holding_is_refused() -> None:
-    with pytest.raises(LedgerError, match="overlaps"):
-        check_holdings([hold(S.SERVING, 0, 100), hold(S.STALE, 10, 20), hold(S.STALE, 30, 40)])
-
-
-def test_a_holding_that_runs_backwards_is_refused() -> None:
+def test_what_cannot_be_billed_is_refused() -> None:
     with pytest.raises(LedgerError, match="ends before it starts"):
         summarise(Trace(META, (hold(S.SERVING, 10, 5),)), PRICES)
-
-
-def test_a_device_without_a_price_is_refused() -> None:
     with pytest.raises(PriceError, match="abacus"):
         summarise(Trace(META, (hold(S.SERVING, 0, 1, kind="abacus"),)), PRICES)
 
@@ -218,34 +207,14 @@ def ledgers(draw: st.DrawFn) -> tuple[list[Holding], list[Invocation]]:
         now = draw(st.integers(0, 20))
         for state in draw(st.lists(st.sampled_from(states), max_size=6)):
             end = now + draw(st.integers(0, 9))
-            for device in range(1 + number % 2):
-                holdings.append(
-                    hold(
-                        state,
-                        now,
-                        end,
-                        replica=str(number),
-                        device=f"d{device}",
-                        kind=kind,
-                        share=share,
-                        function=function,
-                    )
-                )
+            of = {"replica": str(number), "kind": kind, "share": share, "function": function}
+            holdings += [hold(state, now, end, device=f"d{device}", **of) for device in range(1 + number % 2)]
             now = end
+    works, functions = st.sampled_from(list(Work)), st.sampled_from(list(FunctionName))
+    drawn = st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(0, 15), works, functions)
     calls = [
         call(work, start, start + duration, replica=str(replica), function=function)
-        for replica, start, duration, work, function in draw(
-            st.lists(
-                st.tuples(
-                    st.integers(0, 3),
-                    st.integers(0, 60),
-                    st.integers(0, 15),
-                    st.sampled_from(list(Work)),
-                    st.sampled_from(list(FunctionName)),
-                ),
-                max_size=12,
-            )
-        )
+        for replica, start, duration, work, function in draw(st.lists(drawn, max_size=12))
     ]
     return holdings, calls
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import date
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 
 from rlhfless.records import FunctionName, Holding, ReplicaState
 from rlhfless.scaling.leases import billed_s, leased_usd, leases
-from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook, Residency, load_price_book
-from rlhfless.spec.errors import InputError
+from rlhfless.scaling.prices import Billing, DevicePrice, Owned, PriceBook, Residency
 
 READ = date(2026, 11, 21)
 MINUTES = Billing(granularity_s=60, minimum_s=120, source="test", as_of=READ)
@@ -91,35 +89,6 @@ def test_releasing_owned_hardware_saves_what_others_make_of_it() -> None:
     assert owned.device("h100").saved_usd_per_hour == pytest.approx(0.9)
     assert owned.cost_usd([hold(0, 1000)]) == pytest.approx(1.0)
     assert book().device("h100").saved_usd_per_hour == pytest.approx(3.6)
-
-
-def test_the_bundled_spot_prices_are_below_the_others() -> None:
-    with_spot = [device for device in load_price_book().devices if device.spot is not None]
-    assert {device.kind for device in with_spot} == {"h100", "h200"}
-    assert all(device.spot is not None and device.spot.usd_per_hour < device.usd_per_hour for device in with_spot)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("billing: {granulrity_s: 60, source: s, as_of: 2026-11-01}", ["granulrity_s", "did you mean `granularity_s`"]),
-        ("biling: {granularity_s: 60}", ["biling", "did you mean `billing`"]),
-        ("owned: {released_value: 2}", ["devices.0.owned.released_value", "2"]),
-        (
-            "owned: {released_value: 0}\n    billing: {source: s, as_of: 2026-11-01}",
-            ["hardware that is owned has no spot price and no billing", "take `spot` and `billing` out"],
-        ),
-        ("spot: {usd_per_hour: 1}", ["devices.0.spot.interruptions_per_hour", "missing"]),
-    ],
-)
-def test_faults_of_the_optional_parts(tmp_path: Path, text: str, said: list[str]) -> None:
-    path = tmp_path / "prices.yaml"
-    device = "devices:\n  - kind: cpu-core\n    usd_per_hour: 1\n    source: s\n    as_of: 2026-11-01\n"
-    path.write_text(f"{device}    {text}\n")
-    with pytest.raises(InputError) as caught:
-        load_price_book(path)
-    for words in said:
-        assert words in str(caught.value)
 
 
 spans = st.lists(

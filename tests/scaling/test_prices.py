@@ -22,6 +22,7 @@ devices:
     source: another
     as_of: 2026-10-01
 """
+READ = "source: s, as_of: 2026-11-01"
 
 
 def holding(kind: str, seconds: float, share: float, state: ReplicaState = ReplicaState.SERVING) -> Holding:
@@ -40,6 +41,9 @@ def test_the_bundled_book_has_what_a_laptop_and_a_gpu_node_need() -> None:
     assert 0.01 < book.price_usd_per_hour("cpu-core") < 0.1
     assert {"h100", "h200", "a100-80gb", "l40s"} <= {device.kind for device in book.devices}
     assert all(device.source for device in book.devices)
+    with_spot = {device.kind: device for device in book.devices if device.spot is not None}
+    assert with_spot.keys() == {"h100", "h200"}
+    assert all(device.spot and device.spot.usd_per_hour < device.usd_per_hour for device in with_spot.values())
 
 
 def test_a_book_of_the_users_own(tmp_path: Path) -> None:
@@ -54,11 +58,7 @@ def test_cost_is_device_seconds_times_price(tmp_path: Path) -> None:
     held = [holding("h100", 1200, 1.0), holding("cpu-core", 7200, 0.5, ReplicaState.STARTING)]
     assert book.cost_usd(held) == pytest.approx(1.05, rel=1e-12)
     assert book.cost_usd([]) == 0.0
-
-
-def test_a_state_without_a_device_costs_nothing(tmp_path: Path) -> None:
-    book = load_price_book(write(tmp_path, GOOD))
-    assert book.cost_usd([holding("h100", 3600, 1.0, ReplicaState.DEAD)]) == 0.0
+    assert book.cost_usd([holding("h100", 3600, 1.0, ReplicaState.DEAD)]) == 0.0  # it has no device
 
 
 def test_a_kind_without_a_price_is_named_with_those_there_are(tmp_path: Path) -> None:
@@ -83,12 +83,20 @@ def test_the_snapshot_reads_back_as_the_same_book() -> None:
         (GOOD.replace("kind: h100", "kind: cpu-core"), ["'cpu-core' has two prices"]),
         (GOOD + "cpu_kind: core\n", ["cpu_kind is 'core'", "add it under `devices`"]),
         (GOOD + "currency: EUR\n", ["currency", "unknown key"]),
+        (f"{GOOD}    biling: {{granularity_s: 60}}\n", ["biling", "did you mean `billing`"]),
+        (f"{GOOD}    billing: {{granulrity_s: 60, {READ}}}\n", ["granulrity_s", "did you mean `granularity_s`"]),
+        (f"{GOOD}    owned: {{released_value: 2}}\n", ["devices.1.owned.released_value", "2"]),
+        (
+            f"{GOOD}    owned: {{released_value: 0}}\n    billing: {{{READ}}}\n",
+            ["hardware that is owned has no spot price and no billing", "take `spot` and `billing` out"],
+        ),
+        (f"{GOOD}    spot: {{usd_per_hour: 1}}\n", ["devices.1.spot.interruptions_per_hour", "missing"]),
         ("devices: []\n", ["devices", "at least one"]),
         ("- a\n", ["a mapping of keys, got a list"]),
         ("devices: [\n", ["not YAML"]),
     ],
 )
-def test_faults_name_field_value_and_mend(tmp_path: Path, text: str, said: list[str]) -> None:
+def test_faults_name_field_value_and_hint(tmp_path: Path, text: str, said: list[str]) -> None:
     path = write(tmp_path, text)
     with pytest.raises(InputError) as caught:
         load_price_book(path)

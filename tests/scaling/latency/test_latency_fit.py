@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.places import ROOT
-from rlhfless.records import FinishReason, FunctionName, Invocation, Work
-from rlhfless.records.traces import TracedRollout
+from fakes.traced import traced
+from rlhfless.records import FunctionName, Invocation, Work
 from rlhfless.scaling.engine_model import EngineModel, decode_s
 from rlhfless.scaling.latency.fitted import BentEngine, LatencyFit, LinearEngine, _non_negative
 from rlhfless.scaling.latency.timeline import KNOTS, WORK, Requests, admitted_s, iterations, spans
@@ -40,6 +40,10 @@ def bent(line: LinearEngine) -> BentEngine:
 
 def everyone(told: Requests) -> np.ndarray:
     return np.ones(len(told.started_s), dtype=bool)
+
+
+def generating(actor: str, start_s: float, end_s: float) -> Invocation:
+    return Invocation(FunctionName.GENERATION, actor, actor, Work.GENERATE, 1, start_s, end_s)
 
 
 def engine(model: EngineModel, seed: int, sequences: int = 24, longest_prompt: int = 3000) -> Requests:
@@ -193,55 +197,27 @@ def test_requests_that_seem_to_begin_as_they_end_teach_nothing() -> None:
 def test_what_moved_here_takes_its_slot_when_it_came() -> None:
     """By hand: two slots. x and y run from 0 to 4 and to 6; z waits for x, from 4 to 8. m began elsewhere at 0.5, moved
     here at 6 and ends at 9: counted from 0.5 it would have x's slot from 4 on, and z none before 6."""
-    from rlhfless.scaling.latency import fitted
-
     seen: list[tuple[list[float], list[bool]]] = []
 
     class Told(LatencyFit):
-        def observe(self, requests: fitted.Requests, learn: fitted.BoolArray) -> None:
+        def observe(self, requests: Requests, learn: np.ndarray) -> None:
             seen.append((requests.started_s.tolist(), learn.tolist()))
 
-    def rollout(name: str, started_s: float, finished_s: float) -> TracedRollout:
-        stop = FinishReason.STOP
-        return TracedRollout(1, name, 0, 0, 10, 10, 0, 0.0, {}, {}, stop, (), "a", started_s, finished_s, None, None)
-
-    def call(start_s: float, end_s: float) -> Invocation:
-        return Invocation(FunctionName.GENERATION, "a", "a", Work.GENERATE, 1, start_s, end_s)
-
-    rows = [rollout("x", 0.1, 4), rollout("y", 0.2, 6), rollout("m", 0.5, 9), rollout("z", 0.6, 8)]
-    Told(GUESS).observe_step([call(0, 8), call(6, 9)], rows, max_sequences=2)
+    spans_s = {"x": (0.1, 4), "y": (0.2, 6), "m": (0.5, 9), "z": (0.6, 8)}
+    rows = [traced(1, name, tokens=10, started_s=start, finished_s=end) for name, (start, end) in spans_s.items()]
+    Told(GUESS).observe_step([generating("a", 0, 8), generating("a", 6, 9)], rows, max_sequences=2)
     assert seen == [([0.1, 0.2, 4, 6], [True, True, True, False])]
 
 
 def test_a_step_of_the_ledger_teaches_each_actor_its_own() -> None:
     told = engine(TRUE, 1)
+    columns = told.prompt_tokens, told.response_tokens, told.started_s, told.finished_s
     rollouts = [
-        TracedRollout(
-            1,
-            f"p{index}",
-            0,
-            0,
-            int(prompt),
-            int(tokens),
-            0,
-            0.0,
-            {},
-            {},
-            FinishReason.STOP,
-            (),
-            actor,
-            start,
-            end,
-            None,
-            None,
-        )
+        traced(1, f"p{i}", prompt_tokens=int(prompt), tokens=int(n), actor=actor, started_s=start, finished_s=end)
         for actor in ("a", "b")
-        for index, (prompt, tokens, start, end) in enumerate(
-            zip(told.prompt_tokens, told.response_tokens, told.started_s, told.finished_s, strict=True)
-        )
+        for i, (prompt, n, start, end) in enumerate(zip(*columns, strict=True))
     ]
-    end_s = float(told.finished_s.max())
-    calls = [Invocation(FunctionName.GENERATION, actor, actor, Work.GENERATE, 1, 100.0, end_s) for actor in ("a", "b")]
+    calls = [generating(actor, 100.0, float(told.finished_s.max())) for actor in ("a", "b")]
     by_ledger, by_hand = LatencyFit(GUESS), LatencyFit(GUESS)
     by_ledger.observe_step(calls, rollouts, max_sequences=64)
     for _ in range(2):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from fakes.traced import traced
 from rlhfless.cli import main
 from rlhfless.records import FinishReason, Rollout, Score
 from rlhfless.records.schema import TraceError
@@ -22,11 +23,8 @@ META = TraceMeta("known", 1, {}, {"generation": {"max_tokens": MAX_TOKENS}}, {})
 def rollout(step: int, prompt_id: str, index: int, tokens: int) -> TracedRollout:
     """Begins with its step, at 1000 s x step, and draws a token every 10 ms."""
     reason = FinishReason.LENGTH if tokens >= MAX_TOKENS else FinishReason.STOP
-    start_s = 1000.0 * step
-    end_s = start_s + tokens / 100
-    return TracedRollout(
-        step, prompt_id, index, 0, 10, tokens, 0, 0.0, {}, {}, reason, (), "a", start_s, end_s, None, None
-    )
+    times = {"started_s": 1000.0 * step, "finished_s": 1000.0 * step + tokens / 100}
+    return traced(step, prompt_id, index, tokens=tokens, reason=reason, **times)
 
 
 def known_trace(steps: int = 12) -> Trace:
@@ -99,25 +97,10 @@ def test_a_trace_that_cannot_be_judged() -> None:
 def test_the_command_prints_the_table(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "trace", META, record_tokens=False) as writer:
         for row in known_trace(3).rollouts:
-            tokens = np.arange(row.response_tokens)
-            writer.add_rollout(
-                row.step,
-                Rollout(
-                    row.prompt_id,
-                    row.sample_index,
-                    0,
-                    tokens,
-                    np.zeros(len(tokens), np.float32),
-                    "",
-                    row.finish_reason,
-                    (),
-                    "a",
-                    row.started_s,
-                    row.finished_s,
-                ),
-                Score(0.0, {}),
-                10,
-            )
+            drawn = np.arange(row.response_tokens), np.zeros(row.response_tokens, np.float32)
+            ends = row.finish_reason, (), "a", row.started_s, row.finished_s
+            sample = Rollout(row.prompt_id, row.sample_index, 0, *drawn, "", *ends)
+            writer.add_rollout(row.step, sample, Score(0.0, {}), 10)
     result = CliRunner().invoke(main.app, ["trace", "lengths", str(tmp_path)])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""Dealing out, sleeping in turn, rescue, and the tail moved together: small fleets by hand."""
+"""Dealing out, sleeping in turn, and rescue: small fleets by hand."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from rlhfless.scaling.policies.fleet_actions import shares_to_least
 from rlhfless.scaling.policies.fleet_layout import Layout
 from rlhfless.scaling.policy import (
     Assign,
-    Beat,
     Generated,
     Idle,
     Lost,
-    Move,
     Release,
     SlotView,
     Start,
@@ -93,26 +91,6 @@ def test_shares_level_the_loads(loads: list[int], samples: int) -> None:
     assert shares.min() >= 0
     after = np.array(loads) + shares
     assert after[shares > 0].max(initial=0) <= after.min() + 1
-
-
-def test_the_tail_moves_once_to_the_fewest_that_can_take_it() -> None:
-    """Of 20 samples 4 are left: 3 at slot 1 and 1 at slot 0. With full batches of 8 one actor takes all."""
-    policy = make_policy("rlhfuse_tail")
-    home = [-1] * 20
-    home[0], home[10], home[11], home[12] = 0, 1, 1, 1
-    done = [slot == -1 for slot in home]
-    tokens = [50] * 20
-    begun = view_of(COLOCATED, [UP, UP, ASLEEP], prompts=20, siblings=1)
-    assert sum(map(len, dealt(policy.decide(0.0, StepBegan(), begun)).values())) == 20
-    more = view_of(COLOCATED, [UP, UP, ASLEEP], prompts=20, siblings=1, tokens=tokens)
-    assert list(policy.decide(1.0, Beat(), more)) == []
-    view = view_of(COLOCATED, [UP, UP, ASLEEP], prompts=20, siblings=1, tokens=tokens, finished=done, home=home)
-    move, release, note = policy.decide(2.0, Beat(), view)
-    assert isinstance(move, Move)
-    assert (move.source, move.target, move.samples.tolist()) == (0, 1, [0])
-    assert release == Release(0, "host")
-    assert note.decision.inputs["moved"] == 1  # type: ignore[union-attr]
-    assert list(policy.decide(2.5, Beat(), view)) == []
 
 
 def test_slots_that_may_be_awake_side_by_side_share_nothing() -> None:
