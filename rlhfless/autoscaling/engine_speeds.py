@@ -65,9 +65,9 @@ class EngineSpeeds:
         actors are ignored."""
         calls, rows = list(invocations), list(rollouts)
         for kind in sorted(set(kinds.values())):
-            mine = [row for row in rows if kinds.get(row.actor) == kind]
-            if mine:
-                self._fit(kind).observe_step(calls, mine, self._max_sequences)
+            of_kind = [row for row in rows if kinds.get(row.actor) == kind]
+            if of_kind:
+                self._fit(kind).observe_step(calls, of_kind, self._max_sequences)
 
     def learn_trace(self, trace: Trace) -> None:
         """Learns from the trace of an earlier attempt."""

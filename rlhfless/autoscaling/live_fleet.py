@@ -214,7 +214,7 @@ class LiveFleet:
         return self._ledger.reacquire_s(pool.allocations[number].devices[0].kind) if pool.must_come(number) else 0.0
 
     def _terms(self) -> RentalTerms:
-        """Of the kinds of the actors' devices: by the price book, and the waits that were measured."""
+        """The terms of the actors' devices, by the price book and by the waits that were measured."""
         kinds = {device.kind for allocation in self._actors.allocations for device in allocation.devices}
         prices = [self._ledger.prices.device(kind) for kind in sorted(kinds)]
         lag_s = max(self._ledger.reacquire_s(kind) for kind in kinds)
@@ -229,10 +229,10 @@ class LiveFleet:
     def _engine(self, kind: str) -> EngineLimits:
         limits = self._spec.generation.engine
         alike = (actor for actor in self._actors.replicas() if actor.allocation.devices[0].kind == kind)
-        told = [actor.info.kv_capacity_tokens for actor in alike if actor.info]
+        reported = [actor.info.kv_capacity_tokens for actor in alike if actor.info]
         return EngineLimits(
             model=self._speeds.model(kind),
             # Until an engine has reported the size of its KV cache, only its limit of sequences is known.
-            kv_capacity_tokens=max(told, default=0) or limits.max_sequences * self._max_model_len,
+            kv_capacity_tokens=max(reported, default=0) or limits.max_sequences * self._max_model_len,
             max_sequences=limits.max_sequences,
         )

@@ -43,7 +43,7 @@ class Redrawn:
             self.logprob_difference = max(self.logprob_difference, difference)
 
     def figures(self) -> dict[str, float]:
-        """As metrics; none if nothing was compared."""
+        """The comparison as metrics; none if nothing was compared."""
         if not self.tokens:
             return {}
         return {
@@ -53,7 +53,7 @@ class Redrawn:
         }
 
     def decision(self, step: int, at_s: float) -> Decision:
-        """As a row of the trace."""
+        """The comparison as a row of the trace."""
         inputs: dict[str, float | int | str | bool] = {"tokens": self.tokens, "differ": self.differ}
         inputs["logprob_difference"] = self.logprob_difference
         return Decision(step, at_s, "redrawn", f"{self.differ} of {self.tokens} tokens differ", inputs)
@@ -128,9 +128,9 @@ class SampleTable:
 
     def counts(self, slot: int) -> tuple[int, int]:
         """The number of samples of a slot with at least one token, and the number without."""
-        mine = (self.home == slot) & ~self._finished
-        drawing = int(np.count_nonzero(mine & (self._tokens > 0)))
-        return drawing, int(np.count_nonzero(mine)) - drawing
+        unfinished = (self.home == slot) & ~self._finished
+        drawing = int(np.count_nonzero(unfinished & (self._tokens > 0)))
+        return drawing, int(np.count_nonzero(unfinished)) - drawing
 
     # -- messages of the actors
 

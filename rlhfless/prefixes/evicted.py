@@ -21,14 +21,14 @@ class CachedBlocks:
         """A request with this prompt comes to the engine. Returns its tokens that earlier requests have computed, in
         whole blocks; the last token of a prompt is never found in a cache."""
         size, parent, shared = self._block_tokens, 0, True
-        found = 0
+        cached_tokens = 0
         for start in range(0, len(token_ids) - size + 1, size):
             block = (parent, tuple(token_ids[start : start + size]))
             shared = shared and block in self._known
-            found += size if shared and start + size < len(token_ids) else 0
+            cached_tokens += size if shared and start + size < len(token_ids) else 0
             self._known.add(block)
             parent = hash(block)
-        return found
+        return cached_tokens
 
     def clear(self) -> None:
         """The engine's cache was emptied."""

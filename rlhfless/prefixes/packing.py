@@ -144,32 +144,32 @@ class SharingSequences:
         self.rank = np.argsort(self.order).tolist()
         """Place of each sequence in `order`."""
 
-    def added(self, sequence: int, there: set[int]) -> int:
-        """Tokens that a sequence adds to a row that has the prefixes `there`."""
-        missing = [prefix for prefix in self.lineages[sequence] if prefix not in there]
+    def added(self, sequence: int, present: set[int]) -> int:
+        """Tokens that a sequence adds to a row that has the prefixes `present`."""
+        missing = [prefix for prefix in self.lineages[sequence] if prefix not in present]
         return int(self.own[missing].sum() + self.rest[sequence])
 
     def cut(self, budget_tokens: int, also: IntArray) -> list[IntArray]:
         """Micro-batches, as index arrays: the row of each has at most `budget_tokens`, and so has its sum of `also`
         [sequences]; a longer sequence stands alone. The largest comes first, so that memory peaks at the start."""
         parts: list[tuple[int, list[int]]] = []
-        packed, others, there = 0, 0, set[int]()
+        packed, others, present = 0, 0, set[int]()
         for sequence in self.order:
-            packed, others = packed + self.added(sequence, there), others + int(also[sequence])
+            packed, others = packed + self.added(sequence, present), others + int(also[sequence])
             if not parts or max(packed, others) > budget_tokens:
                 parts.append((0, []))
-                packed, others, there = int(self.lengths[sequence]), int(also[sequence]), set()
-            there.update(self.lineages[sequence])
+                packed, others, present = int(self.lengths[sequence]), int(also[sequence]), set()
+            present.update(self.lineages[sequence])
             parts[-1] = (packed, [*parts[-1][1], sequence])
         return [np.array(part) for _, part in sorted(parts, key=lambda part: -part[0])]
 
     def deal(self, ranks: int) -> list[IntArray]:
         """Index arrays, one for each of `ranks`, of about equal packed tokens; users of a prefix stay together."""
-        there: set[int] = set()
+        present: set[int] = set()
         weights = np.zeros(len(self.order))
         for place, sequence in enumerate(self.order):
-            weights[place] = self.added(sequence, there)
-            there.update(self.lineages[sequence])
+            weights[place] = self.added(sequence, present)
+            present.update(self.lineages[sequence])
         middles = np.cumsum(weights) - weights / 2
         rank = np.minimum(middles * ranks // max(weights.sum(), 1), ranks - 1)
         return [np.array(self.order, np.int64)[rank == number] for number in range(ranks)]

@@ -18,7 +18,7 @@ class SharedForward:
     """How reference and learner pass sequences."""
 
     budget_tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     pays_below: float = PAYS_BELOW_ON_GPUS
     """Part of the padded pass's tokens below which sequences are packed."""
 
@@ -46,15 +46,15 @@ def _computed_tokens(
     depth = [sum(own[prefix] for prefix in lineage) for lineage in lineages]
     order = sorted(range(len(group)), key=lambda i: (lineages[group[i]], -prompt_tokens[group[i]] - response_tokens[i]))
     total = packed = others = 0
-    there: set[int] = set()
+    present: set[int] = set()
     for sample in order:
         prompt, tokens = int(group[sample]), int(response_tokens[sample])
         fed = int(prompt_tokens[prompt]) + tokens - 1
-        added = fed - depth[prompt] + sum(own[prefix] for prefix in lineages[prompt] if prefix not in there)
+        added = fed - depth[prompt] + sum(own[prefix] for prefix in lineages[prompt] if prefix not in present)
         packed, others = packed + added, others + tokens
         if packed > added and max(packed, others) > budget_tokens:
-            total, packed, others, there = total + packed - added, fed, tokens, set()
-        there.update(lineages[prompt])
+            total, packed, others, present = total + packed - added, fed, tokens, set()
+        present.update(lineages[prompt])
     return total + packed
 
 

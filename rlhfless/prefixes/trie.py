@@ -129,7 +129,7 @@ class _Search:
         """Index of each member in `order`."""
         self._class = np.zeros(len(blocks), np.int64)
         self._parents = np.array([NONE], np.int64)
-        """Of each class: the shared prefix from which it fell apart."""
+        """The shared prefix from which each class fell apart."""
         self._found = _Found(len(blocks))
 
     def run(self) -> _Found:

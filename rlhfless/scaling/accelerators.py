@@ -62,8 +62,8 @@ def kind_of(accelerator: str, known: Collection[str], memory_bytes: int | None =
 def type_of(device_name: str) -> str:
     """The accelerator type of a device with this name, as Ray derives it (ray/_private/accelerators/nvidia_gpu.py):
     `NVIDIA A100-SXM4-80GB` is an A100, `NVIDIA RTX PRO 6000 Blackwell Server Edition` an RTX-PRO-6000."""
-    found = MODEL_NAME.match(device_name)
-    name = found.group(1) if found else device_name.removeprefix("NVIDIA").strip()
+    match = MODEL_NAME.match(device_name)
+    name = match.group(1) if match else device_name.removeprefix("NVIDIA").strip()
     return name.replace(" ", "-")
 
 

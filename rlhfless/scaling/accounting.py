@@ -78,7 +78,7 @@ class PromptReuse:
     """Part of the steps' time that was saved in reference and learner, if that time is in proportion to their tokens.
     The time that an engine's prefix cache saves is not in the trace, and not in here."""
     evicted_tokens: int = 0
-    """Of the computed tokens, those that engines had had in their caches."""
+    """Computed tokens that engines had had in their caches before."""
 
     @property
     def once(self) -> float:
@@ -100,7 +100,7 @@ class Summary:
     acquired: tuple[Acquired, ...] = ()
     """Devices that were waited for."""
     engine_starts: tuple[Mapping[str, float], ...] = ()
-    """Of each start of an engine, the seconds of its phases, by StartPhase."""
+    """The seconds of the phases of each start of an engine, by StartPhase."""
 
     @property
     def cost_usd(self) -> float:

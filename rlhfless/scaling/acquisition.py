@@ -36,11 +36,11 @@ class Acquired:
 
     @property
     def lag_s(self) -> float:
-        """From the demand until the devices were held."""
+        """Seconds from the demand until the devices were held."""
         return self.held_s - self.asked_s
 
     def decision(self, step: int) -> Decision:
-        """As a row of the trace."""
+        """The wait as a row of the trace."""
         inputs: dict[str, float | int | str | bool] = {
             "device_kind": self.device_kind,
             "devices": self.devices,
@@ -91,13 +91,13 @@ class AcquisitionLags:
 def fitting(groups: Sequence[DeviceGroup], nodes: Sequence[Node]) -> frozenset[str]:
     """Names of the groups that fit, one after the other, on what is free on the nodes that are there."""
     free = Counter({(node.name, kind): node.free(kind) for node in nodes for kind in {group.kind for group in groups}})
-    found = set()
+    fits = set()
     for group in groups:
         node = next((node.name for node in nodes if free[node.name, group.kind] >= len(group.devices)), None)
         if node is not None:
             free[node, group.kind] -= len(group.devices)
-            found.add(group.name)
-    return frozenset(found)
+            fits.add(group.name)
+    return frozenset(fits)
 
 
 def by_kind(acquired: Collection[Acquired]) -> Mapping[str, tuple[list[float], list[float]]]:
@@ -116,5 +116,5 @@ def started(decisions: Iterable[Decision]) -> list[dict[str, float]]:
 
 def mean_phases(starts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean seconds of each phase, in the order of StartPhase; a phase counts as 0 in a start without it."""
-    there = [str(phase) for phase in StartPhase if any(phase in start for start in starts)]
-    return {phase: fmean(start.get(phase, 0.0) for start in starts) for phase in there}
+    present = [str(phase) for phase in StartPhase if any(phase in start for start in starts)]
+    return {phase: fmean(start.get(phase, 0.0) for start in starts) for phase in present}

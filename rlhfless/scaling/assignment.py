@@ -94,8 +94,8 @@ class Assignment:
                     f"sample {elsewhere[0]} is to move from slot {move.source}, and does not belong there; Move what "
                     "belongs to the source"
                 )
-        there: Ints = samples[~away]
-        return there
+        at_source: Ints = samples[~away]
+        return at_source
 
     def check_release(self, slot: int) -> None:
         """Raises PolicyFault if samples belong to the slot."""

@@ -65,12 +65,12 @@ class MemoryTerms:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Of a forward pass: a micro-batch holds at least one sequence."""
+        """Tokens of a forward pass: a micro-batch holds at least one sequence."""
         return max(self.spec.learner.micro_batch_tokens, self.sequence_tokens)
 
 
 def no_phases(terms: MemoryTerms) -> tuple[MemoryPhase, ...]:  # noqa: ARG001
-    """Of a function that holds nothing on a device that the plan counts."""
+    """The phases of a function that holds nothing on a device that the plan counts."""
     return ()
 
 
@@ -90,11 +90,11 @@ class FunctionKind:
     phases: Callable[[MemoryTerms], tuple[MemoryPhase, ...]] = no_phases
     """What one replica or rank holds on one device."""
     column: str = ""
-    """With the role COLUMN: the column of the batch that it computes."""
+    """The column of the batch that it computes, with the role COLUMN."""
     worker: str = ""
-    """With the role COLUMN: import path of the class that computes it (rlhfless.functions.column.settings)."""
+    """Import path of the class that computes the column (rlhfless.functions.column.settings)."""
     settings: Any = None
-    """Of a function of the user's own: its section of the spec."""
+    """The section of the spec, of a function of the user's own."""
 
 
 @cache

@@ -29,7 +29,7 @@ class RentalTerms:
     minimum_s: float = 0.0
     """Shortest lease that is billed."""
     reacquire_s: float = 0.0
-    """From asking for a device that was given back until it is there, each time; not billed."""
+    """Seconds from asking for a device that was given back until it is there, each time; not billed."""
 
     @classmethod
     def of(cls, billings: Iterable[Billing | None], reacquire_s: float) -> RentalTerms:
@@ -113,11 +113,11 @@ def leased_usd(holdings: Iterable[Holding], prices: PriceBook) -> float:
 
 
 def _of_device(device: str, kind: str, disjoint: list[Interval], billing: Billing | None) -> list[DeviceLease]:
-    found: list[DeviceLease] = []
+    merged: list[DeviceLease] = []
     for start_s, end_s in disjoint:
         held_s = end_s - start_s
-        if found and start_s <= found[-1].paid_until_s:
-            before = found.pop()
+        if merged and start_s <= merged[-1].paid_until_s:
+            before = merged.pop()
             start_s, held_s = before.start_s, before.held_s + held_s
-        found.append(DeviceLease(device, kind, start_s, end_s, start_s + billed_s(end_s - start_s, billing), held_s))
-    return found
+        merged.append(DeviceLease(device, kind, start_s, end_s, start_s + billed_s(end_s - start_s, billing), held_s))
+    return merged

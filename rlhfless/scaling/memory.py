@@ -17,8 +17,8 @@ from rlhfless.spec import DType
 GIB = 2**30
 
 PROCESS_BYTES = int(0.8 * GIB)
-"""Of each process on a GPU, outside of torch's own account: CUDA's context with its kernels (0.5 GiB on data-centre
-GPUs) and the buffers of NCCL and cuBLAS. An assumption until a GPU has been measured."""
+"""Bytes of each process on a GPU outside of torch's own account: CUDA's context with its kernels (0.5 GiB on
+data-centre GPUs) and the buffers of NCCL and cuBLAS. An assumption until a GPU has been measured."""
 
 GRAPH_BYTES = int(0.6 * GIB)
 """CUDA graphs of an engine, as vLLM's log of their capture gives them for models of 0.5 B to 8 B parameters (0.3 to
@@ -121,8 +121,8 @@ def activation_bytes(shape: ModelShape, tokens: int, dtype: DType, *, checkpoint
 
 
 def logits_bytes(shape: ModelShape, tokens: int, chunk_elements: int, copies: int) -> int:
-    """Of the output head: `copies` blocks of 4 min(T V, chunk) bytes, and the hidden states of the tokens with their
-    gradient, 8 T h."""
+    """Bytes of the output head: `copies` blocks of 4 min(T V, chunk) bytes, and the hidden states of the tokens with
+    their gradient, 8 T h."""
     return copies * 4 * min(tokens * shape.vocabulary, chunk_elements) + 8 * tokens * shape.hidden
 
 
@@ -133,7 +133,7 @@ class Sharded:
     ranks: int = 1
     """Ranks that the states are split over."""
     dtype: DType = "float32"
-    """Of the layers' matrix products."""
+    """The format of the layers' matrix products."""
     checkpointing: bool = False
     offload: bool = False
     """Master weights, gradients and optimiser are in the host's memory."""
@@ -151,8 +151,9 @@ class Sharded:
 
 
 def learner_states_bytes(shape: ModelShape, ranks: int = 1) -> tuple[MemoryPart, ...]:
-    """Of one of N ranks: master weights, gradients, and AdamW's two moments in float32, 16 P / N (Rajbhandari et al.,
-    ZeRO, arXiv 1910.02054, section 3.1, counts the same 16, and splits them the same way in its stage 3)."""
+    """The states of one of N ranks: master weights, gradients, and AdamW's two moments in float32, 16 P / N
+    (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1, counts the same 16, and splits them the same way in its
+    stage 3)."""
     p = math.ceil(shape.parameters / ranks)
     return MemoryPart("master weights", 4 * p), MemoryPart("gradients", 4 * p), MemoryPart("AdamW", 8 * p)
 
@@ -241,8 +242,8 @@ def reference_phase(
 
 
 def gathered_bytes(shape: ModelShape, root: int, dtype: DType, ranks: int) -> int:
-    """Of a model that is split and not trained, b (R + 2 G): what belongs to no layer, one layer, and the next one,
-    which is gathered meanwhile. One rank gathers nothing."""
+    """Gathered bytes of a model that is split and not trained, b (R + 2 G): what belongs to no layer, one layer, and
+    the next one, which is gathered meanwhile. One rank gathers nothing."""
     return DTYPE_BYTES[dtype] * (root + 2 * layer_parameters(shape)) if ranks > 1 else 0
 
 
@@ -252,7 +253,7 @@ class Scored:
 
     shape: ModelShape
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     dtype: DType
 
 
@@ -286,7 +287,7 @@ def kv_token_bytes(shape: ModelShape, dtype: DType, tensor_parallel: int) -> int
 def engine_parts(
     shape: ModelShape, dtype: DType, tensor_parallel: int, batch_tokens: int, sequences: int, *, graphs: bool
 ) -> tuple[MemoryPart, ...]:
-    """Of one device of an engine, without its KV: b P / t of weights; the widest layer of a batch of T tokens,
+    """What one device of an engine holds without its KV: b P / t of weights; the widest layer of a batch of T tokens,
     b T (4 h + 3 I / t); the sampler's logits; CUDA graphs."""
     b, t = DTYPE_BYTES[dtype], tensor_parallel
     widest = b * batch_tokens * (4 * shape.hidden + 3 * mlp_width(shape) // t)

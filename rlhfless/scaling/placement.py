@@ -79,7 +79,7 @@ class Allocation:
 
     devices: tuple[Device, ...]
     shares: tuple[float, ...]
-    """Of each device, 0 to 1 `[device]`."""
+    """The share of each device, 0 to 1 `[device]`."""
 
     @classmethod
     def of(cls, devices: Sequence[Device], share: float = 1.0) -> Allocation:
@@ -104,7 +104,7 @@ class DeviceGroup:
 
     @property
     def kind(self) -> str:
-        """Of all its devices."""
+        """The kind of all its devices."""
         return self.devices[0].kind
 
     def bound(self, node: str, local_ids: Sequence[str]) -> dict[str, Device]:
@@ -151,7 +151,7 @@ class Wanted:
     site: Site
     replicas: int = 1
     devices: int = 1
-    """Of each replica in WINDOWS; cores of its own in CORES."""
+    """Devices of each replica in WINDOWS; cores of its own in CORES."""
     ranks: int = 1
     """Processes of a replica that is split, one for each device if there are so many."""
     ranks_key: str = ""
@@ -214,8 +214,8 @@ def device_kind(spec: PlacementSpec, nodes: Sequence[Node]) -> str:
         if len(kinds) > 1:
             raise PlacementError(f"the cluster has devices of kinds {', '.join(kinds)}; name one with placement.kind")
         return kinds[0] if kinds else CPU_KIND
-    there = spec.kind == CPU_KIND or spec.kind in kinds
-    if not there and not (spec.ray_address and spec.devices):
+    known = spec.kind == CPU_KIND or spec.kind in kinds
+    if not known and not (spec.ray_address and spec.devices):
         raise PlacementError(
             f"placement.kind is {spec.kind!r}, but the cluster has {', '.join([*kinds, CPU_KIND])}; name one of these. "
             "If an autoscaler is to bring nodes of the kind, say how many devices with placement.devices, and join the "
@@ -236,10 +236,10 @@ def _rooms(spec: PlacementSpec, nodes: Sequence[Node], kind: str, per_actor: int
     """The run's devices, node by node: free ones first, then what others hold now, then what nodes that may come
     have: as many as the largest that is there, and at least one actor's. Where nodes may come and none that is there
     holds an actor, co-located functions, which share their devices, wait for such nodes."""
-    there = sum(node.count(kind) for node in nodes)
-    wanted = spec.devices or there
-    if wanted > there and not spec.ray_address:
-        raise PlacementError(f"placement.devices asks for {wanted} device(s), but {there} are there")
+    present = sum(node.count(kind) for node in nodes)
+    wanted = spec.devices or present
+    if wanted > present and not spec.ray_address:
+        raise PlacementError(f"placement.devices asks for {wanted} device(s), but {present} are there")
     if not wanted:
         raise PlacementError(
             f"the cluster has no devices of kind {kind}; if an autoscaler is to bring them, say how many with "
@@ -322,14 +322,14 @@ def _windows(spec: PlacementSpec, rooms: Sequence[_Room], size: int, actors: int
 
 
 def _own_cores(wanted: int, nodes: Sequence[Node]) -> int:
-    """As many as it wants, if one node has so many."""
+    """The number of cores that a function wants, or of the largest node if that has fewer."""
     return max(min(wanted, max((node.cores for node in nodes), default=wanted)), 1)
 
 
 def _with_shares(
     chosen: Mapping[str, Sequence[tuple[Device, ...]]],
 ) -> dict[str, tuple[Allocation, ...]]:
-    """Of each device its replicas have equal shares, which add up to 1."""
+    """The allocations of devices: the replicas on a device have equal shares of it, which add up to 1."""
     crowd = Counter(device for allocations in chosen.values() for devices in allocations for device in devices)
 
     def shared(devices: tuple[Device, ...]) -> Allocation:

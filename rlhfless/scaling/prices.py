@@ -74,7 +74,7 @@ class Provisioning(SpecModel):
     """Getting a machine that is not running yet."""
 
     lag_s: Seconds
-    """From asking for a machine to a device that a replica can start on."""
+    """Seconds from asking for a machine to a device that a replica can start on."""
 
     source: Source
     """Where the figure was read or measured."""

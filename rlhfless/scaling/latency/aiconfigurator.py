@@ -70,7 +70,8 @@ class Grid:
 
     @classmethod
     def of(cls, columns: Sequence[Array], seconds: Array) -> Grid:
-        """From measured rows. Values that were not measured are extrapolated in proportion to their last size."""
+        """The grid of measured rows. Values that were not measured are extrapolated in proportion to their last
+        size."""
         axes = tuple(np.unique(column) for column in columns)
         table = np.full([len(axis) for axis in axes], math.inf)
         places = tuple(np.searchsorted(axis, column) for axis, column in zip(axes, columns, strict=True))
@@ -100,10 +101,10 @@ class Grid:
 
 def tables_folder() -> Path:
     """The tables of the installed package. Raises NoTables if it is not installed."""
-    found = importlib.util.find_spec("aiconfigurator_core")
-    if found is None or not found.submodule_search_locations:
+    package = importlib.util.find_spec("aiconfigurator_core")
+    if package is None or not package.submodule_search_locations:
         raise NoTables("aiconfigurator-core is not installed; install it with `pip install 'rlhfless[aiconfigurator]'`")
-    return Path(found.submodule_search_locations[0]) / "systems" / "data"
+    return Path(package.submodule_search_locations[0]) / "systems" / "data"
 
 
 @dataclass(frozen=True)

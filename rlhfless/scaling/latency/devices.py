@@ -46,7 +46,7 @@ class DeviceSheet(SpecModel):
     """One kind of device. All rates are per device and, for links, in one direction."""
 
     kind: Annotated[str, Field(min_length=1)]
-    """As in the price book."""
+    """Its name, as in the price book."""
     flops_per_s: Figure
     """Peak of dense matrix products in 16 bit (fp32 on a CPU)."""
     memory_bytes_per_s: Figure
@@ -85,10 +85,10 @@ def load_devices(path: str | None = None) -> dict[str, DeviceSheet]:
     Raises InputError for a file that cannot be read, with all problems.
     """
     bundled = files(__package__).joinpath("devices.yaml").read_text("utf-8")
-    found = {device.kind: device for device in _DeviceTable.model_validate(yaml.safe_load(bundled)).devices}
+    sheets = {device.kind: device for device in _DeviceTable.model_validate(yaml.safe_load(bundled)).devices}
     if path is not None:
-        found |= {device.kind: device for device in _own_table(path).devices}
-    return found
+        sheets |= {device.kind: device for device in _own_table(path).devices}
+    return sheets
 
 
 def _own_table(path: str) -> _DeviceTable:

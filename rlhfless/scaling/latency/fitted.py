@@ -54,13 +54,13 @@ class LinearEngine:
     """An `EngineModel` of five coefficients, for an engine that has not run yet."""
 
     fixed_s: float
-    """Of each decode iteration."""
+    """Seconds of each decode iteration."""
     sequence_s: float
-    """Of each sequence in it."""
+    """Seconds of each sequence in it."""
     context_s: float
     prefill_token_s: float
     prefill_context_s: float
-    """Of each pair of a prefilled token and a token that it attends to."""
+    """Seconds of each pair of a prefilled token and a token that it attends to."""
 
     @classmethod
     def of(cls, model: EngineModel) -> LinearEngine:
@@ -80,7 +80,7 @@ class LinearEngine:
 
     @property
     def coefficients(self) -> Array:
-        """[LINE]: what each sum of a span is multiplied with, all sequences in one."""
+        """[LINE]: the factor of each sum of a span, all sequences in one."""
         return np.array([self.fixed_s, self.sequence_s, self.context_s, self.prefill_token_s, self.prefill_context_s])
 
 
@@ -89,17 +89,17 @@ class BentEngine:
     """An `EngineModel` whose iteration time is piecewise linear in the batch size."""
 
     fixed_s: float
-    """Of each decode iteration."""
+    """Seconds of each decode iteration."""
     sequence_s: tuple[float, ...]
-    """Of each sequence beyond each of KNOTS, up to the next one."""
+    """Seconds of each sequence beyond each of KNOTS, up to the next one."""
     context_s: float
     prefill_token_s: float
     prefill_context_s: float
-    """Of each pair of a prefilled token and a token that it attends to."""
+    """Seconds of each pair of a prefilled token and a token that it attends to."""
 
     @classmethod
     def of(cls, coefficients: Array) -> BentEngine:
-        """From what each sum of a span is multiplied with, [WORK]."""
+        """The engine of the factors of each sum of a span, [WORK]."""
         fixed_s, *sequence_s, context_s, token_s, pair_s = coefficients.tolist()
         return cls(fixed_s, tuple(sequence_s), context_s, token_s, pair_s)
 
@@ -112,7 +112,7 @@ class BentEngine:
 
     @property
     def coefficients(self) -> Array:
-        """[WORK]: what each sum of a span is multiplied with."""
+        """[WORK]: the factor of each sum of a span."""
         ends = self.context_s, self.prefill_token_s, self.prefill_context_s
         return np.array([self.fixed_s, *self.sequence_s, *ends])
 

@@ -39,7 +39,7 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From the values of a `config.json`. Raises UnknownShape."""
+        """The shape by the values of a `config.json`. Raises UnknownShape."""
         if "kv_lora_rank" in config:
             raise UnknownShape("`kv_lora_rank`: latent attention keeps another KV than this model of it counts")
         layers, hidden, heads = (

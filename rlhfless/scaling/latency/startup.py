@@ -20,7 +20,7 @@ START_S_PER_PARAMETER = 1.95e-9 - 2 / 1.75e9
 """The part that grows with the model, without the load of its weights (2 bytes at 1.75 GB/s)."""
 
 GRAPHS_S = 12.0
-"""Of START_S: the capture of graphs. vLLM's source has "usually 5 to 20 seconds"."""
+"""The part of START_S for the capture of graphs. vLLM's source has "usually 5 to 20 seconds"."""
 
 COMPILE_S = 60.0
 """What a cold compile cache adds on a GPU, where a warm one is in START_S: vLLM's own log has 30 to 90 s for models of

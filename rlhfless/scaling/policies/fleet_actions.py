@@ -108,7 +108,7 @@ def _speeds(now: PolicyContext, slots: Sequence[int]) -> NDArray[np.float64]:
     runs at once, each behind a prompt of mean length."""
     share, prompt = -(-now.view.group.size // len(slots)), float(now.view.prompt_tokens.mean())
     speeds: dict[int, float] = {}
-    found = []
+    by_slot = []
     for slot in slots:
         engine = now.layout.replica_slots[slot].engine
         assert engine is not None  # of a slot for generation
@@ -116,8 +116,8 @@ def _speeds(now: PolicyContext, slots: Sequence[int]) -> NDArray[np.float64]:
             batch = min(share, engine.max_sequences)
             iteration_s = engine.model.iteration_s(batch) + engine.model.context_s * batch * prompt
             speeds[id(engine)] = batch / iteration_s
-        found.append(speeds[id(engine)])
-    return np.array(found)
+        by_slot.append(speeds[id(engine)])
+    return np.array(by_slot)
 
 
 def assign_to_least(samples: Ints, slots: Sequence[int], loads: Ints) -> list[Action]:

@@ -88,8 +88,8 @@ def policy_kind(name: str) -> PolicyKind:
     try:
         return PolicyKind(POLICY_SEAM.model_of(name), load_target(name))
     except PydanticCustomError as error:
-        found = error.context or {}
-        raise PolicyError(str(found["what"]), str(found["hint"])) from error
+        context = error.context or {}
+        raise PolicyError(str(context["what"]), str(context["hint"])) from error
 
 
 def make_policy(name: str, settings: SpecModel | None = None, run: RunContract | None = None) -> Policy:
