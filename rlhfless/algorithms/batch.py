@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -70,14 +71,6 @@ def _drawn_logprobs(sample: Sample) -> FloatArray:
     return np.concatenate([rollout.logprobs for rollout in sample.rollouts])
 
 
-def _reward(sample: Sample) -> float | None:
-    return None if sample.score is None else sample.score.total
-
-
-def _reference_logprobs(sample: Sample) -> FloatArray | None:
-    return sample.columns.get("reference_logprobs")
-
-
 @dataclass(frozen=True, slots=True)
 class Denominators:
     """The denominators of the losses of one optimiser step."""
@@ -100,11 +93,11 @@ class PackedBatch:
     denominators: Denominators
     rollout_logprobs: FloatArray = dataclasses.field(metadata=per_token(np.float32, _drawn_logprobs))
     rewards: npt.NDArray[np.float64] | None = dataclasses.field(
-        default=None, metadata=per_sequence(np.float64, _reward)
+        default=None, metadata=per_sequence(np.float64, lambda sample: sample.score and sample.score.total)
     )
     old_logprobs: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     reference_logprobs: FloatArray | None = dataclasses.field(
-        default=None, metadata=per_token(np.float32, _reference_logprobs)
+        default=None, metadata=per_token(np.float32, lambda sample: sample.columns.get("reference_logprobs"))
     )
     advantages: FloatArray | None = dataclasses.field(default=None, metadata=per_token(np.float32))
     own: Mapping[str, FloatArray] = dataclasses.field(default_factory=dict)
@@ -179,8 +172,12 @@ def in_batch_order(groups: Sequence[Group]) -> tuple[Group, ...]:
 
     Groups without samples are left out.
     """
-    by_sample = (Group(group.prompt, tuple(sorted(group.samples, key=_sample_index))) for group in groups)
-    return tuple(sorted((group for group in by_sample if group.samples), key=_prompt_id))
+    by_sample = (
+        Group(group.prompt, tuple(sorted(group.samples, key=attrgetter("sample_index"))))
+        for group in groups
+        if group.samples
+    )
+    return tuple(sorted(by_sample, key=attrgetter("prompt.prompt_id")))
 
 
 def pack(groups: Sequence[Group]) -> PackedBatch:
@@ -314,14 +311,6 @@ def _check(sample: Sample) -> None:
             raise ValueError(
                 f"{sample} has a rollout logprob that is not finite, on a token that the engine drew itself"
             )
-
-
-def _prompt_id(group: Group) -> str:
-    return group.prompt.prompt_id
-
-
-def _sample_index(sample: Sample) -> int:
-    return sample.sample_index
 
 
 def _counts_from_zero(lengths: IntArray) -> IntArray:

@@ -124,18 +124,16 @@ def _policy_metrics(
     """A token counts as clipped if the clip removes its gradient, not whenever r is out of range."""
     low = (ratio < 1 - algorithm.clip_low) & (advantages < 0)
     high = (ratio > 1 + algorithm.clip_high) & (advantages > 0)
-    found = (
-        {}
-        if algorithm.dual_clip is None
-        else {"clipped_dual": ((ratio > algorithm.dual_clip) & (advantages < 0)).sum() * scale}
-    )
-    return found | {
+    metrics = {
         "ratio": ratio.sum() * scale,
         "clipped_low": low.sum() * scale,
         "clipped_high": high.sum() * scale,
         # k3 of KL(old || current): never negative, and exact to the second order.
         "old_kl": (ratio - 1 - log_ratio).sum() * scale,
     }
+    if algorithm.dual_clip is not None:
+        metrics["clipped_dual"] = ((ratio > algorithm.dual_clip) & (advantages < 0)).sum() * scale
+    return metrics
 
 
 def _constant(values: npt.NDArray[np.float64], group_id: IntArray, groups: int) -> npt.NDArray[np.bool_]:

@@ -14,7 +14,7 @@ from rlhfless.spec import GRPOSpec, KLSpec
 KL = KLSpec(coefficient=0.1, estimator="k3")
 
 
-def inputs(current, old, rollout, advantages, reference=None, denominator=None) -> LossInputs:
+def inputs(current, old, rollout, advantages, reference=None) -> LossInputs:
     def tensor(values):
         return None if values is None else torch.tensor(values)
 
@@ -23,7 +23,7 @@ def inputs(current, old, rollout, advantages, reference=None, denominator=None) 
         entropy=torch.ones(len(current)),
         rollout_logprobs=torch.tensor(rollout),
         advantages=torch.tensor(advantages),
-        denominator_tokens=denominator or len(current),
+        denominator_tokens=len(current),
         old_logprobs=tensor(old),
         reference_logprobs=tensor(reference),
     )
@@ -36,8 +36,8 @@ def grpo_loss(given: LossInputs, algorithm: GRPOSpec) -> LossOutputs:
     return LossOutputs(outputs.loss, {name: value.detach().float() for name, value in metrics.items()})
 
 
-def random_inputs(seed: int, tokens: int = 50, denominator: int | None = None) -> LossInputs:
-    generator = torch.Generator().manual_seed(seed)
+def random_inputs(tokens: int) -> LossInputs:
+    generator = torch.Generator().manual_seed(7)
 
     def draw(spread):
         return spread * torch.randn(tokens, generator=generator)
@@ -48,7 +48,7 @@ def random_inputs(seed: int, tokens: int = 50, denominator: int | None = None) -
         entropy=draw(1.0).abs(),
         rollout_logprobs=current.detach() + draw(0.5),
         advantages=draw(1.0),
-        denominator_tokens=denominator or tokens,
+        denominator_tokens=tokens,
         old_logprobs=current.detach() + draw(0.4),
         reference_logprobs=current.detach() + draw(0.6),
     )
@@ -115,7 +115,7 @@ def test_the_estimator_of_the_kl_and_where_it_counts_are_the_settings(estimator,
 
 def test_loss_gradient_and_metrics_add_up_over_any_cut():
     algorithm = GRPOSpec(kl=KL)
-    whole = random_inputs(7, tokens=30)
+    whole = random_inputs(30)
     outputs = grpo_loss(whole, algorithm)
     outputs.loss.backward()
     parts = []
