@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.small_fleet import actor, setup_of
 from rlhfless.autoscaling.policy_runner import PolicyRunner
 from rlhfless.autoscaling.sample_table import SampleTable
 from rlhfless.fleet.replica import ReplicaLost
 from rlhfless.functions.generation.messages import Ended, SampleItem
-from rlhfless.records import FunctionName, FunctionRole, ReplicaState, Work
+from rlhfless.records import FunctionName, FunctionRole, ReplicaState
 from rlhfless.scaling.assignment import PolicyFault
 from rlhfless.scaling.latency.fitted import LinearEngine
-from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.scaling.policy import (
     UNASSIGNED,
     Action,
@@ -42,7 +42,7 @@ from rlhfless.sim.events import SpotInterrupted
 from rlhfless.sim.fleet import SimulationError
 from rlhfless.sim.generation import Generation
 from rlhfless.sim.samples import RolloutBatch
-from rlhfless.sim.setup import ActorShape, LearnerShape, Links, ServiceShape, Setup, SlotSetup, Transport
+from rlhfless.sim.setup import Links, Setup
 from rlhfless.sim.simulation import Simulation
 
 PLACES, GROUPS, SIBLINGS = 3, 4, 3
@@ -187,17 +187,10 @@ class Simulated:
 
 
 def setup() -> Setup:
-    """Three actors, of which each step takes some seconds; scoring and a learner beside them."""
-
-    def slot_setup(name: str, kind: str) -> SlotSetup:
-        return SlotSetup(Allocation.of([Device(name, kind, 0)]), name, 0.5, {})
-
+    """Three actors, of which each step takes some seconds, and no connector that moves KV."""
     shape = EngineShape(max_sequences=8, kv_blocks=1000, block_tokens=4, chunk_tokens=None)
-    actors = [ActorShape(slot_setup(f"h100-{slot}", "h100"), shape, PricedModel(MODEL, 8)) for slot in range(PLACES)]
-    scoring = ServiceShape(slot_setup("cpu-0", "cpu-core"), FunctionName.SCORING, Work.SCORE, 0.001, 0.0)
-    learner = LearnerShape(slot_setup("h100-9", "h100"), 0.1, 0.0, 0.0, 0.1)
-    transport = Transport("folder", 1e9, 0.1, 1)
-    return Setup(tuple(actors), (scoring,), learner, transport, Links(0.5, 0.01), "sync", 0.0, 500, 0)
+    actors = [actor(slot, engine=shape, prices=PricedModel(MODEL, 8)) for slot in range(PLACES)]
+    return setup_of(*actors, links=Links(0.5, 0.01), node_s=0.0, max_tokens=500)
 
 
 slots, numbers = st.integers(-1, PLACES + 1), st.integers(-1, SAMPLES)
