@@ -34,7 +34,7 @@ def weights_of(*names: str, fewest: int = 1) -> tuple[FakeCluster, ReplicaPool, 
 
 async def test_the_phases_of_a_start_are_recorded_and_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Decision] = []
-    monkeypatch.setattr("fake_cluster.NoRecords.add_decision", lambda _, row: rows.append(row))
+    monkeypatch.setattr("fakes.cluster.NoRecords.add_decision", lambda _, row: rows.append(row))
     _, pool, weights, _ = weights_of("a")
     info = ReplicaInfo("a-1", 1, "here", start_seconds={"import": 5.0, "weights_disk": 2.5})
     await weights.prove_loading(pool["a"], CALL)
