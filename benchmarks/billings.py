@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from against_bound import RunBounds
 from goals import OURS, STATIC
 
-from rlhfless.sim.experiment.against_bound import RunBounds
 from rlhfless.sim.experiment.compare import PolicyComparison, compare
 from rlhfless.sim.experiment.statistics import Interval
 from rlhfless.sim.scenarios.cluster import BillingTermsSpec, ClusterSpec

@@ -7,7 +7,7 @@ c  at least 15 % cheaper than RLHFless as published, step by step in its time, f
 d  at most 5 % regret against the oracle that knows each prompt's distribution of lengths
 e  deadlines of 1.1, 1.25 and 1.5 times the clairvoyant's best time kept in at least 70, 95 and 99 % of the steps
 
-The lower bound (`rlhfless.sim.experiment.lower_bound`) is of the same fleet under the same contract, and no policy is
+The lower bound (`step_bound`) is of the same fleet under the same contract, and no policy is
 below it. All figures are of later epochs. a is about time under static's cost in the same epoch, b and d about cost
 under the contract that is at hand with a static fleet: no slower than it in the same epoch. Where a run took longer, or
 cost more, than the static one, the bound is given as much.
@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from rlhfless.sim.experiment.against_bound import RunBounds
+from against_bound import RunBounds
+from step_bound import TradeOff
+
 from rlhfless.sim.experiment.compare import PolicyComparison, quoted_part
-from rlhfless.sim.experiment.lower_bound import TradeOff
 from rlhfless.sim.experiment.rows import Part, Totals
 from rlhfless.sim.experiment.statistics import Interval, mean_interval, ratio_interval
 from rlhfless.sim.scenarios.scenario import (

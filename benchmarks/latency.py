@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from engine_fit import Served, fit_by_replay, replayed_s
 from smoke import parsed
 from where import machine
 
@@ -36,7 +37,6 @@ from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.latency.timeline import Array, Requests
 from rlhfless.sim.engine import EngineShape
-from rlhfless.sim.replay.engine_fit import Served, fit_by_replay, replayed_s
 
 CONFIGS: dict[str, dict[str, Any]] = {  # of the models' own config.json
     "meta-llama/Llama-3.1-8B": {

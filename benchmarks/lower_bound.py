@@ -20,11 +20,11 @@ from functools import cache
 
 import numpy as np
 from smoke import parsed
+from step_bound import ActorKind, BoundWork, alone_s, least_drawing_s, least_usd
 from where import machine
 
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.sim.engine import EngineShape, PricedModel
-from rlhfless.sim.experiment.lower_bound import ActorKind, BoundWork, alone_s, least_drawing_s, least_usd
 from rlhfless.sim.samples import RolloutBatch
 
 ROUNDING = 1e-9

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
+from against_bound import RunBounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lower_bound import SLACK, Case, bounds, optimum
+from step_bound import ActorKind, BoundWork, TradeOff, least_usd, lines_below
 
-from fakes.places import ROOT
 from fakes.tiny_scenario import scenario
 from rlhfless.scaling.latency.fitted import LinearEngine
-from rlhfless.sim.experiment.against_bound import RunBounds
 from rlhfless.sim.experiment.compare import compare
-from rlhfless.sim.experiment.lower_bound import ActorKind, BoundWork, TradeOff, least_usd, lines_below
 from rlhfless.sim.experiment.run import FleetShape
 from rlhfless.sim.samples import RolloutBatch
 from rlhfless.sim.scenarios.work import ScenarioPlacementSpec
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from lower_bound import SLACK, Case, bounds, optimum
 
 NAMES = (
     "static_colocated",

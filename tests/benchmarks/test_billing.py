@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from against_bound import RunBounds
 
 from fakes.places import SCENARIOS
 from fakes.tiny_scenario import scenario
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.sim.devices import Devices
-from rlhfless.sim.experiment.against_bound import RunBounds
 from rlhfless.sim.experiment.compare import compare
 from rlhfless.sim.experiment.figures import unheld_usd
 from rlhfless.sim.experiment.run import FleetShape, layout_of, supply_of

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from engine_fit import Served, fit_by_replay, replayed_s
 
 from rlhfless.scaling.latency.fitted import LatencyFit, LinearEngine
 from rlhfless.scaling.latency.timeline import Requests
 from rlhfless.sim.engine import EngineShape
-from rlhfless.sim.replay.engine_fit import Served, fit_by_replay, replayed_s
 
 TRUE = LinearEngine(fixed_s=0.012, sequence_s=2e-4, context_s=4e-8, prefill_token_s=6e-5, prefill_context_s=1e-9)
 GUESS = LinearEngine(fixed_s=0.006, sequence_s=1e-4, context_s=8e-8, prefill_token_s=3e-5, prefill_context_s=2e-9)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
+from step_bound import FleetBound, StepBound, TradeOff
 
-from rlhfless.sim.experiment.lower_bound import FleetBound, StepBound, TradeOff
 from rlhfless.sim.experiment.rows import Part, steps_of
 from rlhfless.sim.experiment.run import FleetShape, RunResult, layout_of, supply_of
 from rlhfless.sim.scenarios.build import price_book, setup
