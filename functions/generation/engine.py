@@ -9,11 +9,11 @@ Nothing of an engine is imported here, so importing this costs callers neither i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
-from rlhfless.records import FinishReason, PublishedWeights, VersionSpan, WeightVersion
+from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
 from rlhfless.spec import DType, EngineSpec, RunSpec, TimeoutsSpec
 from rlhfless.spec.imports import load_target
 from rlhfless.weights.address import StoreAddress
@@ -30,6 +30,10 @@ class EngineError(Exception):
 
 class EngineBusy(EngineError):
     """The call needs an engine without unfinished requests."""
+
+
+class EngineAsleep(EngineError):
+    """The call needs memory that the engine has given up, or weights that it has dropped."""
 
 
 class EngineDead(EngineError):
@@ -154,13 +158,53 @@ class LoadReport:
     """Of `seconds`: finding where the layers hold what is read back; 0 if that was known."""
 
 
+EnginePart = Literal["weights", "kv_cache"]
+"""What an engine holds on its device; by vLLM's names."""
+
+ENGINE_PARTS: tuple[EnginePart, ...] = ("weights", "kv_cache")
+
+
+@dataclass(slots=True)
+class Rest:
+    """What an engine lacks because it sleeps, or has slept."""
+
+    tier: SleepTier | None = None
+    """None while all of its memory is there."""
+    parts: set[EnginePart] = field(default_factory=set)
+    """Those that are asleep. Weights in HOST are so, too: on a GPU they are not on the device."""
+    empty: bool = False
+    """The weights were dropped, and no version has been loaded since."""
+
+    def slept(self, tier: SleepTier) -> None:
+        """All parts are asleep now."""
+        self.tier, self.parts = tier, set(ENGINE_PARTS)
+        self.empty = self.empty or tier is SleepTier.DROPPED
+
+    def woke(self, parts: Iterable[EnginePart]) -> None:
+        """These parts have memory again."""
+        self.parts -= set(parts)
+        self.tier = self.tier if self.parts else None
+
+    def require_weights(self, purpose: str) -> None:
+        """Raises EngineAsleep without memory for weights."""
+        if "weights" in self.parts:
+            raise EngineAsleep(f"cannot {purpose}: the engine sleeps ({self.tier}); wake its weights first")
+
+    def require_awake(self, purpose: str) -> None:
+        """Raises EngineAsleep while a part is asleep, or weights are missing."""
+        if self.parts:
+            raise EngineAsleep(f"cannot {purpose}: the engine sleeps ({self.tier}); wake it first")
+        if self.empty:
+            raise EngineAsleep(f"cannot {purpose}: the engine has dropped its weights; load a version first")
+
+
 class Engine(Protocol):
     """A running engine, made by `await SomeEngine.start(settings)`.
 
     The same seed gives the same tokens whatever is drawn beside them, and a response that is continued
     (`SampleRequest.drawn_tokens`) is the one that would have been drawn in one go. Every wait is bounded by
     `settings.timeouts`. After a failed load, a lost process or a call that timed out `usable` is False for ever, and
-    every call raises EngineDead.
+    every call raises EngineDead. Calls that need what a sleeping engine has given up raise EngineAsleep.
     """
 
     settings: EngineSettings
@@ -174,6 +218,7 @@ class Engine(Protocol):
     """Tokens that the KV cache holds; 0 if the engine does not say."""
     block_tokens: int
     """Tokens of a block of the KV cache: a prefix is shared by whole blocks."""
+    rest: Rest
 
     @classmethod
     async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> Self:
@@ -220,6 +265,23 @@ class Engine(Protocol):
             WeightCheckFailed, WeightFileError: the load failed, and the engine is unusable from now on.
             EngineTimeout: it took longer than `timeouts.sync_s`; unusable as well.
         """
+        ...
+
+    async def sleep(self, tier: SleepTier) -> Slept:
+        """Give up the device's memory; the processes stay. An engine that sleeps already stays in its tier. After
+        DROPPED `loaded` is None.
+
+        Raises:
+            EngineBusy: requests are unfinished; abort them first. Nothing was changed.
+            EngineTimeout: it took longer than `timeouts.sync_s`; unusable from now on, as after any other failure.
+        """
+        ...
+
+    async def wake(self, *parts: EnginePart) -> None:
+        """Get the memory of these parts back, by default of all; those that are awake already are left alone. Weights
+        that were dropped have memory then, and no values: wake them, load, and wake the KV cache, whose memory may
+        have been needed for the load. An engine that fails to wake is unusable from now on, because its device may be
+        full."""
         ...
 
     async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:

@@ -25,6 +25,7 @@ from rlhfless.records.rollouts import (
     VersionSpan,
     sample_seed,
 )
+from rlhfless.records.sleep import SleepTier, Slept
 from rlhfless.records.weights import Probe, PublishedWeights, WeightVersion
 
 __all__ = [
@@ -49,6 +50,8 @@ __all__ = [
     "Sample",
     "Score",
     "Segment",
+    "SleepTier",
+    "Slept",
     "Source",
     "StartPhase",
     "StepRecord",

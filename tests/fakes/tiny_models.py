@@ -19,6 +19,7 @@ from rlhfless.weights.store import StoredWeights
 VOCABULARY = ["<bos>", "<eos>", "<pad>", *(chr(code) for code in range(33, 127))]  # 97: not a multiple of 64,
 # so the engine's padded output head is tested too
 CONTEXT_TOKENS = 1024
+KV_GIB = 0.0625
 PROBE_TOKENS = (5, 6, 7, 8, 9, 40, 41, 42)
 
 
@@ -92,9 +93,9 @@ def make_tiny_model(folder: Path, tied: bool) -> TinyModel:
 
 
 SHAPES = {
-    "one process": EngineSpec(kv_cache_gib=0.0625, max_sequences=64),
-    "core apart": EngineSpec(kv_cache_gib=0.0625, max_sequences=64, core_process=True),
-    "two devices": EngineSpec(kv_cache_gib=0.0625, max_sequences=64, tensor_parallel_size=2),
+    "one process": EngineSpec(kv_cache_gib=KV_GIB, max_sequences=64),
+    "core apart": EngineSpec(kv_cache_gib=KV_GIB, max_sequences=64, core_process=True),
+    "two devices": EngineSpec(kv_cache_gib=KV_GIB, max_sequences=64, tensor_parallel_size=2),
 }
 """The processes that an engine consists of: on one CPU core, on one GPU, and on several devices."""
 

@@ -29,12 +29,15 @@ from typing import Any
 
 from rlhfless import processes
 from rlhfless.functions.generation.engine import (
+    ENGINE_PARTS,
     EngineBusy,
     EngineDead,
     EngineError,
+    EnginePart,
     EngineSettings,
     EngineTimeout,
     LoadReport,
+    Rest,
     Sampled,
     SampleRequest,
 )
@@ -54,7 +57,7 @@ from rlhfless.functions.generation.vllm.messages import (
     Submit,
 )
 from rlhfless.functions.generation.vllm.version import require_supported_vllm
-from rlhfless.records import PublishedWeights, WeightVersion
+from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class VllmEngine:
         """Tokens that the KV cache holds; 0 if the engine did not say."""
         self.block_tokens = 0
         """Tokens of a block of the KV cache, once it has started."""
+        self.rest = Rest()
         self._process = process
         self._folder = folder
         self._numbers = itertools.count()
@@ -150,6 +154,7 @@ class VllmEngine:
             EngineTimeout: it took longer than `timeouts.generate_s`.
             EngineDead: the engine is lost.
         """
+        self.rest.require_awake("draw a sample")
         if request.request_id in self._serials:
             raise ValueError(f"request {request.request_id!r} is in flight already; ids must differ")
         future = self._expect()
@@ -208,6 +213,7 @@ class VllmEngine:
             WeightCheckFailed, WeightFileError: the load failed, and the engine is unusable from now on.
             EngineTimeout: it took longer than `timeouts.sync_s`; unusable as well.
         """
+        self.rest.require_weights("load weights")
         if self.usable and self.loaded == published.version:
             return None
         try:
@@ -218,7 +224,36 @@ class VllmEngine:
             self._fail(EngineDead(f"loading {published.version.label} failed: {error}"))
             raise
         self.loaded = published.version
+        self.rest.empty = False
         return report
+
+    async def sleep(self, tier: SleepTier) -> Slept:
+        """See Engine.sleep."""
+        if self.rest.tier is not None:
+            return Slept(self.rest.tier, 0, 0)
+        try:
+            slept: Slept = await self._call("sleep", tier, timeout_s=self.settings.timeouts.sync_s)
+        except EngineBusy:
+            raise
+        except Exception as error:
+            self._fail(EngineDead(f"falling asleep failed: {error}"))
+            raise
+        self.rest.slept(tier)
+        if self.rest.empty:
+            self.loaded = None
+        return slept
+
+    async def wake(self, *parts: EnginePart) -> None:
+        """See Engine.wake."""
+        asleep = tuple(part for part in parts or ENGINE_PARTS if part in self.rest.parts)
+        if not asleep:
+            return
+        try:
+            await self._call("wake", asleep, timeout_s=self.settings.timeouts.sync_s)
+        except Exception as error:
+            self._fail(EngineDead(f"waking up failed: {error}"))
+            raise
+        self.rest.woke(asleep)
 
     async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprob of each of `token_ids` [tokens] except the first, given the tokens before it, at temperature 1:
@@ -227,6 +262,7 @@ class VllmEngine:
         Raises:
             EngineBusy: requests are unfinished.
         """
+        self.rest.require_awake("compute logprobs")
         result: tuple[float, ...] = await self._call("logprobs", token_ids, timeout_s=self.settings.timeouts.sync_s)
         return result
 

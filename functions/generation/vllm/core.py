@@ -32,6 +32,7 @@ from vllm.v1.engine.core_client import InprocClient, SyncMPClient
 from rlhfless.functions.generation.engine import (
     EngineBusy,
     EngineDead,
+    EnginePart,
     EngineSettings,
     LoadReport,
     Sampled,
@@ -43,7 +44,7 @@ from rlhfless.functions.generation.vllm.generators import DRAWN
 from rlhfless.functions.generation.vllm.messages import CORE_DIED
 from rlhfless.functions.generation.vllm.response_text import as_one
 from rlhfless.functions.generation.vllm.version import require_no_numba
-from rlhfless.records import FinishReason, PublishedWeights, StartPhase, VersionSpan
+from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, StartPhase, VersionSpan
 from rlhfless.weights.check import check_consumed, check_read_back
 from rlhfless.weights.digest import merged
 from rlhfless.weights.errors import WeightFileError
@@ -82,6 +83,7 @@ class Core:
         self._continued: dict[str, SampleRequest] = {}
         """Requests that continue a response, by id."""
         self._usable = True
+        self._on_gpu = settings.device != "cpu"
 
     @property
     def busy(self) -> bool:
@@ -214,6 +216,44 @@ class Core:
             yield
         finally:  # while it is paused, the core queues requests and says nothing
             apart.call_utility("resume_scheduler")
+
+    def sleep(self, tier: SleepTier) -> Slept:
+        """Give up the memory of the KV cache, and of the weights, which HOST keeps in the host's memory: on a CPU they
+        are there already.
+
+        Raises EngineBusy. A sleep that fails half-way leaves the engine unusable.
+        """
+        self._require_usable()
+        self._require_idle("sleep")
+        self._usable = False
+        engine, dropped = self._engine, tier is SleepTier.DROPPED
+        with self._paused():
+            shutil.rmtree(self._kv_folder, ignore_errors=True)
+            if not engine.reset_prefix_cache():
+                raise EngineDead("the prefix cache could not be cleared: blocks of the KV cache are still in use")
+        before = self._held_bytes()
+        if self._on_gpu:
+            engine.sleep(level=2 if dropped else 1)
+        else:
+            engine.collective_rpc("rlhfless_sleep", args=(dropped,))
+        held = self._held_bytes()
+        self._usable = True
+        return Slept(tier, max(before - held, 0), held)
+
+    def wake(self, parts: tuple[EnginePart, ...]) -> None:
+        """Get memory back. What was dropped comes back empty, and is valid after a load."""
+        self._require_usable()
+        self._usable = False
+        if self._on_gpu:
+            self._engine.wake_up(list(parts))
+        else:
+            for part in parts:
+                self._engine.collective_rpc(f"rlhfless_wake_{'kv' if part == 'kv_cache' else part}")
+        self._usable = True
+
+    def _held_bytes(self) -> int:
+        """On the devices of all workers."""
+        return sum(self._engine.collective_rpc("rlhfless_held_bytes"))
 
     def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Logprob of each of `token_ids` [tokens] except the first, given the tokens before it, at temperature 1:

@@ -86,6 +86,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "abort": _abort,
     "load": lambda _channel, core, published: core.load(published),
     "logprobs": lambda _channel, core, token_ids: core.logprobs(token_ids),
+    "sleep": lambda _channel, core, tier: core.sleep(tier),
+    "wake": lambda _channel, core, parts: core.wake(parts),
 }
 
 

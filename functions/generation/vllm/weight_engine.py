@@ -37,6 +37,7 @@ from rlhfless.functions.generation.vllm import experts, generators, start_times
 from rlhfless.functions.generation.vllm.arguments import TRANSFER_BACKEND
 from rlhfless.functions.generation.vllm.charts import kept_or_made, key_of
 from rlhfless.functions.generation.vllm.read_back import Chart, chart
+from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
 from rlhfless.functions.loopback import bind_rendezvous_to_loopback
 from rlhfless.weights.address import StoreAddress
 from rlhfless.weights.digest import Digest
@@ -147,7 +148,7 @@ def repack_shared_weights(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(layer)
 
 
-class StoreWorkerExtension:
+class StoreWorkerExtension(SleepingWorker):
     """Mixed into vLLM's worker, for `collective_rpc`."""
 
     def rlhfless_start(self) -> start_times.WorkerStart:

@@ -13,16 +13,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfless.functions.generation.engine import (
+    ENGINE_PARTS,
     EngineBusy,
     EngineDead,
     EngineError,
+    EnginePart,
     EngineSettings,
     EngineTimeout,
     LoadReport,
+    Rest,
     Sampled,
     SampleRequest,
 )
-from rlhfless.records import FinishReason, PublishedWeights, VersionSpan, WeightVersion
+from rlhfless.functions.parking import Parking, held_bytes
+from rlhfless.records import FinishReason, PublishedWeights, SleepTier, Slept, VersionSpan, WeightVersion
 from rlhfless.weights.check import check_consumed
 from rlhfless.weights.digest import Digest
 
@@ -44,6 +48,7 @@ class PlainEngine:
         self.loaded: WeightVersion | None = None
         self.start_seconds: dict[str, float] = {}
         self.kv_capacity_tokens, self.block_tokens = 0, 1
+        self.rest = Rest()
         self._running: dict[str, Running] = {}
         self._failure = ""
         self._heard_s = time.monotonic()
@@ -51,6 +56,7 @@ class PlainEngine:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(settings.tokenizer)
         dtype = getattr(torch, settings.dtype)
         self._model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device).eval()
+        self._parking = Parking(self._model.parameters())
 
     @classmethod
     async def start(cls, settings: EngineSettings, log_file: Path | None = None) -> Self:
@@ -67,6 +73,7 @@ class PlainEngine:
 
     async def sample(self, request: SampleRequest) -> Sampled:
         self._require_usable()
+        self.rest.require_awake("draw a sample")
         if request.request_id in self._running:
             raise ValueError(f"request {request.request_id!r} is in flight already; ids must differ")
         limit = self._limit()
@@ -126,6 +133,7 @@ class PlainEngine:
 
     async def load(self, published: PublishedWeights) -> LoadReport | None:
         self._require_idle("load weights")
+        self.rest.require_weights("load weights")
         if self.loaded == published.version:
             return None
         try:
@@ -133,8 +141,26 @@ class PlainEngine:
         except Exception as error:
             self._failure = f"loading {published.version.label} failed: {error}"
             raise
-        self.loaded = published.version
+        self.loaded, self.rest.empty = published.version, False
         return report
+
+    async def sleep(self, tier: SleepTier) -> Slept:
+        self._require_idle("sleep")
+        if self.rest.tier is not None:
+            return Slept(self.rest.tier, 0, 0)
+        device = self._model.device
+        before = held_bytes(device)
+        await self._bounded(self._in_thread(self._parking.park), self.settings.timeouts.sync_s, "sleep")
+        self.rest.slept(tier)
+        self.loaded = None if self.rest.empty else self.loaded
+        return Slept(tier, max(before - held_bytes(device), 0), held_bytes(device))
+
+    async def wake(self, *parts: EnginePart) -> None:
+        self._require_usable()
+        parts = parts or ENGINE_PARTS  # there is no KV cache to wake
+        if "weights" in parts:  # what was dropped comes back as it was, too, and is not used before a load
+            await self._bounded(self._in_thread(self._parking.restore), self.settings.timeouts.sync_s, "wake")
+        self.rest.woke(parts)
 
     @torch.no_grad()
     def _load(self, published: PublishedWeights) -> LoadReport:
@@ -149,6 +175,7 @@ class PlainEngine:
 
     async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         self._require_idle("compute logprobs")
+        self.rest.require_awake("compute logprobs")
         work = self._in_thread(self._logprobs, token_ids)
         return await self._bounded(work, self.settings.timeouts.sync_s, "logprobs")
 

@@ -20,6 +20,7 @@ import torch
 from fakes.places import TESTS
 from fakes.tiny_models import (
     CONTEXT_TOKENS,
+    KV_GIB,
     PROBE_TOKENS,
     VOCABULARY,
     TinyModel,
@@ -27,11 +28,18 @@ from fakes.tiny_models import (
     start_tiny_engine,
     tiny_settings,
 )
-from rlhfless.functions.generation.engine import Engine, EngineBusy, EngineDead, EngineError, SampleRequest
+from rlhfless.functions.generation.engine import (
+    Engine,
+    EngineAsleep,
+    EngineBusy,
+    EngineDead,
+    EngineError,
+    SampleRequest,
+)
 from rlhfless.functions.generation.vllm.arguments import CPU_BLOCK_TOKENS
 from rlhfless.prefixes.precompute import to_precompute
 from rlhfless.prefixes.trie import shared_prefixes
-from rlhfless.records import FinishReason, VersionSpan
+from rlhfless.records import FinishReason, SleepTier, Slept, VersionSpan
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import kv_token_bytes
 from rlhfless.spec import EngineSpec
@@ -309,13 +317,71 @@ async def test_versions_follow_each_other(case: Case) -> None:
 
 
 @contract
+async def test_it_wakes_with_the_weights_with_which_it_fell_asleep(case: Case) -> None:
+    request = _request("nap")
+    before, version = await case.engine.sample(request), case.engine.loaded
+    slept = await case.engine.sleep(SleepTier.HOST)
+    assert slept.tier is SleepTier.HOST
+    for refused in (case.engine.sample(request), case.engine.logprobs(PROBE_TOKENS)):
+        with pytest.raises(EngineAsleep, match="wake it first"):
+            await refused
+    assert await case.engine.sleep(SleepTier.DROPPED) == Slept(SleepTier.HOST, 0, 0)  # it stays in its tier
+    await case.engine.wake()
+    await case.engine.wake()
+    after = await case.engine.sample(request)
+    assert (after.token_ids, after.cached_tokens, case.engine.loaded) == (before.token_ids, 0, version)
+
+
+@contract
+async def test_what_was_dropped_serves_after_the_next_load(case: Case) -> None:
+    for step in (6, 7):
+        tensors = perturbed(case.model.tensors(), seed=step)
+        case.model.use(tensors)
+        published = case.model.publish(case.store.put("run", 1, step, tensors))
+        slept = await case.engine.sleep(SleepTier.DROPPED)
+        assert (slept.tier, case.engine.loaded) == (SleepTier.DROPPED, None)
+        if step == 7 and not case.plain:  # since it woke, all of its cache has been written to
+            kv_bytes = KV_GIB * 2**30 * case.engine.settings.engine.tensor_parallel_size
+            assert slept.freed_bytes >= 0.9 * kv_bytes
+        with pytest.raises(EngineAsleep, match="wake its weights first"):
+            await case.engine.load(published)
+        await case.engine.wake("weights")
+        report = await case.engine.load(published)
+        assert report is not None
+        assert case.plain or report.read_back == report.tensors
+        with pytest.raises(EngineAsleep, match="wake it first"):
+            await case.engine.sample(_request("early"))
+        await case.engine.wake("kv_cache")
+        check_probe(published.version, published.probe, await case.engine.logprobs(PROBE_TOKENS), TOLERANCE)
+        prompt = tuple(range(5, 5 + 70))
+        sampled = await case.engine.sample(_request("new", token_ids=prompt))
+        logprobs = case.model.logprobs(prompt + sampled.token_ids)[len(prompt) - 1 :]
+        assert largest_difference(sampled.logprobs, logprobs) < TOLERANCE
+
+
+@contract
+async def test_what_was_dropped_is_never_drawn_with(case: Case) -> None:
+    version = case.engine.loaded
+    await case.engine.sleep(SleepTier.DROPPED)
+    await case.engine.wake()
+    with pytest.raises(EngineAsleep, match="load a version first"):
+        await case.engine.sample(_request("gibberish"))
+    published = case.model.publish(case.store.put("run", 1, 8, case.model.tensors()))
+    assert version != published.version
+    await case.engine.load(published)
+    assert (await case.engine.sample(_request("well"))).token_ids
+
+
+@contract
 async def test_no_load_under_running_requests(case: Case) -> None:
     request, _ = await _long_request(case)
-    published = case.model.publish(case.store.put("run", 1, 6, perturbed(case.model.tensors(), seed=6)))
+    published = case.model.publish(case.store.put("run", 1, 9, perturbed(case.model.tensors(), seed=9)))
     running = [asyncio.create_task(case.engine.sample(replace(request, request_id=f"r{i}"))) for i in range(case.many)]
     await asyncio.sleep(0)  # now they are sent
     with pytest.raises(EngineBusy, match=r"[1-9]\d* unfinished requests"):
         await case.engine.load(published)
+    with pytest.raises(EngineBusy, match=r"[1-9]\d* unfinished requests"):
+        await case.engine.sleep(SleepTier.HOST)
     await case.engine.abort()
     label = case.engine.loaded.label if case.engine.loaded else ""
     for sample in await asyncio.gather(*running):
@@ -328,11 +394,11 @@ async def test_a_wrong_load_is_caught_and_final(case: Case) -> None:
     """Tied: the bytes of the version before, one tiny step away. Untied: one tensor is missing."""
     old = {name: tensor.detach().bfloat16() for name, tensor in case.model.tensors().items()}
     case.model.use({name: tensor.float() for name, tensor in old.items()})
-    before = case.model.publish(case.store.put("run", 1, 7, old), samples=False)  # in another format than the engine's
+    before = case.model.publish(case.store.put("run", 1, 10, old), samples=False)  # in another format than the engine's
     await case.engine.load(before)
     if case.tied:
         new = {name: (tensor.float() + 1e-6).bfloat16() for name, tensor in old.items()}
-        after = case.model.publish(case.store.put("run", 1, 8, new), samples=False)
+        after = case.model.publish(case.store.put("run", 1, 11, new), samples=False)
         case.model.use({name: tensor.float() for name, tensor in new.items()})
         moved = largest_difference(before.probe.logprobs, case.model.logprobs(PROBE_TOKENS))
         assert moved < PROBE_TOLERANCE["bfloat16"]  # no probe could tell the two apart
@@ -340,8 +406,8 @@ async def test_a_wrong_load_is_caught_and_final(case: Case) -> None:
         message = f"digest {before.version.digest}: another version's"
     else:
         partial = {name: tensor for name, tensor in old.items() if "layers.1.self_attn.k_proj.weight" not in name}
-        stored = case.store.put("run", 1, 8, partial)
-        wrong = replace(before, version=replace(before.version, step=8), location=stored.location)
+        stored = case.store.put("run", 1, 11, partial)
+        wrong = replace(before, version=replace(before.version, step=11), location=stored.location)
         message = f"{len(partial)} tensors of {len(old)}"
     with pytest.raises(WeightCheckFailed, match=message) as caught:
         await case.engine.load(wrong)
