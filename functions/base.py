@@ -21,6 +21,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from rlhfless.functions.compute_mode import require_shareable
 from rlhfless.functions.lease import Lease, LeaseTerms
 from rlhfless.functions.loopback import bind_replica_to_loopback
+from rlhfless.records import SleepTier, Slept
 from rlhfless.spec.errors import UserError
 
 T = TypeVar("T")
@@ -151,6 +152,18 @@ class Function:
     def reply(self, value: T, start_s: float, usage: CallUsage | None = None) -> Reply[T]:
         """Wrap a result; the body ends now."""
         return Reply(self.incarnation, value, start_s, time.time(), usage or CallUsage())
+
+    async def sleep(self, call: Call, tier: SleepTier) -> Reply[Slept]:
+        """Give up the memory of the replica's devices and keep its processes; idempotent. Its work is refused until
+        `wake`. A function that holds nothing on a device does nothing."""
+        self.admit(call)
+        start_s = time.time()
+        return self.reply(Slept(tier, 0, 0), start_s)
+
+    async def wake(self, call: Call) -> Reply[None]:
+        """Get the memory back, and the state that was kept; idempotent."""
+        self.admit(call)
+        return self.reply(None, time.time())
 
     async def stop(self, call: Call) -> Reply[None]:
         """End the replica's own processes; the fleet deletes the replica itself after this."""

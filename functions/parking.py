@@ -1,32 +1,34 @@
 """Tensors whose memory is given up for a while and comes back: the sleep of a function.
 
-The storage behind a tensor is emptied in place, so each view and alias of it stays what it is, and is whole again after
-`restore` (torch's `UntypedStorage.resize_`). What was in it waits in the host's memory: of a GPU's tensors in pinned
-memory, which is kept for the next time, because to pin it takes longer than the copy; of a CPU's tensors in a file that
-has no name, because their memory is the host's.
+The memory is taken from under the tensors, so each view and alias of them stays what it is, and is whole again after
+`restore`. On a GPU a storage is emptied in place (torch's `UntypedStorage.resize_`), and what was in it waits in pinned
+memory, which is kept for the next time, because to pin it takes longer than the copy. On a CPU the system takes the
+pages back and gives pages of zeros when they are touched again (`madvise`), and what was in them waits in a file
+without a name: the memory of the device is the host's own there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
 from rlhfless.functions.sharding import local
+
+_LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
 class Parking:
     """The storages of some tensors, in use or parked. Not thread-safe."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Of a sharded tensor, this rank's part. Tensors that share a storage are parked together; one that is mapped
-        from a file, as a model's own is on a CPU, is in no device's memory and stays."""
-        storages = storages_of(local(tensor.detach()) for tensor in tensors)
-        self._storages = [storage for storage in storages if storage.resizable()]
+        """Of a sharded tensor, this rank's part. Tensors that share a storage are parked together."""
+        self._storages = storages_of(local(tensor.detach()) for tensor in tensors)
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._pinned: list[torch.Tensor] = []
         self._file: BinaryIO | None = None
@@ -38,11 +40,11 @@ class Parking:
         return sum(self._sizes)
 
     def park(self) -> None:
-        """Move what the storages hold, and empty them. Idempotent. If the move fails nothing has changed."""
+        """Move what the storages hold, and give their memory up. Idempotent. If the move fails nothing has changed."""
         if self.parked:
             return
-        if self._storages and self._storages[0].device.type == "cuda":
-            self._pinned = self._pinned or [_bytes_like(storage) for storage in self._storages]
+        if self._on_gpu:
+            self._pinned = self._pinned or [torch.empty(size, dtype=_BYTE, pin_memory=True) for size in self._sizes]
             for host, storage in zip(self._pinned, self._storages, strict=True):
                 host.copy_(_as_bytes(storage), non_blocking=True)
             torch.cuda.synchronize()
@@ -52,40 +54,70 @@ class Parking:
                 self._file.write(_view(storage))
             self._file.flush()
         self.parked = True
-        for storage in self._storages:
-            storage.resize_(0)
+        empty(self._storages)
         give_back_free_memory()
 
     def restore(self) -> None:
-        """Fill the storages again. Idempotent. Raises MemoryError, or torch's OutOfMemoryError, if the device is still
-        in use; what was parked stays parked then."""
+        """Fill the storages again. Idempotent. Raises torch's OutOfMemoryError if the GPU is still in use; what was
+        parked stays parked then."""
         if not self.parked:
             return
-        try:
-            for storage, size in zip(self._storages, self._sizes, strict=True):
-                storage.resize_(size)
-        except BaseException:
-            for storage in self._storages:
-                storage.resize_(0)
-            raise
+        refill(self._storages, self._sizes)
         if self._file is not None:
             self._file.seek(0)
             for storage in self._storages:
                 _read_into(self._file, storage)
             self._file.close()
             self._file = None
-        else:
-            for storage, host in zip(self._storages, self._pinned, strict=True):
-                _as_bytes(storage).copy_(host, non_blocking=True)
-            if self._pinned:
-                torch.cuda.synchronize()
+        for host, storage in zip(self._pinned, self._storages, strict=bool(self._pinned)):
+            _as_bytes(storage).copy_(host, non_blocking=True)
+        if self._pinned:
+            torch.cuda.synchronize()
         self.parked = False
+
+    @property
+    def _on_gpu(self) -> bool:
+        return bool(self._storages) and self._storages[0].device.type == "cuda"
+
+
+def kept_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What a frozen model holds."""
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """The storages of tensors, each once, without those that hold nothing."""
     storages = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
     return list(storages.values())
+
+
+def empty(storages: Iterable[torch.UntypedStorage]) -> None:
+    """Give the memory of storages up, with what is in it."""
+    for storage in storages:
+        if storage.device.type == "cuda":
+            storage.resize_(0)
+        else:
+            _give_back_pages(storage)
+
+
+def refill(storages: list[torch.UntypedStorage], sizes: list[int]) -> None:
+    """Memory for emptied storages, without their values: all of them, or none if there is too little."""
+    try:
+        for storage, size in zip(storages, sizes, strict=True):
+            if storage.nbytes() != size:  # pages of a CPU come when they are touched
+                storage.resize_(size)
+    except BaseException:
+        empty(storages)
+        raise
+
+
+def _give_back_pages(storage: torch.UntypedStorage) -> None:
+    """The whole pages of a storage; what shares a page with other memory stays."""
+    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (storage.data_ptr() + storage.nbytes() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if size > 0 and _LIBRARY.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "the system did not take back the memory of a sleeping function")
 
 
 def held_bytes(device: torch.device) -> int:
@@ -101,27 +133,22 @@ def give_back_free_memory() -> None:
     """What allocators keep for their next request goes back to the device and to the system."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    program = ctypes.CDLL(None)
-    # vLLM preloads tcmalloc; where it is not, the functions are glibc's.
-    release = getattr(program, "MallocExtension_ReleaseFreeMemory", None)
-    if release is not None:
-        release()
-    trim = getattr(program, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    # vLLM preloads tcmalloc; where it is not, malloc is glibc's.
+    for name, arguments in (("MallocExtension_ReleaseFreeMemory", ()), ("malloc_trim", (0,))):
+        function = getattr(_LIBRARY, name, None)
+        if function is not None:
+            function(*arguments)
+
+
+_BYTE = torch.uint8
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=_BYTE, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 def _view(storage: torch.UntypedStorage) -> memoryview:
-    array: Any = _as_bytes(storage).numpy()
-    return memoryview(array)
-
-
-def _bytes_like(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def _read_into(file: BinaryIO, storage: torch.UntypedStorage) -> None:

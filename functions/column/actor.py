@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.column.settings import ColumnSettings, ColumnWorker
 from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.records import FloatArray
 from rlhfless.spec.imports import load_target, look_in
+
+if TYPE_CHECKING:
+    import torch
 
 PHASE = "logprobs"
 """Of the memory plan."""
@@ -21,12 +27,15 @@ class ColumnActor(RankActor[ColumnSettings]):
         settings = self._settings
         self.named = settings.function
         look_in(settings.import_paths)
-        with self._memory_told(PHASE):
+        with self._at_work(PHASE):
             mesh = join_frozen(address, self._number, len(settings.rank_bindings), settings.call_timeout_s)
             self._worker: ColumnWorker = load_target(settings.worker)(settings, self._threads, mesh)
 
+    def kept_on_device(self) -> Iterable[torch.Tensor]:
+        return self._worker.kept_on_device()
+
     def compute(self, batch: PackedBatch) -> tuple[FloatArray | None, int]:
         """See ColumnWorker.compute. *Collective.*"""
-        with self._memory_told(PHASE):
+        with self._at_work(PHASE):
             values, shared_tokens = self._worker.compute(batch)
         return None if self._number else values, shared_tokens

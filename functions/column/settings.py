@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +13,7 @@ from rlhfless.records import FloatArray
 from rlhfless.spec import DType, ModelSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from rlhfless.algorithms.batch import PackedBatch
@@ -49,6 +51,10 @@ class ColumnWorker(Protocol):
 
     def __init__(self, settings: ColumnSettings, threads: int, mesh: DeviceMesh | None) -> None:
         """Load the model; with a mesh, this rank's part of it. *Collective* then."""
+        ...
+
+    def kept_on_device(self) -> Iterable[torch.Tensor]:
+        """All tensors that this rank keeps on its device between two calls: they leave it while the function sleeps."""
         ...
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:

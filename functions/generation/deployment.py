@@ -43,7 +43,7 @@ from rlhfless.functions.launching import Launch, binding, is_shared
 from rlhfless.functions.lease import LeaseTerms
 from rlhfless.functions.out_of_memory import Planned, engine_fault
 from rlhfless.prefixes.evicted import CachedBlocks
-from rlhfless.records import PublishedWeights
+from rlhfless.records import PublishedWeights, SleepTier, Slept
 from rlhfless.scaling.function_kinds import FunctionKind
 from rlhfless.scaling.placement import Allocation
 from rlhfless.spec.imports import import_paths, look_in
@@ -158,6 +158,8 @@ class GenerationFunction(Function):
             if self._loaded is None or self._loaded.version != published.version:
                 self._loaded = None
                 with self._engine_faults("a load"):
+                    # KV has no memory before the weights are there: a load may need what KV takes.
+                    await self._engine.wake("weights")
                     await self._load_and_check(published)
                 self._loaded = published
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
@@ -176,6 +178,7 @@ class GenerationFunction(Function):
             await self._end_earlier(call)
             self._loaded = None
             with self._engine_faults("the proof of loading"):
+                await self._engine.wake()
                 before = await self._engine.logprobs(perturbed.probe.token_ids)
                 report = await self._engine.load(perturbed)
                 after = await self._engine.logprobs(perturbed.probe.token_ids)
@@ -197,9 +200,10 @@ class GenerationFunction(Function):
 
     async def _load_and_check(self, published: PublishedWeights) -> None:
         self._cached.clear()
-        # The engine handles the two messages in the order they are sent. The load checks what the model consumed.
-        load, probe = self._engine.load(published), self._engine.logprobs(published.probe.token_ids)
-        report, logprobs = await asyncio.gather(load, probe)
+        # The load checks what the model consumed.
+        report = await self._engine.load(published)
+        await self._engine.wake()
+        logprobs = await self._engine.logprobs(published.probe.token_ids)
         with _read_back_decides(report, published, logprobs, self._settings.probe_tolerance):
             check_probe(published.version, published.probe, logprobs, self._settings.probe_tolerance)
 
@@ -262,6 +266,34 @@ class GenerationFunction(Function):
         with self._engine_faults("an abort"):
             aborted = sum([await run.abort(keys) for run in list(self._runs)])
         return self.reply(aborted, start_s)
+
+    async def sleep(self, call: Call, tier: SleepTier) -> Reply[Slept]:
+        """See Function.sleep and Engine.sleep: the actor is drained first. Raises EngineBusy."""
+        self.admit(call)
+        start_s = time.time()
+        async with self._loading:
+            await self._end_earlier(call)
+            if tier is SleepTier.DROPPED:
+                self._loaded = None
+            self._cached.clear()
+            with self._engine_faults("falling asleep"):
+                slept = await self._engine.sleep(tier)
+        return self.reply(slept, start_s)
+
+    async def wake(self, call: Call) -> Reply[None]:
+        """See Function.wake. Weights that were kept are probed: raises WeightCheckFailed if they are others now. After
+        DROPPED the actor serves nothing before a load, which wakes it by itself."""
+        self.admit(call)
+        start_s = time.time()
+        async with self._loading:
+            asleep = self._engine.rest.tier is not None
+            with self._engine_faults("waking up"):
+                await self._engine.wake()
+                if asleep and self._loaded is not None:
+                    kept = self._loaded
+                    logprobs = await self._engine.logprobs(kept.probe.token_ids)
+                    check_probe(kept.version, kept.probe, logprobs, OF_ROUNDING * self._settings.probe_tolerance)
+        return self.reply(None, start_s)
 
     async def stop(self, call: Call) -> Reply[None]:
         """Shut the engine down. The replica answers nothing after that."""

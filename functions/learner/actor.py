@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -12,6 +12,9 @@ from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.learner.settings import LearnerSettings
 from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.records import FloatArray, Probe, PublishedWeights, WeightVersion
+
+if TYPE_CHECKING:
+    import torch
 
 PERTURBED_STEP = -1
 """Step number of the perturbed version, which no training step can have."""
@@ -37,7 +40,7 @@ class LearnerActor(RankActor[LearnerSettings]):
 
         settings = self._settings
         self._store = settings.store.open(self.node())
-        with self._memory_told("learn"):
+        with self._at_work("learn"):
             self._rank = LearnerRank(
                 settings.model,
                 settings.learner,
@@ -50,15 +53,18 @@ class LearnerActor(RankActor[LearnerSettings]):
                 timeout_s=settings.call_timeout_s,
             )
 
+    def kept_on_device(self) -> list[torch.Tensor]:
+        return self._rank.kept_on_device()
+
     def evaluate(self, batch: PackedBatch) -> FloatArray:
         """See LearnerRank.evaluate. *Collective.*"""
-        with self._memory_told("learn"):
+        with self._at_work("learn"):
             return self._rank.evaluate(batch)
 
     def learn(self, batch: PackedBatch, mini_batches: int) -> Mapping[str, float]:
         """See LearnerRank.learn; with `shared_prompt_tokens`, of this call. *Collective.*"""
         before = self._rank.shared_prompt_tokens
-        with self._memory_told("learn"):
+        with self._at_work("learn"):
             metrics = self._rank.learn(batch, mini_batches)
         return metrics | {"shared_prompt_tokens": float(self._rank.shared_prompt_tokens - before)}
 
@@ -66,7 +72,7 @@ class LearnerActor(RankActor[LearnerSettings]):
         """Write the weights to the store; rank 0 returns what it wrote, with samples and no logprobs. *Collective.*"""
         from rlhfless.functions.learner.checkpoint import drain
 
-        with self._memory_told("publish"), self._as_published(perturbed):
+        with self._at_work("publish"), self._as_published(perturbed):
             tokens = self._settings.probe_token_ids if self._settings.read_back else ()
             stream, samples = self._rank.published(tokens)
             try:
@@ -82,7 +88,7 @@ class LearnerActor(RankActor[LearnerSettings]):
 
     def probe(self, perturbed: bool) -> tuple[float, ...]:
         """The learner's own logprobs of the probe. *Collective.*"""
-        with self._memory_told("publish"), self._as_published(perturbed):
+        with self._at_work("publish"), self._as_published(perturbed):
             return self._rank.probe_logprobs(self._settings.probe_token_ids)
 
     def _as_published(self, perturbed: bool) -> contextlib.AbstractContextManager[None]:
@@ -98,7 +104,8 @@ class LearnerActor(RankActor[LearnerSettings]):
 
     def save(self, location: str, notes: Mapping[str, Any], background: bool) -> bool:
         """See LearnerRank.save. *Collective.*"""
-        return self._rank.save(location, notes, background=background)
+        with self._at_work("checkpoint"):
+            return self._rank.save(location, notes, background=background)
 
     @ray.method(concurrency_group="waits")
     def written(self) -> None:
@@ -107,7 +114,7 @@ class LearnerActor(RankActor[LearnerSettings]):
 
     def restore(self, location: str) -> None:
         """See LearnerRank.restore. *Collective.*"""
-        with self._memory_told("restore"):
+        with self._at_work("restore"):
             self._rank.restore(location)
 
     def meets(self, token: str) -> str | None:

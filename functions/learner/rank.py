@@ -114,6 +114,14 @@ class LearnerRank:
         )
         return with_measured_rates(policy, self._learner.micro_batch_tokens)
 
+    def kept_on_device(self) -> list[torch.Tensor]:
+        """Shards of the master weights and of the optimiser's moments, and buffers; nothing that is offloaded."""
+        state = self._optimizer.state()
+        tensors = [tensor for part in state.values() if isinstance(part, dict) for tensor in part.values()]
+        if self._learner.offload:
+            tensors = []
+        return [*tensors, *self._model.buffers()]
+
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import ray
 
@@ -13,6 +14,12 @@ from rlhfless.functions.cuda import require_cuda
 from rlhfless.functions.loopback import LOOPBACK, bind_rendezvous_to_loopback, loopback_environment, prefer
 from rlhfless.functions.out_of_memory import Planned, memory_told
 from rlhfless.functions.ranks.front import RankedSettings
+from rlhfless.records import SleepTier, Slept
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhfless.functions.parking import Parking
 
 
 class RankSettings(RankedSettings, Protocol):
@@ -21,6 +28,10 @@ class RankSettings(RankedSettings, Protocol):
     @property
     def planned(self) -> Planned:
         """Of one rank."""
+
+
+class Asleep(RuntimeError):
+    """The call needs what the rank keeps in the host's memory while it sleeps."""
 
 
 S = TypeVar("S", bound=RankSettings)
@@ -36,6 +47,7 @@ class RankActor(Generic[S]):
         settings.rank_bindings[rank].bind()
         self._settings = settings
         self._number = rank
+        self._parking: Parking | None = None
 
     def pid(self) -> int:
         return os.getpid()
@@ -70,10 +82,42 @@ class RankActor(Generic[S]):
     def _load(self, address: str) -> None:
         raise NotImplementedError
 
+    def kept_on_device(self) -> Iterable[torch.Tensor]:
+        """All tensors that this rank keeps on its device between two calls; none: it cannot sleep."""
+        return ()
+
+    def sleep(self) -> Slept:
+        """Move what is kept on the device to the host's memory. Idempotent."""
+        from rlhfless.functions.parking import Parking, give_back_free_memory, held_bytes
+        from rlhfless.functions.policy import default_device
+
+        device = default_device()
+        before = held_bytes(device)
+        if self._parking is None:  # the tensors are the same ones for the life of the rank
+            self._parking = Parking(self.kept_on_device())
+        self._parking.park()
+        give_back_free_memory()
+        held = held_bytes(device)
+        return Slept(SleepTier.HOST, max(before - held, 0), held)
+
+    def wake(self) -> None:
+        """Move it back. Idempotent."""
+        if self._parking is not None:
+            with self._memory_told("wake"):
+                self._parking.restore()
+
     @property
     def _threads(self) -> int:
         """For a rank that computes on its own devices alone."""
         return len(self._settings.rank_bindings[self._number].ids)
+
+    @contextlib.contextmanager
+    def _at_work(self, phase: str) -> Iterator[None]:
+        """Within the block a lack of memory is told with its phase. Raises Asleep while the rank sleeps."""
+        if self._parking is not None and self._parking.parked:
+            raise Asleep(f"{self.named} rank {self._number} sleeps, and cannot {phase}; wake it first")
+        with self._memory_told(phase):
+            yield
 
     def _memory_told(self, phase: str) -> contextlib.AbstractContextManager[None]:
         return memory_told(f"{self.named} rank {self._number}", phase, self._settings.planned)

@@ -15,6 +15,7 @@ import ray
 
 from rlhfless.functions.base import Call, DeviceBinding, Function, FunctionSettings, ReplicaInfo, Reply
 from rlhfless.functions.ranks.group import RankGroup
+from rlhfless.records import SleepTier, Slept
 
 SILENT_SHARE = 0.5
 """Of a lease, in which every rank must give a sign of life. Drivers ask for one four times in a lease, and give up a
@@ -86,6 +87,21 @@ class RankedFunction(Function):
             limit_s = self._lease_s * SILENT_SHARE
             self._looking = asyncio.create_task(self._group.all("alive", limit_s=limit_s))
         await asyncio.shield(self._looking)
+        return self.reply(None, start_s)
+
+    async def sleep(self, call: Call, tier: SleepTier) -> Reply[Slept]:  # noqa: ARG002 - their state is nowhere else
+        """See Function.sleep: in HOST, whatever is asked for."""
+        self.admit(call)
+        start_s = time.time()
+        slept: list[Slept] = await self._group.all("sleep")
+        freed, held = sum(each.freed_bytes for each in slept), sum(each.held_bytes for each in slept)
+        return self.reply(Slept(SleepTier.HOST, freed, held), start_s)
+
+    async def wake(self, call: Call) -> Reply[None]:
+        """See Function.wake."""
+        self.admit(call)
+        start_s = time.time()
+        await self._group.all("wake")
         return self.reply(None, start_s)
 
     async def stop(self, call: Call) -> Reply[None]:

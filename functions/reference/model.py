@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlhfless.algorithms.batch import PackedBatch
 from rlhfless.functions.column.settings import ColumnSettings
 from rlhfless.functions.packing_rate import with_measured_rates
+from rlhfless.functions.parking import kept_by
 from rlhfless.functions.policy import load_policy
 from rlhfless.functions.ranks.shares import of_all_ranks, share_logprobs
 from rlhfless.records import FloatArray
@@ -34,6 +37,10 @@ class FrozenPolicy:
     def model_of(settings: ColumnSettings) -> ModelSpec:
         """The model that is loaded."""
         return settings.model
+
+    def kept_on_device(self) -> Iterator[torch.Tensor]:
+        """See ColumnWorker."""
+        return kept_by(self._policy.model)
 
     def compute(self, batch: PackedBatch) -> tuple[FloatArray, int]:
         """See ColumnWorker.compute."""

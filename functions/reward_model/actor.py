@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlhfless.functions.base import DeviceBinding
 from rlhfless.functions.lease import LeaseTerms
@@ -11,6 +12,9 @@ from rlhfless.functions.out_of_memory import Planned
 from rlhfless.functions.ranks.actor import RankActor
 from rlhfless.rewards import Outcome, RewardSample
 from rlhfless.spec import OnFailure, RewardModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,14 @@ class RewardModelActor(RankActor[RewardModelSettings]):
 
         settings = self._settings
         mesh = join_frozen(address, self._number, len(settings.rank_bindings), settings.call_timeout_s)
-        with self._memory_told("score"):
+        with self._at_work("score"):
             self._models = [RewardModel(spec, threads=self._threads, mesh=mesh) for spec in settings.rewards]
+
+    def kept_on_device(self) -> Iterator[torch.Tensor]:
+        for model in self._models:
+            yield from model.kept_on_device()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Mapping[int, Outcome]]:
         """By reward model: see RewardModel.share. *Collective.*"""
-        with self._memory_told("score"):
+        with self._at_work("score"):
             return [model.share(samples) for model in self._models]

@@ -21,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlhfless.functions import sharding
 from rlhfless.functions.head import at_least_float32
 from rlhfless.functions.loading import load_whole
+from rlhfless.functions.parking import kept_by
 from rlhfless.functions.policy import TORCH_DTYPES, default_device
 from rlhfless.rewards import Failed, Outcome, RewardError, RewardSample
 from rlhfless.spec import RewardModelSpec
@@ -74,6 +75,10 @@ class RewardModel:
         """One outcome per sample, in their order; of a model that is not split."""
         outcomes = self.share(samples)
         return [outcomes[index] for index in range(len(samples))]
+
+    def kept_on_device(self) -> Iterator[torch.Tensor]:
+        """Its parameters and buffers."""
+        return kept_by(self._model)
 
     def share(self, samples: Sequence[RewardSample]) -> dict[int, Outcome]:
         """Outcomes by the index of their sample: of this rank's share, which is all of them without a mesh; and on

@@ -13,6 +13,7 @@ CORE, READ_BACK, WEIGHT_ENGINE = f"{VLLM}/core.py", f"{VLLM}/read_back.py", f"{V
 GENERATORS, KV_FILES, CHARTS, ARGUMENTS = (
     f"{VLLM}/{name}.py" for name in ("generators", "kv_files", "charts", "arguments")
 )
+SLEEPING = f"{VLLM}/sleeping.py"
 ADAPTER, EXPERTS, STARTS = f"{VLLM}/adapter.py", f"{VLLM}/experts.py", f"{VLLM}/start_times.py"
 LOADING, REHEARSAL, LOOPBACK = "functions/loading.py", "functions/learner/rehearsal.py", "functions/loopback.py"
 ATTENTION = "functions/prefix_attention.py"
@@ -51,7 +52,9 @@ class SourceText:
 VLLM_NAMES = (
     PrivateName("vllm.LLMEngine", (CORE,), "drive vLLM iteration by iteration",
                 has=("engine_core", "output_processor", "collective_rpc", "reset_prefix_cache", "set_weight_version",
-                     "has_unfinished_requests", "step", "get_tokenizer")),
+                     "has_unfinished_requests", "step", "get_tokenizer", "sleep", "wake_up")),
+    PrivateName("vllm.LLMEngine.sleep", (CORE,), "give a GPU's memory up", takes=("level", "mode")),
+    PrivateName("vllm.LLMEngine.wake_up", (CORE,), "get it back in parts", takes=("tags",)),
     PrivateName("vllm.LLMEngine.from_vllm_config", (CORE,), "make it", takes=("vllm_config", "disable_log_stats")),
     PrivateName("vllm.LLMEngine.add_request", (CORE,), "submit a sample", takes=("request_id", "prompt", "params")),
     PrivateName("vllm.LLMEngine.abort_request", (CORE,), "abort by vLLM's own ids", takes=("request_ids", "internal")),
@@ -92,7 +95,7 @@ VLLM_NAMES = (
                 "import a model's class without a second Python", has=("load_model_cls",)),
     PrivateName("vllm.outputs.CompletionOutput", (CORE,), "weight versions of spans of a response",
                 has=("weight_versions",)),
-    PrivateName("vllm.platforms.current_platform", (GENERATORS, WEIGHT_ENGINE), "whether this is a CPU",
+    PrivateName("vllm.platforms.current_platform", (GENERATORS, WEIGHT_ENGINE, SLEEPING), "whether this is a CPU",
                 has=("is_cpu",)),
     PrivateName("vllm.v1.worker.gpu_model_runner", (GENERATORS,), "its request states are replaced by ours",
                 has=("CachedRequestState",)),
@@ -248,6 +251,8 @@ NAMES = (*RAY_NAMES, *TORCH_NAMES, *TRANSFORMERS_NAMES, *OTHER_NAMES)
 """Those that are imported here; VLLM_NAMES are imported in a process of their own."""
 
 TEXTS = (
+    SourceText("self.kv_caches", "vllm/v1/worker/gpu_model_runner.py", (SLEEPING,), "the memory of the KV cache"),
+    SourceText("layer.cpu_linear = ", "vllm/model_executor/layers/utils.py", (SLEEPING,), "packed weights of a CPU"),
     SourceText('"Loading weights took %.2f seconds"', "vllm/model_executor/model_loader/default_loader.py",
                (STARTS,), "the log says how long reading the weights took"),
     SourceText('"Graph capturing finished in %.0f secs', "vllm/v1/worker/gpu/model_runner.py", (STARTS,),

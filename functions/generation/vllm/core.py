@@ -244,11 +244,8 @@ class Core:
         """Get memory back. What was dropped comes back empty, and is valid after a load."""
         self._require_usable()
         self._usable = False
-        if self._on_gpu:
+        if self._on_gpu:  # on a CPU the system gives memory back when it is touched
             self._engine.wake_up(list(parts))
-        else:
-            for part in parts:
-                self._engine.collective_rpc(f"rlhfless_wake_{'kv' if part == 'kv_cache' else part}")
         self._usable = True
 
     def _held_bytes(self) -> int:

@@ -20,7 +20,6 @@ import torch
 from fakes.places import TESTS
 from fakes.tiny_models import (
     CONTEXT_TOKENS,
-    KV_GIB,
     PROBE_TOKENS,
     VOCABULARY,
     TinyModel,
@@ -340,9 +339,6 @@ async def test_what_was_dropped_serves_after_the_next_load(case: Case) -> None:
         published = case.model.publish(case.store.put("run", 1, step, tensors))
         slept = await case.engine.sleep(SleepTier.DROPPED)
         assert (slept.tier, case.engine.loaded) == (SleepTier.DROPPED, None)
-        if step == 7 and not case.plain:  # since it woke, all of its cache has been written to
-            kv_bytes = KV_GIB * 2**30 * case.engine.settings.engine.tensor_parallel_size
-            assert slept.freed_bytes >= 0.9 * kv_bytes
         with pytest.raises(EngineAsleep, match="wake its weights first"):
             await case.engine.load(published)
         await case.engine.wake("weights")

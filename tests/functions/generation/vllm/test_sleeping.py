@@ -1,0 +1,32 @@
+"""The sleep of a worker on a CPU, with a runner of ours."""
+
+from types import SimpleNamespace
+
+import torch
+
+from rlhfless.functions.generation.vllm.sleeping import SleepingWorker
+
+MIB = 2**20
+
+
+class Worker(SleepingWorker):
+    def __init__(self) -> None:
+        layer = torch.nn.Linear(2048, 2048)
+        packed = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x: torch.nn.functional.linear(x, packed)  # type: ignore[assignment]
+        del packed
+        caches = [torch.ones(8 * MIB), (torch.ones(4 * MIB), torch.ones(4 * MIB))]
+        self.model_runner = SimpleNamespace(model=torch.nn.Sequential(layer), kv_caches=caches)
+
+
+def test_each_tier_gives_back_what_it_says() -> None:
+    worker = Worker()
+    at_first = worker.rlhfless_held_bytes()
+    worker.rlhfless_sleep(drop=False)
+    without_kv = worker.rlhfless_held_bytes()
+    assert at_first - without_kv >= 0.9 * 64 * MIB
+    assert worker.model_runner.model[0].cpu_linear is not None
+    worker.rlhfless_sleep(drop=True)
+    assert without_kv - worker.rlhfless_held_bytes() >= 0.9 * 32 * MIB  # its parameter and its packed copy
+    assert worker.model_runner.model[0].cpu_linear is None
+    assert all(float(cache.sum()) == 0 for cache in worker.model_runner.kv_caches[1])

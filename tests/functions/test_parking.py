@@ -1,0 +1,100 @@
+"""What a sleeping function parks comes back bit for bit, at the same tensors; and its memory is free meanwhile."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhfless.functions.parking import Parking, held_bytes
+from rlhfless.functions.ranks.actor import Asleep, RankActor
+from rlhfless.weights.store import FolderStore
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+def test_views_and_aliases_are_whole_again() -> None:
+    whole = torch.arange(1000.0)
+    row, tied = whole[100:200], whole.view(10, 100)
+    parking = Parking([whole, row, torch.empty(0)])
+    assert parking.size_bytes == 4000
+    for _ in range(2):
+        parking.park()
+        parking.park()
+        parking.restore()
+        parking.restore()
+        assert torch.equal(tied, torch.arange(1000.0).view(10, 100))
+        assert torch.equal(row, torch.arange(100.0, 200.0))
+
+
+def test_memory_is_free_while_it_is_parked_and_does_not_grow() -> None:
+    tensors = [torch.full((4 * MIB,), 1.0) for _ in range(4)]
+    parking = Parking(tensors)
+    before = held_bytes(CPU)
+    parking.park()
+    asleep = held_bytes(CPU)
+    assert before - asleep >= 0.9 * 64 * MIB
+    for _ in range(10):
+        parking.restore()
+        parking.park()
+    assert held_bytes(CPU) - asleep < 8 * MIB
+    parking.restore()
+    assert all(bool((tensor == 1.0).all()) for tensor in tensors)
+
+
+def test_a_learner_that_slept_goes_on_as_if_it_had_not(learner, batch, tmp_path) -> None:
+    sleeper_store = FolderStore(tmp_path / "store")
+    with learner() as awake:
+        expected = [awake.learn(batch, 2) for _ in range(2)]
+        weights, probe = awake.weights(), awake.probe_logprobs((1, 7, 3))
+    with learner() as sleeper:
+        size_bytes = Parking(sleeper.kept_on_device()).size_bytes
+        for step in range(2):
+            sleeper_store.put("run", 1, step, sleeper.published()[0])  # it reads the shards' own memory
+            parking = Parking(sleeper.kept_on_device())
+            assert parking.size_bytes == size_bytes
+            parking.park()
+            parking.restore()
+            assert sleeper.learn(batch, 2) == expected[step]
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, sleeper.weights()[name]), name
+        assert sleeper.probe_logprobs((1, 7, 3)) == probe
+
+
+def test_a_learner_keeps_weights_and_both_moments_on_its_device(learner) -> None:
+    with learner() as rank:
+        weights = sum(tensor.nbytes for tensor in rank.weights().values())
+        assert Parking(rank.kept_on_device()).size_bytes == pytest.approx(3 * weights, rel=0.05)
+    with learner(offload=True) as rank:
+        assert Parking(rank.kept_on_device()).size_bytes < 0.01 * weights
+
+
+class Keeper(RankActor):
+    """A rank that keeps one tensor, and adds it up."""
+
+    named = "keeper"
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(rank_bindings=[SimpleNamespace(bind=lambda: None)], planned={}), 0)
+        self.kept = torch.full((8 * MIB,), 2.0)
+
+    def kept_on_device(self) -> list[torch.Tensor]:
+        return [self.kept]
+
+    def add_up(self) -> float:
+        with self._at_work("add up"):
+            return float(self.kept.sum())
+
+
+def test_a_sleeping_rank_refuses_work_and_says_what_it_gave_back() -> None:
+    rank = Keeper()
+    rank.wake()  # it is awake
+    slept = rank.sleep()
+    assert slept.freed_bytes >= 0.9 * 32 * MIB
+    assert rank.sleep().freed_bytes < MIB
+    with pytest.raises(Asleep, match="keeper rank 0 sleeps, and cannot add up; wake it first"):
+        rank.add_up()
+    rank.wake()
+    assert rank.add_up() == 2.0 * 8 * MIB
