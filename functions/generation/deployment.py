@@ -162,6 +162,9 @@ class GenerationFunction(Function):
                     await self._engine.wake("weights")
                     await self._load_and_check(published)
                 self._loaded = published
+            elif self._engine.rest.tier is not None:
+                with self._engine_faults("waking up"):
+                    await self._wake_and_check()
         usage = CallUsage(size_bytes=published.size_bytes, version=published.version.label)
         return self.reply(published.version.label, start_s, usage)
 
@@ -286,14 +289,18 @@ class GenerationFunction(Function):
         self.admit(call)
         start_s = time.time()
         async with self._loading:
-            asleep = self._engine.rest.tier is not None
-            with self._engine_faults("waking up"):
-                await self._engine.wake()
-                if asleep and self._loaded is not None:
-                    kept = self._loaded
-                    logprobs = await self._engine.logprobs(kept.probe.token_ids)
-                    check_probe(kept.version, kept.probe, logprobs, OF_ROUNDING * self._settings.probe_tolerance)
+            if self._engine.rest.tier is not None:
+                with self._engine_faults("waking up"):
+                    await self._wake_and_check()
         return self.reply(None, start_s)
+
+    async def _wake_and_check(self) -> None:
+        """Wake the engine, and probe the weights that it kept."""
+        await self._engine.wake()
+        if self._loaded is not None:
+            version, probe = self._loaded.version, self._loaded.probe
+            logprobs = await self._engine.logprobs(probe.token_ids)
+            check_probe(version, probe, logprobs, OF_ROUNDING * self._settings.probe_tolerance)
 
     async def stop(self, call: Call) -> Reply[None]:
         """Shut the engine down. The replica answers nothing after that."""

@@ -9,9 +9,11 @@ pool that is never asked to change.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from rlhfless.fleet.blueprint import Blueprint
@@ -21,7 +23,7 @@ from rlhfless.fleet.replicas import Replicas
 from rlhfless.fleet.run_devices import RunDevices
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
-from rlhfless.records import FunctionRole, ReplicaState, WeightVersion
+from rlhfless.records import FunctionRole, ReplicaState, SleepTier, WeightVersion
 from rlhfless.scaling.function_kinds import Bounds
 from rlhfless.spec import TimeoutsSpec
 
@@ -31,6 +33,7 @@ RECOVERABLE = (ReplicaLost, CallTimeout, FleetError)
 """Faults of a machine or a process. Wrong weights, bad rewards and full disks are not mended by trying again."""
 
 Opens = Callable[[Replica, Call], Awaitable[None]]
+Turn = Callable[[Call], AbstractAsyncContextManager[None]]
 
 
 class Listener(Protocol):
@@ -64,6 +67,13 @@ class ReplicaPool(Replicas):
         super().__init__(cluster, devices, blueprint, call, timeouts, recorder)
         self.opens: Opens = self._open_own
         """Makes a replica that is up ready to serve."""
+        self.wakes: Opens = self._wake_own
+        """Makes a sleeping replica ready to serve."""
+        self.tier: Callable[[], SleepTier] = lambda: SleepTier.HOST
+        """In which its replicas sleep between two turns."""
+        self.turn: Turn = lambda _: contextlib.nullcontext()
+        """`async with pool.turn(call)`: within the block this function has the memory of its devices
+        (rlhfless.fleet.turns). By default it always has."""
         self.fatal: BaseException | None = None
         """A fault that ended a background start and that no other start can correct, such as wrong weights."""
         self._listeners: list[Listener] = []
@@ -89,7 +99,8 @@ class ReplicaPool(Replicas):
         replica can be asked for then."""
         replica = self.at(slot)
         if replica is not None and replica.state is not ReplicaState.DRAINING:
-            return replica.state
+            # It will serve when its turn comes: until then it is up, and has no weights to be trusted.
+            return ReplicaState.STALE if replica.state is ReplicaState.SLEEPING else replica.state
         return ReplicaState.STARTING if slot in self._starts or slot in self._next else None
 
     def expects(self, slot: int) -> bool:
@@ -106,6 +117,11 @@ class ReplicaPool(Replicas):
         alive = (ReplicaState.STALE, ReplicaState.SERVING)
         return tuple(r for r in self.replicas() if r.state in alive and r.name not in self._opening)
 
+    def settled(self) -> tuple[Replica, ...]:
+        """Replicas that are up, asleep or awake."""
+        asleep = tuple(r for r in self.replicas() if r.state is ReplicaState.SLEEPING)
+        return self.up() + asleep
+
     # -- replicas that come
 
     async def ready(self, call: Call) -> Replica:
@@ -119,12 +135,16 @@ class ReplicaPool(Replicas):
             replica = self.at(0)
             if replica is not None and replica.state is ReplicaState.SERVING:
                 return replica
+            if replica is not None and replica.state is ReplicaState.SLEEPING:
+                async with self.turn(call):
+                    continue
             if 0 in self._leaving:
                 await asyncio.wait([self._leaving[0]])
             elif 0 in self._starts:
                 await self._started_one(self._starts[0])
             elif replica is not None:
-                await self.opens(replica, call)
+                async with self.turn(call):
+                    await self.opens(replica, call)
             elif self._closed:
                 raise FleetError(f"the run is being stopped, and {self.function} is not started any more")
             else:
@@ -141,7 +161,8 @@ class ReplicaPool(Replicas):
         """Start replicas at the first free slots until there are `count`, all at once. They are up then, but not
         opened."""
         missing = count - len(self.replicas())
-        await gather_or_cancel(*(self.start_one(slot) for slot in self._free()[: max(missing, 0)]))
+        async with self.turn(self._call):
+            await gather_or_cancel(*(self.start_one(slot) for slot in self._free()[: max(missing, 0)]))
 
     def _free(self) -> list[int]:
         """Slots whose allocations no replica holds."""
@@ -149,8 +170,10 @@ class ReplicaPool(Replicas):
 
     async def add(self, call: Call, slot: int | None = None) -> Replica:
         """Start one more replica, at `slot` or at the first free slot; returns when it serves."""
-        if slot is None:
-            slot = next(iter(self._free()), 0)
+        async with self.turn(call):
+            return await self._add(call, next(iter(self._free()), 0) if slot is None else slot)
+
+    async def _add(self, call: Call, slot: int) -> Replica:
         replica = await self.start_one(slot)
         self._opening.add(replica.name)
         try:
@@ -220,6 +243,36 @@ class ReplicaPool(Replicas):
         replica.ask(version)
         replica.loaded(version)
 
+    # -- replicas that sleep and wake, as Turns asks
+
+    async def fall_asleep(self, call: Call) -> None:
+        """Put all replicas to sleep. One that is lost meanwhile has given its memory back, too."""
+
+        async def put_to_sleep(replica: Replica) -> None:
+            try:
+                await replica.sleep(call, self.tier(), self._timeouts.sync_s)
+            except ReplicaLost as lost:
+                log.warning("%s was lost while it fell asleep: %s", replica.name, lost)
+
+        await gather_or_cancel(*(put_to_sleep(replica) for replica in self.replicas()))
+
+    async def wake_up(self, call: Call) -> None:
+        """Wake all replicas that sleep. One that is lost meanwhile is found by the next call of it."""
+
+        async def wake(replica: Replica) -> None:
+            try:
+                await self.wakes(replica, call)
+            except ReplicaLost as lost:
+                log.warning("%s was lost while it woke up: %s", replica.name, lost)
+
+        asleep = [replica for replica in self.replicas() if replica.state is ReplicaState.SLEEPING]
+        await gather_or_cancel(*map(wake, asleep))
+
+    async def _wake_own(self, replica: Replica, call: Call) -> None:
+        """Wake a replica of a function that loads no published weights."""
+        await replica.wake(call, self._timeouts.sync_s)
+        await self._open_own(replica, call)
+
     # -- replicas that leave
 
     async def remove(self, replica: Replica) -> None:
@@ -252,7 +305,7 @@ class ReplicaPool(Replicas):
         role = self.kind.role
         if not nodes or role is FunctionRole.UPDATES or self._closed:
             return
-        for replica in self.up():
+        for replica in self.settled():
             if self._is_on(replica, nodes) and (role is FunctionRole.SAMPLES or not replica.working):
                 slot = self.slot_of(replica)
                 log.info("%s leaves, because its node does", replica.name)
@@ -263,7 +316,7 @@ class ReplicaPool(Replicas):
     @property
     def must_move(self) -> bool:
         """Whether a replica is on a node that leaves the cluster."""
-        return any(self._is_on(replica, self._leaving_nodes) for replica in self.up())
+        return any(self._is_on(replica, self._leaving_nodes) for replica in self.settled())
 
     def _is_on(self, replica: Replica, nodes: frozenset[str]) -> bool:
         bound = self._devices.bound(replica.allocation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,12 +20,16 @@ from rlhfless.records import (
     Holding,
     Invocation,
     ReplicaState,
+    SleepTier,
+    Slept,
     StartPhase,
     WeightVersion,
     Work,
 )
 from rlhfless.scaling.lifecycle import Lifecycle, ReplicaIdentity
 from rlhfless.scaling.placement import Allocation
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -167,6 +172,37 @@ class Replica:
         """No new work from here on. Idempotent."""
         if self.state in (ReplicaState.STALE, ReplicaState.SERVING):
             self._record(self._alive.drain(self._clock()))
+
+    async def sleep(self, call: Call, tier: SleepTier, timeout_s: float) -> None:
+        """SERVING or STALE -> SLEEPING: its devices' memory is free after that. No call may be under way. Idempotent.
+        Raises as `call` does."""
+        if self.state not in (ReplicaState.STALE, ReplicaState.SERVING):
+            return
+        self.drain()
+        waiting_for = "its memory, which another function needs"
+        slept: Slept = await self.call(
+            "sleep", call, tier, timeout_s=timeout_s, waiting_for=waiting_for, work=Work.SLEEP
+        )
+        log.debug("%s sleeps in %s: %d bytes were given back", self.name, slept.tier, slept.freed_bytes)
+        if self.state is ReplicaState.DRAINING:  # it was not given up meanwhile
+            self._record(self._alive.sleep(self._clock()))
+
+    async def wake(self, call: Call, timeout_s: float) -> None:
+        """SLEEPING -> STALE, with the state that it had. Does nothing for a replica that is awake. Raises as `call`
+        does."""
+        if self.state is ReplicaState.SLEEPING:
+            self.begin_waking()
+            await self.call("wake", call, timeout_s=timeout_s, waiting_for="its memory", work=Work.WAKE)
+            self.woke()
+
+    def begin_waking(self) -> None:
+        """SLEEPING -> STARTING."""
+        self._record(self._alive.wake(self._clock()))
+
+    def woke(self) -> None:
+        """STARTING -> STALE."""
+        if self.state is ReplicaState.STARTING:
+            self._record(self._alive.started(self._clock()))
 
     def gone(self) -> None:
         """The process has ended: RETIRED after a drain, DEAD otherwise. Idempotent."""

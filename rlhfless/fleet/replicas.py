@@ -234,7 +234,7 @@ class Replicas:
 
         Returns False if the replica belongs to a newer attempt.
         """
-        if replica.state is not ReplicaState.DRAINING or replica.info is None:
+        if replica.state not in (ReplicaState.DRAINING, ReplicaState.SLEEPING) or replica.info is None:
             return True
         try:
             await replica.call("stop", self._call, timeout_s=self._timeouts.drain_s, waiting_for="an orderly stop")

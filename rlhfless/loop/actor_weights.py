@@ -12,7 +12,7 @@ from rlhfless.fleet.replica import Replica, ReplicaLost
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.functions.generation.deployment import LoadProof
-from rlhfless.records import PublishedWeights, ReplicaState, StartPhase, Work
+from rlhfless.records import PublishedWeights, ReplicaState, SleepTier, StartPhase, Work
 from rlhfless.spec import RunSpec
 
 log = logging.getLogger(__name__)
@@ -22,18 +22,34 @@ class ActorWeights:
     """Loads published weights into the actors of a pool."""
 
     def __init__(self, pool: ReplicaPool, spec: RunSpec) -> None:
-        self.served: PublishedWeights
-        """The version for all actors, including actors that start later; set by `sync`."""
+        self.served: PublishedWeights | None = None
+        """The version for all actors, including actors that start later, or wake; None before there is one."""
         self.perturbed: PublishedWeights
         """A version whose load must move every engine's outputs; see GenerationFunction.prove_loading."""
         self._pool = pool
         self._spec = spec
         pool.opens = self.open
+        pool.wakes = self.wake
+        # A load follows each sleep; only before the first one do actors prove that loads move what they have.
+        pool.tier = lambda: SleepTier.HOST if self.served is None else SleepTier.DROPPED
 
     async def open(self, actor: Replica, call: Call) -> None:
         """Load the current version into a new actor, after the proof of loading. Raises as `load` does."""
         await self.prove_loading(actor, call)
-        await self.load(actor, self.served, call)
+        await self.load(actor, self._the_served, call)
+
+    async def wake(self, actor: Replica, call: Call) -> None:
+        """Wake an actor, which serves the current version then: a load gives it its memory back, part by part."""
+        actor.begin_waking()
+        actor.woke()
+        if self.served is not None:
+            await self.load(actor, self.served, call)
+            self._pool.joined(actor)
+
+    @property
+    def _the_served(self) -> PublishedWeights:
+        assert self.served is not None, "a version is published before actors serve"
+        return self.served
 
     async def sync(self, published: PublishedWeights, call: Call) -> None:
         """Load published weights into all actors that are up; the listeners of the pool are told of each.
@@ -44,6 +60,10 @@ class ActorWeights:
         if self._pool.fatal is not None:
             raise self._pool.fatal
         self.served = published
+        async with self._pool.turn(call):
+            await self._sync(published, call)
+
+    async def _sync(self, published: PublishedWeights, call: Call) -> None:
         self._pool.replace_missing(call)
         await self._pool.any_up()
         up = self._pool.up()
@@ -57,7 +77,7 @@ class ActorWeights:
         if actor.state is ReplicaState.SERVING:
             return
         try:
-            await self.load(actor, self.served, call)
+            await self.load(actor, self._the_served, call)
         except ReplicaLost as lost:
             if actor.state is not ReplicaState.DEAD:
                 return  # it was released

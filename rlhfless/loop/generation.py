@@ -103,25 +103,32 @@ class GenerationStage:
             for group in self._recall():
                 yield group
             if self._finished:
-                self._asked_s = self._clock()
-                self._runner.begin(self._table)
-                self._submit_waiting()
-            heard = False
-            while self._finished:
-                for group in self._handle(await self._events.get()):
-                    yield group
-                if not heard:
-                    heard = True
-                    self._at_work()
+                async with self._pool.turn(self._request.call):
+                    async for group in self._drawn():
+                        yield group
             self.over, self.host_busy_cores = True, self._busy.mean() if self._busy else 0.0
-            # Each stream still delivers its end, with the call's entry for the ledger.
-            await asyncio.gather(*self._streams)
             # Only now, when the last groups are being scored: the estimates that the step updates take time.
             if self._asked_s is not None:
                 self._ask(Generated())
         finally:
             self.over = True
             await self._stop_streams()
+
+    async def _drawn(self) -> AsyncIterator[Group]:
+        """Groups as the actors finish them."""
+        self._asked_s = self._clock()
+        self._runner.begin(self._table)
+        self._submit_waiting()
+        heard = False
+        while self._finished:
+            for group in self._handle(await self._events.get()):
+                yield group
+            if not heard:
+                heard = True
+                self._at_work()
+        self.over = True
+        # Each stream still delivers its end, with the call's entry for the ledger.
+        await asyncio.gather(*self._streams)
 
     # -- actors that come and go (rlhfless.fleet.pool)
 

@@ -17,6 +17,7 @@ from rlhfless.fleet.cluster import Cluster
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Recorder
 from rlhfless.fleet.run_devices import RunDevices, Shown
+from rlhfless.fleet.turns import take_turns
 from rlhfless.functions.base import Call
 from rlhfless.functions.launching import Launch
 from rlhfless.loop.host import DevicesWanted
@@ -80,7 +81,10 @@ class Launcher:
     def pools(self) -> dict[str, ReplicaPool]:
         """By name of the function, the pool of its replicas. Nothing is started yet."""
         launch = self._launch()
-        return {kind.name: self._pool(launch, kind) for kind in kinds_of(self.spec)}
+        pools = {kind.name: self._pool(launch, kind) for kind in kinds_of(self.spec)}
+        if self.spec.placement.turns:
+            take_turns(pools.values())
+        return pools
 
     def _pool(self, launch: Launch, kind: FunctionKind) -> ReplicaPool:
         deployment = load_target(kind.deployment)

@@ -118,7 +118,8 @@ class Run:
 
     def begin(self, step: int) -> StepContext:
         """Begin a step, or do it again; the context says which samples it draws, with which seeds and weights."""
-        begun = self.clock.begins(step, fleet_is_up=bool(self.generation.up()))
+        self.weights.served = self.published  # actors that wake for this step load it
+        begun = self.clock.begins(step, fleet_is_up=bool(self.generation.settled()))
         context = self.under_way[step] = StepContext(begun, self._request_of(step), self.published)
         return context
 
@@ -294,15 +295,16 @@ class Run:
         self, replica: Replica, work: Work, method: str, call: Call, *arguments: object, **keywords: Any
     ):
         calls = 2 if work is Work.PUBLISH else 1  # the call may first wait for `learn`
-        return await replica.call(
-            method,
-            call,
-            *arguments,
-            **keywords,
-            timeout_s=calls * self.spec.timeouts.call_s,
-            waiting_for=f"{work} of step {call.step}",
-            work=work,
-        )
+        async with self.pools[replica.function].turn(call):
+            return await replica.call(
+                method,
+                call,
+                *arguments,
+                **keywords,
+                timeout_s=calls * self.spec.timeouts.call_s,
+                waiting_for=f"{work} of step {call.step}",
+                work=work,
+            )
 
     # -- ledger
 

@@ -260,7 +260,8 @@ async def _start(session: Session, run: Run) -> int:
                 f"{newest.location} was saved with weights {newest.notes.digest}, and gives "
                 f"{run.published.version.digest}: its files were changed. Remove it to resume from the one before"
             )
-        await gather_or_cancel(*(run.weights.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
+        async with run.generation.turn(run.call(step)):
+            await gather_or_cancel(*(run.weights.prove_loading(actor, run.call(step)) for actor in run.generation.up()))
         await run.sync(run.published, run.call(step))
     if step:
         session.console.show(f"resumed after step {step}, attempt {run.attempt}")

@@ -113,6 +113,9 @@ class Work(StrEnum):
     CHECKPOINT = "checkpoint"
     RESTORE = "restore"
     """Loading a checkpoint."""
+    SLEEP = "sleep"
+    """Giving up a device's memory for the turn of another function."""
+    WAKE = "wake"
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ PHASES: Mapping[Work, Phase] = MappingProxyType(
         Work.PUBLISH: Phase.SYNC,
         Work.PROVE_LOADING: Phase.SYNC,
         Work.LOAD_WEIGHTS: Phase.SYNC,
+        Work.SLEEP: Phase.SYNC,
+        Work.WAKE: Phase.SYNC,
         Work.CHECKPOINT: Phase.CHECKPOINT,
         Work.RESTORE: Phase.CHECKPOINT,
     }

@@ -18,6 +18,12 @@ class PlacementSpec(SpecModel):
     functions) have devices of their own, named by `learner_devices`. `auto`: co-located on CPU cores; on GPUs what the
     memory plan says that fits, co-located first."""
 
+    turns: bool = False
+    """Functions that share devices take turns in their memory: one is awake, and the others sleep with their state in
+    the host's memory, or for actors without weights, which are loaded anew in each step. So a device holds the largest
+    function instead of all of them; each step pays for two changes of turn, and nothing is computed beside
+    generation on the devices that it uses."""
+
     float32_on_gpus: bool = False
     """Allow `float32` in `model.dtype` or `learner.dtype` on GPUs, which is refused otherwise: it takes twice the
     memory and several times the time of bfloat16."""

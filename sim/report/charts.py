@@ -73,6 +73,8 @@ WORK_COLOURS: Mapping[Work, str] = {
     Work.EVALUATE: "#cc79a7",
     Work.LEARN: "#d55e00",
     Work.PUBLISH: "#8c564b",
+    Work.SLEEP: "#9a9a9a",
+    Work.WAKE: "#6e6e6e",
 }
 
 CPU_ONLY = frozenset({FunctionName.SCORING})

@@ -1,0 +1,38 @@
+"""A run whose functions take turns on one core: the same samples and weights, and never two of them awake."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
+from rlhfless.loop.driver import Driver
+from rlhfless.records import FunctionName, ReplicaState
+from rlhfless.records.traces import Trace, read_trace
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+AWAKE = (ReplicaState.STALE, ReplicaState.SERVING)
+
+
+def tokens_of(trace: Trace) -> dict:
+    return {(r.step, r.prompt_id, r.sample_index): r.token_ids for r in trace.rollouts}
+
+
+def test_functions_that_take_turns_do_what_they_did_side_by_side(assets: Path, whole: Whole, tmp_path: Path) -> None:
+    start = fault_opening(assets, tmp_path, actors=1, placement={"turns": True, "devices": 1})
+    asyncio.run(Driver(start).execute())
+    newest, trace = start.checkpoints.newest(), read_trace(tmp_path / "trace")
+    assert newest is not None
+    assert newest.notes.digest == whole.digest
+    assert tokens_of(trace) == tokens_of(whole.trace)
+    for function in (FunctionName.GENERATION, FunctionName.LEARNER):
+        asleep = [h for h in trace.holdings if h.function == function and h.state is ReplicaState.SLEEPING]
+        assert len(asleep) >= FAULT_STEPS, function
+    awake = [h for h in trace.holdings if h.state in AWAKE and h.function != FunctionName.SCORING]
+    for one in awake:
+        for other in awake:
+            if one.function != other.function:
+                assert one.end_s <= other.start_s or other.end_s <= one.start_s, (one, other)
