@@ -20,6 +20,8 @@ import torch
 
 from rlhfless.functions.sharding import local
 
+GIB = 2**30
+
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
@@ -58,10 +60,12 @@ class Parking:
         give_back_free_memory()
 
     def restore(self) -> None:
-        """Fill the storages again. Idempotent. Raises torch's OutOfMemoryError if the GPU is still in use; what was
-        parked stays parked then."""
+        """Fill the storages again. Idempotent. Raises MemoryError if the GPU is still in use; what was parked stays
+        parked then."""
         if not self.parked:
             return
+        if self._on_gpu:
+            require_free(self._storages[0].device, self.size_bytes)
         refill(self._storages, self._sizes)
         if self._file is not None:
             self._file.seek(0)
@@ -127,6 +131,16 @@ def held_bytes(device: torch.device) -> int:
         return total - free
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
+
+
+def require_free(device: torch.device, size_bytes: int) -> None:
+    """Raises MemoryError if a GPU has less than that free, as its own reading says."""
+    free, total = torch.cuda.mem_get_info(device)
+    if free < size_bytes:
+        raise MemoryError(
+            f"{size_bytes / GIB:.2f} GiB are to come back, and {free / GIB:.2f} of {total / GIB:.2f} GiB are free: "
+            "another function, or another program, holds the device"
+        )
 
 
 def give_back_free_memory() -> None:

@@ -64,6 +64,8 @@ class EngineSettings:
     """KV cache on each GPU. None: the engine measures what is free, which is right only where it is alone."""
     batch_invariant: bool = False
     """See GenerationSpec."""
+    sleeps: bool = False
+    """It will be asked to sleep, which vLLM wants to know when it takes its memory on a GPU."""
 
     @classmethod
     def of(
@@ -83,6 +85,7 @@ class EngineSettings:
             timeouts=run.timeouts,
             kv_bytes=kv_bytes,
             batch_invariant=run.generation.batch_invariant,
+            sleeps=run.placement.turns,
         )
 
     @property

@@ -9,6 +9,7 @@ from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import (
     CPU_KV_GIB,
     GIB,
+    PROCESS,
     PROCESS_BYTES,
     MemoryPart,
     MemoryPhase,
@@ -52,7 +53,7 @@ def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple
     )
     if not on_gpu:
         return parts, int((engine.kv_cache_gib or CPU_KV_GIB) * GIB)
-    parts = (*parts, MemoryPart("process", PROCESS_BYTES))
+    parts = (*parts, MemoryPart(PROCESS, PROCESS_BYTES))
     budget = int(engine.gpu_memory_fraction * sheet.memory_bytes.value)
     return parts, budget - sum(part.size_bytes for part in parts)
 

@@ -16,6 +16,9 @@ from rlhfless.spec import DType
 
 GIB = 2**30
 
+PROCESS = "process"
+"""The part of a phase that stays on the device while the function sleeps."""
+
 PROCESS_BYTES = int(0.8 * GIB)
 """Bytes of each process on a GPU outside of torch's own account: CUDA's context with its kernels (0.5 GiB on
 data-centre GPUs) and the buffers of NCCL and cuBLAS. An assumption until a GPU has been measured."""
@@ -67,7 +70,7 @@ class MemoryPhase:
 
 def on_device(phases: Sequence[MemoryPhase], kind: str) -> tuple[MemoryPhase, ...]:
     """The phases of a process of its own on a device of a kind: on a GPU it holds PROCESS_BYTES, too."""
-    process = MemoryPart("process", PROCESS_BYTES if kind != CPU_KIND else 0)
+    process = MemoryPart(PROCESS, PROCESS_BYTES if kind != CPU_KIND else 0)
     return tuple(MemoryPhase(phase.name, (*phase.parts, process)) for phase in phases)
 
 

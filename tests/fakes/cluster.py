@@ -12,7 +12,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Replica
 from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
 from rlhfless.functions.generation.deployment import LoadProof
-from rlhfless.records import FunctionName, ReplicaState, WeightVersion
+from rlhfless.records import FunctionName, ReplicaState, SleepTier, Slept, WeightVersion
 from rlhfless.scaling.function_kinds import Bounds, declared
 from rlhfless.scaling.placement import Allocation, Device
 from rlhfless.spec import TimeoutsSpec
@@ -92,7 +92,8 @@ class FakeHandle:
             await self._cluster.loads[self._name]
         info = ReplicaInfo(f"{self._name}-1", 1, "here")
         proof = LoadProof(moved_nats=1.0, tensors=1, read_back=1, chart_s=3.0, load_s=1.0)
-        value = proof if method == "prove_loading" else info
+        slept = Slept(SleepTier.HOST, 1, 0)
+        value = {"prove_loading": proof, "sleep": slept}.get(method, info)
         return Reply(info.incarnation, value, 0.0, 0.0, CallUsage())
 
 

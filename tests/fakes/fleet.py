@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -156,6 +157,7 @@ class FakePool:
 
     function = FunctionName.GENERATION
     kind = declared()[FunctionName.GENERATION]
+    turn = staticmethod(lambda _: contextlib.nullcontext())
 
     def __init__(self, *names: str, allocations: int = 3, fewest: int = 1) -> None:
         self.bounds = Bounds(fewest, "min_actors")
@@ -163,6 +165,9 @@ class FakePool:
         self.actors: dict[str, FakeActor] = {}
         for name in names:
             self.join(name)
+
+    def settled(self) -> tuple[FakeActor, ...]:
+        return tuple(self.actors.values())
 
     def __getitem__(self, name: str) -> FakeActor:
         return self.actors[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -50,6 +51,9 @@ class Function:
         self._ledger = ledger
         if not gated:
             self.gate.set()
+
+    def turn(self, call: Call) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def ready(self, call: Call) -> Function:
         return self

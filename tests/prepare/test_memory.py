@@ -23,6 +23,7 @@ from rlhfless.scaling.latency.devices import device_of
 from rlhfless.scaling.latency.shape import ModelShape
 from rlhfless.scaling.memory import (
     GIB,
+    PROCESS_BYTES,
     Scored,
     Sharded,
     activation_bytes,
@@ -420,6 +421,18 @@ def test_an_engine_at_85_percent_beside_a_learner_is_refused_with_the_placement_
     change = nearest_change(two)
     assert change is not None
     assert change.plan.fits
+
+
+def test_functions_that_take_turns_need_the_largest_of_them_and_a_process_for_each() -> None:
+    side_by_side = asked(QWEN_05B, "h100", 1, spec(placement={"mode": "colocated"}))
+    (together,) = side_by_side.plan().devices
+    turns = dataclasses.replace(side_by_side, spec=edited(side_by_side.spec, {"placement.turns": True}))
+    (in_turn,) = turns.plan().devices
+    sizes = [part.largest.size_bytes for part in together.functions]
+    assert together.size_bytes == sum(sizes)
+    assert in_turn.size_bytes == max(sizes) + (len(sizes) - 1) * PROCESS_BYTES
+    assert turns.plan().micro_batch_tokens > side_by_side.plan().micro_batch_tokens
+    assert [part.asleep_bytes for part in in_turn.functions] == [PROCESS_BYTES] * len(sizes)
 
 
 def test_the_largest_micro_batch_is_the_largest_that_fits() -> None:

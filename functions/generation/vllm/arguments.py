@@ -68,6 +68,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = int((spec.kv_cache_gib or CPU_KV_GIB) * 2**30)
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_fraction
+        if settings.sleeps:
+            arguments["enable_sleep_mode"] = True
         if settings.kv_bytes is not None:
             arguments["kv_cache_memory_bytes"] = settings.kv_bytes
     if spec.kv_connector is not None:

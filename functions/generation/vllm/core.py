@@ -84,6 +84,9 @@ class Core:
         """Requests that continue a response, by id."""
         self._usable = True
         self._on_gpu = settings.device != "cpu"
+        self._workers = settings.engine.tensor_parallel_size
+        self._freed_bytes = 0
+        """On each device, by the last sleep."""
 
     @property
     def busy(self) -> bool:
@@ -237,6 +240,7 @@ class Core:
         else:
             engine.collective_rpc("rlhfless_sleep", args=(dropped,))
         held = self._held_bytes()
+        self._freed_bytes = max(before - held, 0) // self._workers
         self._usable = True
         return Slept(tier, max(before - held, 0), held)
 
@@ -245,6 +249,8 @@ class Core:
         self._require_usable()
         self._usable = False
         if self._on_gpu:  # on a CPU the system gives memory back when it is touched
+            if "weights" in parts:
+                self._engine.collective_rpc("rlhfless_require_free", args=(self._freed_bytes,))
             self._engine.wake_up(list(parts))
         self._usable = True
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from rlhfless.functions.parking import empty, give_back_free_memory, held_bytes, storages_of
+from rlhfless.functions.parking import empty, give_back_free_memory, held_bytes, require_free, storages_of
 
 PACKED = "cpu_linear"
 
@@ -25,6 +25,10 @@ class SleepingWorker:
     def rlhfless_held_bytes(self) -> int:
         """See held_bytes."""
         return held_bytes(torch.device("cpu") if current_platform.is_cpu() else self.device)  # type: ignore[attr-defined]
+
+    def rlhfless_require_free(self, size_bytes: int) -> None:
+        """Raises MemoryError if the worker's GPU has less than that free: another function still holds it."""
+        require_free(self.device, size_bytes)  # type: ignore[attr-defined]
 
     def rlhfless_sleep(self, drop: bool) -> None:
         """Give up the memory of the KV cache, and if `drop` of the weights. It comes back as zeros when it is touched:

@@ -112,12 +112,18 @@ def _of_placement(asked: Question) -> Iterator[Edit]:
             text += f" and placement.learner_devices: {ranks}"
         yield text, shared, None, None
     yield from _of_frozen(spec, asked.count if colocated else spec.placement.learner_devices)
+    yield from _of_memory(spec)
+
+
+def _of_memory(spec: RunSpec) -> Iterator[Edit]:
+    """What costs time in each step: engines over more devices, turns, and the learner's states in the host's memory."""
     for size in TENSOR_PARALLEL:
         if size > spec.generation.engine.tensor_parallel_size:
             key = "generation.engine.tensor_parallel_size"
             yield f"{key}: {size}", {key: size}, None, None
-    if not spec.learner.offload:
-        yield "learner.offload: true", {"learner.offload": True}, None, None
+    for key, is_on in (("placement.turns", spec.placement.turns), ("learner.offload", spec.learner.offload)):
+        if not is_on:
+            yield f"{key}: true", {key: True}, None, None
 
 
 def _of_frozen(spec: RunSpec, devices: int) -> Iterator[Edit]:

@@ -1,7 +1,8 @@
 """What a run holds on every device, and whether it fits. Pure: a spec, a model's sizes and a kind of device in.
 
-Functions on one device do not take turns in its memory: an engine keeps its share, and torch keeps what it has had.
-So a device must hold the largest phase of each of them at once.
+An engine keeps its share of a device, and torch keeps what it has had. So a device must hold the largest phase of each
+of its functions at once; where they take turns (`placement.turns`), the largest of them all, and of the others what
+every process holds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from rlhfless.records import FunctionRole
 from rlhfless.scaling.function_kinds import MemoryTerms, Rewards, kinds_of, name_of, place_run, wanted_of
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import DTYPE_BYTES, ModelShape
-from rlhfless.scaling.memory import CACHED_VERSIONS, GIB, PROCESS_BYTES, STORED_VERSIONS, MemoryPhase, version_bytes
+from rlhfless.scaling.memory import (
+    CACHED_VERSIONS,
+    GIB,
+    PROCESS,
+    PROCESS_BYTES,
+    STORED_VERSIONS,
+    MemoryPhase,
+    version_bytes,
+)
 from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, Placement, PlacementError, Site
 from rlhfless.spec import RunSpec
 
@@ -39,6 +48,11 @@ class FunctionPlan:
     def largest(self) -> MemoryPhase:
         return max(self.phases, key=lambda phase: phase.size_bytes)
 
+    @property
+    def asleep_bytes(self) -> int:
+        """What stays on the device while it sleeps."""
+        return sum(part.size_bytes for part in self.largest.parts if part.name == PROCESS)
+
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
@@ -48,11 +62,17 @@ class DevicePlan:
     kind: str
     memory_bytes: int
     functions: tuple[FunctionPlan, ...]
+    turns: bool = False
+    """They take turns."""
 
     @property
     def size_bytes(self) -> int:
         """What is held at most."""
-        return sum(part.largest.size_bytes for part in self.functions)
+        held = [part.largest.size_bytes for part in self.functions]
+        if not self.turns:
+            return sum(held)
+        asleep = [part.asleep_bytes for part in self.functions]
+        return sum(asleep) + max(map(int.__sub__, held, asleep), default=0)
 
     @property
     def fits(self) -> bool:
@@ -127,10 +147,13 @@ def memory_plan(
     plans = []
     for names, times in sorted(alike.items()):
         parts = [kinds[name] for name in names]
-        plans.append(DevicePlan(times, sheet.kind, memory, tuple(parts)))
+        plans.append(DevicePlan(times, sheet.kind, memory, tuple(parts), spec.placement.turns))
     store = version_bytes(shape, spec.model.dtype)
     states = (16 if spec.learner.offload else 4) * shape.parameters * spec.learner.copies
-    held = states + _frozen_bytes(spec, shape, rewards)
+    frozen = _frozen_bytes(spec, shape, rewards)
+    held = states + frozen
+    if spec.placement.turns and not spec.learner.offload:  # master weights and both moments wait there
+        held = max(held, 12 * shape.parameters * spec.learner.copies + frozen)
     if sheet.kind == CPU_KIND:
         held = sum(plan.count * plan.size_bytes for plan in plans) + (states if spec.learner.offload else 0)
     return MemoryPlan(
@@ -148,6 +171,7 @@ def memory_plan(
 def _as_one(plans: Sequence[DevicePlan]) -> tuple[DevicePlan, ...]:
     """The cores of a machine, which share its memory."""
     functions = tuple(part for plan in plans for part in plan.functions for _ in range(plan.count))
+    # Turns are of each core, and this is their memory together: as much as without them, to be on the safe side.
     return (DevicePlan(1, CPU_KIND, plans[0].memory_bytes, functions),) if plans else ()
 
 
@@ -200,7 +224,11 @@ def _largest_micro_batch(spec: RunSpec, shape: ModelShape, plans: Sequence[Devic
     """By bisection over tokens, on the device with the least left for each rank."""
     rooms = []
     for plan in plans:
-        others = [part.largest.size_bytes for part in plan.functions if part.role is not FunctionRole.UPDATES]
+        others = [
+            part.asleep_bytes if plan.turns else part.largest.size_bytes
+            for part in plan.functions
+            if part.role is not FunctionRole.UPDATES
+        ]
         if ranks := len(plan.functions) - len(others):
             rooms.append((memory - sum(others)) // ranks - PROCESS_BYTES * (plan.kind != CPU_KIND))
     low, high = 0, MOST_TOKENS if rooms else 0

@@ -1,0 +1,159 @@
+"""Turns, with functions of ours that say when they wake and sleep."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fakes.cluster import CALL, FakeCluster, pool_of
+from rlhfless.fleet.pool import ReplicaPool
+from rlhfless.fleet.turns import Turns, take_turns
+from rlhfless.functions.base import Call
+from rlhfless.loop.actor_weights import ActorWeights
+from rlhfless.records import FunctionName, Probe, PublishedWeights, ReplicaState, SleepTier, WeightVersion
+from rlhfless.scaling.placement import CPU_KIND, Allocation, Device
+from rlhfless.spec import RunSpec
+
+SMALL = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
+WEIGHTS, NEXT = (
+    PublishedWeights(WeightVersion("run", 1, step, "ab"), "here", 1, 1, Probe((1, 2), (0.0,))) for step in (3, 4)
+)
+
+
+class Function:
+    """Writes what happens to it into a common log; waking it takes a few turns of the event loop."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.awake, self.fault = name, log, False, None
+
+    async def fall_asleep(self, call: Call) -> None:
+        if self.awake:
+            self.log.append(f"{self.name} sleeps")
+        self.awake = False
+
+    async def wake_up(self, call: Call) -> None:
+        await asyncio.sleep(0.001)
+        if self.fault is not None:
+            raise self.fault
+        self.log.append(f"{self.name} wakes")
+        self.awake = True
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def functions(log: list[str]) -> list[Function]:
+    return [Function(name, log) for name in ("actors", "learner", "reference")]
+
+
+async def work(turns: Turns, function: Function, others: list[Function], seconds: float = 0.002) -> None:
+    async with turns.of(function, CALL):
+        assert function.awake
+        assert not any(other.awake for other in others if other is not function)
+        await asyncio.sleep(seconds)
+        assert function.awake
+
+
+async def test_one_function_is_awake_at_a_time(functions: list[Function], log: list[str]) -> None:
+    turns = Turns(functions)
+    async with asyncio.timeout(5):
+        await asyncio.gather(*(work(turns, functions[i % 3], functions) for i in range(30)))
+    assert sum("wakes" in line for line in log) < 30  # calls of one function share a turn
+
+
+async def test_a_turn_lasts_until_another_function_wants_one(functions: list[Function], log: list[str]) -> None:
+    turns = Turns(functions)
+    for _ in range(3):
+        await work(turns, functions[0], functions)
+    assert log == ["actors wakes"]
+    await work(turns, functions[1], functions)
+    assert log == ["actors wakes", "actors sleeps", "learner wakes"]
+
+
+async def test_a_turn_inside_a_turn_does_not_wait_for_functions_that_want_one(functions: list[Function]) -> None:
+    turns = Turns(functions)
+    async with asyncio.timeout(5), turns.of(functions[0], CALL):
+        waiting = asyncio.create_task(work(turns, functions[1], functions))
+        await asyncio.sleep(0.002)
+        await work(turns, functions[0], functions)
+        assert not waiting.done()
+    await waiting
+
+
+async def test_after_a_switch_that_failed_the_next_one_puts_all_others_to_sleep(functions: list[Function]) -> None:
+    turns = Turns(functions)
+    await work(turns, functions[0], functions)
+    functions[1].fault = RuntimeError("no memory")
+    with pytest.raises(RuntimeError, match="no memory"):
+        await work(turns, functions[1], functions)
+    functions[1].awake = True  # half of it may be
+    await work(turns, functions[0], functions)
+
+
+async def test_a_caller_that_is_cancelled_holds_nothing_up(functions: list[Function]) -> None:
+    turns = Turns(functions)
+    tasks = [asyncio.create_task(work(turns, function, functions, 30)) for function in functions]
+    await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(5):
+        await work(turns, functions[2], functions)
+
+
+def holder(cluster: FakeCluster, function: FunctionName, core: int) -> ReplicaPool:
+    return pool_of(
+        cluster, f"{function}-0", function=function, given=[Allocation.of([Device("cpu-0", CPU_KIND, core)])]
+    )
+
+
+async def test_pools_on_one_device_take_turns_and_a_pool_beside_them_does_not() -> None:
+    cluster = FakeCluster()
+    learner, reference = (holder(cluster, name, 0) for name in (FunctionName.LEARNER, FunctionName.REFERENCE))
+    elsewhere = pool_of(cluster, "elsewhere", given=[Allocation.of([Device("cpu-9", CPU_KIND, 9)])])
+    scoring = holder(cluster, FunctionName.SCORING, 0)  # holds nothing on the device
+    take_turns([learner, reference, elsewhere, scoring])
+
+    def states() -> list[ReplicaState]:
+        return [pool.replicas()[0].state for pool in (learner, reference, elsewhere, scoring)]
+
+    async with learner.turn(CALL):
+        assert states() == ["serving", "sleeping", "serving", "serving"]
+        assert reference.state(0) is ReplicaState.STALE  # to a policy: it will serve
+        assert reference.expected == 1
+        assert reference.settled() == reference.replicas()
+        assert reference.up() == ()
+    async with elsewhere.turn(CALL), scoring.turn(CALL):
+        assert states() == ["serving", "sleeping", "serving", "serving"]
+    assert (await reference.ready(CALL)).state is ReplicaState.SERVING
+    assert states() == ["sleeping", "serving", "serving", "serving"]
+    await learner.stop(*learner.replicas())  # an orderly stop of a sleeping one
+    assert cluster.stopped == ["learner-0"]
+
+
+async def test_actors_wake_with_the_version_of_the_step() -> None:
+    cluster = FakeCluster()
+    actors, learner = (holder(cluster, name, 0) for name in (FunctionName.GENERATION, FunctionName.LEARNER))
+    weights = ActorWeights(actors, RunSpec.model_validate(SMALL))
+    assert actors.tier() is SleepTier.HOST  # before they have proved that loads move what they have
+    take_turns([actors, learner])
+    await weights.sync(WEIGHTS, CALL)
+    assert actors.tier() is SleepTier.DROPPED
+    async with learner.turn(CALL):
+        assert actors.replicas()[0].served is None
+    weights.served = NEXT
+    async with actors.turn(CALL):
+        assert actors.replicas()[0].served == NEXT.version.label
+
+
+async def test_a_replica_that_is_lost_while_it_falls_asleep_holds_nothing_up() -> None:
+    cluster = FakeCluster()
+    learner, reference = (holder(cluster, name, 0) for name in (FunctionName.LEARNER, FunctionName.REFERENCE))
+    take_turns([learner, reference])
+    reference.replicas()[0].give_up("its node is gone")
+    async with asyncio.timeout(5), learner.turn(CALL):
+        assert reference.replicas() == ()
