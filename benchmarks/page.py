@@ -20,12 +20,12 @@ from pathlib import Path
 from smoke import parsed
 from where import machine
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "control"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import filled
 from playwright.sync_api import BrowserContext, sync_playwright
-from standing import NoDrivers, served
 
+from fakes import filled
+from fakes.standing import NoDrivers, served
 from rlhfless.control.settings import ServiceSettings
 
 CHROMIUM = "/usr/bin/chromium"

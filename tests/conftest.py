@@ -18,7 +18,7 @@ from rlhfless.text import storable
 sys.path.append(str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent)])
 
-pytest_plugins = ["fakes.prompt_inputs"]
+pytest_plugins = ["fakes.prompt_inputs", "fakes.services"]
 
 # Timings never decide a test; and what is compiled is compiled in the first example that calls it.
 settings.register_profile("untimed", deadline=None)

@@ -42,12 +42,13 @@ class RankActor(Generic[S]):
 
     named = ""
     """The function, in errors."""
+    _parking: Parking | None = None
+    """What is parked while the rank sleeps; made by the first sleep."""
 
     def __init__(self, settings: S, rank: int) -> None:
         settings.rank_bindings[rank].bind()
         self._settings = settings
         self._number = rank
-        self._parking: Parking | None = None
 
     def pid(self) -> int:
         return os.getpid()

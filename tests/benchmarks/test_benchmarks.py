@@ -220,5 +220,18 @@ def test_the_tables_are_complete() -> None:
     found = {file.stem for file in BENCHMARKS.glob("*.py") if "import parsed" in file.read_text()}
     assert found == {smoke.name for smoke in (*PURE, *LIVE, *SHARING)}
     found.add("hostile_weights")  # by tests/vllm/test_hostile_weights.py
-    parts = {"bare", "billings", "controls_rewards", "demo_run", "goals", "setting", "smoke", "trl_step", "where"}
+    parts = {
+        "against_bound",
+        "bare",
+        "billings",
+        "controls_rewards",
+        "demo_run",
+        "engine_fit",
+        "goals",
+        "setting",
+        "smoke",
+        "step_bound",
+        "trl_step",
+        "where",
+    }
     assert {file.stem for file in BENCHMARKS.glob("*.py")} - found == parts

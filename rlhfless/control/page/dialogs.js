@@ -40,8 +40,8 @@ export function confirmed(title, text, action, danger = true) {
 
 /** What an error says, by key. */
 export function problemList(error) {
-  const found = error.problems?.length ? error.problems : [{ param: error.param, message: error.message, mend: null }];
-  return found.map((p) => h("li", {}, p.param ? h("code", {}, p.param) : null, p.param ? ": " : "", p.message, p.mend ? ` — ${p.mend}` : ""));
+  const found = error.problems?.length ? error.problems : [{ param: error.param, message: error.message, hint: null }];
+  return found.map((p) => h("li", {}, p.param ? h("code", {}, p.param) : null, p.param ? ": " : "", p.message, p.hint ? ` — ${p.hint}` : ""));
 }
 
 /** A key by which the service knows a request that is sent again. Off loopback, without TLS, a browser has no UUIDs. */

@@ -42,7 +42,7 @@ export function overviewTab(root, { path }) {
     begun(run.step > 0, run.status);
     fill(numbers, tiles(run, usage).map(([name, value, more]) => h("div", { class: value === null ? "none" : "" }, h("dt", {}, name), h("dd", {}, h("b", {}, value ?? "–"), h("span", {}, value === null ? "" : more)))));
     fill(failure, run.error ? h("div", { class: "failure", role: "alert" }, h("h2", {}, run.error.param ? h("code", {}, run.error.param) : "Why it stopped"), h("p", {}, run.error.message),
-      run.error.problems.length ? h("ul", {}, run.error.problems.map((p) => h("li", {}, p.param ? h("code", {}, `${p.param}: `) : null, p.message, p.mend ? ` — ${p.mend}` : ""))) : null) : null);
+      run.error.problems.length ? h("ul", {}, run.error.problems.map((p) => h("li", {}, p.param ? h("code", {}, `${p.param}: `) : null, p.message, p.hint ? ` — ${p.hint}` : ""))) : null) : null);
   }
 
   async function metrics() {

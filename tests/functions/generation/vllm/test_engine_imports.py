@@ -15,7 +15,7 @@ from rlhfless.functions.generation.vllm.adapter import VllmEngine
 
 BARE = ROOT / "benchmarks" / "bare.py"
 
-INSIDE = ("core", "experts", "generators", "kv_files", "read_back", "weight_engine")
+INSIDE = ("core", "experts", "generators", "kv_files", "read_back", "sleeping", "weight_engine")
 """Modules of functions/generation/vllm that are imported beside vLLM."""
 
 ABSENT = "import sys; found = {'numba', 'llvmlite'} & sys.modules.keys(); assert not found, found"

@@ -19,7 +19,7 @@ async def test_a_stale_head_passes_the_digest_and_fails_the_probe_and_the_read_b
     monkeypatch: pytest.MonkeyPatch,
     shape: str,
 ) -> None:
-    monkeypatch.setattr(adapter, "_MODULE", "stale_head_loop")
+    monkeypatch.setattr(adapter, "_MODULE", "fakes.stale_head_loop")
     model = make_tiny_model(tmp_path / "model", tied=True)
     store = FolderStore(tmp_path / "store")
     engine = await start_tiny_engine(model, store.folder, shape)
