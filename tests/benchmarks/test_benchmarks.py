@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import latency
 import numpy as np
@@ -37,13 +38,23 @@ class Smoke:
     table: tuple[str, ...]
     needs: str | None = None
     """The fixture with the arguments that it needs beside `--smoke`."""
+    long: bool = False
+    """It takes more than 15 s."""
+
+    @property
+    def case(self) -> Any:
+        return pytest.param(self, id=self.name, marks=[pytest.mark.long] * self.long)
 
 
 NUMBER = r"-?\d+\.\d+"
 PURE = (
     Smoke("latency", (rf"first +roofline +{NUMBER}%", rf"second +other model +{NUMBER}%"), RUNS),
-    Smoke("learner", ('"ours": ', '"plain": ', rf'"speed_ratio": {{\s+"wall": {NUMBER}', rf'"memory_ratio": {NUMBER}')),
-    Smoke("learner_before", ('"before": ', rf'"wall": {{[^}}]*"ratio": {NUMBER}')),
+    Smoke(
+        "learner",
+        ('"ours": ', '"plain": ', rf'"speed_ratio": {{\s+"wall": {NUMBER}', rf'"memory_ratio": {NUMBER}'),
+        long=True,
+    ),
+    Smoke("learner_before", ('"before": ', rf'"wall": {{[^}}]*"ratio": {NUMBER}'), long=True),
     Smoke("lower_bound", (rf"time +{NUMBER} +{NUMBER} +{NUMBER}", rf"cost, at any time +{NUMBER}")),
     Smoke("memory_plan", ('"7B": ', rf'"planned_gib": {NUMBER}', rf'"plan_ratio": {NUMBER}')),
     Smoke("page", (rf"list, .*: {NUMBER} s", rf"run, .*: {NUMBER} s")),
@@ -57,12 +68,18 @@ PURE = (
         ),
     ),
     Smoke("replay", (rf"two actors +step {NUMBER} % \(mean's {NUMBER} %\)",), RECORDED),
-    Smoke("ranks", (r'"2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+')),
+    Smoke("ranks", (r'"2 rank\(s\)": ', r'"step_mib": ', rf'"plan_ratio": {NUMBER}', r'"loading_mib": \d+'), long=True),
     Smoke("rl_steps", (rf"first +{NUMBER} s +[+-]{NUMBER}%", rf"left out: median error {NUMBER}%"), STEPS),
     Smoke("trial", (r"\| models \| .* \| yes \|", r"\d+ cases, 0 did not hold"), MODEL),
-    Smoke("weights_before", (rf"publish +{NUMBER} GB +before +{NUMBER} GB/s, after +{NUMBER}", rf"faster {NUMBER}")),
     Smoke(
-        "prefixes", (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x +{NUMBER}x .* s +{NUMBER}x")
+        "weights_before",
+        (rf"publish +{NUMBER} GB +before +{NUMBER} GB/s, after +{NUMBER}", rf"faster {NUMBER}"),
+        long=True,
+    ),
+    Smoke(
+        "prefixes",
+        (rf"search over 64 prompts: {NUMBER} ms", rf"60 .* True .* s +{NUMBER}x +{NUMBER}x .* s +{NUMBER}x"),
+        long=True,
     ),
     Smoke("prefix_ablation", (r"few-shot-7b-h100 +engine", rf"plan and learner +{NUMBER} +{NUMBER}x")),
     Smoke(
@@ -179,7 +196,7 @@ def check(smoke: Smoke, printed: str) -> None:
         assert re.search(expected, printed), f"{expected!r} is not in\n{printed}"
 
 
-@pytest.mark.parametrize("smoke", PURE, ids=lambda smoke: smoke.name)
+@pytest.mark.parametrize("smoke", [smoke.case for smoke in PURE])
 def test_without_engines(smoke: Smoke, request: pytest.FixtureRequest) -> None:
     if smoke.name == "page" and not Path("/usr/bin/chromium").exists():
         pytest.skip("chromium is not installed (apt-get install -y chromium): the page is not timed")

@@ -65,6 +65,7 @@ async def drive(start: Session) -> tuple[Recovered, str]:
         return recovered, run.published.version.digest
 
 
+@pytest.mark.long
 def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
     whole: Whole, assets: Path, tmp_path: Path
 ) -> None:

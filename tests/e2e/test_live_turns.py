@@ -12,7 +12,7 @@ from rlhfless.loop.driver import Driver
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 AWAKE = (ReplicaState.STALE, ReplicaState.SERVING)
 

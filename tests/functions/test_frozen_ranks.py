@@ -58,7 +58,7 @@ def refer(mesh: Any, model: str, batches: list, share_prefixes: bool) -> list:
     return [reference.compute(batch) for batch in batches]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)], ids=["tied", "untied"])
 def test_a_reference_of_two_ranks_is_that_of_one_to_1e9(batch, shared_batch, tmp_path, tied):
     """Of two batches, one of which shares prefixes, and of one sequence, with which a rank has no work."""
     model = save_tiny_model(tmp_path / "model", tied=tied)

@@ -116,7 +116,7 @@ class Killed:
         self.client.close()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def killed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Killed, Postgres | None]]:
     server = None
     with tempfile.TemporaryDirectory() as open_to_its_user:

@@ -81,7 +81,7 @@ CASES = [
     ("tied", "one process"),
     pytest.param(("untied", "one process"), marks=pytest.mark.long),
     pytest.param(("tied", "core apart"), marks=pytest.mark.long),
-    ("untied", "two devices"),
+    pytest.param(("untied", "two devices"), marks=pytest.mark.long),
 ]
 PLAIN = ("tied", "plain loop")
 """An engine that is not vLLM: tests/extending/own/plain_engine.py."""

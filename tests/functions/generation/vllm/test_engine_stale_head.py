@@ -13,7 +13,7 @@ from rlhfless.weights.store import FolderStore
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("shape", ["one process", "core apart"])
+@pytest.mark.parametrize("shape", ["one process", pytest.param("core apart", marks=pytest.mark.long)])
 async def test_a_stale_head_passes_the_digest_and_fails_the_probe_and_the_read_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
