@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 SIDE_BY_SIDE_DTYPES = (torch.bfloat16, torch.float16)
-"""Of FlashAttention, which torch has for GPUs alone."""
+"""The formats of FlashAttention, which torch has for GPUs alone."""
 
 LSE_ALIGNMENT = 32
 """The CUDA kernel pads the queries of its logsumexp to a multiple of this, and wants it so again."""

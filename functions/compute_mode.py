@@ -17,7 +17,8 @@ ASK_S = 30.0
 """Longest wait for nvidia-smi: a driver that keeps no state between calls takes seconds to see each GPU."""
 
 MPS_FOLDER = "/tmp/nvidia-mps"
-"""Of NVIDIA's multi-process service, where CUDA_MPS_PIPE_DIRECTORY names no other: it shares GPUs in any mode."""
+"""The folder of NVIDIA's multi-process service, where CUDA_MPS_PIPE_DIRECTORY names no other: it shares GPUs in any
+mode."""
 
 
 class GpuNotShared(UserError):

@@ -19,7 +19,7 @@ class OutputHead:
     scale: float
     soft_cap: float | None
     chunk_elements: int | None = None
-    """Of the largest block of logits; LOGITS_CHUNK_ELEMENTS if None."""
+    """The elements of the largest block of logits; LOGITS_CHUNK_ELEMENTS if None."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden` [positions, hidden] -> [positions, vocabulary], float32 or finer."""

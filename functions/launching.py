@@ -33,7 +33,7 @@ class Launch:
     probe_token_ids: tuple[int, ...]
     """The text whose logprobs every published version carries."""
     store_folder: Path
-    """Of the learner's weights."""
+    """The folder of the learner's weights."""
     store_token: str
     """If given, they are served by HTTP to requests that carry the token."""
     store: StoreAddress
@@ -45,7 +45,7 @@ class Launch:
 
     @property
     def lease(self) -> LeaseTerms:
-        """Of every replica."""
+        """The lease of every replica."""
         lease_s = self.spec.recovery.lease_s
         return LeaseTerms(first_s=self.spec.timeouts.start_s + lease_s, renewed_s=lease_s)
 

@@ -13,7 +13,7 @@ from rlhfless.spec.errors import UserError, first_line
 GIB = 2**30
 
 _TORCH = "OutOfMemoryError"
-"""Of torch, by name: most processes that use this do not import torch, or later."""
+"""The name of torch's error: most processes that use this do not import torch, or later."""
 
 _ENGINE = re.compile(
     r"(?:[^\n]*(?:OutOfMemoryError|No available memory for the cache|KV cache is needed|"

@@ -29,7 +29,7 @@ class Parking:
     """The storages of some tensors, in use or parked. Not thread-safe."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Of a sharded tensor, this rank's part. Tensors that share a storage are parked together."""
+        """A sharded tensor is parked by this rank's part. Tensors that share a storage are parked together."""
         self._storages = storages_of(local(tensor.detach()) for tensor in tensors)
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._pinned: list[torch.Tensor] = []
@@ -38,7 +38,7 @@ class Parking:
 
     @property
     def size_bytes(self) -> int:
-        """Of all storages while they are in use."""
+        """The bytes of all storages while they are in use."""
         return sum(self._sizes)
 
     def park(self) -> None:

@@ -61,7 +61,7 @@ SHARING_CHECK_TOKENS = LEAST_SAVED_TOKENS + 8
 """Enough that the prefix of two sequences is shared."""
 
 NOT_SHARED: Mapping[str, Any] = MappingProxyType({})
-"""Of a pass without shared prefixes."""
+"""The layout of a pass without shared prefixes."""
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,

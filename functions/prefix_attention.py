@@ -29,7 +29,7 @@ from rlhfless.prefixes.packing import PackedSegments
 from rlhfless.records import IntArray
 
 NAME = "rlhfless_shared_prefixes"
-"""Of this attention, in a model's configuration."""
+"""The name of this attention in a model's configuration."""
 
 _OTHER_FORMS = ("softcap", "s_aux", "sliding_window", "position_bias")
 """Arguments by which models ask for another attention than softmax over all earlier tokens."""
@@ -63,7 +63,7 @@ class SideBySide:
     """Sequences in a row."""
 
     starts: torch.Tensor
-    """Of each, and the end of the last, `[sequences + 1]`, int32."""
+    """The start of each, and the end of the last, `[sequences + 1]`, int32."""
     longest: int
     """Tokens of the longest."""
 

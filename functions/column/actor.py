@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 PHASE = "logprobs"
-"""Of the memory plan."""
+"""The phase of the memory plan."""
 
 
 class ColumnActor(RankActor[ColumnSettings]):

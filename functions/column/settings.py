@@ -39,9 +39,9 @@ class ColumnSettings:
     logits_elements: int | None = None
     """See OutputHead.chunk_elements."""
     planned: Planned = field(default_factory=dict)
-    """Of one rank."""
+    """What the memory plan counts for one rank."""
     own: Any = None
-    """Of a function of the user's own: its section of the spec."""
+    """The settings of a function of the user's own: its section of the spec."""
     import_paths: tuple[str, ...] = ()
     """Folders from which to import the worker: the driver's own `sys.path`."""
 

@@ -203,10 +203,13 @@ class GenerationFunction(Function):
 
     async def _load_and_check(self, published: PublishedWeights) -> None:
         self._cached.clear()
-        # The load checks what the model consumed.
-        report = await self._engine.load(published)
-        await self._engine.wake()
-        logprobs = await self._engine.logprobs(published.probe.token_ids)
+        engine, tokens = self._engine, published.probe.token_ids
+        if engine.rest.parts or engine.rest.empty:
+            report = await engine.load(published)  # which checks what the model consumed
+            await engine.wake()
+            logprobs = await engine.logprobs(tokens)
+        else:  # the engine handles the two messages in the order they are sent
+            report, logprobs = await asyncio.gather(engine.load(published), engine.logprobs(tokens))
         with _read_back_decides(report, published, logprobs, self._settings.probe_tolerance):
             check_probe(published.version, published.probe, logprobs, self._settings.probe_tolerance)
 

@@ -142,7 +142,7 @@ class Sampled:
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
     text: str
-    """Of the whole response, with what was drawn before; without special tokens and without the stop text."""
+    """The text of the whole response, with what was drawn before; without special tokens and without the stop text."""
     kv_offer: KvTransfer | None = None
     """With this other engines get the KV of the prompt, if the request was OFFER."""
 
@@ -158,7 +158,7 @@ class LoadReport:
     size_bytes: int
     seconds: float
     chart_s: float = 0.0
-    """Of `seconds`: finding where the layers hold what is read back; 0 if that was known."""
+    """The part of `seconds` for finding where the layers hold what is read back; 0 if that was known."""
 
 
 EnginePart = Literal["weights", "kv_cache"]
@@ -216,7 +216,7 @@ class Engine(Protocol):
     loaded: WeightVersion | None
     """The version that serves; None while it is still the model folder's."""
     start_seconds: dict[str, float]
-    """Of each phase of the start, by StartPhase; of phases that the engine does not have or tell, nothing."""
+    """The seconds of each phase of the start, by StartPhase, as far as the engine has and reports it."""
     kv_capacity_tokens: int
     """Tokens that the KV cache holds; 0 if the engine does not say."""
     block_tokens: int

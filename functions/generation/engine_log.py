@@ -12,8 +12,8 @@ from rlhfless.tails import tail
 FOLDER = "engines"
 
 READ_LINES = 1000
-"""Of the end of the log: each process of an engine writes its trace, of some fifty lines, and those that wait for it
-write theirs after it."""
+"""The last lines of a log that are read: each process of an engine writes its trace, of some fifty lines, and those
+that wait for it write theirs after it."""
 
 LAST_LINES = 12
 """That are shown: of a process that died without a trace they have the cause."""
@@ -21,7 +21,7 @@ LAST_LINES = 12
 MOST_ERRORS = 6
 
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:ERROR [\d-]+ [\d:]+ \[[^\]]+\] )?")
-"""Of vLLM's lines: the process, and of logged ones level, time and place."""
+"""The beginning of vLLM's lines: the process, and for logged lines level, time and place."""
 
 _ERROR = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S")
 

@@ -59,7 +59,7 @@ def _engine(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> tuple[tuple
 
 
 def kv_bytes(spec: RunSpec, shape: ModelShape, sheet: DeviceSheet) -> int:
-    """Of the KV cache on each device of an engine."""
+    """The bytes of the KV cache on each device of an engine."""
     return _engine(spec, shape, sheet)[1]
 
 

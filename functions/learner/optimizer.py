@@ -37,7 +37,7 @@ class ShardedAdamW:
         self.updates = 0
 
     def gradient_norm(self) -> float:
-        """Of the whole gradient, before clipping; the same on every rank. *Collective*."""
+        """The norm of the whole gradient, before clipping; the same on every rank. *Collective*."""
         gradients = self._gradients()
         squares = torch.stack([torch.linalg.vector_norm(each) for each in gradients]).double().square().sum()
         dist.all_reduce(squares)  # over copies, too, so that all of them clip by the same number

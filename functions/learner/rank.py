@@ -53,7 +53,7 @@ from rlhfless.weights.perturb import perturbed_by
 NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 
 SHARED_PROMPT_TOKENS = "shared_prompt_tokens"
-"""Of a micro-batch, beside its metrics."""
+"""The key of a micro-batch's shared prompt tokens, beside its metrics."""
 
 LOSS_COLUMNS = declared(PackedBatch).keys() & {field.name for field in dataclasses.fields(LossInputs)}
 """The columns of the batch from which a loss is computed."""

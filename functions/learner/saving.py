@@ -22,7 +22,7 @@ from rlhfless.functions.learner.checkpoint import Savers
 from rlhfless.functions.sharding import local, mesh_of
 
 MEMORY_SHARE = 0.5
-"""Of the memory that is free on a node, which copies may take: the rest is for the step that goes on beside."""
+"""The share of a node's free memory that copies may take: the rest is for the step that goes on beside."""
 
 
 class Background:

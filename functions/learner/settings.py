@@ -62,4 +62,4 @@ class LearnerSettings:
     rank_bindings: tuple[DeviceBinding, ...]
     call_timeout_s: float
     planned: Planned = field(default_factory=dict)
-    """Of one rank."""
+    """What the memory plan counts for one rank."""

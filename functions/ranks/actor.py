@@ -27,7 +27,7 @@ class RankSettings(RankedSettings, Protocol):
 
     @property
     def planned(self) -> Planned:
-        """Of one rank."""
+        """What the memory plan counts for one rank."""
 
 
 class Asleep(RuntimeError):

@@ -18,8 +18,8 @@ from rlhfless.functions.ranks.group import RankGroup
 from rlhfless.records import SleepTier, Slept
 
 SILENT_SHARE = 0.5
-"""Of a lease, in which every rank must give a sign of life. Drivers ask for one four times in a lease, and give up a
-replica that is silent for a whole one."""
+"""The share of a lease in which every rank must give a sign of life. Drivers ask for one four times in a lease, and
+give up a replica that is silent for a whole one."""
 
 
 class RankedSettings(FunctionSettings, Protocol):

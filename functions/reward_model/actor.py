@@ -28,7 +28,7 @@ class RewardModelSettings:
     rank_bindings: tuple[DeviceBinding, ...]
     call_timeout_s: float
     planned: Planned = field(default_factory=dict)
-    """Of one rank."""
+    """What the memory plan counts for one rank."""
 
 
 class RewardModelActor(RankActor[RewardModelSettings]):

@@ -50,7 +50,7 @@ class TaskRecipe:
     median_distance: float = 11.0
     """Before truncation."""
     distance_sigma: float = 0.9
-    """Of the logarithm of the distance: the 99th percentile is about six times the median."""
+    """The spread of the logarithm of the distance: the 99th percentile is about six times the median."""
     held_out_share: float = 0.25
     """Share of all problems."""
     train_prompts: int = 640

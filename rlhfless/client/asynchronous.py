@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """Of one service. Every method raises ApiFault when the service refuses, and ServiceAway when it does not answer.
+    """The client of one service. Every method raises ApiFault when the service refuses, and ServiceAway when it does
+    not answer.
 
     Requests that change nothing when they are sent again are sent again while the service is away.
     """

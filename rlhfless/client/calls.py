@@ -111,7 +111,7 @@ def service_url(given: str | None, data: str | None = None) -> str:
 
 
 def headers(key: str | None) -> dict[str, str]:
-    """Of every request."""
+    """The headers of every request."""
     key = key or os.environ.get(KEY)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -222,7 +222,7 @@ class Stream:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the request that goes on where the last one broke."""
+        """The headers of the request that goes on where the last one broke."""
         return {"Accept": "text/event-stream", "Last-Event-ID": str(self.after)}
 
     def begin(self) -> None:

@@ -22,7 +22,7 @@ class ApiFault(UserError):
     def __init__(self, status_code: int, error: ErrorObject) -> None:
         super().__init__(status_code, error)
         self.status_code = status_code
-        """Of HTTP."""
+        """The status code of HTTP."""
         self.error = error
         """code, message, param, and all problems."""
 

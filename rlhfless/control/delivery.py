@@ -62,7 +62,7 @@ class DeliveryEnding(_Message):
     """How a driver has ended: the data of an item of kind `ended`."""
 
     status: Status
-    """Of the run, if no other was wished for meanwhile."""
+    """The status of the run, if no other was wished for meanwhile."""
     reason: str
     error: dict[str, Any] | None = None
     """code, message, param, problems."""

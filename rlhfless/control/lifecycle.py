@@ -14,7 +14,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """Of a run."""
+    """The status of a run."""
 
     QUEUED = "queued"
     VALIDATING = "validating"

@@ -33,7 +33,8 @@ RESOLVE_S = 0.8
 """Longest wait for the addresses of names: what must be refused is refused within a second of the POST."""
 
 _RESOLVERS = ThreadPoolExecutor(8, "resolve")
-"""Of their own: the system's resolver may take half a minute, and nothing else of the service waits for it."""
+"""Threads of their own for names: the system's resolver may take half a minute, and nothing else of the service waits
+for it."""
 
 
 MOST_PLACE = 200

@@ -64,7 +64,7 @@ class RayNow:
 
     address: str
     pid: int
-    """Of the host."""
+    """The id of the host's process."""
     at: float
     devices: dict[str, int]
     """By kind."""

@@ -21,7 +21,7 @@ def trace_of(run_folder: str) -> str | None:
 
 
 def leave_mark(folder: Path, attempt: int, text: str) -> None:
-    """Of a driver, for the service to find. Raises OSError if the folder cannot be written."""
+    """A driver's mark, for the service to find. Raises OSError if the folder cannot be written."""
     new = _mark(folder, attempt).with_suffix(".new")
     new.write_text(text, "utf-8")
     new.replace(_mark(folder, attempt))

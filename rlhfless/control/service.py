@@ -132,6 +132,6 @@ def lock_data(settings: ServiceSettings) -> IO[str]:
 
 
 def service_of(app: Any) -> Service:
-    """Of a FastAPI application."""
+    """The service of a FastAPI application."""
     service: Service = app.state.service
     return service

@@ -102,7 +102,7 @@ def usage(session: Session, run_id: str) -> list[UsageRow]:
 
 
 def measured_cost(session: Session, run_id: str) -> MeasuredCost | None:
-    """Of the steps of a run after the first one that it has."""
+    """The measured cost of a run's steps after its first one."""
     of_run = (MetricsRow.run_id == run_id, MetricsRow.kind == "step")
     cost_usd, step_s = (MetricsRow.values[name].as_float() for name in ("cost_usd", "step_s"))
     ends = select(MetricsRow.step, cost_usd).where(*of_run)
@@ -168,7 +168,7 @@ def prune_rollouts(session: Session, run_id: str, before_step: int) -> None:
 
 
 def leases(session: Session) -> list[tuple[LeaseRow, RunRow]]:
-    """Of all runs."""
+    """The leases of all runs."""
     return [tuple(row) for row in session.execute(select(LeaseRow, RunRow).join(RunRow))]  # type: ignore[misc]
 
 

@@ -60,7 +60,7 @@ class Surroundings(Protocol):
 
 
 class Supervisor(Looker):
-    """Of one service."""
+    """The supervisor of one service's runs."""
 
     def __init__(self, service: Surroundings, drivers: Drivers) -> None:
         super().__init__(LOOK_S)

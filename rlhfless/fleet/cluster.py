@@ -200,7 +200,7 @@ class Cluster:
 
 
 def _gpu_memory_bytes(node: str) -> int | None:
-    """Of a node's first GPU; None if it cannot be told."""
+    """The memory of a node's first GPU; None if it cannot be told."""
     try:
         return int(ray.get(on_node(node, first_gpu_bytes), timeout=PROBE_S))
     except (RayError, GetTimeoutError):

@@ -43,7 +43,7 @@ class Turns:
         self._owner: Taker | None = None
         self._switching = False
         self._calls = 0
-        """Of the owner, under way."""
+        """The owner's calls that are under way."""
         self._waiting: list[asyncio.Future[None]] = []
 
     @contextlib.asynccontextmanager

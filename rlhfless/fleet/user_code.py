@@ -111,7 +111,7 @@ def node_faults(paths: Sequence[str], digests: Mapping[str, str]) -> str | None:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Of all that Python could import, by the path below the folder."""
+    """The digest of each file that Python could import, by the path below the folder."""
     kinds = tuple(importlib.machinery.all_suffixes())
     files = [file for file in folder.rglob("*") if file.name.endswith(kinds) and file.parent.name != "__pycache__"]
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -84,7 +84,7 @@ class Ledger:
         self._since_s: float | None = None
         """The first holding of this attempt began."""
         self._engine_starts = list(started(earlier.decisions))
-        """Of each start of an engine, the seconds of its phases."""
+        """The seconds of the phases of each engine's start."""
         self._proofs_s: dict[str, list[float]] = defaultdict(list)
         for call in earlier.invocations:
             self._note_proof(call)
@@ -160,7 +160,7 @@ class Ledger:
         )
 
     def spent(self, pools: Collection[ReplicaPool]) -> Spent:
-        """Of all attempts of the run, up to now."""
+        """What all attempts of the run have spent up to now."""
         device_s = self._earlier_device_s + self._device_s + sum(device_s for _, device_s in _open(pools))
         held_s = self._earlier_held_s + (0.0 if self._since_s is None else time.time() - self._since_s)
         return Spent(self.cost_usd(pools), device_s, held_s)

@@ -24,7 +24,7 @@ Prefix = tuple[int, ...]
 
 
 class Precomputation:
-    """Of one generation stage, and so of one weight version."""
+    """The prefixes that are computed ahead for one generation stage, and so for one weight version."""
 
     def __init__(self, request: RolloutRequest, limit_s: float, moves: PrefixMoves | None = None) -> None:
         """`limit_s` bounds each call to an actor. Without `moves` each actor computes its own prefixes."""

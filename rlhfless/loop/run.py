@@ -74,7 +74,7 @@ class Run:
     under_way: dict[int, StepContext] = field(default_factory=dict)
     """The steps in progress, by number."""
     algorithm: Algorithm = field(init=False)
-    """Of the spec."""
+    """The algorithm of the spec."""
 
     def __post_init__(self) -> None:
         self.algorithm = algorithm_of(self.spec.algorithm)

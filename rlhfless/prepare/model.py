@@ -38,7 +38,7 @@ class PolicyModel:
     """What is known of the policy before it is loaded."""
 
     tokenizer: Any
-    """Of transformers."""
+    """The tokenizer, of transformers."""
     tokenizer_info: TokenizerInfo
     context_tokens: int | None
     """Longest prompt + response: the spec's limit, else the model's own; None if neither sets one."""

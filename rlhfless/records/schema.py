@@ -22,7 +22,7 @@ from rlhfless.spec.errors import UserError
 TRACE_VERSION = 3
 
 ADDED: Mapping[int, Mapping[str, Mapping[str, int]]] = MappingProxyType({2: {"invocations": {"evicted_tokens": 0}}})
-"""Of earlier versions that can be read: the columns that a table did not have yet, and what they would have held."""
+"""The earlier versions that can be read: the columns that a table did not have yet, and what they would have held."""
 
 NAME_KEY = b"rlhfless.table"
 """Parquet metadata: the name of the table."""

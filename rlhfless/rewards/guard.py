@@ -65,7 +65,7 @@ def _end(url: httpx.URL) -> tuple[str, int]:
 
 
 def _addresses(found: Iterable[tuple[Any, ...]]) -> list[Address]:
-    """Of what getaddrinfo has found."""
+    """The addresses that getaddrinfo has found."""
     return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
 
 

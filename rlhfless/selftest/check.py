@@ -64,7 +64,7 @@ class CheckOutcome:
     why: str = ""
     """Why it failed, or does not apply."""
     remedy: str = ""
-    """Of one that has failed."""
+    """What to do about a check that has failed."""
 
 
 def outcomes(subject: Subject, checks: Sequence[Check]) -> Iterator[CheckOutcome]:

@@ -32,7 +32,7 @@ CACHES = {
 """Folders that a start writes to, by the variable that moves each."""
 
 CACHE_GIB = 2.0
-"""Of compiled kernels and graphs; vLLM's are some hundred MB for each model and shape."""
+"""The size of compiled kernels and graphs; vLLM's are some hundred MB for each model and shape."""
 
 
 @check(

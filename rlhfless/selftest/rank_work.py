@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PROMPTS, SAMPLES = 4, 4
 LONGEST_TOKENS = 1024
-"""Of a response in the batch: long enough for a rate, short enough for any model."""
+"""The longest response in the batch: long enough for a rate, short enough for any model."""
 
 SEED = 7
 BUFFER_BYTES, ROUNDS = 2**28, 5

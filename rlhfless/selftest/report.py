@@ -24,7 +24,7 @@ from rlhfless.spec import RunSpec
 from rlhfless.spec.errors import InputError, Problem
 
 FORWARD_SHARE = 1 / 3
-"""Of a learning step's arithmetic: what old logprobs take."""
+"""The share of a learning step's arithmetic that old logprobs take."""
 
 NEEDED = ("iterations", "prefill_token_s", "rank_tokens_per_s", "load_s", "publish_s", "start")
 """What must have been measured for a prediction."""

@@ -20,13 +20,14 @@ from rlhfless.weights.store import FolderStore
 TENSORS = 32
 
 MOST_BYTES, FEWEST_BYTES = 2**30, 2**27
-"""Of the synthetic weights: as many as the model has, within these."""
+"""The size of the synthetic weights: as many as the model has, within these."""
 
 SHARE = 8
 """Four versions and a cache of them fit into the free memory of the folder with room to spare."""
 
 SLOWEST_SHARE = 0.1
-"""Of a plain copy. Publishing reads, hashes and writes each byte: what is slower than this waits for something."""
+"""The lowest share of a plain copy's rate. Publishing reads, hashes and writes each byte: what is slower than this
+waits for something."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ MOST_PROCESSES = 4096
 """Replicas, ranks, devices or workers of one function: the driver keeps an object, and a connection, for each."""
 
 MOST_TOKENS = 1 << 24
-"""Of a sequence or a batch: 16 times the longest context of a model."""
+"""The most tokens of a sequence or a batch: 16 times the longest context of a model."""
 
 MOST_STEPS = 10_000_000
 

@@ -19,11 +19,12 @@ from rlhfless.spec.errors import Problem
 Path = tuple[str | int, ...]
 
 MOST_DEPTH = 64
-"""Of sections and lists in each other. The deepest of a spec are some JSON schemas in it."""
+"""The deepest nesting of sections and lists. The deepest of a spec are some JSON schemas in it."""
 
 MOST_VALUES = 100_000
 MOST_CHARACTERS = 4 << 20
-"""Of a document whose aliases are written out: 400 bytes of nested ones stand for more than any memory holds."""
+"""The size of a document whose aliases are written out: 400 bytes of nested ones stand for more than any memory
+holds."""
 
 # YAML in braces seldom starts with a quoted key.
 _JSON_START = re.compile(r'\s*\{\s*["}]')

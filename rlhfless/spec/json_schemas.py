@@ -14,8 +14,8 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 def schema_validator(schema: Any) -> Validator:
-    """Of the draft that the schema names. Raises ValueError if it is no JSON schema, or refers to something that is
-    not in the schema itself (nor is one of the drafts, which are in memory)."""
+    """A validator of the draft that the schema names. Raises ValueError if it is no JSON schema, or refers to something
+    that is not in the schema itself (nor is one of the drafts, which are in memory)."""
     # Here, because a spec without such a reward should not wait for the imports.
     import jsonschema
     from jsonschema.validators import validator_for

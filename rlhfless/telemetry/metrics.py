@@ -26,7 +26,7 @@ class Unit(StrEnum):
     RATIO = "ratio"
     """A share between 0 and 1."""
     NATS = "nats"
-    """Of log-probabilities."""
+    """The unit of log-probabilities."""
 
 
 class Kind(StrEnum):

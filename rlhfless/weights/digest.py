@@ -156,7 +156,7 @@ def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def digest_by_threads(tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> Digest:
-    """Of all `tensors`, which are hashed by so many threads."""
+    """The digest of all `tensors`, which are hashed by so many threads."""
     digest = Digest()
     with ThreadPoolExecutor(count, "hash") as pool:
         hashed = [(name, pool.submit(hash_of, name, tensor), tensor.nbytes) for name, tensor in tensors]

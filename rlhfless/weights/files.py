@@ -87,7 +87,7 @@ class TensorStream:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> TensorStream:
-        """Of tensors that are there."""
+        """A stream of tensors that are there."""
         layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         return cls(layout, iter(tensors.items()))
 

@@ -82,7 +82,7 @@ class ResultRow:
     utilisation: Interval
     """Busy device-seconds divided by held device-seconds."""
     p50_s: Interval
-    """Of a step's own wall time."""
+    """The median of a step's own wall time."""
     p99_s: Interval
     kept: Interval | None
     """Share of the steps that kept their limit."""

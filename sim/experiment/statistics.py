@@ -76,7 +76,8 @@ def student_quantile(level: float, freedom: int) -> float:
 
 
 def _student_cdf(value: float, freedom: int) -> float:
-    """Of Student's t, for a value of at least 0: the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """The distribution function of Student's t, for a value of at least 0: the finite series of Abramowitz and Stegun,
+    26.7.3 and 26.7.4."""
     angle = math.atan(value / math.sqrt(freedom))
     cosine = math.cos(angle)
     odd = freedom % 2

@@ -22,7 +22,8 @@ _done: Any = None
 
 
 def _begin(done: Any) -> None:
-    """Of a process. Ctrl-C, which a terminal sends to all processes, is left to the parent, which ends its workers."""
+    """Prepares a process. Ctrl-C, which a terminal sends to all processes, is left to the parent, which ends its
+    workers."""
     global _done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _done = done

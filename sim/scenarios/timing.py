@@ -39,7 +39,7 @@ class Packed:
 
     model: EngineModel
     runtime_s: float
-    """Of each decode iteration, beside the model's kernels."""
+    """The seconds of each decode iteration beside the model's kernels."""
     line: LinearEngine
     """Through the model: its prices of a token in a large prefill, and of a pair of tokens in attention."""
 

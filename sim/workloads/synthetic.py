@@ -85,7 +85,7 @@ class LognormalLengths:
 
     @property
     def _own_spread(self) -> float:
-        """Of a prompt's own lengths."""
+        """The spread of a prompt's own lengths."""
         return self.spread * math.sqrt(1 - self.persistence**2)
 
 
@@ -109,7 +109,7 @@ class BimodalLengths:
         return np.where(urge > NORMAL.inv_cdf(1 - self.long_share), long, short)
 
     def quantiles(self, difficulty: Floats, drift: float, levels: Floats) -> Floats:
-        """Of the mixture: read off its distribution on a grid of lengths 0.5 % apart."""
+        """The quantiles of the mixture, read off its distribution on a grid of lengths 0.5 % apart."""
         widest = 6 * max(self.short.spread, self.long.spread)
         ends = math.log(self.short.median_tokens) - widest, math.log(self.long.median_tokens) + widest
         grid: Floats = np.arange(min(ends), max(ends), GRID, dtype=np.float64) + drift
@@ -123,7 +123,7 @@ class BimodalLengths:
 
 
 def _normal_cdf(value: Floats) -> Floats:
-    """Of the standard normal distribution, by a straight line between points 0.002 apart: off by 1e-7 at most."""
+    """The standard normal distribution function, by a straight line between points 0.002 apart: off by 1e-7 at most."""
     points, levels = _normal_table()
     return np.asarray(np.interp(value, points, levels))
 

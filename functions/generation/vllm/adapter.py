@@ -62,7 +62,8 @@ from rlhfless.records import PublishedWeights, SleepTier, Slept, WeightVersion
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""Of multiprocessing's own process, which removes what others have left in shared memory once they are gone."""
+"""How long multiprocessing's own process is left, which removes what others have left in shared memory once they are
+gone."""
 
 KILL_S = 10.0
 """How long killed processes are waited for. The kernel takes a GPU's memory back within seconds."""

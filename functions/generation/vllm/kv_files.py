@@ -44,7 +44,7 @@ class _Job:
     name: str
     block_ids: list[int]
     first: int = 0
-    """Of the file's blocks, the first that is read."""
+    """The first of the file's blocks that is read."""
 
 
 @dataclass

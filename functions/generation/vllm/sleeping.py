@@ -44,6 +44,6 @@ class SleepingWorker:
 
 
 def _tensors(caches: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Of all layers; a layer may have several."""
+    """The tensors of all layers; a layer may have several."""
     for cache in caches:
         yield from cache if isinstance(cache, list | tuple) else (cache,)

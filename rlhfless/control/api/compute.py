@@ -51,7 +51,7 @@ class PlanQuestion(_Question):
     lengths_of: str | None = None
     """Id of an earlier run, for its response lengths and, on the same devices, its latencies."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
-    """Of the whole run: what keeps it comes first."""
+    """The deadline of the whole run: plans that keep it come first."""
     alone: bool = False
     """Only on the run's own devices: it takes a moment, not the ten seconds of all other ones."""
 
@@ -89,7 +89,7 @@ async def plan_question(service: Service, question: PlanQuestion) -> dict[str, A
 
 
 async def trace_folder(service: Service, run_id: str) -> str:
-    """Of a run. Raises ApiError (404) if it has none yet."""
+    """The folder of a run's trace. Raises ApiError (404) if it has none yet."""
     run = await service.database.read(lambda session: store.run_of(session, run_id))
     found = trace_of(run.folder)
     if found is None:
@@ -132,7 +132,7 @@ class SimulationQuestion(_Question):
     run: str | None = None
     """Id of a run."""
     policies: list[Annotated[str, Field(max_length=64)]] = Field(default_factory=list, max_length=32)
-    """Of a scenario: only these labels. Of a run: other policies, by name."""
+    """For a scenario, only these labels; for a run, other policies, by name."""
 
 
 @router.post("/simulations", status_code=202, summary="Compare policies")

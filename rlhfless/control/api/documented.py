@@ -27,7 +27,7 @@ _SCHEMA = {"application/json": {"schema": {"$ref": f"#/components/schemas/{Error
 
 
 def answers(content_type: str, schema: dict[str, Any], description: str) -> dict[int | str, dict[str, Any]]:
-    """Of a route whose answer is no JSON: its errors are, all the same."""
+    """The documented answers of a route that does not answer in JSON; its errors are JSON all the same."""
     errors: dict[int | str, dict[str, Any]] = {
         code: {"description": text, "content": _SCHEMA} for code, text in _TEXTS.items()
     }

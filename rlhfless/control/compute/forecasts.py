@@ -36,7 +36,7 @@ NOTHING: dict[str, Any] = {}
 
 
 class Forecasts(Looker):
-    """Of one service."""
+    """The forecasts of one service's runs."""
 
     def __init__(self, database: Database, runner: Runner, there: Callable[[], Mapping[str, int]]) -> None:
         super().__init__(LOOK_S)

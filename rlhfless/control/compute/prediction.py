@@ -37,8 +37,8 @@ ASSUMED_SHARE = 0.25
 reach them. The band covers an eighth to a half."""
 
 SPREAD = 0.7
-"""Of the log of assumed lengths: between the short answers (0.45) and the long reasoning (1.0) of the bundled
-scenarios."""
+"""The spread of the log of assumed lengths: between the short answers (0.45) and the long reasoning (1.0) of the
+bundled scenarios."""
 
 PERSISTENCE = 0.6
 """Share of the variance that a prompt explains; the bundled scenarios have 0.5 to 0.85."""
@@ -52,7 +52,7 @@ PROMPT_TOKENS = 256
 
 
 LOWEST_MFU = 1e-4
-"""Of a learner that is slower than this the rest is a time of each step."""
+"""The lowest MFU of a learner; a measured time beyond it is a fixed time of each step."""
 
 FORWARD_SHARE = 2 / 8
 """Time of a forward pass in the simulator, as a share of a learning step's."""

@@ -21,8 +21,8 @@ from rlhfless.spec.errors import InputError, Problem
 from rlhfless.spec.explain import explain
 
 MOST_RESPONSES = 200_000_000
-"""Of a scenario, with its seeds and policies: the simulator does some hundred thousand a second, and has half an
-hour."""
+"""The most responses of a scenario, with its seeds and policies: the simulator does some hundred thousand a second, and
+has half an hour."""
 
 
 def check(question: Mapping[str, Any]) -> None:

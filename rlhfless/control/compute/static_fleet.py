@@ -48,7 +48,7 @@ def best_static(trace: Trace, drawn: Sequence[RolloutBatch]) -> dict[str, Any]:
 
 
 def wall_s(again: Replay) -> float:
-    """Of all its steps."""
+    """The wall time of all steps of a replay."""
     return sum(step.predicted_s[WALL] for step in again.steps)
 
 

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 class Base(DeclarativeBase):
-    """Of all tables."""
+    """The base of all tables."""
 
     type_annotation_map: ClassVar[Any] = {Json: JSON, list[Any]: JSON, float: Double, int: BigInteger, str: Text}
 
@@ -38,7 +38,7 @@ class RunRow(Base):
     """Id of the API key that made it; `local` where the service asks for none."""
     created_at: Mapped[float]
     started_at: Mapped[float | None]
-    """Of the first step."""
+    """When the first step started."""
     finished_at: Mapped[float | None]
     status: Mapped[str] = mapped_column(String(16))
     status_reason: Mapped[str]
@@ -122,7 +122,7 @@ class UsageRow(Base):
     run_id: Mapped[str] = _of_run()
     function: Mapped[str] = mapped_column(String(24), primary_key=True)
     kind: Mapped[str] = mapped_column(String(40), primary_key=True)
-    """Of the devices."""
+    """The kind of the devices."""
     busy_device_s: Mapped[float]
     idle_device_s: Mapped[float]
     cold_device_s: Mapped[float]

@@ -219,7 +219,7 @@ class _Attempt:
 IN_LOGS = "The traceback is in the run's logs."
 
 RAY_AWAY = "the service's Ray cannot be reached, for a reason that is in the run's logs; its operator can correct that"
-"""Of a cluster that the user of the API has not chosen, and cannot start."""
+"""The reason that is shown for a cluster that the user of the API has not chosen, and cannot start."""
 
 CODES = {
     TO_CORRECT: "invalid",

@@ -35,7 +35,7 @@ RECENT_STEPS = 8
 """The time that is left is foreseen at the pace of so many steps."""
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
-"""Of histograms: what the page draws as bands."""
+"""The quantiles of histograms: what the page draws as bands."""
 
 
 class Reporter:

@@ -11,7 +11,7 @@ GROUPS = 4
 """Prompts of a step that are kept, evenly over the step; of each the samples of lowest and highest reward."""
 
 MOST_CHARACTERS = 20_000
-"""Of a prompt or a response; the trace has the whole, if `logging.record_tokens` is set."""
+"""The most characters of a prompt or a response; the trace has the whole, if `logging.record_tokens` is set."""
 
 
 def samples_to_read(experience: Experience, step: int) -> list[dict[str, Any]]:

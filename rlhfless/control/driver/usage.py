@@ -21,7 +21,7 @@ FEWEST_S = 5.0
 
 
 class UsageTeller:
-    """Of one attempt of a run."""
+    """Reports the usage of one attempt of a run."""
 
     def __init__(self, ledger: Ledger, tell: Callable[..., None]) -> None:
         self._ledger = ledger

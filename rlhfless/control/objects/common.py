@@ -14,7 +14,7 @@ MOST_INTEGER = 2**63 - 1
 
 
 class ApiObject(BaseModel):
-    """Of all objects."""
+    """The base of all objects."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 

@@ -12,7 +12,7 @@ class FunctionUsage(ApiObject):
 
     function: str
     kind: str
-    """Of the devices, as the price book names it."""
+    """The kind of the devices, as the price book names it."""
     busy_device_s: float
     idle_device_s: float
     cold_device_s: float
@@ -83,7 +83,7 @@ class PlanObject(ApiObject):
     chosen: PlannedDevices
     """On the devices that the spec names, or that the service has."""
     memory: dict[str, Any]
-    """Of the chosen devices, by function and phase, in bytes."""
+    """The memory of the chosen devices, by function and phase, in bytes."""
     alternatives: list[PlannedDevices]
     """The cheapest that keeps the deadline first."""
     lengths: str
@@ -113,7 +113,7 @@ class SampleScore(ApiObject):
 
     parts: dict[str, float | None]
     reward: float | None
-    """Of all parts together; None if one has failed."""
+    """The reward of all parts together; None if one has failed."""
     failures: dict[str, str]
 
 

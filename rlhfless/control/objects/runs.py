@@ -113,6 +113,6 @@ class RolloutObject(ApiObject):
     rewards: dict[str, float | None]
     """By part."""
     reward: float | None
-    """Of all parts together."""
+    """The reward of all parts together."""
     failures: dict[str, str]
     """Parts that could not be computed, and why; empty as a rule."""

@@ -34,7 +34,7 @@ FILES = (
 """Fields that name files or folders."""
 
 FROM_HUB = frozenset({"model.path", "model.tokenizer", "prompts.path", "prompts.held_out.path", "rewards.*.path"})
-"""Of these, those that may name something of the hub instead."""
+"""The keys that may name something of the hub instead."""
 
 CODE = ("algorithm", "algorithm.type", "schedule", "schedule.type", "scaling.policy", "scaling.policy.type",
         "rewards.*.target", "functions.*", "functions.*.type", "generation.engine.type")  # fmt: skip

@@ -123,8 +123,8 @@ def memory_problems(spec: RunSpec, kind: str, count: int, sequence_tokens: int) 
 
 
 def loading_bytes(spec: RunSpec, kind: str, count: int, sequence_tokens: int) -> int:
-    """Of the host's memory, over all nodes, while the functions load; 0 on CPU cores, whose memory other programs
-    share, and where sizes are not known."""
+    """The bytes of the host's memory, over all nodes, while the functions load; 0 on CPU cores, whose memory other
+    programs share, and where sizes are not known."""
     if kind == CPU_KIND:
         return 0
     try:
@@ -175,7 +175,7 @@ def reward_shapes(spec: RunSpec) -> tuple[tuple[RewardModelSpec, ModelShape], ..
 
 
 def _config(model: str) -> Mapping[str, Any]:
-    """Of its text model. Raises ValueError and OSError."""
+    """The configuration of a model's text model. Raises ValueError and OSError."""
     config = _mapping(parsed_json(config_file(model).read_bytes()))
     return _mapping(config.get("text_config", config))
 

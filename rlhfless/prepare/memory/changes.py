@@ -18,7 +18,7 @@ TENSOR_PARALLEL = (2, 4, 8)
 """Sizes that vLLM's kernels and most models' numbers of heads take, inside one machine."""
 
 FRACTIONS = (0.6, 0.45, 0.3)
-"""Of a GPU for an engine that shares it."""
+"""The fractions of a GPU for an engine that shares it."""
 
 MOST_DEVICES = 64
 
@@ -46,7 +46,7 @@ Edit = tuple[str, Mapping[str, Any], str | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Of which run on which devices."""
+    """Which run is to fit on which devices."""
 
     spec: RunSpec
     shape: ModelShape

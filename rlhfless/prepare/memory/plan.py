@@ -30,7 +30,7 @@ from rlhfless.scaling.placement import CPU_KIND, NODE_DEVICES, Node, Placement, 
 from rlhfless.spec import RunSpec
 
 MOST_TOKENS = 2**24
-"""Of a micro-batch whose size is looked for: more than any step has."""
+"""The largest micro-batch that is looked for: more than any step has."""
 
 HOST_CORES = 64
 """Cores of a GPU machine, for placements that are only planned: more than scoring takes."""
@@ -91,14 +91,14 @@ class MemoryPlan:
     micro_batch_tokens: int
     """The largest micro-batch that fits beside what else is on the learner's devices; 0 if none does."""
     host_bytes: int
-    """Of host memory, over all nodes: ranks load their shards in float32 before they move them, or keep them there with
-    gradients and optimiser; on CPU cores all that the functions hold."""
+    """The host memory needed, over all nodes: ranks load their shards in float32 before they move them, or keep them
+    there with gradients and optimiser; on CPU cores all that the functions hold."""
     shared_bytes: int
-    """Of shared memory on the learner's node: the store of weights."""
+    """The shared memory needed on the learner's node: the store of weights."""
     cache_bytes: int
-    """Of shared memory on each other node: its cache of the store."""
+    """The shared memory needed on each other node: its cache of the store."""
     checkpoint_bytes: int
-    """Of host memory, over the learner's nodes, while a checkpoint is written in the background: a copy of master
+    """The host memory needed over the learner's nodes while a checkpoint is written in the background: a copy of master
     weights and moments. Where it is not free the run waits for the checkpoint."""
 
     @property
@@ -215,7 +215,7 @@ def _nodes(kind: str, count: int) -> list[Node]:
 
 
 def _frozen_bytes(spec: RunSpec, shape: ModelShape, rewards: Rewards) -> int:
-    """Of the host, while reference and reward models are loaded: each in its own format."""
+    """The host's bytes while reference and reward models are loaded: each in its own format."""
     reference = DTYPE_BYTES[spec.learner.dtype] * shape.parameters if spec.algorithm.needs.reference else 0
     return reference + sum(DTYPE_BYTES[part.dtype] * of.parameters for part, of in rewards)
 

@@ -22,7 +22,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 CHART_KEY = "ray.gpuGroups[].sharedMemory or ray.cpuGroup.sharedMemory"
-"""Of the Helm chart, for pods with GPUs and without."""
+"""The key of the Helm chart, for pods with GPUs and without."""
 
 _OBJECT_STORE_SHARE = 8
 _OBJECT_STORE_BYTES = (200 * 10**6, 8 * GIB)
@@ -66,7 +66,7 @@ class Needed:
     learner: bool
     """The learner's store is there; else a cache of it."""
     memory_bytes: int = 0
-    """Of its processes, in the host's memory."""
+    """The bytes of its processes, in the host's memory."""
 
     @property
     def versions(self) -> int:

@@ -26,7 +26,8 @@ SLOWEST_BYTES_PER_S = 1e8
 measured at 5 to 16 times that (docs/benchmarks.md)."""
 
 SLOWEST_SHARE = 0.05
-"""Of a device's peak, in the slowest learner that is still at work and does not hang. Learners reach 20 to 50 %."""
+"""The share of a device's peak that the slowest learner reaches which is still at work and does not hang. Learners
+reach 20 to 50 %."""
 
 
 LOGITS_MIB = (2048, 1024, 512, 256)

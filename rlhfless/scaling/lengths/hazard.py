@@ -47,7 +47,7 @@ class HazardTable:
         return result
 
     def shape(self, mean: float, sd: float) -> Shape:
-        """Of the distribution of (x - mean) / sd."""
+        """The shape of the distribution of (x - mean) / sd."""
         return Shape((self._x - mean) / sd, self._hazard)
 
     def moments(self) -> tuple[float, float]:

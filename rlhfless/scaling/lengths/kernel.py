@@ -35,8 +35,8 @@ def gather(
     entries: Samples,
     drawn: Array,
 ) -> tuple[int, int]:
-    """Of a step [prompts, samples] the unfinished samples, `sample` and `kind` [samples]: siblings that follow each
-    other and have drawn as many tokens are of one kind. Returns how many samples and kinds there are.
+    """Collects the unfinished samples of a step [prompts, samples] in `sample` and `kind` [samples]: siblings that
+    follow each other and have drawn as many tokens are of one kind. Returns how many samples and kinds there are.
 
     `entries` is the evidence that there is for the prompts of these, `drawn` [kinds] what each kind has: first come the
     kinds, and in the last places two for each prompt, what has ended and what was cut off.
