@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlhfless.prefixes.shared_forward import SharedForward
-from rlhfless.records import FunctionName, Work
+from rlhfless.records import FunctionName, SleepTier, Work
 from rlhfless.scaling.latency.startup import start_s
 from rlhfless.scaling.leases import RentalTerms
 from rlhfless.scaling.placement import Allocation, Device
@@ -156,7 +156,7 @@ class ScenarioLayout:
             Allocation.of(self.learner_side),
             self._first.devices[0][0],
             start_s(scenario.model.shape),
-            {"host_weights": timing.learner_wake_s(scenario, kind, count)},
+            {SleepTier.HOST: timing.learner_wake_s(scenario, kind, count)},
         )
         evaluated = 1 - 1 / scenario.learner.mini_batches  # all but the first
         return LearnerShape(
@@ -185,7 +185,7 @@ class ScenarioLayout:
         side = tuple(self.learner_side[-devices:])
         wake_s = model.total_bytes / (len(side) * device.host_bytes_per_s.value)
         slot_setup = SlotSetup(
-            Allocation.of(side), self._first.devices[-1][0], start_s(model), {"host_weights": wake_s}
+            Allocation.of(side), self._first.devices[-1][0], start_s(model), {SleepTier.HOST: wake_s}
         )
         token_s = timing.forward_token_s(scenario, kind, len(side))
         return ServiceShape(slot_setup, FunctionName.REFERENCE, Work.LOGPROBS, 0.0, token_s)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rlhfless.records import SleepTier
 from rlhfless.scaling.engine_model import EngineModel
 from rlhfless.scaling.latency.aiconfigurator import MeasuredKernels, NoTables, tables_folder
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.fitted import LinearEngine
 from rlhfless.scaling.latency.roofline import Roofline
 from rlhfless.scaling.latency.shape import ModelShape, UnknownShape
-from rlhfless.scaling.latency.startup import SleepTier, wake_s
+from rlhfless.scaling.latency.startup import wake_s
 from rlhfless.sim.replay.latency_file import load_latency
 from rlhfless.sim.scenarios.model import FittedLatency, KernelsLatency, ScenarioEngineSpec
 from rlhfless.sim.scenarios.scenario import Scenario

@@ -158,7 +158,7 @@ async def test_the_fewest_actors_stay_and_the_ledger_says_so(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("asked", "fault"),
     [
-        (lambda fleet: fleet.release(0, "host_weights", 3), "no sleep tiers"),
+        (lambda fleet: fleet.release(0, "host", 3), "no sleep tiers"),
         (lambda fleet: fleet.release(1, None, 3), "slot 1 is released, and has no actor"),
         (lambda fleet: fleet.release(3, None, 3), "the learner's, which keeps the run's state"),
         (lambda fleet: fleet.start(0, None, 3), r"slot 0 is asked to start, and has an actor \(serving\)"),

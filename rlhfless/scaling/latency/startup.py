@@ -7,9 +7,7 @@ without that part it is 0.81 s per billion, and weights are counted at the rate 
 
 from __future__ import annotations
 
-from enum import StrEnum
-
-from rlhfless.records import StartPhase
+from rlhfless.records import SleepTier, StartPhase
 from rlhfless.scaling.latency.devices import DeviceSheet
 from rlhfless.scaling.latency.shape import ModelShape
 
@@ -34,15 +32,6 @@ CHART_S_PER_PARAMETER = 3 * 4 / 25e9
 
 WARM_UP_S = 0.1
 """A wake-up with hardly any weights: vLLM's sleep mode takes 0.1 to 0.4 s with small models (blog of 2025-10-26)."""
-
-
-class SleepTier(StrEnum):
-    """The tiers of sleep: what a sleeping replica keeps."""
-
-    HOST_WEIGHTS = "host_weights"
-    """The process, and its weights in host memory (vLLM's sleep level 1)."""
-    PROCESS = "process"
-    """The process alone (level 2)."""
 
 
 def weight_load_s(shape: ModelShape, bytes_per_s: float) -> float:
@@ -71,6 +60,6 @@ def wake_s(
     tier: SleepTier, shape: ModelShape, device: DeviceSheet, store_bytes_per_s: float, tensor_parallel: int = 1
 ) -> float:
     """Seconds from sleep to a replica that can serve. Each device of a replica has its own link to host memory."""
-    if tier is SleepTier.HOST_WEIGHTS:
+    if tier is SleepTier.HOST:
         return WARM_UP_S + weight_load_s(shape, tensor_parallel * device.host_bytes_per_s.value)
     return WARM_UP_S + weight_load_s(shape, store_bytes_per_s)
