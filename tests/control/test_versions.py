@@ -18,6 +18,7 @@ from rlhfless.control.driver import main as driver
 from rlhfless.control.driver.main import ENDED, drive
 from rlhfless.control.driver.outbox import undelivered
 from rlhfless.control.drivers import ORDER_FILE, read_order, write_order
+from rlhfless.control.objects import ErrorObject
 from rlhfless.control.ray_host import RAY_FILE, read_ray
 from rlhfless.fleet.ray_session import NoCluster
 
@@ -162,3 +163,9 @@ def test_the_host_of_a_newer_version_is_read(tmp_path: Path) -> None:
     found = read_ray(tmp_path / RAY_FILE)
     assert found is not None
     assert found.devices == devices
+
+
+def test_an_error_that_an_earlier_version_stored_can_be_read() -> None:
+    problem = {"param": "steps", "message": "steps is 0", "mend": "write 1 or more"}
+    error = ErrorObject.model_validate({"code": "invalid_request", "message": "steps is 0", "problems": [problem]})
+    assert error.problems[0].hint == "write 1 or more"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 T = TypeVar("T")
 
@@ -25,6 +25,14 @@ class ProblemObject(ApiObject):
     param: str | None
     message: str
     hint: str | None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, values: Any) -> Any:
+        """Errors that were stored, or that a driver of then sends, call the hint `mend`."""
+        if isinstance(values, dict) and "mend" in values:
+            values = {key: value for key, value in values.items() if key != "mend"} | {"hint": values["mend"]}
+        return values
 
 
 class ErrorObject(ApiObject):
