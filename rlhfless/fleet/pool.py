@@ -246,13 +246,17 @@ class ReplicaPool(Replicas):
     # -- replicas that sleep and wake, as Turns asks
 
     async def fall_asleep(self, call: Call) -> None:
-        """Put all replicas to sleep. One that is lost meanwhile has given its memory back, too."""
+        """Put all replicas to sleep. One that does not fall asleep is given up and ended: it may hold memory that the
+        next function needs, and can be replaced."""
 
         async def put_to_sleep(replica: Replica) -> None:
             try:
                 await replica.sleep(call, self.tier(), self._timeouts.sync_s)
-            except ReplicaLost as lost:
-                log.warning("%s was lost while it fell asleep: %s", replica.name, lost)
+            except Exception as fault:
+                log.warning("%s did not fall asleep and is ended: %s", replica.name, fault)
+                replica.give_up(str(fault))
+                replica.lost = True  # a replica that drains counts as leaving, and this one was needed
+                await self._call_off(replica)
 
         await gather_or_cancel(*(put_to_sleep(replica) for replica in self.replicas()))
 

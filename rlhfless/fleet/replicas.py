@@ -131,7 +131,7 @@ class Replicas:
         return replica
 
     async def _call_off(self, replica: Replica) -> None:
-        """Remove a replica after its start has failed or been cancelled."""
+        """Remove a replica whose start has failed or been cancelled, or that does not fall asleep."""
         replica.gone()
         await asyncio.shield(self._remove([replica.name]))
 

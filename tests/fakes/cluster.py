@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.pool import ReplicaPool
-from rlhfless.fleet.replica import Replica
+from rlhfless.fleet.replica import CallTimeout, Replica
 from rlhfless.functions.base import Call, CallUsage, ReplicaInfo, Reply
 from rlhfless.functions.generation.deployment import LoadProof
 from rlhfless.records import FunctionName, ReplicaState, SleepTier, Slept, WeightVersion
@@ -34,6 +34,8 @@ class FakeCluster:
         """Of the starts, by slot."""
         self.loads: dict[str, asyncio.Future[None]] = {}
         """Of replicas whose loads end when the test lets them, by name."""
+        self.restless: set[str] = set()
+        """Names of replicas that do not fall asleep."""
         self.stopped: list[str] = []
         self._slots: dict[str, int] = {}
 
@@ -90,6 +92,8 @@ class FakeHandle:
     async def _answer(self, method: str) -> Reply[Any]:
         if method == "load" and self._name in self._cluster.loads:
             await self._cluster.loads[self._name]
+        if method == "sleep" and self._name in self._cluster.restless:
+            raise CallTimeout("waited 1 s for its memory")
         info = ReplicaInfo(f"{self._name}-1", 1, "here")
         proof = LoadProof(moved_nats=1.0, tensors=1, read_back=1, chart_s=3.0, load_s=1.0)
         slept = Slept(SleepTier.HOST, 1, 0)

@@ -150,6 +150,17 @@ async def test_actors_wake_with_the_version_of_the_step() -> None:
         assert actors.replicas()[0].served == NEXT.version.label
 
 
+async def test_a_replica_that_does_not_fall_asleep_is_ended_before_the_next_one_wakes() -> None:
+    cluster = FakeCluster()
+    learner, reference = (holder(cluster, name, 0) for name in (FunctionName.LEARNER, FunctionName.REFERENCE))
+    take_turns([learner, reference])
+    cluster.restless.add("reference-0")
+    async with learner.turn(CALL):
+        assert cluster.stopped == ["reference-0"]
+        assert reference.state(0) is None  # another one can start there
+        assert reference.lost == 1
+
+
 async def test_a_replica_that_is_lost_while_it_falls_asleep_holds_nothing_up() -> None:
     cluster = FakeCluster()
     learner, reference = (holder(cluster, name, 0) for name in (FunctionName.LEARNER, FunctionName.REFERENCE))
