@@ -279,11 +279,11 @@ class GenerationFunction(Function):
         start_s = time.time()
         async with self._loading:
             await self._end_earlier(call)
-            if tier is SleepTier.DROPPED:
-                self._loaded = None
-            self._cached.clear()
             with self._engine_faults("falling asleep"):
                 slept = await self._engine.sleep(tier)
+            self._cached.clear()
+            if self._engine.rest.empty:
+                self._loaded = None
         return self.reply(slept, start_s)
 
     async def wake(self, call: Call) -> Reply[None]:
