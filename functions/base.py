@@ -157,8 +157,7 @@ class Function:
         """Give up the memory of the replica's devices and keep its processes; idempotent. Its work is refused until
         `wake`. A function that holds nothing on a device does nothing."""
         self.admit(call)
-        start_s = time.time()
-        return self.reply(Slept(tier, 0, 0), start_s)
+        return self.reply(Slept(tier, 0, 0), time.time())
 
     async def wake(self, call: Call) -> Reply[None]:
         """Get the memory back, and the state that was kept; idempotent."""

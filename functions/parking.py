@@ -67,16 +67,16 @@ class Parking:
         if self._on_gpu:
             require_free(self._storages[0].device, self.size_bytes)
         refill(self._storages, self._sizes)
-        if self._file is not None:
+        if self._on_gpu:
+            for host, storage in zip(self._pinned, self._storages, strict=True):
+                _as_bytes(storage).copy_(host, non_blocking=True)
+            torch.cuda.synchronize()
+        elif self._file is not None:
             self._file.seek(0)
             for storage in self._storages:
                 _read_into(self._file, storage)
             self._file.close()
             self._file = None
-        for host, storage in zip(self._pinned, self._storages, strict=bool(self._pinned)):
-            _as_bytes(storage).copy_(host, non_blocking=True)
-        if self._pinned:
-            torch.cuda.synchronize()
         self.parked = False
 
     @property

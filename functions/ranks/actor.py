@@ -89,7 +89,7 @@ class RankActor(Generic[S]):
 
     def sleep(self) -> Slept:
         """Move what is kept on the device to the host's memory. Idempotent."""
-        from rlhfless.functions.parking import Parking, give_back_free_memory, held_bytes
+        from rlhfless.functions.parking import Parking, held_bytes
         from rlhfless.functions.policy import default_device
 
         device = default_device()
@@ -97,7 +97,6 @@ class RankActor(Generic[S]):
         if self._parking is None:  # the tensors are the same ones for the life of the rank
             self._parking = Parking(self.kept_on_device())
         self._parking.park()
-        give_back_free_memory()
         held = held_bytes(device)
         return Slept(SleepTier.HOST, max(before - held, 0), held)
 

@@ -217,13 +217,7 @@ class VllmEngine:
         self.rest.require_weights("load weights")
         if self.usable and self.loaded == published.version:
             return None
-        try:
-            report: LoadReport = await self._call("load", published, timeout_s=self.settings.timeouts.sync_s)
-        except EngineBusy:
-            raise
-        except Exception as error:
-            self._fail(EngineDead(f"loading {published.version.label} failed: {error}"))
-            raise
+        report: LoadReport = await self._change(f"loading {published.version.label}", "load", published)
         self.loaded = published.version
         self.rest.empty = False
         return report
@@ -232,13 +226,7 @@ class VllmEngine:
         """See Engine.sleep."""
         if self.rest.tier is not None:
             return Slept(self.rest.tier, 0, 0)
-        try:
-            slept: Slept = await self._call("sleep", tier, timeout_s=self.settings.timeouts.sync_s)
-        except EngineBusy:
-            raise
-        except Exception as error:
-            self._fail(EngineDead(f"falling asleep failed: {error}"))
-            raise
+        slept: Slept = await self._change("falling asleep", "sleep", tier)
         self.rest.slept(tier)
         if self.rest.empty:
             self.loaded = None
@@ -249,11 +237,7 @@ class VllmEngine:
         asleep = tuple(part for part in parts or ENGINE_PARTS if part in self.rest.parts)
         if not asleep:
             return
-        try:
-            await self._call("wake", asleep, timeout_s=self.settings.timeouts.sync_s)
-        except Exception as error:
-            self._fail(EngineDead(f"waking up failed: {error}"))
-            raise
+        await self._change("waking up", "wake", asleep)
         self.rest.woke(asleep)
 
     async def logprobs(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -287,6 +271,17 @@ class VllmEngine:
         if not processes.end_session(self._process.pid, GRACE_S, KILL_S):
             log.error("processes of an engine are there %.0f s after they were killed; they may hold a device", KILL_S)
         return self._process.wait()
+
+    async def _change(self, doing: str, method: str, argument: Any) -> Any:
+        """A call that changes what the engine holds: after any failure but EngineBusy, which comes before the change,
+        its state is unknown, and it is unusable."""
+        try:
+            return await self._call(method, argument, timeout_s=self.settings.timeouts.sync_s)
+        except EngineBusy:
+            raise
+        except Exception as error:
+            self._fail(EngineDead(f"{doing} failed: {error}"))
+            raise
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         call_id = next(self._numbers)
