@@ -41,6 +41,7 @@ test-all: test
 # What the tests of `make test` without engines execute, line and branch, by package.
 coverage: setup
 	@$(BIN)/pytest -m "not engine and not kubernetes and not long" -n logical --dist loadfile --cov --cov-report= -q
+	@mkdir -p build
 	@$(BIN)/coverage json -q -o build/coverage.json
 	@$(BIN)/python scripts/coverage_by_package.py build/coverage.json
 
