@@ -12,10 +12,7 @@ import pytest
 from fakes import saboteur
 from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
 from rlhfless.functions.base import Call
-from rlhfless.loop.driver import Driver
-from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.run import Run
-from rlhfless.loop.session import Session, open_session
 from rlhfless.records import PublishedWeights
 from rlhfless.records.compare import Comparison, compare_samples
 from rlhfless.records.traces import read_trace
@@ -36,6 +33,7 @@ IN_GENERATION = {
 
 
 async def sabotage(run: Run) -> None:
+    cut_file_before(run, FAULT_STEPS)
     for step, act in IN_GENERATION.items():
         await saboteur.generating(run, step)
         await act(run)
@@ -54,24 +52,15 @@ def cut_file_before(run: Run, step: int) -> None:
     run.sync = damaged  # type: ignore[method-assign]
 
 
-async def drive(start: Session) -> tuple[Recovered, str]:
-    """(what was recovered, digest of the last weights)."""
-    async with open_session(start) as (run, first):
-        cut_file_before(run, FAULT_STEPS)
-        saboteurs = asyncio.create_task(sabotage(run))
-        recovered = await Driver(start).drive(run, first)
-        assert saboteurs.done(), "a step ended before it was broken"
-        saboteurs.result()
-        return recovered, run.published.version.digest
-
-
 @pytest.mark.long
 def test_a_run_that_is_broken_in_every_way_ends_as_if_nothing_had_happened(
     whole: Whole, assets: Path, tmp_path: Path
 ) -> None:
     """Against a run with one actor; this one has two, which come and go."""
     recovery = {"lease_s": 6, "beat_s": 3}
-    recovered, digest = asyncio.run(drive(fault_opening(assets, tmp_path, actors=2, recovery=recovery)))
+    recovered, digest = asyncio.run(
+        saboteur.drive(fault_opening(assets, tmp_path, actors=2, recovery=recovery), sabotage)
+    )
     # Learner, rank, scoring, store; the work of a lost actor moves, and no step is done again for it.
     assert recovered.steps_again >= 4
     assert recovered.replicas_lost >= 6  # two actors, an engine, scoring, and the learner twice; one more was drained
@@ -102,24 +91,16 @@ HUNG_S = 20.0
 """Limit of a learner's call in the run whose rank hangs; a step of it takes a second."""
 
 
-async def drive_with_hung_rank(start: Session) -> tuple[Recovered, str]:
-    async with open_session(start) as (run, first):
-
-        async def hang() -> None:
-            await saboteur.generating(run, 2)
-            await saboteur.stop_rank(run)
-
-        hanging = asyncio.create_task(hang())
-        recovered = await Driver(start).drive(run, first)
-        await hanging
-        return recovered, run.published.version.digest
+async def hang(run: Run) -> None:
+    await saboteur.generating(run, 2)
+    await saboteur.stop_rank(run)
 
 
 @pytest.mark.long
 def test_a_rank_that_hangs_is_replaced_within_its_time(whole: Whole, assets: Path, tmp_path: Path) -> None:
     times = {"drain_s": 3, "call_s": HUNG_S}
     start = fault_opening(assets, tmp_path, actors=1, timeouts=times, scoring={"timeout_s": 15})
-    recovered, digest = asyncio.run(drive_with_hung_rank(start))
+    recovered, digest = asyncio.run(saboteur.drive(start, hang))
     assert (recovered.replicas_lost, recovered.steps_again) == (1, 2), "from the start's weights: no checkpoint yet"
     assert digest == whole.digest
     (decision,) = [each for each in read_trace(tmp_path / "trace").decisions if each.kind == "recover"]

@@ -10,8 +10,7 @@ import pytest
 from fakes import saboteur
 from fakes.live_runs import FAULT_STEPS, Whole, fault_opening
 from rlhfless.loop.driver import Driver
-from rlhfless.loop.recovery import Recovered
-from rlhfless.loop.session import Session, open_session
+from rlhfless.loop.run import Run
 from rlhfless.records import FunctionName, ReplicaState
 from rlhfless.records.traces import Trace, read_trace
 
@@ -41,26 +40,18 @@ def test_functions_that_take_turns_do_what_they_did_side_by_side(assets: Path, w
                 assert one.end_s <= other.start_s or other.end_s <= one.start_s, (one, other)
 
 
-async def _broken(start: Session) -> tuple[Recovered, str]:
-    async with open_session(start) as (run, first):
-
-        async def sabotage() -> None:
-            await saboteur.generating(run, 2)
-            await saboteur.kill_learner(run)  # it is asleep
-            await saboteur.generating(run, 4)
-            await saboteur.kill_actor(run)
-
-        sabotaging = asyncio.create_task(sabotage())
-        recovered = await Driver(start).drive(run, first)
-        await sabotaging
-        return recovered, run.published.version.digest
+async def sabotage(run: Run) -> None:
+    await saboteur.generating(run, 2)
+    await saboteur.kill_learner(run)  # it is asleep
+    await saboteur.generating(run, 4)
+    await saboteur.kill_actor(run)
 
 
 def test_a_learner_that_dies_asleep_and_an_actor_that_dies_awake_change_nothing(
     assets: Path, whole: Whole, tmp_path: Path
 ) -> None:
     start = fault_opening(assets, tmp_path, actors=1, placement={"turns": True, "devices": 1})
-    recovered, digest = asyncio.run(_broken(start))
+    recovered, digest = asyncio.run(saboteur.drive(start, sabotage))
     assert digest == whole.digest
     assert recovered.replicas_lost >= 2
     assert tokens_of(read_trace(tmp_path / "trace")) == tokens_of(whole.trace)

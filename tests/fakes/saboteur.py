@@ -11,7 +11,10 @@ from pathlib import Path
 import psutil
 
 from rlhfless.fleet.replica import Replica
+from rlhfless.loop.driver import Driver
+from rlhfless.loop.recovery import Recovered
 from rlhfless.loop.run import Run
+from rlhfless.loop.session import Session, open_session
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
@@ -88,3 +91,13 @@ async def cut_store_file(run: Run) -> None:
 
 
 Sabotage = Callable[[Run], Awaitable[None]]
+
+
+async def drive(start: Session, sabotage: Sabotage) -> tuple[Recovered, str]:
+    """A run that is broken while it works: what was recovered, and the digest of the last weights."""
+    async with open_session(start) as (run, first):
+        sabotaging = asyncio.create_task(sabotage(run))
+        recovered = await Driver(start).drive(run, first)
+        assert sabotaging.done(), "a step ended before it was broken"
+        sabotaging.result()
+        return recovered, run.published.version.digest
