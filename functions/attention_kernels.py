@@ -48,17 +48,17 @@ def attend_backward(
     """The gradients of query, key and value, of shapes as in `attend`, when `gradient` is that of `output`. Output and
     logsumexp may be of more keys than these: then the gradients are these keys' part."""
     if query.device.type == "cpu":
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, output, logsumexp, 0.0, causal, scale=scale
         )
-        return found[0], found[1], found[2]
+        return gradients[0], gradients[1], gradients[2]
     padded = torch.nn.functional.pad(logsumexp.float(), (0, -logsumexp.shape[2] % LSE_ALIGNMENT))
     no_dropout = torch.zeros((), dtype=torch.int64, device="cpu")
-    found = _aten._scaled_dot_product_efficient_attention_backward(
+    gradients = _aten._scaled_dot_product_efficient_attention_backward(
         gradient, query, key, value, None, output, padded, no_dropout, no_dropout, 0.0, [True, True, True, False],
         causal, scale=scale,
     )  # fmt: skip
-    return found[0], found[1], found[2]
+    return gradients[0], gradients[1], gradients[2]
 
 
 def runs_side_by_side(device: torch.device, dtype: torch.dtype) -> bool:

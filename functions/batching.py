@@ -77,9 +77,9 @@ def fed_sequences(batch: PackedBatch) -> SharingSequences:
 
 def first_responses(batch: PackedBatch) -> IntArray:
     """Position of the first token of each sequence that the model drew, `[sequences]`; its length if there is none."""
-    found = batch.lengths.copy()
-    np.minimum.at(found, batch.sequence_id[batch.response_mask], batch.positions[batch.response_mask])
-    return found
+    firsts = batch.lengths.copy()
+    np.minimum.at(firsts, batch.sequence_id[batch.response_mask], batch.positions[batch.response_mask])
+    return firsts
 
 
 def prompt_tokens(batch: PackedBatch) -> int:

@@ -35,18 +35,18 @@ def require_cuda() -> None:
         return
     driver, wheel = _driver(), torch.version.cuda
     built = f"torch {torch.__version__} is " + (f"built for CUDA {wheel}" if wheel else "a wheel for CPUs")
-    found = f"NVIDIA's driver there is {driver}" if driver else f"no NVIDIA driver is there ({DRIVER_VERSION})"
+    driver_words = f"NVIDIA's driver there is {driver}" if driver else f"no NVIDIA driver is there ({DRIVER_VERSION})"
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     raise NoCuda(
-        f"no CUDA on {os.uname().nodename} for a function that was given its GPUs {mask}: {built}, and {found}; "
+        f"no CUDA on {os.uname().nodename} for a function that was given its GPUs {mask}: {built}, and {driver_words}; "
         + _mend(driver, wheel)
     )
 
 
 def cuda_fault(trace: str) -> NoCuda | None:
     """The NoCuda that ended a process with this trace; None if it ended for another reason."""
-    found = re.findall(rf"\.{NoCuda.__name__}: ([^\n]*)", trace)
-    return NoCuda(found[-1]) if found else None
+    reasons = re.findall(rf"\.{NoCuda.__name__}: ([^\n]*)", trace)
+    return NoCuda(reasons[-1]) if reasons else None
 
 
 def _driver() -> str:

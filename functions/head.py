@@ -94,11 +94,11 @@ class _ChunkedHead(torch.autograd.Function):
         temperature: float,
         rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = []
+        parts = []
         for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
             everything = _log_softmax(head, linear(part, weight, bias), temperature)
-            found.append((_taken(everything, target), _entropy(everything)))
-        logprobs, entropy = map(torch.cat, zip(*found, strict=True))
+            parts.append((_taken(everything, target), _entropy(everything)))
+        logprobs, entropy = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.head, ctx.temperature, ctx.rows = head, temperature, rows
         ctx.mark_non_differentiable(entropy)

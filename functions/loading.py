@@ -61,8 +61,8 @@ class Misfit:
             what = counted(
                 "tensor",
                 (
-                    f"{name!r} as {list(found)} instead of {list(wanted)}"
-                    for name, (found, wanted) in sorted(self.mismatched.items())
+                    f"{name!r} as {list(actual)} instead of {list(wanted)}"
+                    for name, (actual, wanted) in sorted(self.mismatched.items())
                 ),
             )
             problems.append(Problem(field, f"{holder(self.mismatched)} has {what}", OTHER_CONFIG))
@@ -93,7 +93,9 @@ def load_whole(
     """
     try:
         with _prepared(prepare), _in_host_memory() if offload else contextlib.nullcontext():
-            model, found = auto.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+            model, loading = auto.from_pretrained(
+                path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except (SafetensorError, pickle.UnpicklingError, EOFError) as error:
         raise _unfit(path, [Problem(field, f"a weight file cannot be read: {error}", RESTORE)]) from error
     except RuntimeError as error:
@@ -101,7 +103,7 @@ def load_whole(
             raise
         gave_up = Misfit("the model", {}, (), {}, first_line(error))
         raise _unfit(path, gave_up.problems(field, _checkpoint)) from error
-    problems = _misfit_of(model, found, {}).problems(field, _checkpoint)
+    problems = _misfit_of(model, loading, {}).problems(field, _checkpoint)
     bad = [repr(name) for name, parameter in model.named_parameters() if not is_finite(parameter)]
     if bad:
         what = f"NaN or infinite values are in {counted('tensor', bad)} (as {str(model.dtype).removeprefix('torch.')})"
@@ -173,7 +175,7 @@ def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
     tensors = {name: torch.empty(tuple(shape), device="meta") for name, shape in stored.items()}
     try:
         with _quiet():
-            model, found = type(blank).from_pretrained(
+            model, loading = type(blank).from_pretrained(
                 None,
                 config=copy.deepcopy(config),
                 state_dict=tensors,
@@ -189,17 +191,17 @@ def misfit(blank: Any, config: Any, stored: Mapping[str, Shape]) -> Misfit:
         everything = set(blank.state_dict()) - set(getattr(blank, "all_tied_weights_keys", ()))
         gave_up = Misfit(type(blank).__name__, {}, (), {}, first_line(error))
         return _in_names_of_files(blank, gave_up, everything, stored)
-    return _misfit_of(model, found, stored)
+    return _misfit_of(model, loading, stored)
 
 
-def _misfit_of(model: Any, found: Mapping[str, Any], stored: Mapping[str, Shape]) -> Misfit:
+def _misfit_of(model: Any, loading: Mapping[str, Any], stored: Mapping[str, Shape]) -> Misfit:
     """From transformers' report of a load. `stored`: the tensors of the files, if they are known."""
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     result = Misfit(
         class_of(model).__name__,
-        {name: shapes.get(name, ()) for name in found["missing_keys"]},
-        tuple(found["unexpected_keys"]),
-        {name: (tuple(has), tuple(wanted)) for name, has, wanted in found["mismatched_keys"]},
+        {name: shapes.get(name, ()) for name in loading["missing_keys"]},
+        tuple(loading["unexpected_keys"]),
+        {name: (tuple(has), tuple(wanted)) for name, has, wanted in loading["mismatched_keys"]},
     )
     return _in_names_of_files(model, result, {*result.missing, *result.mismatched}, stored) if result else result
 

@@ -44,10 +44,10 @@ def memory_told(function: str, phase: str, planned: Planned) -> Iterator[None]:
 
 def engine_fault(trace: str, planned: Planned) -> OutOfMemory | None:
     """What the end of an engine's process says of memory; None if it ended for another reason."""
-    found = [line for line in _ENGINE.findall(trace) if " INFO " not in line]  # which tell how much there was
-    if not found:
+    lines = [line for line in _ENGINE.findall(trace) if " INFO " not in line]  # which tell how much there was
+    if not lines:
         return None
-    return OutOfMemory(told("generation", "generate", planned, found[-1].strip()))
+    return OutOfMemory(told("generation", "generate", planned, lines[-1].strip()))
 
 
 def told(function: str, phase: str, planned: Planned, what: str) -> str:

@@ -74,8 +74,8 @@ def _measured_s(policy: PolicyNetwork, passes: Sequence[Callable[[], object]]) -
     if policy.mesh is not None and policy.mesh.size() > 1:
         times_s = times_s.to(policy.device)
         dist.all_reduce(times_s)
-    found: list[float] = times_s.tolist()
-    return found
+    measured_s: list[float] = times_s.tolist()
+    return measured_s
 
 
 def _time_s(policy: PolicyNetwork, forward: Callable[[], object]) -> float:

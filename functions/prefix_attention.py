@@ -189,24 +189,24 @@ class _PrefixAttention(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         groups = (key.shape[1], query.shape[1] // key.shape[1])
         keys, values = (repeat_kv(tensor, groups[1]) for tensor in (key, value))
-        found = [torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (query, keys, values)]
+        sums = [torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (query, keys, values)]
         for index, valid in ctx.layout.buckets:
             upstream = _rows(gradient, index).masked_fill(~valid.view(index.shape)[:, None, :, None], 0)
             q, k, v, out = (_rows(tensor, index) for tensor in (query, keys, values, output))
             scores = logsumexp[0][:, index].transpose(0, 1)
             at = index.flatten()[valid]
             parts = attend_backward(upstream, q, k, v, out, scores, scale=ctx.scale, causal=True)
-            for total, part in zip(found, parts, strict=True):
+            for total, part in zip(sums, parts, strict=True):
                 total[0][:, at] += part.transpose(0, 1).flatten(1, 2)[:, valid]
         for own, users in ctx.layout.shared:
             upstream, q, out = (tensor[:, :, users] for tensor in (gradient, query, output))
             k, v = (tensor[:, :, own] for tensor in (keys, values))
             scores = logsumexp[:, :, users]
             parts = attend_backward(upstream, q, k, v, out, scores, scale=ctx.scale, causal=False)
-            for total, part, where in zip(found, parts, (users, own, own), strict=True):
+            for total, part, where in zip(sums, parts, (users, own, own), strict=True):
                 total[:, :, where] += part
-        found[1:] = [total.unflatten(1, groups).sum(2) for total in found[1:]]
-        return *(total.to(query.dtype) for total in found), None, None
+        sums[1:] = [total.unflatten(1, groups).sum(2) for total in sums[1:]]
+        return *(total.to(query.dtype) for total in sums), None, None
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -31,11 +31,11 @@ def private(folder: Path) -> Path:
     """The folder, made if it is missing, with mode 0700, whatever the umask. Raises NotPrivate if it, or the link that
     leads to it, is another user's."""
     folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    for found, what in ((folder.lstat(), "it"), (folder.stat(), "what it leads to")):
-        is_link = stat.S_ISLNK(found.st_mode)
-        if found.st_uid not in ({os.getuid(), 0} if is_link else {os.getuid()}):
+    for status, what in ((folder.lstat(), "it"), (folder.stat(), "what it leads to")):
+        is_link = stat.S_ISLNK(status.st_mode)
+        if status.st_uid not in ({os.getuid(), 0} if is_link else {os.getuid()}):
             raise NotPrivate(
-                f"{folder} cannot be used: {what} belongs to another user (uid {found.st_uid}); remove it, or name "
+                f"{folder} cannot be used: {what} belongs to another user (uid {status.st_uid}); remove it, or name "
                 "another folder"
             )
     if stat.S_IMODE(folder.stat().st_mode) != PRIVATE:

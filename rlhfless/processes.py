@@ -48,14 +48,14 @@ def die_with_spawner() -> None:
 
 def session_members(session: int) -> tuple[int, ...]:
     """Processes of a session that run, by number; not one of which only the exit code is left."""
-    found = []
+    members = []
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with contextlib.suppress(OSError):
             # The name, in parentheses, may hold anything; state, parent, group and session follow it (man 5 proc).
             state, _, _, of = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
             if int(of) == session and state not in "ZX":
-                found.append(pid)
-    return tuple(found)
+                members.append(pid)
+    return tuple(members)
 
 
 def end_session(session: int, grace_s: float, timeout_s: float) -> bool:

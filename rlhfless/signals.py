@@ -201,10 +201,10 @@ def kill_offspring() -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for _ in range(KILL_ROUNDS):
-        found = psutil.Process().children(recursive=True)
-        if not found:
+        children = psutil.Process().children(recursive=True)
+        if not children:
             return
-        for process in found:
+        for process in children:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(found, timeout=KILL_S)
+        psutil.wait_procs(children, timeout=KILL_S)

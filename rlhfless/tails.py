@@ -21,7 +21,7 @@ def tail(file: Path, lines: int) -> str:
     except OSError:
         return ""
     text = legible(content.decode("utf-8", "replace").replace("\r\n", "\n"))
-    found = text.splitlines()
+    complete = text.splitlines()
     if start:
-        found = found[1:]  # the first one is cut
-    return "".join(f"{line}\n" for line in found[-lines:])
+        complete = complete[1:]  # the first one is cut
+    return "".join(f"{line}\n" for line in complete[-lines:])

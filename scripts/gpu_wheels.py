@@ -58,13 +58,15 @@ def main() -> None:
 def _installed(name: str, version: str) -> Wheel | None:
     """A wheel of this environment; None if it has another one."""
     try:
-        found = metadata.distribution(name)
+        distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return None
-    if found.version != version:
+    if distribution.version != version:
         return None
-    files = (str(file) for file in found.files or () if "__pycache__" not in file.parts and file.parts[0] != "..")
-    return Wheel(_packaged(files), tuple(map(Requirement, found.requires or ())))
+    files = (
+        str(file) for file in distribution.files or () if "__pycache__" not in file.parts and file.parts[0] != ".."
+    )
+    return Wheel(_packaged(files), tuple(map(Requirement, distribution.requires or ())))
 
 
 def _fetched(name: str, version: str) -> Wheel:
@@ -117,10 +119,10 @@ def _needs(wheels: Mapping[str, Wheel]) -> dict[str, list[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [Requirement(line) for line in (*project["dependencies"], *project["optional-dependencies"]["gpu"])]
     extras: dict[str, set[str]] = defaultdict(set)
-    found: dict[str, set[str]] = {name: set() for name in wheels}
+    needed_by: dict[str, set[str]] = {name: set() for name in wheels}
     while asked:
         one = asked.pop()
-        name, before = canonicalize_name(one.name), found.get(canonicalize_name(one.name))
+        name, before = canonicalize_name(one.name), needed_by.get(canonicalize_name(one.name))
         if before is None:
             continue  # not pinned, which the test says
         extras[name] |= one.extras
@@ -131,7 +133,7 @@ def _needs(wheels: Mapping[str, Wheel]) -> dict[str, list[str]]:
                 if text not in before or not need.extras <= extras[canonicalize_name(need.name)]:
                     before.add(text)
                     asked.append(need)
-    return {name: sorted(needs) for name, needs in found.items()}
+    return {name: sorted(needs) for name, needs in needed_by.items()}
 
 
 def _places(files: Mapping[str, frozenset[str]]) -> dict[str, list[str]]:
@@ -141,12 +143,12 @@ def _places(files: Mapping[str, frozenset[str]]) -> dict[str, list[str]]:
         for path in paths:
             for folder in PurePosixPath(path).parents:
                 owners[f"{folder}/"].add(name)
-    found: dict[str, set[str]] = defaultdict(set)
+    places: dict[str, set[str]] = defaultdict(set)
     for name, paths in files.items():
         for path in paths:
             above = [f"{folder}/" for folder in reversed(PurePosixPath(path).parents)]
-            found[name].add(next((folder for folder in above if owners[folder] == {name}), path))
-    return {name: sorted(found[name]) for name in files}
+            places[name].add(next((folder for folder in above if owners[folder] == {name}), path))
+    return {name: sorted(places[name]) for name in files}
 
 
 if __name__ == "__main__":

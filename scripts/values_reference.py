@@ -34,15 +34,15 @@ def reference() -> str:
 
 def _rows(node: Any, lines: list[str], prefix: str) -> Iterator[str]:
     for key, value in node.value:
-        name, said = f"{prefix}{key.value}", _said(lines, key.start_mark.line)
+        name, comment = f"{prefix}{key.value}", _said(lines, key.start_mark.line)
         is_section = isinstance(value, yaml.MappingNode) and value.value and not value.flow_style
         if is_section:
-            if said:
-                yield f"| **`{name}`** | | {said} |"
+            if comment:
+                yield f"| **`{name}`** | | {comment} |"
             yield from _rows(value, lines, f"{name}.")
         else:
             default = value.start_mark.buffer[value.start_mark.index : value.end_mark.index].strip()
-            yield f"| `{name}` | `{default}` | {said} |"
+            yield f"| `{name}` | `{default}` | {comment} |"
 
 
 def _said(lines: list[str], line: int) -> str:

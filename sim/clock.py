@@ -34,8 +34,8 @@ class Agenda(Generic[E]):
 
     def pop_like(self, at_s: float, kind: type[L]) -> list[L]:
         """The events of a kind that are due next, all at this time, up to the first event of another kind."""
-        found: list[L] = []
+        alike: list[L] = []
         while self._heap and self._heap[0][0] == at_s and isinstance(event := self._heap[0][2], kind):
-            found.append(event)
+            alike.append(event)
             heapq.heappop(self._heap)
-        return found
+        return alike

@@ -235,8 +235,8 @@ class Generation:
         """Decoding slots that serve; if none does, decoding slots with a starting replica; if there is none, all."""
         actors = self._fleet.setup.actors
         slots = [slot for slot, shape in enumerate(actors) if not shape.engine.prefill_only]
-        there = [slot for slot in slots if self._fleet.there(slot)]
-        return [slot for slot in there if self._serves(slot)] or there or slots
+        present = [slot for slot in slots if self._fleet.there(slot)]
+        return [slot for slot in present if self._serves(slot)] or present or slots
 
     def _bill(self, replica: SimulatedReplica, engine: SimulatedEngine) -> None:
         """Records one call per span of work; the last call has the tokens."""

@@ -267,25 +267,25 @@ def _findable(state: State, node: int) -> int:
 def _hold(state: State, table: Table, limits: Limits, leaf: int, blocks: int) -> int:
     """A sequence takes `blocks` more blocks, and holds the nodes from `leaf` upwards. Returns its blocks that were in
     the cache."""
-    n, node, found, revived = state.n, leaf, 0, 0
+    n, node, matched, revived = state.n, leaf, 0, 0
     while node >= 0:
         own = _own(table, limits, node)
-        there = own
+        findable = own
         if state.residents[node] == 0:
-            there = _findable(state, node)
-        found = found + own if there == own else there
+            findable = _findable(state, node)
+        matched = matched + own if findable == own else findable
         node = table.parent[node]
-    cached: int = found
+    cached: int = matched
     node = leaf
     while node >= 0:  # found blocks are counted from the first on
         if state.residents[node] == 0:
             own = _own(table, limits, node)
             before = table.depth[table.parent[node]] // limits.block_tokens if table.parent[node] >= 0 else 0
-            there = min(max(found - before, 0), own)
-            n.evicted += max(state.idle[node] - there, 0) * limits.block_tokens
-            if there > 0:
-                _revive(state, node, there)
-                revived += there
+            findable = min(max(matched - before, 0), own)
+            n.evicted += max(state.idle[node] - findable, 0) * limits.block_tokens
+            if findable > 0:
+                _revive(state, node, findable)
+                revived += findable
             state.idle[node] = 0
         state.residents[node] += 1
         node = table.parent[node]
@@ -310,10 +310,10 @@ def put(pool: Pool, table: Table, limits: Limits, row: int, node: int) -> bool:
     n, own = state.n, _own(table, limits, node)
     if own > n.free:
         return False
-    there = _findable(state, node)
-    if there > 0:
-        _revive(state, node, there)
-    n.taken += own - there
+    findable = _findable(state, node)
+    if findable > 0:
+        _revive(state, node, findable)
+    n.taken += own - findable
     state.idle[node], state.evicts[node] = own, n.taken + n.free - own
     return True
 

@@ -141,8 +141,10 @@ def _pass_together(
 
 def shared_forward(batch: RolloutBatch, groups: Ints, forward: SharedForward) -> int:
     """Tokens of some groups that a pass does not compute, because it shares their prefixes."""
-    mine = np.isin(batch.group, groups)
-    return saved_tokens(batch.tree, batch.prompt_tokens, batch.group[mine], batch.response_tokens[mine], forward)
+    in_groups = np.isin(batch.group, groups)
+    return saved_tokens(
+        batch.tree, batch.prompt_tokens, batch.group[in_groups], batch.response_tokens[in_groups], forward
+    )
 
 
 def learn(

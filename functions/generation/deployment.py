@@ -124,8 +124,8 @@ class GenerationFunction(Function):
             try:
                 self._engine: Engine = await engine_class(settings.engine).start(settings.engine, _log_file(settings))
             except EngineDead as error:
-                told = engine_fault(str(error), settings.planned) or cuda_fault(str(error))
-                raise told or error from error
+                fault = engine_fault(str(error), settings.planned) or cuda_fault(str(error))
+                raise fault or error from error
         self._loaded: PublishedWeights | None = None
         self._loading = asyncio.Lock()
         self._runs: dict[RequestRun, int] = {}
@@ -248,7 +248,7 @@ class GenerationFunction(Function):
         usage = CallUsage(
             input_tokens=sum(map(len, request.prefixes)),
             cached_tokens=sum(cached),
-            evicted_tokens=sum(max(before - there, 0) for before, there in zip(expected, cached, strict=True)),
+            evicted_tokens=sum(max(before - after, 0) for before, after in zip(expected, cached, strict=True)),
             sequences=len(request.prefixes),
             version=request.version,
         )

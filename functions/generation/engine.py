@@ -308,5 +308,5 @@ class Engine(Protocol):
 def engine_class(settings: EngineSettings) -> type[Engine]:
     """The implementation that the settings name. Raises TargetError."""
     name = settings.engine.type
-    found: type[Engine] = load_target(BUILT_IN.get(name, name))
-    return found
+    engine: type[Engine] = load_target(BUILT_IN.get(name, name))
+    return engine

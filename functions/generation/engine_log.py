@@ -35,14 +35,14 @@ def log_file(run_folder: str, run_id: str, replica: str) -> Path:
     return folder / f"{replica.removeprefix(f'{run_id}-')}.log"
 
 
-def errors_and_end(log: Path, said: str) -> str:
+def errors_and_end(log: Path, explained: str) -> str:
     """The errors that the log of a failed start names, the first one first, because the others follow from it; and its
     last lines. Without lines that `said` has. Indented, so that no line is taken for the fault's own."""
-    lines = [line for line in tail(log, READ_LINES).splitlines() if line.strip() not in said]
+    lines = [line for line in tail(log, READ_LINES).splitlines() if line.strip() not in explained]
     named = dict.fromkeys(text for line in lines if _ERROR.match(text := _PREFIX.sub("", line)))
-    found = [f"errors in the engine's log, {log}:", *map(_indented, list(named)[:MOST_ERRORS])] if named else []
+    shown = [f"errors in the engine's log, {log}:", *map(_indented, list(named)[:MOST_ERRORS])] if named else []
     last = [f"the engine's log, {log}, ends with:", *map(_indented, lines[-LAST_LINES:])] if lines else []
-    return "\n".join([*found, *last])
+    return "\n".join([*shown, *last])
 
 
 def _indented(line: str) -> str:

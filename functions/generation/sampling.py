@@ -176,13 +176,13 @@ class RequestRun:
             self._finished[rollout.prompt_id].append(rollout)
         self._missing.subtract(rollout.prompt_id for rollout in rollouts)
         for prompt_id in dict.fromkeys(rollout.prompt_id for rollout in rollouts):
-            there = self._finished[prompt_id]
+            finished = self._finished[prompt_id]
             if self._missing[prompt_id] == 0:
                 del self._missing[prompt_id]
-            elif all(rollout.finish_reason != FinishReason.ABORT for rollout in there):
+            elif all(rollout.finish_reason != FinishReason.ABORT for rollout in finished):
                 continue
             self._finished[prompt_id] = []
-            yield tuple(sorted(there, key=lambda rollout: rollout.sample_index))
+            yield tuple(sorted(finished, key=lambda rollout: rollout.sample_index))
 
     def _progress(self) -> Progress:
         tokens = self._engine.progress()

@@ -98,8 +98,8 @@ class LearnerFunction(RankedFunction):
         can."""
         self.admit(call)
         start_s = time.time()
-        found: list[str | None] = await self._group.all("meets", token)
-        return self.reply(tuple(sorted({fault for fault in found if fault})), start_s)
+        answers: list[str | None] = await self._group.all("meets", token)
+        return self.reply(tuple(sorted({fault for fault in answers if fault})), start_s)
 
     async def restore(self, call: Call, location: str) -> Reply[None]:
         """Go on from a checkpoint, as if its step were the last that was learned. Idempotent."""

@@ -58,10 +58,10 @@ class Probing:
         """Within the block each layer has data while it runs."""
         with ExitStack() as hooks, ExitStack() as running:
             for prefix, layer in self._layers.items():
-                mine = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+                of_layer = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-                def begin(*_: Any, mine: Mapping[str, torch.Tensor] = mine) -> None:
-                    running.enter_context(self._filled(mine, fetch))
+                def begin(*_: Any, of_layer: Mapping[str, torch.Tensor] = of_layer) -> None:
+                    running.enter_context(self._filled(of_layer, fetch))
 
                 def end(*_: Any) -> None:
                     running.close()

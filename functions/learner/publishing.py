@@ -63,9 +63,9 @@ def gathered_as(
     name: str, value: torch.Tensor, dtype: DType, device: torch.device, substitute: Substitute | None
 ) -> torch.Tensor:
     """A parameter or buffer, whole on every rank, as it is published. *Collective*."""
-    found = _fetched(name, value, dtype, device, substitute, whole)
-    assert found is not None, "it is gathered on every rank"
-    return found
+    gathered = _fetched(name, value, dtype, device, substitute, whole)
+    assert gathered is not None, "it is gathered on every rank"
+    return gathered
 
 
 def _fetched(

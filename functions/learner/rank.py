@@ -228,17 +228,17 @@ class LearnerRank:
 
     def _update(self, batch: PackedBatch) -> dict[str, float] | None:
         """One optimiser step on a mini-batch. Returns its metrics, or None if it was skipped."""
-        mine = select(batch, share_of(self._policy, batch, self._learner.micro_batch_tokens))
-        parts = self._cut(mine)
+        share = select(batch, share_of(self._policy, batch, self._learner.micro_batch_tokens))
+        parts = self._cut(share)
         # Beside the metrics of the loss, which are shares too: so it is summed over micro-batches and ranks.
-        shared = prompt_tokens(mine) - parts.prompt_tokens
+        shared = prompt_tokens(share) - parts.prompt_tokens
         shares = [{SHARED_PROMPT_TOKENS: torch.tensor(float(shared), device=self._policy.device)}]
         # A rank without sequences has metrics, too, all 0: every rank must reduce the same ones.
         in_step = self._policy.in_step(parts.parts or (NO_SEQUENCES,))
         for number, part in enumerate(in_step, start=1):
             last = number == len(in_step)
             reduces(self._model, alone=self._alone, offload=self._learner.offload, last=last)
-            loss, metrics = self._loss(select(mine, part.indices), part.packed)
+            loss, metrics = self._loss(select(share, part.indices), part.packed)
             torch.autograd.backward(loss)
             shares.append(metrics)
         self._policy.settle()

@@ -85,8 +85,8 @@ def _tracked(rank: LearnerRank, batch: PackedBatch) -> Mapping[str, int]:
 
 
 def _peak(tracker: FSDPMemTracker) -> dict[str, int]:
-    found = tracker.get_tracker_snapshot("peak")[CPU]
-    return {str(getattr(kind, "value", kind)).lower(): int(size) for kind, size in found.items()}
+    peaks = tracker.get_tracker_snapshot("peak")[CPU]
+    return {str(getattr(kind, "value", kind)).lower(): int(size) for kind, size in peaks.items()}
 
 
 def _rank(config: Any, learner: LearnerSpec, mesh: DeviceMesh) -> LearnerRank:

@@ -57,15 +57,15 @@ class RankGroup:
             if waiting and any(task.exception() for task in done):
                 await asyncio.wait(waiting, timeout=GRACE_S)
             failures = {number: task.exception() for number, task in enumerate(tasks) if task.done()}
-            found = {number: error for number, error in failures.items() if error is not None}
+            causes = {number: error for number, error in failures.items() if error is not None}
             late = [number for number, task in enumerate(tasks) if not task.done()]
         finally:
             for task in tasks:
                 task.cancel()
-        if not found and not late:
+        if not causes and not late:
             return [task.result() for task in tasks]
         # Other calls that are under way fail because the ranks were ended; why is told to all of them.
-        raise self._broken or self._judge(method, found, late, len(tasks), limit_s)
+        raise self._broken or self._judge(method, causes, late, len(tasks), limit_s)
 
     def _judge(
         self, method: str, failures: Mapping[int, BaseException], late: list[int], asked: int, limit_s: float
@@ -100,8 +100,8 @@ class RankGroup:
         if isinstance(cause, UserError):
             return cause
         what = f"was lost during `{method}`" if not _raised(failures[number]) else f"failed in `{method}`"
-        told = class_and_line(cause) if _raised(failures[number]) else first_line(cause)
-        broken = FunctionBroken(f"{self._function} rank {number} {what}: {told}")
+        reason = class_and_line(cause) if _raised(failures[number]) else first_line(cause)
+        broken = FunctionBroken(f"{self._function} rank {number} {what}: {reason}")
         broken.__cause__ = cause
         return broken
 
@@ -124,5 +124,5 @@ def _of_network(cause: BaseException) -> bool:
     if isinstance(cause, UserError):
         return False
     names = {kind.__name__ for kind in type(cause).__mro__}
-    told = str(cause).lower()
-    return "DistError" in names or (isinstance(cause, RuntimeError) and any(word in told for word in _OF_NETWORK))
+    message = str(cause).lower()
+    return "DistError" in names or (isinstance(cause, RuntimeError) and any(word in message for word in _OF_NETWORK))

@@ -25,12 +25,12 @@ def share_logprobs(
     tokens of the share that were not computed, because a sequence with the same prefix had computed them. *Collective*.
     """
     share = share_of(policy, batch, budget_tokens)
-    mine = select(batch, share)
-    parts = cut(mine, budget_tokens, pays_below=policy.packs_below)
-    values = logprobs_of(policy, mine, temperature, parts)
+    own = select(batch, share)
+    parts = cut(own, budget_tokens, pays_below=policy.packs_below)
+    values = logprobs_of(policy, own, temperature, parts)
     everything = np.zeros(len(batch.tokens), dtype=values.dtype)
-    everything[np.repeat(batch.starts[share], mine.lengths) + mine.positions] = values
-    return everything, prompt_tokens(mine) - parts.prompt_tokens
+    everything[np.repeat(batch.starts[share], own.lengths) + own.positions] = values
+    return everything, prompt_tokens(own) - parts.prompt_tokens
 
 
 def of_all_ranks(policy: PolicyNetwork, values: FloatArray) -> FloatArray:

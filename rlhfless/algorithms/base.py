@@ -83,8 +83,8 @@ class Algorithm(Protocol):
 
 def algorithm_of(settings: AlgorithmSpec) -> Algorithm:
     """The algorithm of the settings: a built-in one, or the user's own by its import path."""
-    found: Algorithm = made(settings, BUILT_IN)
-    return found
+    algorithm: Algorithm = made(settings, BUILT_IN)
+    return algorithm
 
 
 def common_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:

@@ -223,8 +223,8 @@ def by_sample(batch: PackedBatch, values: FloatArray, groups: Sequence[Group]) -
     group, in their own order."""
     of_sequences = np.split(values[batch.response_mask], np.cumsum(batch.response_lengths)[:-1])
     keys = [sample.key for group in in_batch_order(groups) for sample in group.samples]
-    found = dict(zip(keys, of_sequences, strict=True))
-    return [[found[sample.key] for sample in group.samples] for group in groups]
+    by_key = dict(zip(keys, of_sequences, strict=True))
+    return [[by_key[sample.key] for sample in group.samples] for group in groups]
 
 
 def select(batch: PackedBatch, sequence_indices: IntArray) -> PackedBatch:
@@ -284,16 +284,16 @@ def _own(name: str) -> Column:
 def _packed(name: str, column: Column, samples: Sequence[Sample], mask: BoolArray) -> npt.NDArray[Any] | None:
     """A column from the samples; None if they do not have it yet."""
     assert column.of_sample is not None
-    found = [column.of_sample(sample) for sample in samples]
-    lacking = [sample for sample, value in zip(samples, found, strict=True) if value is None]
+    of_samples = [column.of_sample(sample) for sample in samples]
+    lacking = [sample for sample, value in zip(samples, of_samples, strict=True) if value is None]
     if len(lacking) == len(samples):
         return None
     if lacking:
         raise ValueError(f"{lacking[0]} has no {name}, and other samples have")
     if not column.per_token:
-        return np.array(found, dtype=column.dtype)
+        return np.array(of_samples, dtype=column.dtype)
     values = np.zeros(len(mask), dtype=column.dtype)
-    values[mask] = np.concatenate(found)
+    values[mask] = np.concatenate(of_samples)
     return values
 
 

@@ -111,16 +111,16 @@ def revoke(
     from rlhfless.spec.errors import UserError
 
     with _session(data, database) as session:
-        found = list(session.scalars(select(KeyRow).where(or_(KeyRow.id == key, KeyRow.name == key))))
-        if not found:
+        keys = list(session.scalars(select(KeyRow).where(or_(KeyRow.id == key, KeyRow.name == key))))
+        if not keys:
             raise UserError(f"there is no key {key!r}; `rlhfless keys list` shows all")
-        valid = [row for row in found if row.revoked_at is None]
+        valid = [row for row in keys if row.revoked_at is None]
         if len(valid) > 1:
             raise UserError(f"several keys are named {key!r}: name one of {', '.join(row.id for row in valid)}")
         for row in valid:
             row.revoked_at = time.time()
         session.commit()
-    typer.echo(f"revoked {(valid or found)[0].id}")
+    typer.echo(f"revoked {(valid or keys)[0].id}")
 
 
 def _scope(text: str) -> Scope:
@@ -139,6 +139,6 @@ def _session(data: str, database: str | None) -> Session:
     from rlhfless.control.database.migrate import migrate
 
     os.umask(OTHERS)
-    found = database_of(ServiceSettings(data=data, database=database))
-    migrate(found.engine)
-    return Session(found.engine, expire_on_commit=False)
+    opened = database_of(ServiceSettings(data=data, database=database))
+    migrate(opened.engine)
+    return Session(opened.engine, expire_on_commit=False)

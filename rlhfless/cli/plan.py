@@ -61,15 +61,15 @@ def plan(
         from rlhfless.selftest.report import measured_latency
 
         latency = measured_latency(measured, asked)
-    found = asked.plan()
-    problems = plan_problems(asked, found)
-    change = None if found.fits else nearest_change(asked)
+    planned = asked.plan()
+    problems = plan_problems(asked, planned)
+    change = None if planned.fits else nearest_change(asked)
     if as_json:
         row, lengths = planned_on(asked, trace, latency)
         cost = {"predicted": row["predicted"], "reason": row["reason"], "lengths": lengths}
-        typer.echo(json.dumps(_as_json(asked, found, problems, change) | cost, indent=2))
+        typer.echo(json.dumps(_as_json(asked, planned, problems, change) | cost, indent=2))
     else:
-        _show(asked, found, problems, change)
+        _show(asked, planned, problems, change)
         if not problems:
             _show_cost(
                 *planned_on(asked, trace, latency), "" if trace else "; --lengths-of takes them from a recorded run"
@@ -78,9 +78,9 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _as_json(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> dict[str, Any]:
-    values = asdict(found) | {"fits": not problems, "problems": problems}
-    for device, plan_ in zip(values["devices"], found.devices, strict=True):
+def _as_json(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> dict[str, Any]:
+    values = asdict(plan) | {"fits": not problems, "problems": problems}
+    for device, plan_ in zip(values["devices"], plan.devices, strict=True):
         device["size_bytes"], device["fits"] = plan_.size_bytes, plan_.fits
     return values | {
         "parameters": asked.shape.parameters,
@@ -89,7 +89,7 @@ def _as_json(asked: Question, found: MemoryPlan, problems: tuple[str, ...], chan
     }
 
 
-def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> None:
+def _show(asked: Question, plan: MemoryPlan, problems: tuple[str, ...], change: Change | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -99,13 +99,13 @@ def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change:
     console = Console()
     console.print(
         f"{asked.shape.parameters / 1e9:.3g} B parameters on {asked.count} x {asked.sheet.kind}, "
-        f"{asked.spec.placement.mode}, sequences of at most {found.sequence_tokens:,} tokens"
+        f"{asked.spec.placement.mode}, sequences of at most {plan.sequence_tokens:,} tokens"
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("device", "function", "phase", "parts"):
         table.add_column(name)
     table.add_column("GiB", justify="right")
-    for device in found.devices:
+    for device in plan.devices:
         name = f"{device.count} x {device.kind}"
         for part, ranks in Counter(device.functions).items():
             function = str(part.function) if ranks == 1 else f"{ranks} x {part.function}"
@@ -121,16 +121,16 @@ def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change:
         table.add_row("", f"{state} {device.memory_bytes / GIB:.1f}", "", "", f"{device.size_bytes / GIB:.1f}")
     console.print(table)
     console.print(
-        f"KV cache of an actor: {max(found.kv_tokens, 0):,} tokens; largest micro-batch: {found.micro_batch_tokens:,} "
+        f"KV cache of an actor: {max(plan.kv_tokens, 0):,} tokens; largest micro-batch: {plan.micro_batch_tokens:,} "
         f"tokens (learner.micro_batch_tokens is {asked.spec.learner.micro_batch_tokens:,})"
     )
     console.print(
-        f"host memory {found.host_bytes / GIB:.1f} GiB in all; shared memory {found.shared_bytes / GIB:.1f} GiB on the "
-        f"learner's node, {found.cache_bytes / GIB:.1f} on each other one; {found.checkpoint_bytes / GIB:.1f} GiB more "
+        f"host memory {plan.host_bytes / GIB:.1f} GiB in all; shared memory {plan.shared_bytes / GIB:.1f} GiB on the "
+        f"learner's node, {plan.cache_bytes / GIB:.1f} on each other one; {plan.checkpoint_bytes / GIB:.1f} GiB more "
         "host memory while a checkpoint is written in the background"
     )
     console.print(
-        f"on Kubernetes at least {CHART_KEY}: {chart_shared_memory(found.shared_bytes)}, for each run at once",
+        f"on Kubernetes at least {CHART_KEY}: {chart_shared_memory(plan.shared_bytes)}, for each run at once",
         highlight=False,
     )
     learner = asked.spec.learner
@@ -143,7 +143,7 @@ def _show(asked: Question, found: MemoryPlan, problems: tuple[str, ...], change:
         console.print(f"refused: {problem}", style="red", highlight=False)
     if change is not None:
         console.print(f"nearest change that fits: {change.text}", highlight=False)
-    elif not found.fits:
+    elif not plan.fits:
         console.print(
             "no one or two changes that are known here make it fit. The states of the learner are "
             f"{16 * asked.shape.parameters / GIB:.1f} GiB, which its ranks share: see docs/sizing.md"

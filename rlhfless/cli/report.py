@@ -77,12 +77,12 @@ def trace_report(run_id: str, summary: Summary) -> RenderableType:
 
 def _waits(kind: str, there_s: Sequence[float], came_s: Sequence[float]) -> str:
     """How long devices of a kind were waited for, in seconds: median and longest."""
-    told = [
+    waits = [
         f"{len(lags_s)} x {median(lags_s):.1f} s (longest {max(lags_s):.1f}) {where}"
         for lags_s, where in ((there_s, "on nodes that were there"), (came_s, "on nodes that came"))
         if lags_s
     ]
-    return f"waits for {kind}  {'; '.join(told)}"
+    return f"waits for {kind}  {'; '.join(waits)}"
 
 
 def _phases(summary: Summary) -> Table:

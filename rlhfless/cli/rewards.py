@@ -119,7 +119,7 @@ def _mean_and_std(values: list[float | None] | list[float]) -> dict[str, float |
     """Mean and standard deviation over the samples that have a value."""
     import numpy as np
 
-    there = [value for value in values if value is not None]
-    if not there:
+    rewards = [value for value in values if value is not None]
+    if not rewards:
         return {"mean": None, "std": None}
-    return {"mean": float(np.mean(there)), "std": float(np.std(there))}
+    return {"mean": float(np.mean(rewards)), "std": float(np.std(rewards))}

@@ -83,13 +83,13 @@ def plan(
     values = load_values(spec, overrides or ())
     with _client(url) as client:
         earlier = None if lengths_of is None else _id(client, lengths_of)
-        found = client.plan(values, devices=devices or [], lengths_of=earlier, deadline_s=deadline_s)
+        answer = client.plan(values, devices=devices or [], lengths_of=earlier, deadline_s=deadline_s)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(answer, indent=2))
         return
     from rich.console import Console
 
-    Console(highlight=False).print(plan_lines(PlanObject.model_validate(found)))
+    Console(highlight=False).print(plan_lines(PlanObject.model_validate(answer)))
 
 
 def list_runs(
@@ -127,8 +127,8 @@ def _label(text: str) -> tuple[str, str]:
 def show(run: RunId, url: Url = None, as_json: Json = False) -> None:
     """One run."""
     with _client(url) as client:
-        found = client.get_run(_id(client, run))
-    _print_run(found, as_json)
+        shown = client.get_run(_id(client, run))
+    _print_run(shown, as_json)
 
 
 def watch(run: RunId, url: Url = None, as_json: Json = False) -> None:
@@ -178,10 +178,10 @@ def logs(
 ) -> None:
     """The end of a run's log."""
     with _client(url) as client:
-        found = _id(client, run)
-        text = client.logs(found, lines)
+        run_id = _id(client, run)
+        text = client.logs(run_id, lines)
     if as_json:
-        typer.echo(json.dumps({"run_id": found, "lines": text.splitlines()}, indent=2))
+        typer.echo(json.dumps({"run_id": run_id, "lines": text.splitlines()}, indent=2))
     else:
         typer.echo(legible(text), nl=False)
 
@@ -191,13 +191,13 @@ def usage(run: RunId, url: Url = None, as_json: Json = False) -> None:
     from rlhfless.cli.runs_tables import usage_table
 
     with _client(url) as client:
-        found = client.usage(_id(client, run))
+        used = client.usage(_id(client, run))
     if as_json:
-        _print_json(found)
+        _print_json(used)
         return
     from rich.console import Console
 
-    Console(highlight=False).print(usage_table(found))
+    Console(highlight=False).print(usage_table(used))
 
 
 def events(run: RunId, after: int = 0, limit: int = 1000, url: Url = None, as_json: Json = False) -> None:
@@ -243,8 +243,8 @@ def _id(client: Client, run: str) -> str:
     return newest[0].id
 
 
-def _print_json(found: Any) -> None:
-    typer.echo(json.dumps(found.model_dump(mode="json"), indent=2))
+def _print_json(answer: Any) -> None:
+    typer.echo(json.dumps(answer.model_dump(mode="json"), indent=2))
 
 
 def _print_run(run: RunObject, as_json: bool) -> None:

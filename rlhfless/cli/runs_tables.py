@@ -67,14 +67,14 @@ def devices_table(rows: Sequence[PlannedDevices]) -> Table:
     for name in ("devices", "placement", "step", "run", "band", "cost", "band", ""):
         table.add_column(name, justify="left" if name in ("devices", "placement", "") else "right")
     for row in rows:
-        cells, found = [f"{row.count} x {row.kind}", row.placement], row.predicted
-        if found is None:
+        cells, predicted = [f"{row.count} x {row.kind}", row.placement], row.predicted
+        if predicted is None:
             why = row.reason or row.nearest_change or next(iter(row.problems), "")
             table.add_row(*cells, "-", "", "", "", "", Text(legible(why if row.fits else f"does not fit; {why}")))
             continue
-        cells += [f"{decimal(found.step_s, 2)} s", clock(found.wall_s)]
-        cells += [f"{clock(found.wall_low_s)} to {clock(found.wall_high_s)}", money(found.cost_usd)]
-        table.add_row(*cells, f"{money(found.cost_low_usd)} to {money(found.cost_high_usd)}")
+        cells += [f"{decimal(predicted.step_s, 2)} s", clock(predicted.wall_s)]
+        cells += [f"{clock(predicted.wall_low_s)} to {clock(predicted.wall_high_s)}", money(predicted.cost_usd)]
+        table.add_row(*cells, f"{money(predicted.cost_low_usd)} to {money(predicted.cost_high_usd)}")
     return table
 
 
@@ -92,12 +92,12 @@ def usage_table(usage: UsageObject) -> RenderableType:
         )
     planned, measured = usage.planned, usage.measured
     if planned is not None:
-        found = "not measured yet"
+        measured_text = "not measured yet"
         if measured is not None:
             steps = count(measured.steps)
-            found = f"measured {_step(measured.step_s, measured.step_usd)} over {steps} steps"
+            measured_text = f"measured {_step(measured.step_s, measured.step_usd)} over {steps} steps"
         of_one = _step(planned.wall_s / planned.steps, planned.cost_usd / planned.steps)
-        parts.append(Text(f"\na step was predicted to take {of_one}; {found}"))
+        parts.append(Text(f"\na step was predicted to take {of_one}; {measured_text}"))
     return Group(*parts)
 
 

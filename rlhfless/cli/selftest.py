@@ -79,12 +79,12 @@ async def _on_cluster(address: str, spec: RunSpec | None) -> dict[str, dict[str,
 
     cluster = await Cluster.start(PlacementSpec(ray_address=address), Path())
     try:
-        found: Any = await asyncio.to_thread(on_each_node, node_report, spec, timeout_s=NODE_S, with_cores=True)
+        reports: Any = await asyncio.to_thread(on_each_node, node_report, spec, timeout_s=NODE_S, with_cores=True)
     finally:
         await cluster.stop()
-    if not found:
+    if not reports:
         raise FleetError(f"no node of the cluster at {address} ended its self-test within {NODE_S:.0f} s")
-    return dict(found)
+    return dict(reports)
 
 
 def _show_nodes(console: Console, nodes: Mapping[str, Mapping[str, Any]]) -> None:

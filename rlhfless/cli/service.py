@@ -208,8 +208,8 @@ def down(data: Data = DATA_FOLDER) -> None:
     from rlhfless.control.serve import stop_service
 
     os.umask(OTHERS)
-    there = stop_service(ServiceSettings(data=data))
-    typer.echo("stopped" if there else f"no service runs for {Path(data).absolute()}", err=True)
+    stopped = stop_service(ServiceSettings(data=data))
+    typer.echo("stopped" if stopped else f"no service runs for {Path(data).absolute()}", err=True)
 
 
 def migrate(data: Data = DATA_FOLDER, database: Database = None) -> None:
@@ -218,6 +218,6 @@ def migrate(data: Data = DATA_FOLDER, database: Database = None) -> None:
     from rlhfless.control.database.migrate import migrate as bring_up_to_date
 
     os.umask(OTHERS)
-    found = database_of(ServiceSettings(data=data, database=database))
-    bring_up_to_date(found.engine)
-    typer.echo(f"the tables of {found.engine.url.render_as_string(hide_password=True)} are up to date", err=True)
+    opened = database_of(ServiceSettings(data=data, database=database))
+    bring_up_to_date(opened.engine)
+    typer.echo(f"the tables of {opened.engine.url.render_as_string(hide_password=True)} are up to date", err=True)

@@ -91,23 +91,23 @@ class ClientCall(Generic[T]):
             raise fault_of(response)
         if self.answer in (None, str, bytes):
             return {None: None, str: response.text, bytes: response.content}[self.answer]  # type: ignore[return-value]
-        found: T = TypeAdapter(self.answer).validate_json(response.content)
-        return found
+        answer: T = TypeAdapter(self.answer).validate_json(response.content)
+        return answer
 
 
 def wait_s(attempt: int, response: httpx.Response | None) -> float:
     """How long to wait after try number `attempt`, from 0."""
-    told = response.headers.get("retry-after", "") if response is not None else ""
-    return float(told) if told.isdecimal() else min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
+    retry_after = response.headers.get("retry-after", "") if response is not None else ""
+    return float(retry_after) if retry_after.isdecimal() else min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
 
 
 def service_url(given: str | None, data: str | None = None) -> str:
     """Where the service is: as given, or RLHFLESS_URL, or the service of the data folder, or the default."""
-    found = given or os.environ.get(URL)
-    if found is None:
-        there = announced(data or DATA_FOLDER)
-        found = DEFAULT_URL if there is None else str(there["url"])
-    return found.rstrip("/")
+    url = given or os.environ.get(URL)
+    if url is None:
+        service = announced(data or DATA_FOLDER)
+        url = DEFAULT_URL if service is None else str(service["url"])
+    return url.rstrip("/")
 
 
 def headers(key: str | None) -> dict[str, str]:

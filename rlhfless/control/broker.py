@@ -90,7 +90,7 @@ class _Kind:
         return self.count - sum(self.of(request) for request in self.requests if request.run_id not in gone)
 
 
-def decide(requests: Iterable[DevicesRequest], there: Mapping[str, int], now_s: float) -> Decisions:
+def decide(requests: Iterable[DevicesRequest], present: Mapping[str, int], now_s: float) -> Decisions:
     """The promises from now on. `there`: devices by kind."""
     by_kind: dict[str, list[DevicesRequest]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.run_id):
@@ -99,7 +99,7 @@ def decide(requests: Iterable[DevicesRequest], there: Mapping[str, int], now_s: 
     reasons: dict[str, str] = {}
     yields: list[str] = []
     for name, all_of_it in by_kind.items():
-        kind = _Kind(there.get(name, 0), all_of_it)
+        kind = _Kind(present.get(name, 0), all_of_it)
         waiting = _serve(kind, now_s)
         if not any(request.minimum <= kind.count for request in waiting):
             _share_out(kind)

@@ -129,9 +129,9 @@ class _Watcher:
             await asyncio.wait_for(self._there.wait(), timeout_s)
         except TimeoutError:
             return []
-        found, self._changed = list(self._changed), {}
+        changed, self._changed = list(self._changed), {}
         self._there.clear()
-        return found
+        return changed
 
     def close(self) -> None:
         self._gone(self)

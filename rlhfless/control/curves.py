@@ -24,13 +24,13 @@ def wanted_names(names: Iterable[str]) -> frozenset[str]:
 
     Raises ApiError (422) for a name that no metric has.
     """
-    found = frozenset(names)
-    for name in found:
+    wanted = frozenset(names)
+    for name in wanted:
         if name.partition("/")[0] not in METRICS:
             near = difflib.get_close_matches(name, METRICS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; without `name` all are answered"
             raise ApiError(422, "invalid_request", f"there is no metric {name!r}{hint}", "name")
-    return found
+    return wanted
 
 
 def curves(rows: Sequence[Measured], names: frozenset[str], points: int) -> list[Series]:
@@ -38,10 +38,10 @@ def curves(rows: Sequence[Measured], names: frozenset[str], points: int) -> list
     parsed: list[dict[str, float | None]] = from_json(f"[{','.join(row[2] for row in rows)}]")
     steps = np.array([row[0] for row in rows])
     times = np.array([row[1] for row in rows])
-    found = set[str]().union(*parsed)
+    present = set[str]().union(*parsed)
     if names:
-        found = {name for name in found if name in names or name.partition("/")[0] in names}
-    return [_curve(name, parsed, steps, times, points) for name in sorted(found, key=_declared)]
+        present = {name for name in present if name in names or name.partition("/")[0] in names}
+    return [_curve(name, parsed, steps, times, points) for name in sorted(present, key=_declared)]
 
 
 _ORDER = {name: place for place, name in enumerate(METRICS)}

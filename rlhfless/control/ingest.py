@@ -157,8 +157,8 @@ def _usage(session: Session, run: RunRow, item: Item) -> None:
     session.execute(delete(UsageRow).where(UsageRow.run_id == run.id))
     known = UsageRow.__table__.columns.keys()
     rows = [
-        UsageRow(run_id=run.id, **{name: value for name, value in told.items() if name in known})
-        for told in item.data["functions"]
+        UsageRow(run_id=run.id, **{name: value for name, value in usage.items() if name in known})
+        for usage in item.data["functions"]
     ]
     session.add_all(rows)
     run.cost_usd = sum(row.cost_usd for row in rows)
@@ -206,8 +206,8 @@ def end(session: Session, run: RunRow, ending: DeliveryEnding) -> None:
         run.driver = None
         store.set_status(session, run, status, reason)
         # A run that waits or was stopped by its user has no error, whatever its driver died of.
-        told = status is Status.FAILED or (status is ending.status and status is not Status.QUEUED)
-        run.error = ending.error if told else None
+        reported = status is Status.FAILED or (status is ending.status and status is not Status.QUEUED)
+        run.error = ending.error if reported else None
 
 
 TAKES: dict[str, Callable[[Session, RunRow, Item], None]] = {

@@ -32,8 +32,8 @@ TAIL_BYTES = 16 << 10
 def memory_bytes(machine: int, container: str, least: int) -> int:
     """What a process may have, and at least `least`. `container`: the text of CONTAINER, which is `max` or empty where
     there is no limit."""
-    there = min(machine, int(container)) if container.strip().isdecimal() else machine
-    return max(there // SHARE, least)
+    present = min(machine, int(container)) if container.strip().isdecimal() else machine
+    return max(present // SHARE, least)
 
 
 def _share_bytes(least: int) -> int:

@@ -62,7 +62,7 @@ class PendingPod:
 
 def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
     """Pods that do not run yet, of the client's V1Pod objects: the one that waits longest first."""
-    found = [
+    pending = [
         PendingPod(
             pod.metadata.name,
             (pod.metadata.labels or {}).get(GROUP_LABEL, ""),
@@ -72,7 +72,7 @@ def pending_of(pods: Iterable[Any]) -> list[PendingPod]:
         for pod in pods
         if pod.metadata.deletion_timestamp is None and _is_pending(pod)
     ]
-    return sorted(found, key=lambda pod: (pod.since, pod.name))
+    return sorted(pending, key=lambda pod: (pod.since, pod.name))
 
 
 def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, float]:
@@ -81,13 +81,13 @@ def leaving_of(pods: Iterable[Any], nodes: Iterable[Any] = ()) -> dict[str, floa
     `nodes` are the client's V1Node objects.
     """
     going = {node.metadata.name for node in nodes if _goes(node)}
-    found = {}
+    leaving = {}
     for pod in pods:
         ends, address = pod.metadata.deletion_timestamp, pod.status.pod_ip
         label, head = HEAD
         if address and (pod.metadata.labels or {}).get(label) != head and (ends or pod.spec.node_name in going):
-            found[str(address)] = ends.timestamp() if ends else 0.0
-    return found
+            leaving[str(address)] = ends.timestamp() if ends else 0.0
+    return leaving
 
 
 def _goes(node: Any) -> bool:

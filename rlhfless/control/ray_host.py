@@ -76,11 +76,11 @@ def read_ray(file: Path) -> RayNow | None:
     """What the host has written last; None if there is none, or it hangs. It may be of another version: the host
     outlives the service."""
     try:
-        told = json.loads(file.read_text("utf-8"))
-        found = RayNow(**{name: told[name] for name in RayNow.__slots__ if name in told})
+        values = json.loads(file.read_text("utf-8"))
+        ray = RayNow(**{name: values[name] for name in RayNow.__slots__ if name in values})
     except (OSError, ValueError, TypeError):
         return None
-    return found if time.time() - found.at < STALE_S and psutil.pid_exists(found.pid) else None
+    return ray if time.time() - ray.at < STALE_S and psutil.pid_exists(ray.pid) else None
 
 
 class HostKeeper:
@@ -112,8 +112,8 @@ class HostKeeper:
     async def _keep(self) -> None:
         while True:
             running = self._process is not None and self._process.poll() is None
-            there = running or read_ray(self._folder / RAY_FILE) is not None
-            if not there and time.monotonic() - self._started_s > AGAIN_S:
+            present = running or read_ray(self._folder / RAY_FILE) is not None
+            if not present and time.monotonic() - self._started_s > AGAIN_S:
                 self._start()
             await asyncio.sleep(LOOK_S)
 
@@ -142,11 +142,11 @@ def stop_host(folder: Path, timeout_s: float) -> bool:
 
 
 def _end_host(folder: Path, timeout_s: float) -> bool:
-    found = read_ray(folder / RAY_FILE)
-    if found is None:
+    ray = read_ray(folder / RAY_FILE)
+    if ray is None:
         return True
     with contextlib.suppress(psutil.Error):
-        process = psutil.Process(found.pid)
+        process = psutil.Process(ray.pid)
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(timeout_s)
@@ -186,14 +186,14 @@ async def _seen(cluster: Any, ray_address: str | None) -> RayNow:
     from rlhfless.scaling.placement import CPU_KIND
 
     nodes = await cluster.nodes("")
-    there: Counter[str] = Counter()
+    devices: Counter[str] = Counter()
     free: Counter[str] = Counter()
     for node in nodes:
         kinds = {CPU_KIND, node.gpu_kind} if node.gpus else {CPU_KIND}
         for kind in kinds:
-            there[kind] += node.count(kind)
+            devices[kind] += node.count(kind)
             free[kind] += node.free(kind)
-    return RayNow(ray_address or cluster.address, os.getpid(), time.time(), dict(there), dict(free), len(nodes))
+    return RayNow(ray_address or cluster.address, os.getpid(), time.time(), dict(devices), dict(free), len(nodes))
 
 
 async def write_for_ever(folder: Path, ray_address: str | None) -> None:

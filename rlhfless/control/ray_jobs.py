@@ -74,8 +74,8 @@ class RayJobs:
         if answer.status_code == 404:
             return None
         answer.raise_for_status()
-        found = answer.json()
-        return Job(found["status"], found.get("message") or "", found.get("driver_exit_code"))
+        status = answer.json()
+        return Job(status["status"], status.get("message") or "", status.get("driver_exit_code"))
 
     def stop(self, job: str) -> None:
         """SIGTERM, and after STOP_WAIT_S SIGKILL. A job that has ended, or is not known, stays as it is."""
@@ -125,28 +125,28 @@ class JobDrivers:
     def alive(self, handle: Handle) -> bool:
         """See Drivers. While the head does not answer, its jobs may work."""
         try:
-            found = self._jobs.find(handle["job"])
+            job = self._jobs.find(handle["job"])
         except httpx.HTTPError as error:
             log.info("the cluster's head does not say whether %s works: %s", handle["job"], error)
             return True
-        return found is not None and found.status not in ENDED
+        return job is not None and job.status not in ENDED
 
     def ended_by(self, handle: Handle) -> str:
         """See Drivers."""
         with contextlib.suppress(httpx.HTTPError):
-            found = self._jobs.find(handle["job"])
-            if found is None:
+            job = self._jobs.find(handle["job"])
+            if job is None:
                 return "its driver has ended with the cluster's head that it was started by"
-            if found.exit_code is not None and found.exit_code < 0:
-                return f"its driver was ended by signal {-found.exit_code}"
-            return f"its driver has ended: {found.message}"
+            if job.exit_code is not None and job.exit_code < 0:
+                return f"its driver was ended by signal {-job.exit_code}"
+            return f"its driver has ended: {job.message}"
         return "its driver has ended"
 
     def hindrance(self, handle: Handle) -> str:
         """See Drivers."""
         with contextlib.suppress(httpx.HTTPError):
-            found = self._jobs.find(handle["job"])
-            if found is not None and found.exit_code == NOT_SHARED:
+            job = self._jobs.find(handle["job"])
+            if job is not None and job.exit_code == NOT_SHARED:
                 what = "the cluster's head does not find there what the service has written, or cannot write"
                 return not_shared(Path(handle["folder"]), what)
         return ""
@@ -202,11 +202,11 @@ class JobHost:
 
     def _require(self) -> None:
         self._started_s = time.monotonic()
-        found = self._jobs.find(self._job)
-        if found is not None and found.status not in ENDED:
+        job = self._jobs.find(self._job)
+        if job is not None and job.status not in ENDED:
             return
-        if found is not None:
-            log.warning("the host in the Ray cluster, which says what devices it has, has ended: %s", found.message)
+        if job is not None:
+            log.warning("the host in the Ray cluster, which says what devices it has, has ended: %s", job.message)
             self._job = _host_name()
         command = f"exec {PYTHON} -m rlhfless.control.ray_host --tell {shlex.quote(self._url)}"
         self._jobs.submit(self._job, command, {HOST_TOKEN: self._token})

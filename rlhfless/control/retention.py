@@ -43,11 +43,11 @@ async def sweep(database: Database, settings: ServiceSettings, now_s: float) -> 
 
     def forget(session: Session) -> list[tuple[str, str]]:
         query = select(RunRow).where(RunRow.status.in_(list(ENDED)), RunRow.finished_at < before_s)
-        found = list(session.scalars(query))
-        for row in found:
+        rows = list(session.scalars(query))
+        for row in rows:
             store.forget_run(session, row.id)
             store.touch(session, row)
-        return [(row.id, row.folder) for row in found]
+        return [(row.id, row.folder) for row in rows]
 
     gone = await database.write(forget)
     for run_id, folder in gone:

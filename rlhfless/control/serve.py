@@ -99,15 +99,15 @@ def _bound(settings: ServiceSettings) -> socket.socket:
     """The socket to listen on. Raises InputError if that is not possible."""
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
-        found = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        bound = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
         # Accepted sockets inherit it. The loop sets it for sockets that name TCP as their protocol alone, which this
         # one does not; without it an answer after the first waits 40 ms for the client's delayed acknowledgement.
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         what = f"{settings.host}:{settings.port} cannot be listened on: {error.strerror or error}"
         hint = "name another with --port, or stop what has it"
         raise InputError("the service", [Problem("port", what, hint)]) from error
-    return found
+    return bound
 
 
 @contextlib.asynccontextmanager
@@ -158,14 +158,14 @@ async def _wind_down(
 
 def stop_service(settings: ServiceSettings) -> bool:
     """End the service of a data folder with its runs and its Ray, in order; returns whether there was any."""
-    found, there = announced(settings.folder), False
+    service, running = announced(settings.folder), False
     with contextlib.suppress(psutil.Error):
-        if found is not None:
-            process = psutil.Process(found["pid"])
-            there = "rlhfless" in " ".join(process.cmdline())
-    if there:
+        if service is not None:
+            process = psutil.Process(service["pid"])
+            running = "rlhfless" in " ".join(process.cmdline())
+    if running:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(psutil.TimeoutExpired):
             process.wait(DRIVERS_S + HOST_S + GRACE_S)
     gone = stop_host(settings.folder, HOST_S)
-    return there or not gone
+    return running or not gone

@@ -75,13 +75,13 @@ class Service:
 
     def ray_address(self) -> str:
         """Empty while there is none."""
-        found = self.ray()
-        return found.address if found else ""
+        ray = self.ray()
+        return ray.address if ray else ""
 
     def devices_there(self) -> dict[str, int]:
         """Devices that runs may hold together, by kind."""
-        found = self.ray()
-        return (found.devices if found else {}) | self.settings.capacity
+        ray = self.ray()
+        return (ray.devices if ray else {}) | self.settings.capacity
 
     def announce(self) -> None:
         """Write down where the service answers: for drivers that go on, and for the command line."""

@@ -124,14 +124,14 @@ def open_data(settings: ServiceSettings) -> Path:
     folder = settings.folder
     require_safe_place(folder)
     if folder.is_dir():
-        found, there = folder.stat(), set(os.listdir(folder))
-        if found.st_mode & OTHERS and there - {"lost+found"} and not there & OF_A_SERVICE:
+        status, names = folder.stat(), set(os.listdir(folder))
+        if status.st_mode & OTHERS and names - {"lost+found"} and not names & OF_A_SERVICE:
             raise NotPrivate(
                 f"{folder} cannot be the data folder: other users can enter it (mode "
-                f"{stat.S_IMODE(found.st_mode):04o}), and it has other files; name a folder of its own with --data, or "
-                f"`chmod 700 {folder}`"
+                f"{stat.S_IMODE(status.st_mode):04o}), and it has other files; name a folder of its own with --data, "
+                f"or `chmod 700 {folder}`"
             )
-        if os.path.ismount(folder) and found.st_uid != os.getuid():
+        if os.path.ismount(folder) and status.st_uid != os.getuid():
             return folder  # a volume, such as a pod's: who can reach it is up to what mounts it
     return private(folder)
 
@@ -139,16 +139,16 @@ def open_data(settings: ServiceSettings) -> Path:
 def announced(data: str | Path) -> dict[str, Any] | None:
     """What the service of a data folder has written down (url, pid); None if none has begun there."""
     try:
-        found: dict[str, Any] = json.loads((Path(data) / SERVICE_FILE).read_text("utf-8"))
+        values: dict[str, Any] = json.loads((Path(data) / SERVICE_FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    return found
+    return values
 
 
 def address_of(settings: ServiceSettings) -> str | None:
     """Where the service of a data folder answers; None if none runs."""
-    found = announced(settings.folder)
-    return str(found["url"]) if found is not None and psutil.pid_exists(found["pid"]) else None
+    service = announced(settings.folder)
+    return str(service["url"]) if service is not None and psutil.pid_exists(service["pid"]) else None
 
 
 def default_roots() -> tuple[str, ...]:

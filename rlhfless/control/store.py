@@ -37,8 +37,8 @@ def run_if_there(session: Session, run_id: str) -> RunRow | None:
 
 
 def page(session: Session, query: Select[Any], limit: int) -> tuple[list[Any], bool]:
-    found = list(session.scalars(query.limit(limit + 1)))
-    return found[:limit], len(found) > limit
+    rows = list(session.scalars(query.limit(limit + 1)))
+    return rows[:limit], len(rows) > limit
 
 
 def touch(session: Session, run: RunRow, *events: EventRow) -> None:
@@ -138,8 +138,10 @@ def queue(session: Session) -> list[RunRow]:
     """Runs that wait for their turn, in its order. Of the columns only what the order and the waiting are told by: the
     queue is looked at every second, and may be long."""
     waiting = select(RunRow).where(RunRow.status == Status.QUEUED, RunRow.wish == Wish.RUN)
-    told = load_only(RunRow.id, RunRow.attempt, RunRow.status_reason)
-    return list(session.scalars(waiting.options(told).order_by(RunRow.priority.desc(), RunRow.created_at, RunRow.id)))
+    columns = load_only(RunRow.id, RunRow.attempt, RunRow.status_reason)
+    return list(
+        session.scalars(waiting.options(columns).order_by(RunRow.priority.desc(), RunRow.created_at, RunRow.id))
+    )
 
 
 def unended(session: Session) -> list[RunRow]:
@@ -152,12 +154,12 @@ def answered(session: Session, owner: str, key: str) -> IdempotencyRow | None:
     return session.get(IdempotencyRow, (owner, key))
 
 
-def set_checkpoints(session: Session, run: RunRow, found: list[Any]) -> None:
+def set_checkpoints(session: Session, run: RunRow, checkpoints: list[Any]) -> None:
     """What the driver lists. The new ones are told."""
     known = {entry["id"]: entry for entry in run.checkpoints}
     # A driver that goes on lists the checkpoints of earlier ones, too: their time is the one that is known.
-    run.checkpoints = [entry | {"created_at": known.get(entry["id"], entry)["created_at"]} for entry in found]
-    for entry in found:
+    run.checkpoints = [entry | {"created_at": known.get(entry["id"], entry)["created_at"]} for entry in checkpoints]
+    for entry in checkpoints:
         if entry["id"] not in known:
             add_event(session, run, "checkpoint", f"saved {entry['id']}", data=entry)
 

@@ -118,7 +118,7 @@ class Supervisor(Looker):
     # -- devices
 
     async def _promise(self) -> None:
-        there = self._service.devices_there()
+        devices = self._service.devices_there()
         now = time.time()
 
         def promise(session: Session) -> None:
@@ -138,7 +138,7 @@ class Supervisor(Looker):
                 )
                 for lease, run in rows
             ]
-            decisions = decide(requests, there, now)
+            decisions = decide(requests, devices, now)
             for lease, run in rows:
                 if lease.run_id in decisions.granted:
                     lease.granted = decisions.granted[lease.run_id]

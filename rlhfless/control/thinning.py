@@ -23,8 +23,8 @@ def kept(values: npt.NDArray[np.float64], points: int) -> npt.NDArray[np.intp]:
     edges = np.linspace(1, count - 1, bins + 1).astype(np.intp)
     width = int(np.max(np.diff(edges)))
     places = edges[:-1, None] + np.arange(width)  # [bins, width]
-    there = places < edges[1:, None]
-    places = np.where(there, places, edges[:-1, None])
+    before_edge = places < edges[1:, None]
+    places = np.where(before_edge, places, edges[:-1, None])
     binned = values[places]
     lowest = np.argmin(np.where(np.isnan(binned), np.inf, binned), axis=1)
     highest = np.argmax(np.where(np.isnan(binned), -np.inf, binned), axis=1)

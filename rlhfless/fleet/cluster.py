@@ -126,8 +126,8 @@ class Cluster:
         leaving = state.get_draining_nodes()
         reported = [node for node in ray.nodes() if node["NodeID"] not in leaving]
         for node in ambiguous(reported):
-            if node not in self._memory_bytes and (found := _gpu_memory_bytes(node)):
-                self._memory_bytes[node] = found
+            if node not in self._memory_bytes and (bytes_by_gpu := _gpu_memory_bytes(node)):
+                self._memory_bytes[node] = bytes_by_gpu
         return nodes_of(reported, available_resources_per_node(), self._kinds, self._memory_bytes, wanted)
 
     async def deploy(

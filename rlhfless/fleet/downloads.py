@@ -25,9 +25,9 @@ def hub_models(spec: RunSpec) -> tuple[str, ...]:
 
 def fetch_on_nodes(models: Sequence[str], timeout_s: float) -> None:
     """Fetch models on every node that is there. Raises ModelNotThere, with the nodes."""
-    found = on_each_node(fetch_fault, models, timeout_s=timeout_s)
-    faults = [f"node {node}: {fault}" for node, fault in found.items() if fault is not None]
-    if not found:
+    by_node = on_each_node(fetch_fault, models, timeout_s=timeout_s)
+    faults = [f"node {node}: {fault}" for node, fault in by_node.items() if fault is not None]
+    if not by_node:
         faults.append(f"no node had it within timeouts.download_s ({timeout_s:.0f} s)")
     if faults:
         raise ModelNotThere(f"{', '.join(models)} could not be fetched: {'; '.join(faults)}")

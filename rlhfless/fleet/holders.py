@@ -179,9 +179,11 @@ class Keeper:
         answers = await asyncio.gather(
             *(self.hold(attempt, lease_s, group, demand, wait_s) for group, (demand, _) in known.items())
         )
-        found = {group: (known[group][0], held) for group, held in zip(known, answers, strict=True) if held is not None}
-        await self.release(attempt, lease_s, [group for group in known if group not in found])
-        return found
+        held_by_group = {
+            group: (known[group][0], held) for group, held in zip(known, answers, strict=True) if held is not None
+        }
+        await self.release(attempt, lease_s, [group for group in known if group not in held_by_group])
+        return held_by_group
 
     async def lost(self, attempt: int, lease_s: float, groups: Sequence[str], wait_s: float) -> list[str]:
         """Which of the groups have no living holder any more. One that does not answer in time may live."""

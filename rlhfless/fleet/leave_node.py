@@ -45,11 +45,11 @@ def _raylet() -> tuple[psutil.Process, str] | None:
 
 def main(seconds: float) -> None:
     """Drain this pod's node, and wait until its Ray has ended."""
-    end_s, found = time.monotonic() + seconds, _raylet()
-    if found is None:
+    end_s, process = time.monotonic() + seconds, _raylet()
+    if process is None:
         print("no Ray runs here", flush=True)
         return
-    raylet, node = found
+    raylet, node = process
     try:
         taken = drain(GcsClient(address=os.environ["RAY_ADDRESS"]), node, time.time() + seconds, "its pod ends")
         while taken and _lives(raylet) and time.monotonic() < end_s:

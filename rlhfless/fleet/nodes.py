@@ -78,7 +78,7 @@ def shortage(group: DeviceGroup, nodes: Sequence[Node]) -> str:
     having = [node for node in nodes if node.count(kind)]
     if not having:
         return f"{asked}: no node of the cluster has any"
-    found = ", ".join(f"{node.address} has {node.free(kind)} of {node.count(kind)} free" for node in having)
+    free_words = ", ".join(f"{node.address} has {node.free(kind)} of {node.count(kind)} free" for node in having)
     if all(node.count(kind) < count for node in having):
-        return f"{asked}: no node has so many ({found})"
-    return f"{asked}: {found}"
+        return f"{asked}: no node has so many ({free_words})"
+    return f"{asked}: {free_words}"

@@ -72,13 +72,13 @@ async def started(start: Callable[[], T], address: str | None, folder: Path) -> 
     Ray is cancelled, it is waited for and the Ray is ended: a start cannot be stopped half-way.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
-    found: list[T | Exception] = []
+    results: list[T | Exception] = []
 
     def attempt() -> None:
         try:
-            found.append(start())
+            results.append(start())
         except Exception as error:
-            found.append(error)
+            results.append(error)
         with contextlib.suppress(RuntimeError):  # nothing waits any more
             loop.call_soon_threadsafe(done.set)
         # Ray's processes ask the kernel to end them with the thread that started them (PR_SET_PDEATHSIG).
@@ -97,15 +97,15 @@ async def started(start: Callable[[], T], address: str | None, folder: Path) -> 
             await asyncio.to_thread(end)
             await asyncio.to_thread(remove, folder)
         raise
-    if isinstance(found[0], ConnectionError):
-        raise NoCluster(f"no Ray cluster at placement.ray_address {address!r}: {found[0]}") from found[0]
-    if type(found[0]) is Exception:  # Ray's own, where one of its processes is not up in time
+    if isinstance(results[0], ConnectionError):
+        raise NoCluster(f"no Ray cluster at placement.ray_address {address!r}: {results[0]}") from results[0]
+    if type(results[0]) is Exception:  # Ray's own, where one of its processes is not up in time
         raise NoCluster(
-            f"Ray did not start: {found[0]} See the logs in {folder / FOLDER}, and start again."
-        ) from found[0]
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+            f"Ray did not start: {results[0]} See the logs in {folder / FOLDER}, and start again."
+        ) from results[0]
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
 
 
 async def reach(address: str) -> None:

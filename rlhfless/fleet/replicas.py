@@ -160,9 +160,9 @@ class Replicas:
     async def adopt(self, names: Sequence[str], call: Call) -> None:
         """Take over replicas that an earlier driver of the run left; replicas with other settings are stopped."""
         prefix = self._name("")
-        mine = [name for name in names if name.startswith(prefix)]
-        self._launches = max([int(name.removeprefix(prefix)) + 1 for name in mine], default=self._launches)
-        await gather_or_cancel(*(self._adopt(name, call) for name in mine))
+        of_run = [name for name in names if name.startswith(prefix)]
+        self._launches = max([int(name.removeprefix(prefix)) + 1 for name in of_run], default=self._launches)
+        await gather_or_cancel(*(self._adopt(name, call) for name in of_run))
 
     async def _adopt(self, name: str, call: Call) -> None:
         handle = self._cluster.handle(name)

@@ -130,11 +130,11 @@ def import_faults(paths: Sequence[str]) -> str | None:
 def _folder_of(target: str) -> Path | None:
     """The folder from which a target is imported; None if it is installed."""
     load_target(target)  # as it was when the spec was checked: the current folder is searched, too
-    found = importlib.util.find_spec(target.partition(":")[0].partition(".")[0])
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(target.partition(":")[0].partition(".")[0])
+    if spec is None or spec.origin is None:
         return None
-    file = Path(found.origin)
-    folder = file.parent.parent if found.submodule_search_locations else file.parent
+    file = Path(spec.origin)
+    folder = file.parent.parent if spec.submodule_search_locations else file.parent
     installed = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return None if installed & {folder, *folder.parents} else folder
 

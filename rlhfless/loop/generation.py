@@ -204,10 +204,10 @@ class GenerationStage:
     def _call_back_strays(self) -> None:
         """Call back samples that run on an actor of another slot than the slot they are assigned to."""
         strays: dict[str, list[int]] = {}
-        there = [self._pool.at(slot) for slot in range(len(self._pool.allocations))]
+        replicas = [self._pool.at(slot) for slot in range(len(self._pool.allocations))]
         for sample, request in self._table.on.items():
             actor, home = self._requests[request], int(self._table.home[sample])
-            if home != UNASSIGNED and there[home] is not actor and sample not in self._called_back:
+            if home != UNASSIGNED and replicas[home] is not actor and sample not in self._called_back:
                 strays.setdefault(actor.name, []).append(sample)
         for name, samples in strays.items():
             self._called_back.update(samples)
@@ -245,21 +245,21 @@ class GenerationStage:
         except Exception as error:
             self._events.put_nowait(error)
 
-    def _handle(self, said: _Said | Exception) -> Iterable[Group]:
-        if isinstance(said, Exception):
-            raise said
-        match said.event:
+    def _handle(self, event: _Said | Exception) -> Iterable[Group]:
+        if isinstance(event, Exception):
+            raise event
+        match event.event:
             case GroupsFinished(groups=groups):
                 for rollouts in groups:
-                    self._take(said.request, rollouts)
+                    self._take(event.request, rollouts)
                 self._submit_waiting()
                 for rollouts in groups:
                     yield from self._completed(rollouts[0].prompt_id)
             case Progress(tokens=tokens, ended=ended):
-                self._table.progressed(said.request, tokens, ended)
+                self._table.progressed(event.request, tokens, ended)
                 self._beat()
             case ReplicaLost() as lost:
-                self._lose(said.request, lost)
+                self._lose(event.request, lost)
 
     def _beat(self) -> None:
         """Ask the policy, at most once per interval: each actor beats on its own."""
@@ -270,13 +270,13 @@ class GenerationStage:
 
     def _take(self, request: int, rollouts: Sequence[Rollout]) -> None:
         """Keep ended samples, and make aborted ones wait for another actor."""
-        mine = [rollout for rollout in rollouts if self._table.is_on(request, rollout.key)]
-        ended = [rollout for rollout in mine if rollout.finish_reason != FinishReason.ABORT]
+        current = [rollout for rollout in rollouts if self._table.is_on(request, rollout.key)]
+        ended = [rollout for rollout in current if rollout.finish_reason != FinishReason.ABORT]
         if ended:
             self._lost_in_a_row = 0
         if self._journal is not None and ended:
             self._journal.add(self.step, ended)
-        for rollout in mine:
+        for rollout in current:
             self._table.came_back(rollout)
         for rollout in ended:
             self._finished[rollout.prompt_id].append(rollout)

@@ -82,7 +82,7 @@ class Precomputation:
         self, actor: Replica, prefixes: tuple[Prefix, ...], offers: tuple[KvOffer | None, ...], *, offer: bool = False
     ) -> tuple[KvOffer | None, ...]:
         asked = PrecomputeRequest(prefixes, self._request.version, actor.name, offers, offer)
-        found: tuple[KvOffer | None, ...] = await actor.call(
+        answers: tuple[KvOffer | None, ...] = await actor.call(
             "precompute",
             self._request.call,
             asked,
@@ -90,4 +90,4 @@ class Precomputation:
             waiting_for="shared prefixes",
             work=Work.PRECOMPUTE,
         )
-        return found
+        return answers

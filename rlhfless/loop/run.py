@@ -210,10 +210,10 @@ class Run:
     @property
     def _the_learner(self) -> Replica:
         """Raises ReplicaLost if the learner is gone: a new learner has the initial weights until it is restored."""
-        found = self.learner.replicas()
-        if not found:
+        replicas = self.learner.replicas()
+        if not replicas:
             raise ReplicaLost("the learner was lost; another goes on from the newest checkpoint")
-        return found[0]
+        return replicas[0]
 
     async def evaluate(self, call: Call, batch: PackedBatch) -> FloatArray:
         """Old logprobs `[tokens]`: the policy before the first update of the step."""

@@ -61,5 +61,5 @@ def nearest_long(
 
 def itself(nearest: IntArray) -> list[int]:
     """The chosen prefixes: they are their own nearest."""
-    found: list[int] = np.flatnonzero(nearest == np.arange(len(nearest))).tolist()
-    return found
+    own: list[int] = np.flatnonzero(nearest == np.arange(len(nearest))).tolist()
+    return own

@@ -94,12 +94,12 @@ class PrefixTree:
     @cached_property
     def levels(self) -> IntArray:
         """All prefixes of each prompt, `[depth, prompts]`: the shortest first, NONE after the longest."""
-        above, found = np.append(self.parent, NONE), [self.leaf]
-        while (found[-1] != NONE).any():
-            found.append(above[found[-1]])
-        upwards = np.stack(found)
+        above, by_depth = np.append(self.parent, NONE), [self.leaf]
+        while (by_depth[-1] != NONE).any():
+            by_depth.append(above[by_depth[-1]])
+        upwards = np.stack(by_depth)
         depth = (upwards != NONE).sum(axis=0)
-        level = depth - 1 - np.arange(len(found) - 1)[:, None]
+        level = depth - 1 - np.arange(len(by_depth) - 1)[:, None]
         levels: IntArray = np.where(level >= 0, np.take_along_axis(upwards, np.maximum(level, 0), axis=0), NONE)
         return levels
 

@@ -100,9 +100,11 @@ def shared_prefixes(
         raise ValueError(f"a count is {samples.min()}; each sequence belongs to at least one sample")
     blocks = np.maximum(lengths - last_alone, 0) // block_tokens
     search = _Search(_block_table(sequences, lengths, blocks, block_tokens), blocks, samples)
-    found = search.run()
-    levels, parents, users, first, stop = found.columns()
-    return PrefixForest(levels * block_tokens, parents, users, found.leaf, lengths, samples, search.order, first, stop)
+    prefixes = search.run()
+    levels, parents, users, first, stop = prefixes.columns()
+    return PrefixForest(
+        levels * block_tokens, parents, users, prefixes.leaf, lengths, samples, search.order, first, stop
+    )
 
 
 def _block_table(

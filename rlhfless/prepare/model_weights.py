@@ -70,10 +70,10 @@ def _misfits(field: str, path: str, files: ModelFiles, head: Head, trust_remote_
     except Exception as error:  # a model's own code may raise any error
         what = f"the model that config.json describes cannot be built: {class_and_line(error)}"
         return [Problem(field, what, "correct config.json, or take it again from where the model came from")]
-    found = misfit(blank, config, {name: tensor.shape for name, tensor in files.tensors.items()})
+    misfits = misfit(blank, config, {name: tensor.shape for name, tensor in files.tensors.items()})
     parameters = {name for name, parameter in blank.named_parameters() if parameter.is_floating_point()}
     whole = [name for name, tensor in sorted(files.tensors.items()) if name in parameters and not tensor.floating]
-    problems = found.problems(field, files.holder)
+    problems = misfits.problems(field, files.holder)
     if whole:
         names = counted("tensor", map(repr, whole))
         what = f"{files.holder(whole)} has {names} in whole numbers, where the model has floating point"

@@ -16,8 +16,12 @@ def prompt_warnings(
 ) -> list[str]:
     """The warnings of one source; `field` is the spec's field that names it. `read`: columns that rewards read, None
     for all."""
-    found = [_unknown_tokens(rows, prompts, tokenizer), _repetitions(rows, prompts), *_nan_columns(rows, prompts, read)]
-    return [f"{field}: {warning}" for warning in found if warning]
+    warnings = [
+        _unknown_tokens(rows, prompts, tokenizer),
+        _repetitions(rows, prompts),
+        *_nan_columns(rows, prompts, read),
+    ]
+    return [f"{field}: {warning}" for warning in warnings if warning]
 
 
 def _unknown_tokens(rows: Sequence[Row], prompts: Sequence[Prompt], tokenizer: Any) -> str:
@@ -57,9 +61,9 @@ def _nan_columns(rows: Sequence[Row], prompts: Sequence[Prompt], read: frozenset
             if (read is None or name in read) and _has_nan(value):
                 places.setdefault(name, []).append(row)
     return [
-        f"the column `{name}` is NaN in {len(found)} of {len(rows)} rows, such as {found[0].where}; rewards that read "
-        "it compare with NaN, which equals nothing: fill it in, or remove these rows"
-        for name, found in places.items()
+        f"the column `{name}` is NaN in {len(its_rows)} of {len(rows)} rows, such as {its_rows[0].where}; rewards that "
+        "read it compare with NaN, which equals nothing: fill it in, or remove these rows"
+        for name, its_rows in places.items()
     ]
 
 

@@ -113,8 +113,8 @@ class _Faults:
 
     def problems(self) -> list[Problem]:
         return [
-            Problem(self._field, f"{kind} in {len(found)} of {self._total} rows, {found[0][0]}", found[0][1])
-            for kind, found in self._by_kind.items()
+            Problem(self._field, f"{kind} in {len(places)} of {self._total} rows, {places[0][0]}", places[0][1])
+            for kind, places in self._by_kind.items()
         ]
 
 

@@ -115,11 +115,11 @@ class _Reader:
         if name is None:
             self._fault(row, "there is neither `prompt` nor `prompt_id`")
             return None
-        found = self._prompts.get(str(name))
-        if found is None:
+        prompt = self._prompts.get(str(name))
+        if prompt is None:
             self._fault(row, f"no prompt of the spec has the id {shown(name)}")
             return None
-        return Prompt(found.prompt_id, (), found.text, {**found.columns, **columns})
+        return Prompt(prompt.prompt_id, (), prompt.text, {**prompt.columns, **columns})
 
     def _fault(self, row: Row, what: str) -> None:
         self.problems.append(Problem("", what, origin=row.where))

@@ -65,17 +65,17 @@ def _samples(prompts: Sequence[Prompt], siblings: int) -> list[RewardSample]:
 
 async def _outcomes(reward: PythonRewardSpec, samples: Sequence[RewardSample]) -> Mapping[int, Outcome]:
     """By sample, as far as they are known in time. Raises RewardError if the reward cannot be made."""
-    found: dict[int, Outcome] = {}
+    outcomes: dict[int, Outcome] = {}
     workers = Workers([reward], 1)
     try:
         await workers.start()
         async with asyncio.timeout(TRIAL_S):
-            await workers.score(0, samples, found.__setitem__)
+            await workers.score(0, samples, outcomes.__setitem__)
     except TimeoutError:
         pass
     finally:
         workers.close()
-    return {index: within_range(reward.label, reward.weight, outcome) for index, outcome in found.items()}
+    return {index: within_range(reward.label, reward.weight, outcome) for index, outcome in outcomes.items()}
 
 
 def _failures(samples: Sequence[RewardSample], outcomes: Mapping[int, Outcome]) -> str:

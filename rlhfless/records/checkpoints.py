@@ -91,8 +91,8 @@ class Checkpoints:
         """The complete checkpoints, by step. Raises CheckpointError for a checkpoint of another format version, and for
         an object store that cannot be read."""
         try:
-            found = sorted(self._files.glob(f"{self._root.rstrip('/')}/{_PREFIX}*"))
-            whole = [path for path in found if not is_url(self._where) or self._files.exists(f"{path}/{NOTES_FILE}")]
+            folders = sorted(self._files.glob(f"{self._root.rstrip('/')}/{_PREFIX}*"))
+            whole = [path for path in folders if not is_url(self._where) or self._files.exists(f"{path}/{NOTES_FILE}")]
         except Exception as error:  # every kind of store has errors of its own
             raise CheckpointError(f"the checkpoints at {self._where} cannot be read: {error}") from error
         return [Checkpoint(self._url(path), read_notes(self._url(path))) for path in whole]
@@ -103,9 +103,9 @@ class Checkpoints:
 
     def prune(self) -> list[str]:
         """Delete all checkpoints except the last few and the best; returns the locations of those deleted."""
-        found = self.all()
-        keep = kept([checkpoint.notes for checkpoint in found], self._keep_last)
-        gone = [checkpoint.location for checkpoint in found if checkpoint.notes.step not in keep]
+        checkpoints = self.all()
+        keep = kept([checkpoint.notes for checkpoint in checkpoints], self._keep_last)
+        gone = [checkpoint.location for checkpoint in checkpoints if checkpoint.notes.step not in keep]
         for location in gone:
             remove(location)
         return gone

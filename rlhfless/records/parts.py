@@ -50,8 +50,8 @@ def _table(path: Path, file: pq.ParquetFile, name: str) -> pa.Table:
     version = int(text) if text.isdecimal() else -1
     check_version(path, version)
     if metadata.get(NAME_KEY) != name.encode():
-        found = metadata.get(NAME_KEY, b"").decode()
-        raise TraceError(f"{path} holds the table {found!r}, not {name!r}; move it to its own folder")
+        stored_name = metadata.get(NAME_KEY, b"").decode()
+        raise TraceError(f"{path} holds the table {stored_name!r}, not {name!r}; move it to its own folder")
     schema, added = TABLES[name], ADDED.get(version, {}).get(name, {})
     for field in schema:
         if field.name in added:
@@ -59,9 +59,9 @@ def _table(path: Path, file: pq.ParquetFile, name: str) -> pa.Table:
         index = file.schema_arrow.get_field_index(field.name)
         if index < 0:
             raise TraceError(f"{path} has no column {field.name!r}; write it with the schema of {name!r}")
-        found = file.schema_arrow.field(index).type
-        if not found.equals(field.type):
-            raise TraceError(f"{path}: column {field.name!r} is {found}; write it as {field.type}")
+        stored_name = file.schema_arrow.field(index).type
+        if not stored_name.equals(field.type):
+            raise TraceError(f"{path}: column {field.name!r} is {stored_name}; write it as {field.type}")
     table = file.read(columns=[column for column in schema.names if column not in added])
     for column, value in added.items():
         table = table.append_column(column, pa.repeat(pa.scalar(value), len(table)))

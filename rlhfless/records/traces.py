@@ -305,12 +305,12 @@ def read_meta(folder: str | os.PathLike[str]) -> TraceMeta:
 def _refuse_other_run(folder: Path, meta: TraceMeta) -> None:
     if not (folder / META_FILE).exists():
         return
-    found = read_meta(folder)
-    if found.run_id != meta.run_id:
-        raise TraceError(f"{folder} belongs to run {found.run_id!r}; give {meta.run_id!r} its own folder")
-    if found.attempt >= meta.attempt:
+    stored = read_meta(folder)
+    if stored.run_id != meta.run_id:
+        raise TraceError(f"{folder} belongs to run {stored.run_id!r}; give {meta.run_id!r} its own folder")
+    if stored.attempt >= meta.attempt:
         raise TraceError(
-            f"{folder} was written by attempt {found.attempt}, and this is attempt {meta.attempt}; "
+            f"{folder} was written by attempt {stored.attempt}, and this is attempt {meta.attempt}; "
             "raise the attempt number at every start, or choose another folder"
         )
 

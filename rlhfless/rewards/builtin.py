@@ -82,11 +82,11 @@ class Format(LocalReward):
         text = f"<{tags[0]}>{sample.response}" if self.spec.opened else sample.response
         # With the tags as a group, `split` gives text, tag, text, tag, ..., text.
         parts = re.split(f"(</?(?:{'|'.join(map(re.escape, tags))})>)", text)
-        found, between = parts[1::2], parts[0::2]
+        numbers, between = parts[1::2], parts[0::2]
         wanted = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
         inside, outside = between[1::2], between[0::2]
         tidy = not self.spec.only or not "".join(outside).strip()
-        return float(found == wanted and tidy and all(part.strip() for part in inside))
+        return float(numbers == wanted and tidy and all(part.strip() for part in inside))
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002 (needs no column)
         return []

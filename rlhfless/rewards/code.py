@@ -90,16 +90,16 @@ def tests_of(value: Any) -> tuple[Test, ...]:
             decoded = json.loads(value) if value.lstrip()[:1] in ("[", "{") else None
         except ValueError:
             decoded = None
-        found = (Test(code=value),) if decoded is None else tests_of(decoded)
+        tests = (Test(code=value),) if decoded is None else tests_of(decoded)
     elif isinstance(value, Mapping):
-        found = _pairs(value)
+        tests = _pairs(value)
     elif isinstance(value, list | tuple):
-        found = tuple(test for item in value for test in tests_of(item))
+        tests = tuple(test for item in value for test in tests_of(item))
     else:
         raise Unscorable(f"a test is a text, or has `input` and `output`; got {quote(repr(value))}")
-    if not found:
+    if not tests:
         raise Unscorable("there are no tests")
-    return found
+    return tests
 
 
 def _pairs(value: Mapping[str, Any]) -> tuple[Test, ...]:

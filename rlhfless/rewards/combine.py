@@ -76,15 +76,15 @@ class Rewards:
         return combined(weights, columns, len(samples), self._scoring.on_failure)
 
     async def _column(self, reward: Reward, samples: Sequence[RewardSample]) -> list[Outcome]:
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         limit_s = self._scoring.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await reward(samples, found.__setitem__)
+                await reward(samples, outcomes.__setitem__)
         except TimeoutError:
             late = Failed(f"not scored within scoring.timeout_s ({limit_s:g} s)")
-            return [found.get(index, late) for index in range(len(samples))]
-        return [found[index] for index in range(len(samples))]
+            return [outcomes.get(index, late) for index in range(len(samples))]
+        return [outcomes[index] for index in range(len(samples))]
 
     def _reward(self, spec: LocalSpec | VerifierSpec, isolated: Sequence[VerifierSpec]) -> Reward:
         if not isinstance(spec, VerifierSpec):

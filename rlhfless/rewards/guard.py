@@ -64,9 +64,9 @@ def _end(url: httpx.URL) -> tuple[str, int]:
     return url.host, url.port or {"https": 443}.get(url.scheme, 80)
 
 
-def _addresses(found: Iterable[tuple[Any, ...]]) -> list[Address]:
+def _addresses(resolved: Iterable[tuple[Any, ...]]) -> list[Address]:
     """The addresses that getaddrinfo has found."""
-    return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+    return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in resolved]
 
 
 def _refused(host: str, addresses: Iterable[Address]) -> str:
@@ -98,10 +98,10 @@ class Guarded(httpx.AsyncBaseTransport):
 
     async def _checked(self, host: str, port: int) -> Address:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            resolved = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise httpx.ConnectError(f"{host} cannot be resolved: {error}") from error
-        addresses = _addresses(found)
+        addresses = _addresses(resolved)
         if why := _refused(host, addresses):
             raise ForbiddenAddress(why)
         return addresses[0]

@@ -35,10 +35,10 @@ class HttpReward:
 
     def problems(self, prompts: Sequence[Prompt]) -> list[str]:  # noqa: ARG002 (the endpoint says what it needs)
         name = self._spec.token_env
-        found = [f"the environment variable {name!r} is not set"] if name and not os.environ.get(name) else []
+        problems = [f"the environment variable {name!r} is not set"] if name and not os.environ.get(name) else []
         if self._hosts is not None and (why := refusal(self._spec.url, self._hosts)):
-            found.append(why)
-        return found
+            problems.append(why)
+        return problems
 
     async def __call__(self, samples: Sequence[RewardSample], report: Report) -> None:
         size = self._spec.batch_size

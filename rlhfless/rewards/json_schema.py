@@ -49,11 +49,11 @@ class JsonSchemaReward:
         candidates = _candidates(sample.response) if self._spec.extraction == "any" else (sample.response,)
         for text in candidates:
             try:
-                found = json.loads(text)
+                value = json.loads(text)
             except (ValueError, RecursionError):
                 continue
             try:
-                return float(validator.is_valid(found))
+                return float(validator.is_valid(value))
             except Exception as error:  # of a pattern, or of a schema that leads back to itself for ever
                 raise Unscorable(f"the schema cannot be applied: {type(error).__name__}: {error}") from error
         return 0.0

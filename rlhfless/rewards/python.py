@@ -78,16 +78,16 @@ class PythonReward:
         by_columns: dict[frozenset[str], list[Prompt]] = {}
         for prompt in prompts:
             by_columns.setdefault(frozenset(prompt.columns), []).append(prompt)
-        found = []
+        problems = []
         for columns, those in by_columns.items():
             available = [*ARGUMENTS, *sorted(columns), *self._spec.kwargs]
             for name in self._signature.unknown(available):
-                found.append(
+                problems.append(
                     f"{self._spec.target!r} requires `{name}`, and nothing of that name is given in "
                     f"{len(those)} of {len(prompts)} prompts (first: {quote(those[0].text)}). "
                     f"{nearest(name, available)}Available: {', '.join(available)}"
                 )
-        return found
+        return problems
 
     def _check_kwargs(self) -> None:
         for name in self._spec.kwargs:

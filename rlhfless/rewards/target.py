@@ -36,13 +36,13 @@ class Signature:
 def load(reward: str, target: str) -> Callable[..., Any]:
     """Import the target. Raises RewardError that says which part of it fails and why."""
     try:
-        found = load_target(target)
+        loaded = load_target(target)
     except TargetError as error:
         raise RewardError(reward, str(error)) from error
-    if inspect.isclass(found) or not callable(found):
-        kind = "a class" if inspect.isclass(found) else f"a {type(found).__name__}"
+    if inspect.isclass(loaded) or not callable(loaded):
+        kind = "a class" if inspect.isclass(loaded) else f"a {type(loaded).__name__}"
         raise RewardError(reward, f"{target!r} is {kind}, not a function; name a function or a callable object")
-    return found  # type: ignore[no-any-return]
+    return loaded  # type: ignore[no-any-return]
 
 
 def signature(reward: str, target: str, function: Callable[..., Any]) -> Signature:

@@ -71,9 +71,9 @@ def outcomes(subject: Subject, checks: Sequence[Check]) -> Iterator[CheckOutcome
     """Run the checks in order."""
     states: dict[str, State] = {}
     for one in checks:
-        found = _outcome(one, subject, states)
-        states[one.name] = found.state
-        yield found
+        outcome = _outcome(one, subject, states)
+        states[one.name] = outcome.state
+        yield outcome
 
 
 def _outcome(check: Check, subject: Subject, states: Mapping[str, State]) -> CheckOutcome:

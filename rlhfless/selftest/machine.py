@@ -44,10 +44,10 @@ CACHE_GIB = 2.0
 def driver(_: Subject) -> Measured:
     """`torch.cuda.is_available()` in this process; ranks and the engine's core tell of themselves later."""
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,name,memory.total", "--format=csv,noheader"]
-    told = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    measured = {"nvidia_smi": told.stdout.splitlines()}
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    measured = {"nvidia_smi": answer.stdout.splitlines()}
     require_cuda()
-    if "Exclusive" in told.stdout:
+    if "Exclusive" in answer.stdout:
         raise Wrong("a GPU is in exclusive mode, which refuses a second process", **measured)
     return measured
 
@@ -69,17 +69,17 @@ def imports(subject: Subject) -> Measured:
 @check("compiler", "install gcc (`apt-get install build-essential`), or name a compiler in CC")
 def compiler(_: Subject) -> Measured:
     """vLLM on CPUs, Triton and torch.compile call a C compiler in the first start."""
-    found = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if found is None:
+    path = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if path is None:
         raise Wrong("there is no C compiler on the path")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "a.c"
         source.write_text("int answer(void) { return 42; }\n")
-        command = [found, "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))]
+        command = [path, "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
-        raise Wrong(f"{found} compiles nothing: {done.stderr.strip()}")
-    return {"compiler": found}
+        raise Wrong(f"{path} compiles nothing: {done.stderr.strip()}")
+    return {"compiler": path}
 
 
 @check("caches", "make the folder writable, or move it with the variable that is named")
@@ -103,17 +103,17 @@ def caches(_: Subject) -> Measured:
 def room(subject: Subject) -> Measured:
     """Free shared memory and memory of the host, against the versions and processes that are planned."""
     spec, asked = subject.spec, subject.asked
-    there = room_at(str(store_base(spec)))
+    free_bytes = room_at(str(store_base(spec)))
     size = version_bytes(asked.shape, spec.model.dtype)
     loading = loading_bytes(spec, subject.kind, asked.count, asked.sequence_tokens)
     needed = Needed(size, learner=True, memory_bytes=loading)
     measured = {
-        "folder": there.folder,
-        "folder_free_gib": there.store_bytes / GIB,
+        "folder": free_bytes.folder,
+        "folder_free_gib": free_bytes.store_bytes / GIB,
         "versions_gib": needed.versions * size / GIB,
-        "host_free_gib": there.memory_bytes / GIB,
+        "host_free_gib": free_bytes.memory_bytes / GIB,
         "loading_gib": loading / GIB,
     }
-    if problems := room_problems(needed, there):
+    if problems := room_problems(needed, free_bytes):
         raise Wrong("; ".join(f"{problem.what} ({problem.hint})" for problem in problems), **measured)
     return measured

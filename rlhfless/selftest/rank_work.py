@@ -106,12 +106,12 @@ def packed_difference(rank: LearnerRank, packed: PackedBatch) -> float | None:
     before = rank._policy
     if not before.packs_below:
         return None
-    found = []
+    differences = []
     for share in (0.0, ANY_SHARE):
         rank._policy = replace(before, packs_below=share)
-        found.append(rank.evaluate(packed))
+        differences.append(rank.evaluate(packed))
     rank._policy = before
-    return float(np.abs(found[0] - found[1]).max())
+    return float(np.abs(differences[0] - differences[1]).max())
 
 
 def publish(

@@ -59,7 +59,7 @@ class RankProcesses:
 
     def answers(self) -> list[Any]:
         """By rank. Raises RuntimeError for a rank that fails, ends or is late."""
-        found = []
+        collected = []
         for number, end in enumerate(self._ends):
             if not end.poll(self._wait_s):
                 raise RuntimeError(f"learner rank {number} did not answer within {self._wait_s:.0f} s")
@@ -69,8 +69,8 @@ class RankProcesses:
                 raise RuntimeError(f"the process of learner rank {number} ended") from None
             if fault is not None:
                 raise RuntimeError(f"learner rank {number} failed:\n{fault}")
-            found.append(value)
-        return found
+            collected.append(value)
+        return collected
 
     def do(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         self.ask(work, *arguments)
@@ -150,7 +150,7 @@ def ranks_agree(subject: Subject) -> Measured:
         raise NotHere("one GPU is here, and NCCL refuses two ranks on it")
     small = subject.small
     once, twice = (_done(small, count, rank_work.first_logprobs, rank_work.batch(small)) for count in (1, 2))
-    return _same(small, max(float(abs(found - once[0]).max()) for found in twice))
+    return _same(small, max(float(abs(logprobs - once[0]).max()) for logprobs in twice))
 
 
 def _done(subject: Subject, count: int, work: Callable[..., Any], *arguments: Any, **changes: Any) -> list[Any]:

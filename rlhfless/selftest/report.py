@@ -35,15 +35,15 @@ Node = dict[str, Any]
 def node_report(spec: RunSpec | None, shown: Callable[[CheckOutcome], object] = lambda _: None) -> Node:
     """All checks on this machine. `shown` is called with each outcome."""
     with opened(spec) as subject:
-        found = []
+        checks = []
         for outcome in outcomes(subject, CHECKS):
             shown(outcome)
-            found.append(asdict(outcome))
+            checks.append(asdict(outcome))
         report: Node = {
             "machine": describe_machine(),
             "model": subject.model,
             "devices": {"kind": subject.kind, "count": subject.asked.count},
-            "checks": found,
+            "checks": checks,
             "latency": None,
             "step": None,
         }
@@ -72,14 +72,14 @@ def _version(name: str) -> str | None:
 
 def _latency(subject: Subject) -> LatencyFile:
     """As a recorded run would give it: the seconds of each stage on this node's devices."""
-    found = subject.found
-    points = found["iterations"]
+    results = subject.found
+    points = results["iterations"]
     slopes = [
         max((after_s - before_s) / max(after - before, 1e-9), 0.0)
         for (before, before_s), (after, after_s) in pairwise(points)
     ] or [0.0]
     sequence_s = tuple(slopes[min(knot, len(slopes) - 1)] for knot in range(len(KNOTS)))
-    learn_s = 1 / (found["rank_tokens_per_s"] * found["ranks"])
+    learn_s = 1 / (results["rank_tokens_per_s"] * results["ranks"])
     return LatencyFile(
         traces=("selftest",),
         steps=1,
@@ -88,16 +88,16 @@ def _latency(subject: Subject) -> LatencyFile:
             fixed_s=max(points[0][1] - slopes[0] * points[0][0], 0.0),
             sequence_s=sequence_s,
             context_s=0.0,
-            prefill_token_s=found["prefill_token_s"],
+            prefill_token_s=results["prefill_token_s"],
             prefill_context_s=0.0,
         ),
         call_s=0.0,
-        load_weights_s=found["load_s"],
-        start_s=sum(found["start"].values()),
+        load_weights_s=results["load_s"],
+        start_s=sum(results["start"].values()),
         group_s=0.0,
         learn=LineFit(fixed_s=0.0, token_s=learn_s),
         evaluate=LineFit(fixed_s=0.0, token_s=FORWARD_SHARE * learn_s),
-        publish_s=found["publish_s"],
+        publish_s=results["publish_s"],
         driver_s=0.0,
         mean_s={},
     )
@@ -110,22 +110,22 @@ def measured_latency(path: Path, asked: Question) -> LatencyFile:
     """
     try:
         nodes = json.loads(path.read_text("utf-8"))["nodes"].values()
-        found = [node for node in nodes if node["latency"] is not None]
-        told = [(node["model"], node["devices"]["kind"]) for node in found]
+        measured = [node for node in nodes if node["latency"] is not None]
+        setups = [(node["model"], node["devices"]["kind"]) for node in measured]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{str(path)!r} is no report of a self-test: {type(error).__name__}: {error}"
         raise InputError("--measured", [Problem("", what, "make one: `rlhfless selftest SPEC --out FILE`")]) from error
     wanted = (asked.spec.model.path, asked.sheet.kind)
-    if wanted not in told:
-        what = f"it measured {_shown(told)}, and the plan is for {wanted[0]} on {wanted[1]}"
+    if wanted not in setups:
+        what = f"it measured {_shown(setups)}, and the plan is for {wanted[0]} on {wanted[1]}"
         hint = "run `rlhfless selftest` with this spec, on such a device"
         raise InputError("--measured", [Problem("", what, hint)])
-    values = dict(found[told.index(wanted)]["latency"])
+    values = dict(measured[setups.index(wanted)]["latency"])
     share = values.pop("ranks") / asked.spec.learner.world_size
     for stage in ("learn", "evaluate"):
         values[stage] = values[stage] | {"token_s": values[stage]["token_s"] * share}
     return LatencyFile.model_validate(values)
 
 
-def _shown(told: list[tuple[str, str]]) -> str:
-    return ", ".join(f"{model} on {kind}" for model, kind in told) or "no speed"
+def _shown(value: list[tuple[str, str]]) -> str:
+    return ", ".join(f"{model} on {kind}" for model, kind in value) or "no speed"

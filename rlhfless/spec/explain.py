@@ -47,8 +47,8 @@ def explain(
     errors = error.errors(include_url=False)
     # If its items are refused, pydantic also calls the list too short; that would only mislead.
     below = {loc[:length] for loc in (details["loc"] for details in errors) for length in range(len(loc))}
-    told = [details for details in errors if not (details["type"] == "too_short" and details["loc"] in below)]
-    return [problem for details in told for problem in _problems(details, _Spot(model, data, details["loc"]), origins)]
+    shown = [details for details in errors if not (details["type"] == "too_short" and details["loc"] in below)]
+    return [problem for details in shown for problem in _problems(details, _Spot(model, data, details["loc"]), origins)]
 
 
 def several(problems: Sequence[Problem]) -> PydanticCustomError:
@@ -228,8 +228,8 @@ def origin_of(path: Path, origins: Mapping[Path, str]) -> str:
 
 def counted(noun: str, items: Iterable[str]) -> str:
     """`tensor a`, or `3 tensors: a, b, c`; the first _MAX_COUNTED are named, and the others counted."""
-    told = list(items)
-    if len(told) == 1:
-        return f"{noun} {told[0]}"
-    more = f" and {len(told) - _MAX_COUNTED} more" if len(told) > _MAX_COUNTED else ""
-    return f"{len(told)} {noun}s: {', '.join(told[:_MAX_COUNTED])}{more}"
+    listed = list(items)
+    if len(listed) == 1:
+        return f"{noun} {listed[0]}"
+    more = f" and {len(listed) - _MAX_COUNTED} more" if len(listed) > _MAX_COUNTED else ""
+    return f"{len(listed)} {noun}s: {', '.join(listed[:_MAX_COUNTED])}{more}"

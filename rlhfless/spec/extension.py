@@ -79,14 +79,14 @@ class Seam:
         """Raises TargetError."""
         if not IMPORT_PATH.fullmatch(target):
             raise TargetError(f"{target!r} is no import path", "write it as `package.module:Name`")
-        found = load_target(target)
-        if not inspect.isclass(found):
-            raise TargetError(f"{target!r} is a {type(found).__name__}, not a class", f"Name a class {self._wanted()}")
-        lacking = [name for name in self.methods if not hasattr(found, name)]
+        loaded = load_target(target)
+        if not inspect.isclass(loaded):
+            raise TargetError(f"{target!r} is a {type(loaded).__name__}, not a class", f"Name a class {self._wanted()}")
+        lacking = [name for name in self.methods if not hasattr(loaded, name)]
         if lacking:
             what = f"{target!r} is no {self.noun}: it has no {' and no '.join(f'`{name}`' for name in lacking)}"
             raise TargetError(what, f"Name a class {self._wanted()}")
-        return _settings_class(found, target, self.settings)
+        return _settings_class(loaded, target, self.settings)
 
     def _wanted(self) -> str:
         return f"with {', '.join(f'`{name}`' for name in (*self.methods, 'Settings'))}"
@@ -132,9 +132,9 @@ def _restored(data: Mapping[str, Any], paths: Sequence[str]) -> OwnSpec:
         raise InputError(f"the settings of {target!r}", [Problem("type", error.what, error.hint)]) from error
 
 
-def _settings_class(found: Any, target: str, base: type[OwnSpec]) -> type[OwnSpec]:
+def _settings_class(loaded: Any, target: str, base: type[OwnSpec]) -> type[OwnSpec]:
     """Raises TargetError if the class has no settings of the right kind."""
-    settings = getattr(found, "Settings", None)
+    settings = getattr(loaded, "Settings", None)
     if inspect.isclass(settings) and issubclass(settings, base):
         return settings
     what = "has no `Settings`" if settings is None else f"has a `Settings` that is no {base.__name__}"

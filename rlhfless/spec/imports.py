@@ -75,12 +75,12 @@ def is_there(module: str) -> bool:
         first, name = not name, f"{name}.{part}".lstrip(".")
         if folders is None:
             return False  # below a module that is no package
-        found = PathFinder.find_spec(name, list(folders))
-        if found is None and first and part != "__main__":
-            found = find_spec(name)  # installed in an own way, such as editable
-        if found is None:
+        module_spec = PathFinder.find_spec(name, list(folders))
+        if module_spec is None and first and part != "__main__":
+            module_spec = find_spec(name)  # installed in an own way, such as editable
+        if module_spec is None:
             return False
-        folders = found.submodule_search_locations
+        folders = module_spec.submodule_search_locations
     return True
 
 

@@ -53,9 +53,9 @@ def _outside(schema: Any, draft: str) -> Iterator[str]:
         seen.add(id(part.contents))
         for reference in filter(None, map(part.contents.get, _REFERENCES)):
             try:
-                found = resolver.lookup(reference)
+                resolved = resolver.lookup(reference)
             except (Unresolvable, ValueError):
                 yield str(reference)
                 continue
-            left.append((found.resolver, specification.create_resource(found.contents)))
+            left.append((resolved.resolver, specification.create_resource(resolved.contents)))
         left += [(resolver.in_subresource(inner), inner) for inner in part.subresources()]

@@ -85,12 +85,12 @@ def emission(step: int, names: Container[str]) -> tuple[int, bool]:
 
 def _emissions_in(lines: str) -> set[tuple[int, bool]]:
     """The emissions that earlier attempts of a run have written. A line that was cut off does not count."""
-    found = set()
+    emissions = set()
     for text in lines.splitlines():
         with suppress(ValueError):
             line = json.loads(text)
-            found.add(emission(line["step"], line))
-    return found
+            emissions.add(emission(line["step"], line))
+    return emissions
 
 
 def finite(value: float) -> float | None:

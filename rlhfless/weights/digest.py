@@ -136,18 +136,18 @@ class Digest:
         Hashes that are `known` are not computed; of the others this one of several `readers` computes its share.
         """
         for number, (name, tensor) in enumerate(tensors):
-            found = known.get(name) or (hash_of(name, tensor) if number % readers == reader else b"")
-            self.record(name, found, tensor.nbytes)
+            hashed = known.get(name) or (hash_of(name, tensor) if number % readers == reader else b"")
+            self.record(name, hashed, tensor.nbytes)
             yield name, tensor
 
 
 def merged(parts: Iterable[Mapping[str, bytes]]) -> Digest:
     """The hashes of all readers of one version; its `size_bytes` is not known."""
-    found = Digest()
+    digest = Digest()
     for part in parts:
         for name, known in part.items():
-            found.hashes[name] = known or found.hashes.get(name, b"")
-    return found
+            digest.hashes[name] = known or digest.hashes.get(name, b"")
+    return digest
 
 
 def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

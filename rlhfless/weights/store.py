@@ -141,10 +141,10 @@ class FolderStore:
 
     def versions(self) -> tuple[WeightVersion, ...]:
         """See `WeightStore.versions`."""
-        found = [
+        versions = [
             version_of(path) for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith(TEMPORARY_PREFIX)
         ]
-        return tuple(sorted(found, key=lambda version: (version.run_id, version.attempt, version.step)))
+        return tuple(sorted(versions, key=lambda version: (version.run_id, version.attempt, version.step)))
 
     def delete(self, version: WeightVersion) -> None:
         """See `WeightStore.delete`."""

@@ -76,21 +76,23 @@ def compare(
     Raises InputError, ContractError or WorkloadError for a scenario that cannot be run.
     """
     rounds = in_order(scenario, _wanted(scenario, policies))
-    found: Results = {}
+    by_label: Results = {}
     contracts: dict[str, tuple[ContractSpec, ...]] = {}
     with ExperimentWorkers(jobs, on_progress) as workers:
         for index, entries in enumerate(rounds):
-            tasks = {entry.shown: _tasks(scenario, entry, found) for entry in entries}
+            tasks = {entry.shown: _tasks(scenario, entry, by_label) for entry in entries}
             later = sum(_runs_of_seed(scenario, each) for after in rounds[index + 1 :] for each in after)
             later_steps = scenario.steps * scenario.seeds * later
             results = iter(workers.run([task for each in tasks.values() for task in each], later_steps))
             for entry in entries:
-                mine = [[next(results) for _ in range(_runs_of_seed(scenario, entry))] for _ in range(scenario.seeds)]
-                chosen = [_judged(scenario, entry, found, tried) for tried in mine]
-                found[entry.shown] = tuple(run for run, _ in chosen)
+                of_entry = [
+                    [next(results) for _ in range(_runs_of_seed(scenario, entry))] for _ in range(scenario.seeds)
+                ]
+                chosen = [_judged(scenario, entry, by_label, tried) for tried in of_entry]
+                by_label[entry.shown] = tuple(run for run, _ in chosen)
                 contracts[entry.shown] = chosen[0][1]
-    labels = [entry.shown for entry in scenario.policies if entry.shown in found]
-    return PolicyComparison(scenario, {label: found[label] for label in labels}, contracts)
+    labels = [entry.shown for entry in scenario.policies if entry.shown in by_label]
+    return PolicyComparison(scenario, {label: by_label[label] for label in labels}, contracts)
 
 
 def quoted_part(scenario: Scenario) -> Part:
@@ -110,11 +112,11 @@ def _wanted(scenario: Scenario, labels: Sequence[str] | None) -> list[PolicyEntr
     return [entry for entry in scenario.policies if labels is None or entry.shown in labels]
 
 
-def _tasks(scenario: Scenario, entry: PolicyEntry, found: Results) -> list[ExperimentTask]:
+def _tasks(scenario: Scenario, entry: PolicyEntry, results: Results) -> list[ExperimentTask]:
     """The tasks by seed, every fleet that is tried for each seed."""
     tasks = []
     for seed in range(scenario.seeds):
-        contracts = _contracts(scenario, entry, found, seed)
+        contracts = _contracts(scenario, entry, results, seed)
         if entry.name == BEST_STATIC:
             plain = entry.model_copy(update={"name": "static", "label": entry.shown})
             unwatched = scenario.model_copy(update={"beat_s": NO_BEATS_S})
@@ -130,21 +132,21 @@ def _runs_of_seed(scenario: Scenario, entry: PolicyEntry) -> int:
     return len(tried(scenario, entry))
 
 
-def _contracts(scenario: Scenario, entry: PolicyEntry, found: Results, seed: int) -> tuple[ContractSpec, ...]:
+def _contracts(scenario: Scenario, entry: PolicyEntry, results: Results, seed: int) -> tuple[ContractSpec, ...]:
     """The contract of a run, in numbers."""
     if measures_itself(scenario, entry):
         return (WeightedSpec(),)
     label = measured_by(scenario, entry)
     contract = contract_of(scenario, entry)
-    measured = None if label is None else found[label][seed].steps
+    measured = None if label is None else results[label][seed].steps
     return tuple(resolved(contract, measured, span_of(contract, scenario)))
 
 
 def _judged(
-    scenario: Scenario, entry: PolicyEntry, found: Results, tried: Sequence[RunResult]
+    scenario: Scenario, entry: PolicyEntry, results: Results, tried: Sequence[RunResult]
 ) -> tuple[RunResult, tuple[ContractSpec, ...]]:
     """The run of a seed, the best of them if several were tried, with its contract judged for each step."""
-    contracts, part = _contracts(scenario, entry, found, tried[0].seed), quoted_part(scenario)
+    contracts, part = _contracts(scenario, entry, results, tried[0].seed), quoted_part(scenario)
     span = span_of(contract_of(scenario, entry), scenario)
     steps = [judged(run.steps, contracts, span) for run in tried]
     limits = [step.limit for step in steps_of(steps[0], part, scenario.epoch_steps) if step.limit is not None]

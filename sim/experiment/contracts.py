@@ -119,7 +119,7 @@ def _together(values: Sequence[float], span: int) -> list[float]:
 def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec], span: int) -> list[StepFigures]:
     """The figures with what the contract gave each step, and whether it was kept. A limit of several steps together is
     divided evenly among them."""
-    found = []
+    judgements = []
     for index, each in enumerate(figures):
         contract = contracts[min(index, len(contracts) - 1)]
         if isinstance(contract, CheapestSpec):
@@ -127,11 +127,11 @@ def judged(figures: Sequence[StepFigures], contracts: Sequence[ContractSpec], sp
         elif isinstance(contract, FastestSpec):
             limit, took = contract.budget_usd, each.usd
         else:
-            found.append(each)
+            judgements.append(each)
             continue
         share = limit / min(span, len(figures) - index // span * span)
-        found.append(dataclasses.replace(each, limit=share, kept=took <= share))
-    return found
+        judgements.append(dataclasses.replace(each, limit=share, kept=took <= share))
+    return judgements
 
 
 def _given(value: float | None) -> float:

@@ -78,8 +78,8 @@ def step_figures(trace: Trace, prices: PriceBook, devices: DeviceSupply) -> list
         within = held[index]
         window_s = bounds[index + 1] - bounds[index]
         on_devices = [each for each in within if each.device_kind != prices.cpu_kind and prices.occupies(each)]
-        mine = [call for name in {each.incarnation for each in on_devices} for call in by_incarnation[name]]
-        used = usage("devices", on_devices, mine, prices)
+        of_devices = [call for name in {each.incarnation for each in on_devices} for call in by_incarnation[name]]
+        used = usage("devices", on_devices, of_devices, prices)
         figures.append(
             StepFigures(
                 step=record.step,

@@ -40,16 +40,16 @@ def fleets(scenario: Scenario) -> list[FleetShape]:
     times the devices it needs."""
     machines, each = scenario.cluster.machines[0], scenario.engine.tensor_parallel
     needed = timing.learner_devices_needed(scenario, machines.kind)
-    found: list[FleetShape] = []
+    shapes: list[FleetShape] = []
     if scenario.schedule == "sync":
         sizes = range(each, machines.devices + 1, each)
-        found += [FleetShape(ScenarioPlacementSpec(mode="colocated"), size) for size in sizes if size >= needed]
+        shapes += [FleetShape(ScenarioPlacementSpec(mode="colocated"), size) for size in sizes if size >= needed]
     learner = needed
     while learner <= machines.devices - each:
         placement = ScenarioPlacementSpec(mode="disaggregated", learner_devices=learner)
-        found += [FleetShape(placement, learner + size) for size in range(each, machines.devices - learner + 1, each)]
+        shapes += [FleetShape(placement, learner + size) for size in range(each, machines.devices - learner + 1, each)]
         learner *= 2
-    return found
+    return shapes
 
 
 def best(runs: Sequence[Totals], contract: ContractSpec, limit: float | None) -> int:

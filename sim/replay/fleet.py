@@ -48,10 +48,10 @@ class RecordedFleet:
     def allocation(self, function: str) -> Allocation:
         """The allocation of a function's replica. Raises TraceError if the run had none."""
         of_function = (life for life in (*self._together, *self._lives) if life.function == function)
-        found = next(of_function, None)
-        if found is None:
+        first = next(of_function, None)
+        if first is None:
             raise TraceError(f"the trace of {self._run_id} has no {function}; name the trace of a whole run")
-        return found.allocation
+        return first.allocation
 
     def slot_of(self, actor: str, at_s: float) -> int:
         """The slot of the actor with this name at a time (unix)."""

@@ -86,7 +86,7 @@ class AsRecorded:
     def decide(self, at_s: float, event: Event, view: StepView) -> Sequence[Action]:  # noqa: ARG002
         if not isinstance(event, StepBegan):
             return []
-        absent = [slot for slot, there in enumerate(view.slots) if there.state is None]
+        absent = [slot for slot, slot_view in enumerate(view.slots) if slot_view.state is None]
         return [*(Start(slot) for slot in absent), *self._assigned(view)]
 
     def _assigned(self, view: StepView) -> list[Action]:

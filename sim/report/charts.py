@@ -114,7 +114,7 @@ def pareto(points: Sequence[ParetoPoint], title: str) -> Figure:
 def _alike(point: ParetoPoint, other: ParetoPoint) -> bool:
     """Whether the dots of two policies would hide each other: the earlier one is drawn larger, as a ring around it."""
     pairs = (point.usd.mean, other.usd.mean), (point.seconds.mean, other.seconds.mean)
-    return all(abs(mine - its) <= SAME * max(mine, its) for mine, its in pairs)
+    return all(abs(ours - its) <= SAME * max(ours, its) for ours, its in pairs)
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

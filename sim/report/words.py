@@ -29,22 +29,22 @@ def contract_text(contract: ScenarioContract) -> str:
 def best_fleets(comparison: PolicyComparison) -> str:
     """The best static fleets by seed; empty if the scenario has no such policy."""
     labels = [entry.shown for entry in comparison.scenario.policies if entry.name == BEST_STATIC]
-    found = [f"{label}: {run.fleet}" for label in labels for run in comparison.results.get(label, ())]
-    return "; ".join(dict.fromkeys(found))
+    lines = [f"{label}: {run.fleet}" for label in labels for run in comparison.results.get(label, ())]
+    return "; ".join(dict.fromkeys(lines))
 
 
 def infeasible(comparison: PolicyComparison) -> list[str]:
     """By policy, the number of steps in which no plan could keep its contract, and the reason in the first."""
-    told = []
+    lines = []
     for label, runs in comparison.results.items():
         reasons = [reason for run in runs for reason in run.infeasible]
         if reasons:
             steps = sum(len(run.steps) for run in runs)
-            told.append(
+            lines.append(
                 f"{label}: the contract could not be kept by any plan in {len(reasons)} of {steps} steps, and the "
                 f"nearest one was kept; of generation in the first of them: {reasons[0]}"
             )
-    return told
+    return lines
 
 
 def _multiple(measure: MultipleOf, of: str) -> str:

@@ -100,9 +100,9 @@ class ScenarioLayout:
         """The machines that it uses."""
         self.devices = first.devices if devices is None else devices
         self._first = DevicesByNode.of(first, self.devices)
-        found = self._first.all
+        history = self._first.all
         apart = placement.mode == "disaggregated"
-        self.learner_side = found[-(placement.learner_devices or -(-len(found) // 2)) :] if apart else found
+        self.learner_side = history[-(placement.learner_devices or -(-len(history) // 2)) :] if apart else history
         needed = timing.learner_devices_needed(scenario, first.kind)
         if len(self.learner_side) < needed:
             what = f"the learner has {len(self.learner_side)} x {first.kind}, and its state needs {needed}"
@@ -111,24 +111,24 @@ class ScenarioLayout:
 
     def actors(self) -> tuple[ActorShape, ...]:
         """Slots for generation; slots on the first kind of device come first."""
-        found: list[ActorShape] = []
+        shapes: list[ActorShape] = []
         for index, machines in enumerate(self.machines):
             devices = self._first if index == 0 else DevicesByNode.of(machines, machines.devices)
             if index == 0 and self._placement.mode == "disaggregated":
                 devices = devices.without(self.learner_side)
-            found += self._of_kind(machines, devices)
+            shapes += self._of_kind(machines, devices)
         alone = self._placement.prefill_devices // self._scenario.engine.tensor_parallel
-        if 0 < len(found) <= alone:
+        if 0 < len(shapes) <= alone:
             what = f"{self._placement.prefill_devices} devices prefill, and no actor is left that decodes"
             hint = "lower placement.prefill_devices, or take more devices"
             raise timing.DoesNotFit(self._scenario.name, [Problem("placement.prefill_devices", what, hint)])
-        found[:alone] = [replace(actor, engine=replace(actor.engine, prefill_only=True)) for actor in found[:alone]]
-        if not found:
+        shapes[:alone] = [replace(actor, engine=replace(actor.engine, prefill_only=True)) for actor in shapes[:alone]]
+        if not shapes:
             tensor_parallel = self._scenario.engine.tensor_parallel
             what = f"no node has {tensor_parallel} devices left for an actor"
             hint = "lower engine.tensor_parallel or placement.learner_devices, or take more devices"
             raise timing.DoesNotFit(self._scenario.name, [Problem("engine.tensor_parallel", what, hint)])
-        return tuple(found)
+        return tuple(shapes)
 
     def _of_kind(self, machines: MachinesSpec, devices: DevicesByNode) -> list[ActorShape]:
         engine = self._scenario.engine
@@ -174,10 +174,10 @@ class ScenarioLayout:
         cores = tuple(Device(f"cpu-{i}", "cpu-core", i) for i in range(scoring.cores))
         slot_setup = SlotSetup(Allocation.of(cores), self._first.devices[0][0], scoring.start_s, {}, beside=True)
         group_s = scoring.sample_s * self._scenario.samples_per_prompt / scoring.cores
-        found = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
+        shapes = [ServiceShape(slot_setup, FunctionName.SCORING, Work.SCORE, group_s, 0.0)]
         if self._scenario.reference is not None:
-            found.append(self._reference(self._scenario.reference.devices))
-        return tuple(found)
+            shapes.append(self._reference(self._scenario.reference.devices))
+        return tuple(shapes)
 
     def _reference(self, devices: int) -> ServiceShape:
         scenario, kind = self._scenario, self._scenario.cluster.machines[0].kind

@@ -117,12 +117,12 @@ def _capped(batch: RolloutBatch, max_tokens: int) -> RolloutBatch:
     return dataclasses.replace(batch, response_tokens=np.minimum(batch.response_tokens, max_tokens))
 
 
-def _enough(scenario: Scenario, found: list[RolloutBatch]) -> list[RolloutBatch]:
-    if len(found) < scenario.steps:
-        what = f"the workload has {len(found)} steps of {scenario.prompts_per_step} prompts, and steps is "
+def _enough(scenario: Scenario, drawn: list[RolloutBatch]) -> list[RolloutBatch]:
+    if len(drawn) < scenario.steps:
+        what = f"the workload has {len(drawn)} steps of {scenario.prompts_per_step} prompts, and steps is "
         problem = Problem("steps", f"{what}{scenario.steps}", "lower steps or prompts_per_step")
         raise InputError(scenario.name, [problem])
-    kept = found[: scenario.steps]
+    kept = drawn[: scenario.steps]
     if isinstance(scenario.workload, RecordedWorkload) and kept[0].groups != scenario.prompts_per_step:
         what = f"{scenario.prompts_per_step}, but the recorded run has {kept[0].groups}"
         raise InputError(scenario.name, [Problem("prompts_per_step", what, f"set it to {kept[0].groups}")])

@@ -168,9 +168,9 @@ def _preloaded_libraries() -> list[str]:
         ("torch", "../torch.libs/libgomp*.so*"),
         ("torch", "lib/libgomp*.so*"),
     )
-    found: list[str] = []
+    libraries: list[str] = []
     for module, pattern in patterns:
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.origin is not None:
-            found += sorted(str(path.resolve()) for path in Path(spec.origin).parent.glob(pattern))[:1]
-    return found
+            libraries += sorted(str(path.resolve()) for path in Path(spec.origin).parent.glob(pattern))[:1]
+    return libraries

@@ -242,8 +242,8 @@ class _Recorder:
         codes, indices = codes[exact].cpu() // _CODE_SPACING, begin + indices[exact].cpu()
         numbers = codes // SAMPLED_ELEMENTS
         for number in numbers.unique().tolist():
-            mine = numbers == number
-            yield _Part(self._names[number], codes[mine] % SAMPLED_ELEMENTS, indices[mine])
+            of_expert = numbers == number
+            yield _Part(self._names[number], codes[of_expert] % SAMPLED_ELEMENTS, indices[of_expert])
 
 
 def _set_loader(tensor: Any, loader: Callable[..., object] | None) -> None:

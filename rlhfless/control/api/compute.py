@@ -91,10 +91,10 @@ async def plan_question(service: Service, question: PlanQuestion) -> dict[str, A
 async def trace_folder(service: Service, run_id: str) -> str:
     """The folder of a run's trace. Raises ApiError (404) if it has none yet."""
     run = await service.database.read(lambda session: store.run_of(session, run_id))
-    found = trace_of(run.folder)
-    if found is None:
+    folder = trace_of(run.folder)
+    if folder is None:
         raise ApiError(404, "not_found", f"run {run_id} has no trace yet: it begins with its first step")
-    return found
+    return folder
 
 
 class RewardsQuestion(_Question):
@@ -163,9 +163,9 @@ async def create_simulation(request: Request, caller: Runs, question: Simulation
         session.add(row)
         return simulation_object(row)
 
-    found = await service.database.write(add)
+    created = await service.database.write(add)
     service.simulations.soon()
-    return found
+    return created
 
 
 @router.get("/simulations", summary="List simulations")
@@ -206,5 +206,5 @@ async def get_timeline(
     """What each device did in the last steps of the run's trace, which is written about once a step."""
     service = service_of(request.app)
     folder = await trace_folder(service, run_id)
-    found = await service.runner.run("timeline", {"trace": folder, "steps": steps}, TIMELINE_S)
-    return TimelineObject.model_validate({"run_id": run_id} | found)
+    timeline = await service.runner.run("timeline", {"trace": folder, "steps": steps}, TIMELINE_S)
+    return TimelineObject.model_validate({"run_id": run_id} | timeline)

@@ -44,13 +44,13 @@ async def download_trace(request: Request, _: Reads, run_id: str) -> StreamingRe
 async def download_checkpoint(request: Request, _: Reads, run_id: str, checkpoint_id: str) -> StreamingResponse:
     """Model and tokenizer in Hugging Face format, with what a resumed run needs."""
     run = await service_of(request.app).database.read(lambda session: store.run_of(session, run_id))
-    found = next((entry for entry in run.checkpoints if entry["id"] == checkpoint_id), None)
-    if found is None:
+    checkpoint = next((entry for entry in run.checkpoints if entry["id"] == checkpoint_id), None)
+    if checkpoint is None:
         raise not_found("checkpoint", checkpoint_id)
-    if not await asyncio.to_thread(_is_there, found["location"]):
-        message = f"checkpoint {checkpoint_id} of run {run_id} is not in {found['location']} any more"
+    if not await asyncio.to_thread(_is_there, checkpoint["location"]):
+        message = f"checkpoint {checkpoint_id} of run {run_id} is not in {checkpoint['location']} any more"
         raise ApiError(404, "not_found", message)
-    return _answer(found["location"], f"{run_id}-{checkpoint_id}")
+    return _answer(checkpoint["location"], f"{run_id}-{checkpoint_id}")
 
 
 def _is_there(location: str) -> bool:

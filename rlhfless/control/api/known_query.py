@@ -31,7 +31,7 @@ def known_query(request: Request) -> None:
 
 
 def _unknown(names: list[str], known: list[str]) -> ApiError:
-    there = f"Parameters here: {', '.join(known)}" if known else "There are none here"
-    problems = [Problem(name, "unknown query parameter", nearest(name, known) + there) for name in names]
+    parameters = f"Parameters here: {', '.join(known)}" if known else "There are none here"
+    problems = [Problem(name, "unknown query parameter", nearest(name, known) + parameters) for name in names]
     message = f"{names[0]}: {problems[0].what}; {problems[0].hint}"
     return ApiError(422, "invalid_request", message, names[0], problems)

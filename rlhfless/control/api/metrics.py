@@ -70,10 +70,10 @@ class _Collected(Collector):
         yield from self._latest()
 
     def _devices(self) -> Iterator[GaugeMetricFamily]:
-        there = GaugeMetricFamily("rlhfless_devices", "Devices that runs may hold together", labels=["kind"])
+        devices = GaugeMetricFamily("rlhfless_devices", "Devices that runs may hold together", labels=["kind"])
         for kind, count in self._service.devices_there().items():
-            there.add_metric([kind], count)
-        yield there
+            devices.add_metric([kind], count)
+        yield devices
         held: Counter[str] = Counter()
         wanted: Counter[str] = Counter()
         for lease in self._leases:

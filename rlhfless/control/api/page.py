@@ -89,10 +89,10 @@ async def index(request: Request) -> Response:
 @router.get("/page/{name}")
 async def asset(request: Request, name: str) -> Response:
     """A file of the page. Raises ApiError (404)."""
-    found = (await asyncio.to_thread(assets)).get(name)
-    if found is None:
+    content = (await asyncio.to_thread(assets)).get(name)
+    if content is None:
         raise not_found("file", name)
-    return await _answer(request, found)
+    return await _answer(request, content)
 
 
 async def _answer(request: Request, found: Asset) -> Response:

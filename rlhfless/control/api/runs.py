@@ -167,8 +167,8 @@ async def get_run(request: Request, _: Reads, run_id: str) -> Response:
     service = service_of(request.app)
 
     async def read() -> bytes:
-        found = await service.database.read(lambda session: run_object(store.run_of(session, run_id)))
-        return found.model_dump_json().encode()
+        run = await service.database.read(lambda session: run_object(store.run_of(session, run_id)))
+        return run.model_dump_json().encode()
 
     return Response(await service.bus.look(run_id, read), media_type="application/json")
 

@@ -158,13 +158,13 @@ async def list_functions(
     service = service_of(request.app)
     query = select(RunRow.id).where(RunRow.status.in_(list(DRIVEN))).order_by(RunRow.created_at.desc())
     driven = await service.database.read(lambda session: list(session.scalars(query)))
-    found = [
+    functions = [
         ReplicaObject(run_id=run, **replica.model_dump())
         for run in driven
         if run_id in (None, run)
         for replica in service.replicas.get(run, ())
     ]
-    return ListObject(data=found, has_more=False)
+    return ListObject(data=functions, has_more=False)
 
 
 @router.get("/devices", tags=["fleet"], summary="Devices now")
@@ -172,10 +172,10 @@ async def list_devices(request: Request, _: Reads) -> ListObject[DeviceKindObjec
     """By kind: how many there are, how many are free, which runs hold them, and which wait."""
     service = service_of(request.app)
     leases = await service.database.read(store.leases)
-    there = service.devices_there()
-    kinds = sorted({*there, *(lease.kind for lease, _ in leases)})
-    found = [_kind(kind, there.get(kind, 0), [pair for pair in leases if pair[0].kind == kind]) for kind in kinds]
-    return ListObject(data=found, has_more=False)
+    counts = service.devices_there()
+    kinds = sorted({*counts, *(lease.kind for lease, _ in leases)})
+    devices = [_kind(kind, counts.get(kind, 0), [pair for pair in leases if pair[0].kind == kind]) for kind in kinds]
+    return ListObject(data=devices, has_more=False)
 
 
 def _kind(kind: str, total: int, leases: Sequence[tuple[LeaseRow, RunRow]]) -> DeviceKindObject:

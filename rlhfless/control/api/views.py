@@ -49,8 +49,8 @@ def run_object(row: RunRow) -> RunObject:
 
 def checkpoint_objects(row: RunRow) -> list[CheckpointObject]:
     """The newest first."""
-    found = [CheckpointObject.model_validate(_known(CheckpointObject, entry)) for entry in row.checkpoints]
-    return sorted(found, key=lambda checkpoint: -checkpoint.step)
+    checkpoints = [CheckpointObject.model_validate(_known(CheckpointObject, entry)) for entry in row.checkpoints]
+    return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
 
 
 def event_object(row: EventRow) -> EventObject:
@@ -73,10 +73,12 @@ def usage_row(row: UsageRow) -> FunctionUsage:
 
 def rollout_object(row: RolloutRow) -> RolloutObject:
     """One sample."""
-    told = _known(RolloutObject, row.data)
-    return RolloutObject(run_id=row.run_id, step=row.step, **told | {"failures": redacted(told.get("failures", {}))})
+    values = _known(RolloutObject, row.data)
+    return RolloutObject(
+        run_id=row.run_id, step=row.step, **values | {"failures": redacted(values.get("failures", {}))}
+    )
 
 
-def _known(kind: type[ApiObject], told: dict[str, Any]) -> dict[str, Any]:
+def _known(kind: type[ApiObject], values: dict[str, Any]) -> dict[str, Any]:
     """What a driver has told, without fields that this version does not know (rlhfless.control.delivery.PROTOCOL)."""
-    return {name: value for name, value in told.items() if name in kind.model_fields}
+    return {name: value for name, value in values.items() if name in kind.model_fields}

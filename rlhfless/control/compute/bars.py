@@ -46,8 +46,8 @@ def timeline_of(folder: str, steps: int) -> dict[str, Any]:
                         "end_s": min(call.end_s, until_s),
                     }
                 )
-    found = sorted(rows.items())
-    return {"rows": [{"device": device, "bars": _bounded(bars)} for device, bars in found]}
+    ordered = sorted(rows.items())
+    return {"rows": [{"device": device, "bars": _bounded(bars)} for device, bars in ordered]}
 
 
 def _bounded(bars: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -60,8 +60,8 @@ class Forecasts(Looker):
             "devices": [],
         }
         # Only the run's own devices: other kinds are for `runs:plan`.
-        found = await self._answer("plan", question | {"alone": True}, PLAN_S)
-        predicted = (found.get("chosen") or {}).get("predicted") or NOTHING
+        plan = await self._answer("plan", question | {"alone": True}, PLAN_S)
+        predicted = (plan.get("chosen") or {}).get("predicted") or NOTHING
 
         def note(session: Session) -> None:
             row = session.get(RunRow, run.id)
@@ -73,12 +73,12 @@ class Forecasts(Looker):
 
     async def _static(self, run: RunRow) -> None:
         trace = trace_of(run.folder)
-        found = NOTHING if trace is None else await self._answer("static", {"trace": trace}, STATIC_S)
+        static = NOTHING if trace is None else await self._answer("static", {"trace": trace}, STATIC_S)
 
         def note(session: Session) -> None:
             row = session.get(RunRow, run.id)
             if row is not None:
-                row.best_static = found or None
+                row.best_static = static or None
                 row.simulated_step = run.step
                 store.touch(session, row)
 

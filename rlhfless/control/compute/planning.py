@@ -71,11 +71,11 @@ def _config(spec: RunSpec) -> dict[str, Any] | None:
         return None
 
 
-def _chosen(spec: RunSpec, there: Mapping[str, int]) -> tuple[str, int]:
+def _chosen(spec: RunSpec, devices: Mapping[str, int]) -> tuple[str, int]:
     """Kind and number of the run's devices: what its spec says, or what the service has."""
-    gpus = [kind for kind in there if kind != CPU_KIND]
+    gpus = [kind for kind in devices if kind != CPU_KIND]
     kind = spec.placement.kind or (gpus[0] if gpus else CPU_KIND)
-    return kind, spec.placement.devices or there.get(kind, 0) or 1
+    return kind, spec.placement.devices or devices.get(kind, 0) or 1
 
 
 def _others(spec: RunSpec, kind: str, count: int, asked: Sequence[str]) -> list[tuple[str, int]]:
@@ -175,22 +175,22 @@ def _in_order(rows: Sequence[dict[str, Any]], deadline_s: float | None) -> list[
     """The cheapest that keeps the deadline first; then what misses it, the fastest first; then what does not fit."""
 
     def rank(row: dict[str, Any]) -> tuple[int, float]:
-        found = row["predicted"]
-        if found is None:
+        predicted = row["predicted"]
+        if predicted is None:
             return (2 if row["fits"] else 3, row["count"])
-        late = deadline_s is not None and found["wall_s"] > deadline_s
-        return (1, found["wall_s"]) if late else (0, found["cost_usd"])
+        late = deadline_s is not None and predicted["wall_s"] > deadline_s
+        return (1, predicted["wall_s"]) if late else (0, predicted["cost_usd"])
 
     return sorted(rows, key=rank)
 
 
-def _missing(lengths: Lengths, trace: Trace | None, kind: str, there: Mapping[str, int]) -> list[str]:
+def _missing(lengths: Lengths, trace: Trace | None, kind: str, devices: Mapping[str, int]) -> list[str]:
     """What would make a better answer."""
     missing = []
     if not lengths.known:
         missing.append("response lengths: name an earlier run of these prompts with `lengths_of`")
     if trace is None:
         missing.append("measured latencies: an earlier run of this model on these devices, by `lengths_of`")
-    if kind not in there:
+    if kind not in devices:
         missing.append(f"{kind}: the service has none now")
     return missing

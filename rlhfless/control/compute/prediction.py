@@ -100,14 +100,14 @@ def predicted(asked: Question, config: dict[str, Any], lengths: Lengths, latency
             file = Path(folder) / "latency.yaml"
             write_latency(latency, file)
             measured = _measured(asked, latency, lengths, str(file))
-        found = [_totals(_scenario(asked, config, lengths, factor, measured)) for factor in factors]
+        by_factor = [_totals(_scenario(asked, config, lengths, factor, measured)) for factor in factors]
     steps, sure = asked.spec.steps, 1.0
     if latency is None:
         sure = SHEET_FACTOR_CPU if asked.sheet.kind == CPU_KIND else SHEET_FACTOR
-    step_s = [totals.time_s / totals.steps for totals in found[0]]
-    step_usd = [totals.usd / totals.steps for totals in found[0]]
-    all_s = [totals.time_s / totals.steps for many in found for totals in many]
-    all_usd = [totals.usd / totals.steps for many in found for totals in many]
+    step_s = [totals.time_s / totals.steps for totals in by_factor[0]]
+    step_usd = [totals.usd / totals.steps for totals in by_factor[0]]
+    all_s = [totals.time_s / totals.steps for many in by_factor for totals in many]
+    all_usd = [totals.usd / totals.steps for many in by_factor for totals in many]
     mean_s, mean_usd = math.fsum(step_s) / len(step_s), math.fsum(step_usd) / len(step_usd)
     return PlannedCost(
         steps=steps,

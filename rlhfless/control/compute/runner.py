@@ -76,8 +76,8 @@ class Runner:
         if "fault" in answer:
             log.error("%s: %s", job, answer["traceback"])
             raise ApiError(500, "internal_error", f"{answer['fault']}; the service's log has more")
-        found: dict[str, Any] = answer["found"]
-        return found
+        result: dict[str, Any] = answer["found"]
+        return result
 
 
 class _Talk:

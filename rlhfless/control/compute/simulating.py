@@ -44,11 +44,13 @@ def scenario_of(question: Mapping[str, Any]) -> Scenario:
         scenario = Scenario.model_validate(values)
     except ValidationError as error:
         raise InputError("the scenario", explain(error, Scenario, {}, values)) from error
-    there = [entry.shown for entry in scenario.policies]
-    if unknown := [label for label in question["policies"] if label not in there]:
-        raise InputError("policies", [Problem("policies", f"{unknown[0]!r} is none of the labels {', '.join(there)}")])
+    policies = [entry.shown for entry in scenario.policies]
+    if unknown := [label for label in question["policies"] if label not in policies]:
+        raise InputError(
+            "policies", [Problem("policies", f"{unknown[0]!r} is none of the labels {', '.join(policies)}")]
+        )
     responses = scenario.steps * scenario.prompts_per_step * scenario.samples_per_prompt
-    responses *= scenario.seeds * len(question["policies"] or there)
+    responses *= scenario.seeds * len(question["policies"] or policies)
     if responses > MOST_RESPONSES:
         what = f"{responses:,} responses in all, more than {MOST_RESPONSES:,}"
         raise InputError("the scenario", [Problem("steps", what, "ask for fewer steps, seeds or policies")])

@@ -29,10 +29,10 @@ def migrate(engine: Engine) -> None:
     """To the newest version; all tables are made in an empty database. Raises NewerDatabase."""
     known = {script.revision for script in ScriptDirectory.from_config(config_of()).walk_revisions()}
     with engine.connect() as connection:
-        found = MigrationContext.configure(connection).get_current_revision()
-    if found is not None and found not in known:
+        stored = MigrationContext.configure(connection).get_current_revision()
+    if stored is not None and stored not in known:
         raise NewerDatabase(
-            f"the database is of version {found}, which this rlhfless does not know; use the rlhfless that wrote it, "
+            f"the database is of version {stored}, which this rlhfless does not know; use the rlhfless that wrote it, "
             "or a newer one"
         )
     command.upgrade(config_of(engine), "head")

@@ -201,10 +201,10 @@ class _Attempt:
         if isinstance(error, RunPaused):
             return _paused(error, spec)
         ending = ending_of(error)
-        found = error.problems if isinstance(error, InputError | SpecError) else ()
-        param = found[0].where if found else error.where if isinstance(error, UserError) else ""
+        named = error.problems if isinstance(error, InputError | SpecError) else ()
+        param = named[0].where if named else error.where if isinstance(error, UserError) else ""
         problems = [
-            {"param": problem.where or None, "message": problem.what, "hint": problem.hint or None} for problem in found
+            {"param": problem.where or None, "message": problem.what, "hint": problem.hint or None} for problem in named
         ]
         code = OUT_OF_MEMORY if isinstance(error, MemoryError) else CODES.get(ending.exit_code, "failed")
         what = failure(code, text) | {"param": param or None, "problems": problems}

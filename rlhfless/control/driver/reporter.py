@@ -169,8 +169,8 @@ class Reporter:
 
     def saved(self, checkpoints: Checkpoints) -> None:
         """See rlhfless.loop.host.Host."""
-        found = checkpoints.all()
-        best = max(found, key=lambda one: (-math.inf if one.notes.score is None else one.notes.score, one.notes.step))
+        kept = checkpoints.all()
+        best = max(kept, key=lambda one: (-math.inf if one.notes.score is None else one.notes.score, one.notes.step))
         entries = [
             {
                 "id": f"step-{one.notes.step:06d}",
@@ -180,7 +180,7 @@ class Reporter:
                 "score": one.notes.score,
                 "created_at": time.time(),
             }
-            for one in found
+            for one in kept
         ]
         self.tell("checkpoints", checkpoints=entries)
 
@@ -252,12 +252,12 @@ class Reporter:
 
 def replicas_of(run: Run) -> list[ReplicaNow]:
     """The replicas of a run, now. Called from another thread: what changes meanwhile is told next time."""
-    found = []
+    replicas = []
     for pool in run.pools.values():
         for replica in list(pool.replicas()):
             devices = replica.allocation.devices
             prices = run.ledger.prices
-            found.append(
+            replicas.append(
                 ReplicaNow(
                     function=str(replica.function),
                     replica=replica.name,
@@ -270,7 +270,7 @@ def replicas_of(run: Run) -> list[ReplicaNow]:
                     usd_per_hour=_rate(replica.state, replica.allocation.shared, prices),
                 )
             )
-    return found
+    return replicas
 
 
 def _rate(state: ReplicaState, shared: Any, prices: PriceBook) -> float:

@@ -19,12 +19,12 @@ def samples_to_read(experience: Experience, step: int) -> list[dict[str, Any]]:
     groups = experience.groups
     stride = max(len(groups) // GROUPS, 1)
     chosen = [groups[(place + step) % len(groups)] for place in range(0, len(groups), stride)][:GROUPS]
-    found = []
+    folders = []
     for group in chosen:
         ordered = sorted(group.samples, key=lambda sample: (sample.scored.total, sample.sample_index))
         for sample in dict.fromkeys((ordered[-1].sample_index, ordered[0].sample_index)):
-            found.append(_told(group.prompt.text, next(s for s in group.samples if s.sample_index == sample)))
-    return found
+            folders.append(_told(group.prompt.text, next(s for s in group.samples if s.sample_index == sample)))
+    return folders
 
 
 def _told(prompt: str, sample: Sample) -> dict[str, Any]:

@@ -60,10 +60,10 @@ def _new(session: Session, name: str, scopes: list[str], secret: str) -> tuple[K
 
 def put_key(session: Session, name: str, scope: Scope, secret: str) -> KeyRow:
     """Make a secret that exists already the key of this name; another one that the name had is revoked. Idempotent."""
-    there = list(session.scalars(select(KeyRow).where(KeyRow.name == name, KeyRow.revoked_at.is_(None))))
+    rows = list(session.scalars(select(KeyRow).where(KeyRow.name == name, KeyRow.revoked_at.is_(None))))
     scopes: list[str] = list(SCOPES[: SCOPES.index(scope) + 1])
-    same = [row for row in there if row.hash == hashed(secret) and row.scopes == scopes]
-    for row in there:
+    same = [row for row in rows if row.hash == hashed(secret) and row.scopes == scopes]
+    for row in rows:
         if row not in same:
             row.revoked_at = time.time()
     if same:
@@ -82,9 +82,9 @@ def requires(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
 
     async def caller(request: Request) -> Caller:
         service = request.app.state.service
-        found: Caller = await service.keys.caller(request.headers.get("authorization"))
-        if scope not in found.scopes:
-            raise ApiError(403, "forbidden", f"this key has {', '.join(sorted(found.scopes))}; {scope} is needed")
-        return found
+        known: Caller = await service.keys.caller(request.headers.get("authorization"))
+        if scope not in known.scopes:
+            raise ApiError(403, "forbidden", f"this key has {', '.join(sorted(known.scopes))}; {scope} is needed")
+        return known
 
     return caller

@@ -144,10 +144,10 @@ class Gate:
 def _end(origin: str) -> tuple[str, int] | None:
     """Host and port of `http://host:port`; None of any other text. Stricter than a parser of URLs, which finds a host
     in `http://127.0.0.1:80.evil.example` and in `http://evil.example@127.0.0.1`."""
-    found = _ORIGIN.fullmatch(origin)
-    if found is None:
+    match = _ORIGIN.fullmatch(origin)
+    if match is None:
         return None
-    scheme, host, port = found.groups()
+    scheme, host, port = match.groups()
     return host.lower().strip("[]"), int(port or _PORTS[scheme.lower()])
 
 

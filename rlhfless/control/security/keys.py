@@ -46,9 +46,9 @@ class Keys:
         if not self.asked_for:
             return Caller(LOCAL, frozenset(SCOPES))
         scheme, _, secret = (authorization or "").partition(" ")
-        found = self._known.get(hashed(secret.strip())) if scheme.lower() == "bearer" else None
-        if found is None:
+        key = self._known.get(hashed(secret.strip())) if scheme.lower() == "bearer" else None
+        if key is None:
             what = "it does not know this API key, or it was revoked" if secret else "this service asks for an API key"
             message = f"{what}: send `Authorization: Bearer rlk_...`, with a key from its operator"
             raise ApiError(401, "unauthorized", message)
-        return found
+        return key

@@ -47,7 +47,7 @@ SCENARIO_FILES = frozenset({"path", "prices", "devices"})
 
 def code_problems(values: Mapping[str, Any], settings: ServiceSettings) -> list[Problem]:
     """Classes and functions that a spec names and the service does not allow. `values` are not validated yet."""
-    places = [found for field in CODE for found in _at(values, field.split("."))]
+    places = [position for field in CODE for position in _at(values, field.split("."))]
     return [problem for place, value in places for problem in _code(place, value, settings)]
 
 

@@ -165,13 +165,13 @@ def host_memory_bytes() -> int:
 
 def reward_shapes(spec: RunSpec) -> tuple[tuple[RewardModelSpec, ModelShape], ...]:
     """The reward models whose sizes can be read; of others, such as encoders, the plan counts nothing."""
-    found = []
+    shapes = []
     for part in spec.reward_models:
         try:
-            found.append((part, ModelShape.of_config(_config(part.path))))
+            shapes.append((part, ModelShape.of_config(_config(part.path))))
         except (UnknownShape, ValueError, OSError) as error:
             log.info("the memory plan leaves out the reward model %r: %s", part.path, error)
-    return tuple(found)
+    return tuple(shapes)
 
 
 def _config(model: str) -> Mapping[str, Any]:

@@ -104,7 +104,7 @@ class MemoryPlan:
     @property
     def problems(self) -> tuple[str, ...]:
         """What does not fit; empty if all does."""
-        found = [
+        problems = [
             f"{device.kind}: {_gib(device.size_bytes)} are needed and {_gib(device.memory_bytes)} are there ("
             + ", ".join(
                 f"{part.function} {_gib(part.largest.size_bytes)} in {part.largest.name}" for part in device.functions
@@ -114,11 +114,11 @@ class MemoryPlan:
             if not device.fits
         ]
         if self.kv_tokens < self.sequence_tokens:
-            found.append(
+            problems.append(
                 f"generation: room for {max(self.kv_tokens, 0):,} tokens of KV on an actor, and one sequence may have "
                 f"{self.sequence_tokens:,}"
             )
-        return tuple(found)
+        return tuple(problems)
 
     @property
     def fits(self) -> bool:
@@ -195,15 +195,15 @@ def _placement(spec: RunSpec, kind: str, count: int) -> Placement:
 def _names_by_device(spec: RunSpec, kind: str, count: int, names: Sequence[str]) -> Mapping[str, list[str]]:
     """By device: which of these functions have a replica or rank on it, once for each."""
     placement = _placement(spec, kind, count)
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    by_device: defaultdict[str, list[str]] = defaultdict(list)
     for wanted in (wanted for wanted in wanted_of(spec) if wanted.function in names):
         for allocation in placement.allocations[wanted.function]:
             devices = allocation.devices
             if wanted.site is not Site.WINDOWS:
                 devices = tuple(devices[rank % len(devices)] for rank in range(wanted.ranks))
             for device in devices:
-                found[device.name].append(wanted.function)
-    return found
+                by_device[device.name].append(wanted.function)
+    return by_device
 
 
 def _nodes(kind: str, count: int) -> list[Node]:

@@ -146,8 +146,8 @@ def _inside_nodes(asked: Question, spec: RunSpec) -> RunSpec:
     nodes = learner_nodes(spec, asked.sheet.kind, asked.count)
     if len(nodes) < 2 or sum(nodes) != spec.learner.world_size:
         return spec
-    found = edited(spec, {"learner.shard_ranks": math.gcd(*nodes)})
-    return found if found.learner.shard_ranks != 1 and _fits(asked, found) else spec
+    changed = edited(spec, {"learner.shard_ranks": math.gcd(*nodes)})
+    return changed if changed.learner.shard_ranks != 1 and _fits(asked, changed) else spec
 
 
 def _with_all_ranks(asked: Question) -> RunSpec:
@@ -155,9 +155,9 @@ def _with_all_ranks(asked: Question) -> RunSpec:
         return asked.spec
     candidates = list(_placements(asked))
     for candidate in (*(_filled(asked, each) for each in candidates), *map(_with_fewest, candidates)):
-        found = _with_frozen(asked, candidate)
-        if found is not None:
-            return found
+        changed = _with_frozen(asked, candidate)
+        if changed is not None:
+            return changed
     # Nothing fits; what is said of it, and the nearest change, are of the placement that large models want.
     last = _with_fewest(_last_resort(asked))
     return edited(last, dict.fromkeys(_open_ranks(last), _side(asked, last)))
@@ -196,13 +196,13 @@ def _with_frozen(asked: Question, spec: RunSpec) -> RunSpec | None:
     """The spec with the fewest ranks that fit where those of reference and reward models are open; None if not even
     all devices of the learner's side suffice."""
     side, keys = _side(asked, spec), _open_ranks(spec)
-    found = edited(spec, dict.fromkeys(keys, side))
-    if not _fits(asked, found):
+    changed = edited(spec, dict.fromkeys(keys, side))
+    if not _fits(asked, changed):
         return None
     for key in keys:
-        fewer = (edited(found, {key: ranks}) for ranks in more_ranks(side))
-        found = next(each for each in fewer if _fits(asked, each))
-    return found
+        fewer = (edited(changed, {key: ranks}) for ranks in more_ranks(side))
+        changed = next(each for each in fewer if _fits(asked, each))
+    return changed
 
 
 def _last_resort(asked: Question) -> RunSpec:

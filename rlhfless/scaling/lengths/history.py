@@ -102,11 +102,14 @@ class History:
             off = (means - before.mean[whole]) ** 2
             explained = before.variance[whole] - self._drift_variance.now + spread[whole] ** 2 / count[whole]
             self._drift_variance.add(float((off - explained).sum()), float(whole.sum()))
-        there = np.flatnonzero(count)
-        kept = self._prompts_of([prompt_ids[at] for at in there.tolist()])
-        self._prompts["offset"][kept], self._prompts["variance"][kept] = after.mean[there] - mean, after.variance[there]
+        present = np.flatnonzero(count)
+        kept = self._prompts_of([prompt_ids[at] for at in present.tolist()])
+        self._prompts["offset"][kept], self._prompts["variance"][kept] = (
+            after.mean[present] - mean,
+            after.variance[present],
+        )
         for name, more in (("squares", squares), ("count", free)):
-            self._prompts[name][kept] = self._prompts[name][kept] * VISITS_KEPT + more[there]
+            self._prompts[name][kept] = self._prompts[name][kept] * VISITS_KEPT + more[present]
 
     def _prompts_of(self, prompt_ids: Sequence[str]) -> Ints:
         """The rows of prompts [prompts]; new prompts get one."""

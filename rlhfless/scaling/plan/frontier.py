@@ -56,17 +56,17 @@ class Frontier:
         plan = self._pass(limit_s)
         if not isinstance(plan, Partition):
             return None
-        found = plan
+        best = plan
         while not self._merging_pays and isinstance(plan, Partition):
-            found = min(found, plan, key=_cheaper)
+            best = min(best, plan, key=_cheaper)
             plan = self._pass(plan.step_s * SHORTER)
-        return found
+        return best
 
     def cheapest(self) -> Partition:
         """The cheapest plan of all."""
-        found = self.under(math.inf)
-        assert found is not None  # without a limit one actor does all
-        return found
+        best = self.under(math.inf)
+        assert best is not None  # without a limit one actor does all
+        return best
 
     def fastest(self) -> Partition:
         """The plan that ends first."""
@@ -161,13 +161,13 @@ def _candidates(step: Responses, options: FleetOptions, listed: int, order: Ints
     places = np.where(cuts, np.arange(cuts.size), cuts.size)
     run_begins = np.minimum.accumulate(places[::-1])[::-1].astype(np.int64)
     times = [GroupTimes(device, step, order) if device.actors else None for device in options.devices]
-    found = []
+    candidates = []
     for way in orders(options, order.size):
         tiers = [
             tier for index, stop in way for tier in _tier_actors(options, index, int(run_begins[stop]), times[index])
         ]
-        found.append(Candidate(listed, order.size, tuple(tiers), run_begins))
-    return found
+        candidates.append(Candidate(listed, order.size, tuple(tiers), run_begins))
+    return candidates
 
 
 def _tier_actors(options: FleetOptions, index: int, stop: int, times: GroupTimes | None) -> list[TierActors]:

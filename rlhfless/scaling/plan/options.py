@@ -109,10 +109,10 @@ def orders(options: FleetOptions, samples: int) -> list[tuple[tuple[int, int], .
     """
     present = [i for i, device in enumerate(options.devices) if device.actors]
     stops = [0, *(samples - 4**power for power in range(samples.bit_length()) if 4**power < samples)]
-    found: list[tuple[tuple[int, int], ...]] = [((i, 0),) for i in present]
+    permutations: list[tuple[tuple[int, int], ...]] = [((i, 0),) for i in present]
     for first, then in itertools.permutations(present, 2):
-        found += [((first, stop), (then, 0)) for stop in stops]
+        permutations += [((first, stop), (then, 0)) for stop in stops]
     if len(present) > 2:
         by_price = sorted(present, key=lambda i: (options.devices[i].usd_per_s, i))
-        found += [tuple((i, 0) for i in way) for way in (by_price, by_price[::-1])]
-    return found
+        permutations += [tuple((i, 0) for i in way) for way in (by_price, by_price[::-1])]
+    return permutations

@@ -92,16 +92,16 @@ def plan(step: Responses, options: FleetOptions, contract: Contract, *, waiting_
     Raises CapacityError if one response alone exceeds the KV cache of a device on offer.
     """
     frontier = Frontier(step, options)
-    found, why, time_usd_per_s = _choose(frontier, contract, waiting_usd_per_s)
+    chosen, why, time_usd_per_s = _choose(frontier, contract, waiting_usd_per_s)
     nearest = contract
-    if found is None and isinstance(contract, CheapestUnderDeadline):
-        found = frontier.fastest()
-    elif found is None:
-        found = frontier.cheapest()
-    limit_s = found.step_s
+    if chosen is None and isinstance(contract, CheapestUnderDeadline):
+        chosen = frontier.fastest()
+    elif chosen is None:
+        chosen = frontier.cheapest()
+    limit_s = chosen.step_s
     if isinstance(contract, CheapestUnderDeadline):
         limit_s = max(limit_s, contract.deadline_s if waiting_usd_per_s == 0 else 0.0)
-    settled = frontier.settle(found, limit_s)
+    settled = frontier.settle(chosen, limit_s)
     actors = _actors(step, settled, frontier.lists)
     step_s, usd = max(actor.finish_s for actor in actors), math.fsum(actor.usd for actor in actors)
     if isinstance(contract, CheapestUnderDeadline) and step_s > contract.deadline_s:
@@ -120,15 +120,15 @@ def _choose(frontier: Frontier, contract: Contract, waiting_usd_per_s: float) ->
     """The partition that the contract asks for, None if it cannot be kept, the reason in plain numbers, and the price
     of a second."""
     if isinstance(contract, CheapestUnderDeadline):
-        found = frontier.under(contract.deadline_s)
-        if found is not None and waiting_usd_per_s > 0:
-            found = frontier.weighted(waiting_usd_per_s, found)
-        return found, f"the cheapest that ends within {contract.deadline_s:.6g} s", waiting_usd_per_s
+        chosen = frontier.under(contract.deadline_s)
+        if chosen is not None and waiting_usd_per_s > 0:
+            chosen = frontier.weighted(waiting_usd_per_s, chosen)
+        return chosen, f"the cheapest that ends within {contract.deadline_s:.6g} s", waiting_usd_per_s
     cheap = frontier.cheapest()
     if isinstance(contract, FastestUnderBudget):
-        found = frontier.fastest_for(contract.budget_usd)
+        chosen = frontier.fastest_for(contract.budget_usd)
         reason = f"the fastest for at most {contract.budget_usd:.6g} USD; the cheapest costs {cheap.usd:.6g} USD"
-        return found, reason, math.inf if found is None else _time_usd_per_s(frontier, found)
+        return chosen, reason, math.inf if chosen is None else _time_usd_per_s(frontier, chosen)
     fast, weight = frontier.fastest(), contract.time_weight
     # Where devices cost nothing more while they are held, a plan can save nothing but time.
     only_time = weight == 1 or (cheap.usd == 0 and waiting_usd_per_s > 0)
@@ -140,15 +140,15 @@ def _choose(frontier: Frontier, contract: Contract, waiting_usd_per_s: float) ->
     return frontier.weighted(per_s), reason, per_s
 
 
-def _time_usd_per_s(frontier: Frontier, found: Partition) -> float:
+def _time_usd_per_s(frontier: Frontier, chosen: Partition) -> float:
     """The price of a second at a plan that spends its budget: the saving of the plan that may take `SLOWER` times as
     long, by the seconds it takes more. Infinite if the budget would pay for a faster plan, were there one."""
-    if found.step_s <= frontier.fastest().step_s * RESOLUTION:
+    if chosen.step_s <= frontier.fastest().step_s * RESOLUTION:
         return math.inf
-    slower = frontier.under(found.step_s * SLOWER)
-    if slower is None or slower.step_s <= found.step_s:
+    slower = frontier.under(chosen.step_s * SLOWER)
+    if slower is None or slower.step_s <= chosen.step_s:
         return 0.0
-    return max(found.usd - slower.usd, 0.0) / (slower.step_s - found.step_s)
+    return max(chosen.usd - slower.usd, 0.0) / (slower.step_s - chosen.step_s)
 
 
 def _actors(step: Responses, cut: Partition, lists: list[Ints]) -> tuple[ActorPlan, ...]:
@@ -184,8 +184,8 @@ def _drained(step: Responses, cut: Partition, order: Ints) -> tuple[Ints, list[f
     ends = np.array([group.end for group in cut.groups])
     seconds: Floats = np.empty(len(cut.groups))
     for device in {id(group.tier.device): group.tier.device for group in cut.groups}.values():
-        mine = np.array([group.tier.device is device for group in cut.groups])
-        seconds[mine] = GroupTimes(device, step, order, actor).time_s(begins[mine], ends[mine])
+        on_device = np.array([group.tier.device is device for group in cut.groups])
+        seconds[on_device] = GroupTimes(device, step, order, actor).time_s(begins[on_device], ends[on_device])
     return order, seconds.tolist()
 
 

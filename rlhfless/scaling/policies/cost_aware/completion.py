@@ -139,8 +139,8 @@ def alive(rows: Unfinished, slots: int, most: Ints, few: Flags | None = None, gr
 def longest_response(rows: Unfinished, slots: int) -> tuple[Floats, Floats]:
     """[T] and [T]: tokens, and -log of the probability that no sample has more tokens left."""
     count = np.bincount(rows.home, minlength=slots)
-    found = alive(rows, slots, most=count)  # if each sample is admitted at once, iterations are tokens
-    return found.grid, np.asarray(found.columns[ENDED].sum(axis=0))
+    living = alive(rows, slots, most=count)  # if each sample is admitted at once, iterations are tokens
+    return living.grid, np.asarray(living.columns[ENDED].sum(axis=0))
 
 
 def ends_by(lengths: RemainingLengths, samples: Ints, confidence: float) -> Floats:

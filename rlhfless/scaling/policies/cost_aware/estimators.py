@@ -134,13 +134,13 @@ class StartTimes:
 
     def standby(self, now: PolicyContext, slot: int) -> tuple[str, float]:
         """The tier of a slot, and the seconds until a replica there is up, without its load of weights."""
-        replica_slot, there = now.layout.replica_slots[slot], now.view.slots[slot]
-        if there.state is ReplicaState.STARTING:
+        replica_slot, slot_view = now.layout.replica_slots[slot], now.view.slots[slot]
+        if slot_view.state is ReplicaState.STARTING:
             since_s, tier, waits_s = self._asked.get(slot, (now.at_s, None, 0.0))
             return STARTING, max(since_s + waits_s + self._up_s(replica_slot, tier) - now.at_s, 0.0)
         if now.awake(slot):
             return WARM, 0.0
-        return there.tier or COLD, self.wake_s(replica_slot, there.tier)
+        return slot_view.tier or COLD, self.wake_s(replica_slot, slot_view.tier)
 
     def until_serving_s(self, now: PolicyContext, slot: int) -> float:
         """Seconds until an actor at a slot can take samples."""
@@ -247,9 +247,9 @@ class Pace:
             drawn = np.bincount(home[same], (view.tokens[samples] - before)[same], minlength=slots)
             count = np.bincount(home[same], minlength=slots)
             expected_s = (self._iteration_s + iteration_s) / 2
-            told = (drawn >= LEAST_TOKENS * count) & (count > 0) & (self._iteration_s > 0) & (iteration_s > 0)
-            measured = passed_s * count[told] / drawn[told] / expected_s[told]
-            self.factor[told] *= (measured / self.factor[told]) ** (1 - KEPT)
+            informative = (drawn >= LEAST_TOKENS * count) & (count > 0) & (self._iteration_s > 0) & (iteration_s > 0)
+            measured = passed_s * count[informative] / drawn[informative] / expected_s[informative]
+            self.factor[informative] *= (measured / self.factor[informative]) ** (1 - KEPT)
         self._at_s, self._tokens, self._home = at_s, view.tokens.copy(), view.home.copy()
 
     def go_on(self, iteration_s: Floats) -> None:

@@ -92,9 +92,9 @@ def waiting_usd_per_s(now: PolicyContext) -> float:
     """The price of a longer step, beside its actors: owned devices that are paid for anyway, other functions' replicas
     that are awake or, as services with devices of their own, soon will be, and the host memory of all that sleep."""
     total = [now.view.fleet.kept_usd_per_s]
-    for slot, (replica_slot, there) in enumerate(zip(now.layout.replica_slots, now.view.slots, strict=True)):
-        if there.tier is not None:
-            asleep = replica_slot.resident_usd_per_s[there.tier]
+    for slot, (replica_slot, slot_view) in enumerate(zip(now.layout.replica_slots, now.view.slots, strict=True)):
+        if slot_view.tier is not None:
+            asleep = replica_slot.resident_usd_per_s[slot_view.tier]
             total += [asleep] if asleep < replica_slot.usd_per_s else []
         elif slot in now.layout.others and (now.awake(slot) or _serves_alone(now, slot)):
             total.append(replica_slot.usd_per_s)

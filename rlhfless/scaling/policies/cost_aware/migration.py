@@ -167,8 +167,8 @@ def dissolve(state: MigrationState, aim: Aim, sources: Ints, able: Ints, recompu
     # Two actors that each end in time with probability p both do with p^2, so that is asked of the one that remains.
     limits = -2 * np.log((aim.confidence, aim.caution))
     asked = aim.limit_s, state.last_s, aim.time_usd_per_s, LEAST_GAIN, KV_SHARE
-    found = kernel.best_dissolved(state.work, state.actors, fewest, takers, recompute_s, limits, asked, np.empty(3))
-    source, target, usd, end_s = found
+    dissolved = kernel.best_dissolved(state.work, state.actors, fewest, takers, recompute_s, limits, asked, np.empty(3))
+    source, target, usd, end_s = dissolved
     return None if source < 0 else Transfer(source, target, usd, end_s)
 
 

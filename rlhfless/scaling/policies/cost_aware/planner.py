@@ -110,23 +110,23 @@ def plan_step(
     """Options -> the most cautious plan that can be made -> samples to slots -> slots to prewarm."""
     standby = {slot: starts.standby(now, slot) for slot in now.layout.generation}
     options, behind = fleet_options.options(now, standby, kept=request.kept)
-    found = _safest(now.view, lengths, request, options)
-    assignment = assign(found.plan, behind, found.step)
+    safest = _safest(now.view, lengths, request, options)
+    assignment = assign(safest.plan, behind, safest.step)
     cold = [slot for slot, (tier, _) in standby.items() if tier == COLD and slot not in assignment.slots]
     prewarm: tuple[int, ...] = ()
-    if cold and request.steps_left > 1 and is_due(request.steps_done, found.plan):
-        prewarm = _prewarm(now, found, request, fleet_options, starts, standby, cold)
+    if cold and request.steps_left > 1 and is_due(request.steps_done, safest.plan):
+        prewarm = _prewarm(now, safest, request, fleet_options, starts, standby, cold)
     if request.kept:  # a device without an actor would be given back
         spare = [slot for slot, (tier, _) in standby.items() if tier != COLD and slot not in assignment.slots]
         spare = [slot for slot in spare if now.layout.shared(slot)]
         assignment = assignment.wait_for(spare, max((standby[slot][1] for slot in spare), default=0.0))
-    late = [slot for slot in prewarm if now.layout.shared(slot) and standby[slot][1] > found.plan.step_s]
+    late = [slot for slot in prewarm if now.layout.shared(slot) and standby[slot][1] > safest.plan.step_s]
     if late:
         up_s = max(standby[slot][1] for slot in late)
         assignment = assignment.wait_for(late, up_s + now.view.fleet.load_s)
     contract = request.contract
-    limit_s = contract.deadline_s / found.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
-    return StepPlan(found.plan, assignment, prewarm, found.confidence, limit_s, bool(late))
+    limit_s = contract.deadline_s / safest.reserve if isinstance(contract, CheapestUnderDeadline) else math.inf
+    return StepPlan(safest.plan, assignment, prewarm, safest.confidence, limit_s, bool(late))
 
 
 def _safest(view: StepView, lengths: RemainingLengths, request: PlanRequest, options: FleetOptions) -> Tried:
@@ -136,8 +136,8 @@ def _safest(view: StepView, lengths: RemainingLengths, request: PlanRequest, opt
     def tried(caution: float) -> Tried:
         confidence, reserve = request.margin.at(caution)
         step, contract = typical(lengths, view, confidence), request.margin.sooner(request.contract, reserve)
-        found = plan(step, options, contract, waiting_usd_per_s=request.waiting_usd_per_s)
-        return Tried(found, step, contract, confidence, reserve)
+        chosen = plan(step, options, contract, waiting_usd_per_s=request.waiting_usd_per_s)
+        return Tried(chosen, step, contract, confidence, reserve)
 
     if not isinstance(request.contract, CheapestUnderDeadline):
         return tried(0.0)
@@ -207,17 +207,17 @@ def even_ranks(count: int) -> Floats:
     return ranks + 0.5 ** (bits + 1)
 
 
-def assign(found: Plan, behind: Mapping[tuple[str, str], Sequence[int]], step: Responses) -> SlotAssignment:
+def assign(chosen: Plan, behind: Mapping[tuple[str, str], Sequence[int]], step: Responses) -> SlotAssignment:
     """Puts a plan's actors on the slots behind each (kind, tier), in their order."""
     free = {key: iter(slots) for key, slots in behind.items()}
-    slots = tuple(next(free[actor.kind, actor.tier]) for actor in found.actors)
+    slots = tuple(next(free[actor.kind, actor.tier]) for actor in chosen.actors)
     home = np.empty(step.tokens.size, np.int64)
     position = np.arange(step.tokens.size)
     if step.order is not None:
         position[step.order] = np.arange(step.tokens.size)
     samples = []
-    for slot, actor in zip(slots, found.actors, strict=True):
+    for slot, actor in zip(slots, chosen.actors, strict=True):
         home[actor.samples] = slot
         # The longest samples first; samples with equal forecasts keep siblings side by side.
         samples.append(actor.samples if step.order is None else step.order[np.sort(position[actor.samples])[::-1]])
-    return SlotAssignment(slots, tuple(actor.ready_s for actor in found.actors), tuple(samples), home)
+    return SlotAssignment(slots, tuple(actor.ready_s for actor in chosen.actors), tuple(samples), home)

@@ -187,8 +187,8 @@ class CostAware:
         actions, loads = self._idle.look(now, self._forecast.generated_s), now.loads
         if is_due(now, self._forecast):
             lengths = self._forecaster.look(now.view)
-            found = self._replanner.replan(now, lengths, self._aim, self._forecast, self._prewarmed)
-            actions, loads, self._forecast = [*actions, *found.actions], found.loads, found.forecast
+            moves = self._replanner.replan(now, lengths, self._aim, self._forecast, self._prewarmed)
+            actions, loads, self._forecast = [*actions, *moves.actions], moves.loads, moves.forecast
         for slot in now.layout.generation:
             if loads[slot] == 0 and now.awake(slot) and slot not in self._prewarmed:
                 actions += release(now, slot, self._idle.state(now, slot, self._forecast))

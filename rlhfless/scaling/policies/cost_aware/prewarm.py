@@ -31,25 +31,25 @@ def asleep_instead(
     layout: Layout, standby: Mapping[int, tuple[str, float]], starts: StartTimes
 ) -> dict[int, tuple[str, float]]:
     """The standby of all slots if each slot without a replica had a sleeping one, in a tier with a name of its own."""
-    found = {}
+    instead = {}
     for slot, (tier, wait_s) in standby.items():
         asleep = quickest_tier(layout.replica_slots[slot])
         if tier == COLD and asleep is not None:
-            found[slot] = f"{COLD}, then {asleep}", starts.wake_s(layout.replica_slots[slot], asleep)
+            instead[slot] = f"{COLD}, then {asleep}", starts.wake_s(layout.replica_slots[slot], asleep)
         else:
-            found[slot] = tier, wait_s
-    return found
+            instead[slot] = tier, wait_s
+    return instead
 
 
-def is_due(steps: int, found: Plan) -> bool:
+def is_due(steps: int, chosen: Plan) -> bool:
     """Whether to consider prewarming in this step, after `steps` steps."""
-    return not found.feasible or (steps + 1) & steps == 0
+    return not chosen.feasible or (steps + 1) & steps == 0
 
 
-def gain_usd(found: Plan, other: Plan) -> float:
+def gain_usd(chosen: Plan, other: Plan) -> float:
     """The gain of the other plan in one step: money under a deadline, money and time by the contract's weights;
     infinite if only more actors keep the deadline, or if only time counts."""
-    faster = other.step_s < found.step_s * FASTER
-    if math.isinf(found.time_usd_per_s) or not found.feasible:
+    faster = other.step_s < chosen.step_s * FASTER
+    if math.isinf(chosen.time_usd_per_s) or not chosen.feasible:
         return math.inf if faster else 0.0
-    return found.usd - other.usd + found.time_usd_per_s * (found.step_s - other.step_s)
+    return chosen.usd - other.usd + chosen.time_usd_per_s * (chosen.step_s - other.step_s)

@@ -183,11 +183,11 @@ class Replanner:
                 wait_s[slot] = self._starts.until_serving_s(now, slot)
         for _ in now.layout.generation:
             source = int(np.argmax(state.end_s))
-            mine = np.flatnonzero(rows.home == source)
-            half = mine[np.argsort(means[mine], kind="stable")][: mine.size // 2]
+            on_source = np.flatnonzero(rows.home == source)
+            half = on_source[np.argsort(means[on_source], kind="stable")][: on_source.size // 2]
             if not half.size:
                 break
-            delay_s = float(transfer.seconds[source]) * half.size / mine.size
+            delay_s = float(transfer.seconds[source]) * half.size / on_source.size
             sooner = slots[state.end_s[slots] < state.end_s[source]]
             move = relieve(state, aim, part_of(rows, half, state), sooner, delay_s + wait_s[sooner])
             if move is None:
@@ -296,7 +296,7 @@ def _note(now: PolicyContext, move: Transfer, why: str, aim: Aim) -> Action:
 
 def _iteration_s(now: PolicyContext, state: MigrationState) -> Floats:
     """[slots]: seconds of an iteration now by the models; 0 if an engine does other work than decoding."""
-    decodes = [there.state is ReplicaState.SERVING and there.waiting == 0 for there in now.view.slots]
+    decodes = [slot_view.state is ReplicaState.SERVING and slot_view.waiting == 0 for slot_view in now.view.slots]
     slots = np.flatnonzero(np.array(decodes) & (state.count > 0))
     iteration_s = np.zeros(now.slots)
     iteration_s[slots] = state.iteration_s(slots)
