@@ -85,7 +85,7 @@ class EngineSettings:
             timeouts=run.timeouts,
             kv_bytes=kv_bytes,
             batch_invariant=run.generation.batch_invariant,
-            sleeps=run.placement.turns,
+            sleeps=run.placement.in_turns,
         )
 
     @property

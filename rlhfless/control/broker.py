@@ -9,6 +9,10 @@ Waiting runs have an order: priority, which grows while a run waits (so nothing 
 holds the least; then the time of asking. The first run in that order for which there are enough devices of its kind at
 all is served before any run behind it: nothing smaller overtakes it for ever. For it, runs give back what they hold
 above their minimum, the last in order first; and if that is not enough, runs of a lower priority give way as a whole.
+Runs that share devices (`tenants` above 1) may be put on the same ones, where they take turns (rlhfless.fleet.seats):
+each of them may have whatever the other runs leave, as long as no device has more runs than any run on it allows. While
+they run they may be on as many devices as they were promised together, so a run that does not share waits for the rest.
+
 What nothing waits for goes to the runs that can use more, evenly.
 """
 
@@ -37,6 +41,12 @@ class DevicesRequest:
     granted: int
     held: int
     asked_at_s: float
+    tenants: int = 1
+    """Most runs on its devices, itself included."""
+
+    @property
+    def shares(self) -> bool:
+        return self.tenants > 1
 
     @property
     def taken(self) -> int:
@@ -81,17 +91,34 @@ class _Kind:
     @property
     def free(self) -> int:
         """Devices that are neither promised nor held."""
-        return self.count - sum(max(self.of(request), request.held) for request in self.requests)
+        alone, together = self._taken(held=True)
+        return self.count - alone - min(together, max(self.count - alone, 0))
 
-    @property
-    def to_come(self) -> int:
-        """Free devices, when everything that is asked back has been given back."""
-        gone = set(self.yields)
-        return self.count - sum(self.of(request) for request in self.requests if request.run_id not in gone)
+    def room(self, request: DevicesRequest) -> int:
+        """Devices that a waiting run may be promised now."""
+        return self._room(request, *self._taken(held=True))
+
+    def to_come(self, request: DevicesRequest) -> int:
+        """Devices that it may be promised when everything that is asked back has been given back."""
+        return self._room(request, *self._taken(held=False))
+
+    def _taken(self, *, held: bool) -> tuple[int, int]:
+        """Devices of runs that do not share, and of runs that do, each counted alone."""
+        of = {request.run_id: max(self.of(request), request.held) if held else self.of(request)
+              for request in self.requests if held or request.run_id not in self.yields}  # fmt: skip
+        alone = sum(of.get(request.run_id, 0) for request in self.requests if not request.shares)
+        return alone, sum(of.values()) - alone
+
+    def _room(self, request: DevicesRequest, alone: int, together: int) -> int:
+        left = self.count - alone
+        if not request.shares:
+            return left - min(together, max(left, 0))
+        most = min(each.tenants for each in self.requests if each.shares and (self.of(each) or each is request))
+        return min(left, most * left - together)
 
 
 def decide(requests: Iterable[DevicesRequest], present: Mapping[str, int], now_s: float) -> Decisions:
-    """The promises from now on. `there`: devices by kind."""
+    """The promises from now on. `present`: devices by kind."""
     by_kind: dict[str, list[DevicesRequest]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.run_id):
         by_kind[request.kind].append(request)
@@ -116,7 +143,7 @@ def _serve(kind: _Kind, now_s: float) -> list[DevicesRequest]:
     blocked = False
     for request in waiting:
         possible = request.minimum <= kind.count
-        if possible and not blocked and request.held == 0 and request.minimum <= kind.free:
+        if possible and not blocked and request.held == 0 and request.minimum <= kind.room(request):
             kind.granted[request.run_id] = request.minimum
             continue
         left.append(request)
@@ -143,13 +170,13 @@ def _take_back(kind: _Kind, wanting: DevicesRequest) -> None:
     holders = [request for request in kind.requests if not request.waits]
     last_first = sorted(holders, key=lambda r: (r.priority, -r.asked_at_s, r.run_id))
     for request in last_first:
-        while kind.to_come < wanting.minimum and kind.of(request) - request.unit >= request.minimum:
+        while kind.to_come(wanting) < wanting.minimum and kind.of(request) - request.unit >= request.minimum:
             kind.granted[request.run_id] = kind.of(request) - request.unit
     below = [request for request in last_first if request.priority < wanting.priority]
-    if kind.to_come + sum(kind.of(request) for request in below) < wanting.minimum:
+    if kind.to_come(wanting) + sum(kind.of(request) for request in below) < wanting.minimum:
         return  # to send them away would not help
     for request in below:
-        if kind.to_come < wanting.minimum:
+        if kind.to_come(wanting) < wanting.minimum:
             kind.yields.append(request.run_id)
 
 
@@ -171,7 +198,7 @@ def _share_out(kind: _Kind) -> None:
 def _even_out(kind: _Kind, poor: DevicesRequest) -> None:
     """A run that could use more, and finds nothing free, gets a unit of the run that has the most above its minimum:
     it is asked back now, and given when it is free."""
-    if kind.of(poor) + poor.unit > poor.maximum or kind.to_come >= poor.unit:
+    if kind.of(poor) + poor.unit > poor.maximum or kind.to_come(poor) - kind.of(poor) * poor.shares >= poor.unit:
         return
     rich = max(kind.requests, key=lambda r: (kind.of(r) - r.minimum, r.run_id))
     if kind.of(rich) - rich.minimum - (kind.of(poor) - poor.minimum) >= 2 * max(rich.unit, poor.unit):

@@ -88,6 +88,8 @@ class LeaseWanted(_Message):
     unit: int = Field(ge=1)
     held: int = Field(ge=0)
     """Devices that it uses now."""
+    tenants: int = Field(default=1, ge=1)
+    """Most runs that it shares them with, itself included."""
 
 
 class Now(_Message):
@@ -162,3 +164,5 @@ class DriverOrder(_Message):
     """See ServiceSettings.sizes."""
     memory_gib: float | None = None
     """See ServiceSettings.driver_memory_gib."""
+    priority: int = 0
+    """Of the run, among those that share its devices."""

@@ -135,6 +135,7 @@ class Supervisor(Looker):
                     lease.granted,
                     lease.held,
                     lease.asked_at,
+                    lease.tenants,
                 )
                 for lease, run in rows
             ]
@@ -201,6 +202,7 @@ class Supervisor(Looker):
             spec=begun.spec,
             sizes=settings.sizes.model_dump(),
             memory_gib=settings.driver_memory_gib,
+            priority=begun.priority,
         )
 
         def start() -> dict[str, object]:

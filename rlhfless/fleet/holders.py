@@ -8,6 +8,10 @@ The run's *keeper* is the detached actor that owns its holders. It outlives the 
 the devices still held, and ends by itself when its lease does; the holders, also those that pend, end with it. The
 attempt number fences off a driver that was believed dead.
 
+Runs that share devices (`placement.tenants`) have one keeper together. It puts a run on devices of its own while there
+are free ones, and else on the devices with the fewest runs; and it says whose turn it is there (rlhfless.fleet.seats).
+A run whose driver has died keeps its turn until its lease ends, which is after its replicas have.
+
 CPU cores: Ray counts them, and does not say which. A holder locks a file per core, so that the runs of one user on one
 machine get different cores; the kernel gives the locks back when the holder ends, however it ends.
 
@@ -20,7 +24,8 @@ import asyncio
 import fcntl
 import os
 import tempfile
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -29,6 +34,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, OutOfMemoryError, RayActorError
 
+from rlhfless.fleet.seats import SeatTurns
 from rlhfless.folders import private
 from rlhfless.functions.lease import Lease, LeaseTerms
 
@@ -41,6 +47,9 @@ HEAD_RESOURCE = "node:__internal_head__"
 DIED = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
 """What a call of an actor that has died raises: Ray's errors for one that it killed for memory, and for one whose node
 went before it was there, are no RayActorErrors."""
+
+MOST_CALLS = 1000
+"""Calls of a keeper at a time: each run of eight has some that wait, and Ray's own limit is met only by accident."""
 
 LOOK_S = 5.0
 """How often a keeper looks whether its lease has ended."""
@@ -135,65 +144,140 @@ def lock_cores(wanted: int, cores: Collection[int], folder: Path) -> list[tuple[
     return locked
 
 
-class Keeper:
-    """Owns the holders of one run. All methods are idempotent, and raise StaleHolder for an older attempt.
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A run's driver, as its keeper knows it."""
 
-    Their `lease_s` says how long the keeper waits for the next call before it gives everything back.
-    """
+    run_id: str
+    attempt: int
+    lease_s: float
+    """How long the keeper waits for the next call before it gives back all that the run has."""
+    most: int = 1
+    """Most runs on a device, this one included."""
+    priority: int = 0
+
+
+@dataclass
+class _Seat:
+    """Devices that a holder has or waits for, and the runs that use them."""
+
+    demand: Demand
+    holder: Any
+    groups: dict[str, str]
+    """By run: its name for them."""
+    most: int
+    held: Held | None = None
+
+    def takes(self, tenant: Tenant, demand: Demand) -> bool:
+        """Whether the run may be put here, too."""
+        room = len(self.groups) < min(self.most, tenant.most) and tenant.run_id not in self.groups
+        return room and self.held is not None and demand.is_met_by(self.demand)
+
+
+class Keeper:
+    """Owns the holders of a run, or of all runs that share devices. All methods are idempotent, renew the run's lease,
+    and raise StaleHolder for an older attempt of it."""
 
     def __init__(self, lease_s: float) -> None:
-        self._attempt = 0
-        self._holders: dict[str, tuple[Demand, Any]] = {}
+        self._attempts: dict[str, int] = {}
+        self._ends_s: dict[str, float] = {}
+        self._seats: dict[str, _Seat] = {}
+        self._made = count()
+        self._turns = SeatTurns()
+        self._changes = asyncio.Condition()
         # An actor that ends by itself: Ray ends what it owns.
         self._lease = Lease(LeaseTerms(first_s=lease_s, renewed_s=LOOK_S), lambda: os._exit(0))
 
-    def _admit(self, attempt: int, lease_s: float) -> None:
-        if attempt < self._attempt:
-            raise StaleHolder(f"attempt {attempt} asks, but attempt {self._attempt} has taken over")
-        self._attempt = attempt
-        self._lease.renew(lease_s)
+    async def _admit(self, tenant: Tenant) -> None:
+        newest = self._attempts.setdefault(tenant.run_id, tenant.attempt)
+        if tenant.attempt < newest:
+            raise StaleHolder(f"attempt {tenant.attempt} asks, but attempt {newest} has taken over")
+        now_s = time.monotonic()
+        self._attempts[tenant.run_id], self._ends_s[tenant.run_id] = tenant.attempt, now_s + tenant.lease_s
+        for run_id, end_s in list(self._ends_s.items()):
+            if end_s < now_s:
+                await self._drop(run_id)
+        self._lease.renew(max(self._ends_s.values()) - now_s)
 
-    async def hold(self, attempt: int, lease_s: float, group: str, demand: Demand, wait_s: float) -> Held | None:
-        """What the group's holder has; None if it still pends after `wait_s`. One that is lost is made anew."""
-        self._admit(attempt, lease_s)
-        known = self._holders.get(group)
-        if known is not None and not demand.is_met_by(known[0]):
-            self._end(group)
-            known = None
-        if known is None:
-            make: Any = ray.remote(**demand.options())  # type: ignore[call-overload]  # Ray's types know no labels
-            known = self._holders[group] = (demand, make(Holder).remote(demand))
+    async def _drop(self, run_id: str) -> None:
+        """A run has left, or its driver has died and its replicas with it."""
+        for name, seat in list(self._seats.items()):
+            if run_id in seat.groups:
+                self._stand_up(name, run_id)
+        self._ends_s.pop(run_id, None)
+        self._turns.leave(run_id, time.monotonic())
+        await self._changed()
+
+    # -- devices
+
+    async def hold(self, tenant: Tenant, group: str, demand: Demand, wait_s: float, room: bool) -> Held | None:
+        """What the group's holder has; None if it still pends after `wait_s`. One that is lost is made anew. Devices
+        are shared with other runs where there is no `room`, which says that a node has them free."""
+        await self._admit(tenant)
+        name = self._seat_of(tenant.run_id, group)
+        if name is not None and not demand.is_met_by(self._seats[name].demand):
+            self._stand_up(name, tenant.run_id)
+            name = None
+        if name is None or self._seats[name].held is None:
+            # What pends since another run was first is shared with it, too.
+            shared = self._shared(tenant, group, demand) if name is not None or not room else None
+            if name is not None and shared is not None:
+                self._stand_up(name, tenant.run_id)
+            name = shared or name or self._new(tenant, group, demand)
+        seat = self._seats[name]
         try:
-            return await asyncio.wait_for(known[1].held.remote(), wait_s)
+            seat.held = await asyncio.wait_for(seat.holder.held.remote(), wait_s)
         except (TimeoutError, ActorUnavailableError):
             return None
         except DIED:
-            if self._holders.get(group) is known:
-                self._end(group)
+            if self._seats.get(name) is seat:
+                self._end(name)
             return None
+        return seat.held
 
-    async def held(self, attempt: int, lease_s: float, wait_s: float) -> dict[str, tuple[Demand, Held]]:
-        """What all groups hold by now: holders that pend are given up."""
-        self._admit(attempt, lease_s)
-        known = dict(self._holders)
+    def _seat_of(self, run_id: str, group: str) -> str | None:
+        return next((name for name, seat in self._seats.items() if seat.groups.get(run_id) == group), None)
+
+    def _shared(self, tenant: Tenant, group: str, demand: Demand) -> str | None:
+        """The seat with the fewest runs, now with this one, too."""
+        fit = [name for name, seat in self._seats.items() if seat.takes(tenant, demand)]
+        if not fit:
+            return None
+        name = min(fit, key=lambda name: (len(self._seats[name].groups), name))
+        seat = self._seats[name]
+        seat.groups[tenant.run_id], seat.most = group, min(seat.most, tenant.most)
+        return name
+
+    def _new(self, tenant: Tenant, group: str, demand: Demand) -> str:
+        make: Any = ray.remote(**demand.options())  # type: ignore[call-overload]  # Ray's types know no labels
+        name = f"{next(self._made):06d}"
+        self._seats[name] = _Seat(demand, make(Holder).remote(demand), {tenant.run_id: group}, tenant.most)
+        return name
+
+    async def held(self, tenant: Tenant, wait_s: float) -> dict[str, tuple[Demand, Held]]:
+        """What all groups of the run hold by now: holders that pend are given up."""
+        await self._admit(tenant)
+        known = {seat.groups[tenant.run_id]: seat.demand for seat in self._seats.values()
+                 if tenant.run_id in seat.groups}  # fmt: skip
         answers = await asyncio.gather(
-            *(self.hold(attempt, lease_s, group, demand, wait_s) for group, (demand, _) in known.items())
+            *(self.hold(tenant, group, demand, wait_s, room=True) for group, demand in known.items())
         )
         held_by_group = {
-            group: (known[group][0], held) for group, held in zip(known, answers, strict=True) if held is not None
+            group: (known[group], held) for group, held in zip(known, answers, strict=True) if held is not None
         }
-        await self.release(attempt, lease_s, [group for group in known if group not in held_by_group])
+        await self.release(tenant, [group for group in known if group not in held_by_group])
         return held_by_group
 
-    async def lost(self, attempt: int, lease_s: float, groups: Sequence[str], wait_s: float) -> list[str]:
+    async def lost(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> list[str]:
         """Which of the groups have no living holder any more. One that does not answer in time may live."""
-        self._admit(attempt, lease_s)
+        await self._admit(tenant)
 
         async def is_lost(group: str) -> bool:
-            if group not in self._holders:
+            name = self._seat_of(tenant.run_id, group)
+            if name is None:
                 return True
             try:
-                await asyncio.wait_for(self._holders[group][1].held.remote(), wait_s)
+                await asyncio.wait_for(self._seats[name].holder.held.remote(), wait_s)
             except (TimeoutError, ActorUnavailableError):
                 return False
             except DIED:
@@ -203,34 +287,97 @@ class Keeper:
         gone = await asyncio.gather(*map(is_lost, groups))
         return [group for group, is_gone in zip(groups, gone, strict=True) if is_gone]
 
-    async def release(self, attempt: int, lease_s: float, groups: Sequence[str]) -> None:
+    async def release(self, tenant: Tenant, groups: Sequence[str]) -> None:
         """Give devices back, or take demands back. Unknown groups are fine."""
-        self._admit(attempt, lease_s)
+        await self._admit(tenant)
+        await self.pass_on(tenant, groups)
         for group in groups:
-            self._end(group)
+            if (name := self._seat_of(tenant.run_id, group)) is not None:
+                self._stand_up(name, tenant.run_id)
 
-    def _end(self, group: str) -> None:
-        if group in self._holders:
-            ray.kill(self._holders.pop(group)[1])
+    async def leave(self, tenant: Tenant) -> None:
+        """The run has ended."""
+        await self._admit(tenant)
+        await self._drop(tenant.run_id)
+        if not self._ends_s:
+            self._lease.renew()  # the next run may come at once
+
+    def _stand_up(self, name: str, run_id: str) -> None:
+        seat = self._seats[name]
+        seat.groups.pop(run_id, None)
+        if not seat.groups:
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        ray.kill(self._seats.pop(name).holder)
+
+    # -- turns
+
+    def _names(self, run_id: str, groups: Sequence[str]) -> list[str]:
+        names = (self._seat_of(run_id, group) for group in groups)
+        return [name for name in names if name is not None]
+
+    async def turn(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> list[str]:
+        """Wait for the run's turn on all these devices; empty when it has come. Otherwise, after `wait_s`, the runs
+        whose turn it is: the request keeps its place."""
+        await self._admit(tenant)
+        seats = self._names(tenant.run_id, groups)
+
+        def is_mine() -> bool:
+            return self._turns.ask(tenant.run_id, seats, tenant.priority, time.monotonic())
+
+        if is_mine():
+            return []
+        await self._changed()  # an owner may wait for word that its devices are wanted
+        return [] if await self._until(is_mine, wait_s) else self._turns.owners(seats) or ["another run"]
+
+    async def wanted(self, tenant: Tenant, groups: Sequence[str], wait_s: float) -> bool:
+        """Whether another run waits, within `wait_s`, for devices of these on which it is the run's turn."""
+        await self._admit(tenant)
+        seats = self._names(tenant.run_id, groups)
+        return await self._until(lambda: self._turns.wanted(tenant.run_id, seats), wait_s)
+
+    async def pass_on(self, tenant: Tenant, groups: Sequence[str]) -> None:
+        """Nothing of the run is awake on these devices."""
+        await self._admit(tenant)
+        self._turns.pass_on(tenant.run_id, self._names(tenant.run_id, groups), time.monotonic())
+        await self._changed()
+
+    async def _until(self, happens: Callable[[], bool], wait_s: float) -> bool:
+        async with self._changes:
+            try:
+                await asyncio.wait_for(self._changes.wait_for(happens), wait_s)
+            except TimeoutError:
+                return False
+            return True
+
+    async def _changed(self) -> None:
+        async with self._changes:
+            self._changes.notify_all()
 
 
-def keeper_of(run_id: str, lease_s: float) -> Any:
-    """The run's keeper, made if need be. Returns its handle at once."""
+SHARED_KEEPER = "shared-devices"
+"""Name of the one keeper of all runs that share devices."""
+
+
+def keeper_of(name: str, lease_s: float) -> Any:
+    """The keeper of this name, made if need be. Returns its handle at once."""
     make: Any = ray.remote(  # type: ignore[call-overload]  # Ray's types do not know every option
-        name=run_id,
+        name=name,
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
         max_restarts=0,
+        max_concurrency=MOST_CALLS,
         num_cpus=0,
         resources={HEAD_RESOURCE: 0.0001},
     )
     return make(Keeper).remote(lease_s)
 
 
-def keeper_left(run_id: str) -> Any | None:
-    """The keeper that an earlier driver of the run has left, if it lives."""
+def keeper_left(name: str) -> Any | None:
+    """The keeper of this name, if it lives: an earlier driver of a run has left it, or other runs use it."""
     try:
-        return ray.get_actor(run_id, namespace=NAMESPACE)
+        return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None

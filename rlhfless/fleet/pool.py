@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -160,9 +160,13 @@ class ReplicaPool(Replicas):
     async def fill(self, count: int) -> None:
         """Start replicas at the first free slots until there are `count`, all at once. They are up then, but not
         opened."""
-        missing = count - len(self.replicas())
-        async with self.turn(self._call):
-            await gather_or_cancel(*(self.start_one(slot) for slot in self._free()[: max(missing, 0)]))
+        slots = self._free()[: max(count - len(self.replicas()), 0)]
+        async with self._reserved(slots), self.turn(self._call):
+            await gather_or_cancel(*map(self.start_one, slots))
+
+    def _reserved(self, slots: Sequence[int]) -> AbstractAsyncContextManager[None]:
+        allocations = [self.allocations[slot] for slot in slots]
+        return self._devices.reserved(allocations, f"{self.function} {' '.join(map(str, slots))}")
 
     def _free(self) -> list[int]:
         """Slots whose allocations no replica holds."""
@@ -170,8 +174,9 @@ class ReplicaPool(Replicas):
 
     async def add(self, call: Call, slot: int | None = None) -> Replica:
         """Start one more replica, at `slot` or at the first free slot; returns when it serves."""
-        async with self.turn(call):
-            return await self._add(call, next(iter(self._free()), 0) if slot is None else slot)
+        slot = next(iter(self._free()), 0) if slot is None else slot
+        async with self._reserved([slot]), self.turn(call):
+            return await self._add(call, slot)
 
     async def _add(self, call: Call, slot: int) -> Replica:
         replica = await self.start_one(slot)

@@ -118,7 +118,7 @@ class Replica:
             return {}
         lasted_s = self._clock() - since_s
         held_s: dict[str, float] = {}
-        for device, share in self.allocation.shared:
+        for device, share in self.allocation.billed(self.state):
             held_s[device.kind] = held_s.get(device.kind, 0.0) + lasted_s * share
         return held_s
 

@@ -10,24 +10,25 @@ A wait for devices says what it waits for within SAY_S, says it again, and ends 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from rlhfless.fleet.cluster import Cluster, FleetError
-from rlhfless.fleet.holders import DIED, Demand, Held, StaleHolder, keeper_left, keeper_of
+from rlhfless.fleet.holders import DIED, SHARED_KEEPER, Demand, Held, StaleHolder, Tenant, keeper_left, keeper_of
 from rlhfless.fleet.nodes import NODE_LABEL, selector, shortage
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call, StaleCall
 from rlhfless.scaling.acquisition import Acquired, fitting
 from rlhfless.scaling.placement import CPU_KIND, Allocation, Device, DeviceGroup, Node, Placement
-from rlhfless.spec import TimeoutsSpec
+from rlhfless.spec import RunSpec
 from rlhfless.telemetry.progress import FOR_DEVICES
 
 log = logging.getLogger(__name__)
@@ -67,14 +68,17 @@ class RunDevices:
     """Takes and gives back a run's groups of devices."""
 
     def __init__(
-        self, cluster: Cluster, placement: Placement, call: Call, timeouts: TimeoutsSpec, lease_s: float, shown: Shown
+        self, cluster: Cluster, placement: Placement, call: Call, spec: RunSpec, priority: int, shown: Shown
     ) -> None:
+        """`priority`: of the run, among those that share devices with it."""
         self._cluster = cluster
         self._placement = placement
         self._call = call
-        self._timeouts = timeouts
-        self._lease_s = lease_s
-        self._shown = shown
+        self.timeouts = spec.timeouts
+        self._lease_s = spec.recovery.lease_s
+        self._tenants = spec.placement.tenants
+        self._priority = priority
+        self.shown = shown
         self._keeper: Any = None
         self._taken: dict[str, _Taken] = {}
         self._to_come: frozenset[str] = frozenset()
@@ -83,6 +87,11 @@ class RunDevices:
         that is killed before would leave its devices held for as long as a start may take."""
         self.acquired: Callable[[Acquired], None] = lambda _: None
         """Told of devices that were waited for."""
+
+    @property
+    def shared(self) -> bool:
+        """Other runs may be on the same devices."""
+        return self._tenants > 1
 
     # -- taking and giving back
 
@@ -98,6 +107,17 @@ class RunDevices:
             taken.starting.add(user)
         await gather_or_cancel(*map(self._take, groups))
         return self._bound(allocation)
+
+    @contextlib.asynccontextmanager
+    async def reserved(self, allocations: Sequence[Allocation], user: str) -> AsyncIterator[None]:
+        """Within the block a run that shares its devices holds these, so that it can take its turn there before
+        anything starts. Raises as `acquire`."""
+        try:
+            if self.shared:
+                await gather_or_cancel(*(self.acquire(each, user, lambda _: None) for each in allocations))
+            yield
+        finally:
+            await self.release(user)
 
     def is_up(self, user: str) -> None:
         """A user has started, and has a lease that is renewed from now on."""
@@ -128,7 +148,7 @@ class RunDevices:
         if self._keeper is None or self._cluster.lost:
             return
         try:
-            await self._ask("release", groups)
+            await self.ask("release", groups)
         except StaleCall:
             pass  # they belong to the newer attempt now
         except FleetError as error:
@@ -151,12 +171,17 @@ class RunDevices:
             if taken is None or taken.held is None:
                 raise NoDevices(f"devices {group.name} were lost as soon as they were there")
             devices |= group.bound(taken.held.node, taken.held.local_ids)
-        return Allocation(tuple(devices[device.name] for device in allocation.devices), allocation.shares)
+        return replace(allocation, devices=tuple(devices[device.name] for device in allocation.devices))
 
     def must_come(self, allocation: Allocation) -> bool:
         """Whether a replica there would wait for a node: when nodes were last looked at, none had its devices free."""
         return any(group.name in self._to_come and not self._holds(group) for group in
                    self._placement.groups_of(allocation))  # fmt: skip
+
+    def holders_of(self, allocations: Sequence[Allocation]) -> dict[str, str]:
+        """The groups of these allocations that the run holds, with their holders."""
+        groups = {group.name for each in allocations for group in self._placement.groups_of(each)}
+        return {name: taken.held.holder for name, taken in self._taken.items() if name in groups and taken.held}
 
     def _holds(self, group: DeviceGroup) -> bool:
         return group.name in self._taken and self._taken[group.name].held is not None
@@ -174,7 +199,7 @@ class RunDevices:
         taken = self._taken[group.name]
         async with taken.asking:
             nodes, asked_s = await self._cluster.nodes(group.kind), time.time()
-            held = await self._ask("hold", group.name, _demand(group, nodes), SAY_S)
+            held = await self.ask("hold", group.name, _demand(group, nodes), SAY_S, _room(group, nodes))
             if held is None:
                 held = await self._wait(group)
             if taken.held is None:
@@ -189,8 +214,8 @@ class RunDevices:
             waited_s = time.monotonic() - began_s
             nodes = await self._cluster.nodes(group.kind)
             reason = shortage(group, nodes)
-            text = f"{FOR_DEVICES} ({waited_s:.0f} s of at most {self._timeouts.devices_s:.0f} s): {reason}"
-            if waited_s > self._timeouts.devices_s:
+            text = f"{FOR_DEVICES} ({waited_s:.0f} s of at most {self.timeouts.devices_s:.0f} s): {reason}"
+            if waited_s > self.timeouts.devices_s:
                 raise NoDevices(
                     f"waited {waited_s:.0f} s (timeouts.devices_s) for devices: {reason}. Wait until they are free, "
                     "lower placement.devices, or see why the autoscaler brings no node"
@@ -198,8 +223,8 @@ class RunDevices:
             if waited_s - told_s >= SAY_AGAIN_S:
                 log.warning("%s", text)
                 told_s = waited_s
-            with self._shown(text):
-                held = await self._ask("hold", group.name, _demand(group, nodes), SAY_S)
+            with self.shown(text):
+                held = await self.ask("hold", group.name, _demand(group, nodes), SAY_S, _room(group, nodes))
             if held is not None:
                 return held
 
@@ -227,7 +252,7 @@ class RunDevices:
             return
         await self.look()
         try:
-            gone = await self._ask("lost", names, SAY_S)
+            gone = await self.ask("lost", names, SAY_S)
         except FleetError as error:
             log.warning("%s", error)
             return
@@ -245,11 +270,11 @@ class RunDevices:
 
     async def adopt(self) -> None:
         """Find what an earlier driver of the run has left. What no replica is found on is given back by `settle`."""
-        self._keeper = await asyncio.to_thread(keeper_left, self._call.run_id)
+        self._keeper = await asyncio.to_thread(keeper_left, self._keeper_name)
         if self._keeper is None:
             return
         try:
-            left = await self._ask("held", SAY_S)
+            left = await self.ask("held", SAY_S)
         except FleetError as error:
             log.warning("devices of an earlier attempt: %s", error)
             return
@@ -274,27 +299,33 @@ class RunDevices:
         if self._keeper is None or self._cluster.private:
             return
         try:
-            await self._ask("release", [group.name for group in self._placement.groups])
+            await self.ask("leave")
         except (StaleCall, FleetError) as error:
             log.info("the keeper of the run's devices is left to its lease: %s", error)
             return
-        await asyncio.to_thread(ray.kill, self._keeper)
+        if not self.shared:
+            await asyncio.to_thread(ray.kill, self._keeper)
 
     # -- calls of the keeper
+
+    @property
+    def _keeper_name(self) -> str:
+        return SHARED_KEEPER if self.shared else self._call.run_id
 
     @property
     def _keeps_s(self) -> float:
         """The lease of what is held. Longer than that of the replicas on it, and their orderly stop, so that no other
         run gets a device that a replica still uses: a driver renews its replicas' leases with every call."""
-        return 2 * self._lease_s + self._timeouts.drain_s + (self._timeouts.start_s if self._any_starts else 0.0)
+        return 2 * self._lease_s + self.timeouts.drain_s + (self.timeouts.start_s if self._any_starts else 0.0)
 
-    async def _ask(self, method: str, *arguments: object) -> Any:
+    async def ask(self, method: str, *arguments: object) -> Any:
         """Call the keeper. Raises StaleCall, or FleetError if it is lost, with all that it held, or does not answer."""
         try:
             if self._keeper is None:
-                self._keeper = keeper_of(self._call.run_id, self._keeps_s)
-            call = getattr(self._keeper, method).remote(self._call.attempt, self._keeps_s, *arguments)
-            return await asyncio.wait_for(call, CALL_S)
+                self._keeper = keeper_of(self._keeper_name, self._keeps_s)
+            run_id, attempt = self._call.run_id, self._call.attempt
+            tenant = Tenant(run_id, attempt, self._keeps_s, self._tenants, self._priority)
+            return await asyncio.wait_for(getattr(self._keeper, method).remote(tenant, *arguments), CALL_S)
         except RayTaskError as error:
             if isinstance(error.cause, StaleHolder):
                 raise StaleCall(f"devices of run {self._call.run_id}: {error.cause}") from error
@@ -319,6 +350,11 @@ def _demand(group: DeviceGroup, nodes: Sequence[Node]) -> Demand:
         return Demand(group.kind, count, gpu, _pairs(anywhere) if gpu else ())
     here = {NODE_LABEL: group.node}
     return Demand(group.kind, count, gpu, _pairs(here, anywhere or {NODE_LABEL: f"!in({group.node})"}))
+
+
+def _room(group: DeviceGroup, nodes: Sequence[Node]) -> bool:
+    """A node has the devices of a group free."""
+    return any(node.free(group.kind) >= len(group.devices) for node in nodes)
 
 
 def _pairs(*selectors: dict[str, str]) -> tuple[tuple[tuple[str, str], ...], ...]:

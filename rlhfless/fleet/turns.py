@@ -7,6 +7,9 @@ A turn ends when another function wants one and no call of this one is under way
 so calls of one function that follow each other cost nothing. The owner falls asleep before the next one wakes: never do
 two of them hold the device's memory, whatever the functions promise, and a wake reads how much is free.
 
+Where other runs may be on the same devices (`placement.tenants`), the owner's turn is the run's turn, too: it is taken
+before a function wakes, and passed on, with all functions asleep, when another run waits for it.
+
 Invariants: calls of the owner never wait for a function that wants the turn, so a turn may be taken inside a turn of
 the same function. A switch that failed or was cancelled leaves no owner, and the next one puts all others to sleep.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -23,6 +26,7 @@ from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.tasks import gather_or_cancel
 from rlhfless.functions.base import Call
 from rlhfless.scaling.function_kinds import no_phases
+from rlhfless.scaling.placement import Allocation
 
 
 class Taker(Protocol):
@@ -35,15 +39,41 @@ class Taker(Protocol):
         """Get it back. Idempotent."""
 
 
+class Lent(Protocol):
+    """The run's turn on devices that it shares with other runs."""
+
+    async def take(self, within_s: float | None = None) -> None:
+        """Returns when it has come. Idempotent."""
+
+    async def pass_on(self) -> None:
+        """All is asleep there. Idempotent."""
+
+    async def wanted(self) -> None:
+        """Returns when another run waits for it."""
+
+
+MORE_S = 10.0
+"""Longest wait for one more device in the midst of a phase. Short: the run keeps its other devices meanwhile, and the
+owner of this one may wait for those; an actor that gets no device in time starts in a later phase."""
+
+
+PAUSE_S = 0.05
+"""A pause between two calls that is longer ends a phase: calls of one phase follow each other within milliseconds, and
+a change of turn costs from hundreds of milliseconds to seconds."""
+
+
 class Turns:
     """The turns of functions that share devices, directly or by way of others."""
 
-    def __init__(self, takers: Sequence[Taker]) -> None:
+    def __init__(self, takers: Sequence[Taker], lent: Lent | None = None) -> None:
         self._takers = takers
+        self._lent = lent
         self._owner: Taker | None = None
         self._switching = False
         self._calls = 0
         """The owner's calls that are under way."""
+        self._entries = 0
+        """Calls since the beginning."""
         self._waiting: list[asyncio.Future[None]] = []
 
     @contextlib.asynccontextmanager
@@ -55,7 +85,10 @@ class Turns:
             else:
                 await self._switch(taker, call)
         self._calls += 1
+        self._entries += 1
         try:
+            if self._lent is not None:
+                await self._lent.take(MORE_S)
             yield
         finally:
             self._calls -= 1
@@ -65,11 +98,33 @@ class Turns:
         self._owner, self._switching = None, True
         try:
             await gather_or_cancel(*(other.fall_asleep(call) for other in self._takers if other is not taker))
+            if self._lent is not None:
+                await self._lent.take()
             await taker.wake_up(call)
             self._owner = taker
         finally:
             self._switching = False
             self._changed()
+
+    async def lend(self, call: Call) -> None:
+        """Pass the run's turn on whenever another run waits for it and its phase is over. Ends with StaleCall."""
+        while self._lent is not None:
+            await self._lent.wanted()
+            await self._phase_over()
+            self._owner, self._switching = None, True
+            try:
+                await gather_or_cancel(*(taker.fall_asleep(call) for taker in self._takers))
+                await self._lent.pass_on()
+            finally:
+                self._switching = False
+                self._changed()
+
+    async def _phase_over(self) -> None:
+        """Returns when no call has been under way for PAUSE_S, and none is."""
+        entries = -1
+        while self._switching or self._calls or entries != self._entries:
+            entries = self._entries
+            await (self._change() if self._switching or self._calls else asyncio.sleep(PAUSE_S))
 
     async def _change(self) -> None:
         """Returns when a call or a switch has ended."""
@@ -84,20 +139,24 @@ class Turns:
                 change.set_result(None)
 
 
-def take_turns(pools: Iterable[ReplicaPool]) -> None:
+def take_turns(pools: Iterable[ReplicaPool], lent: Callable[[Sequence[Allocation]], Lent] | None = None) -> list[Turns]:
     """Pools that share devices, and hold memory there, take turns from now on. All devices that a chain of such pools
-    joins have one owner: the learner's ranks work together, so it owns all of its devices or none."""
-    left = [pool for pool in pools if pool.kind.phases is not no_phases]
+    joins have one owner: the learner's ranks work together, so it owns all of its devices or none. With `lent`, which
+    knows the run's turn on devices that it shares with other runs, each pool takes turns, if only with these."""
+    left, turns = [pool for pool in pools if pool.kind.phases is not no_phases], []
     while left:
         joined = [left.pop()]
         for pool in joined:
             beside = [other for other in left if _devices(pool) & _devices(other)]
             joined += beside
             left = [other for other in left if other not in beside]
-        if len(joined) > 1:
-            turns = Turns(joined)
-            for pool in joined:
-                pool.turn = partial(turns.of, pool)
+        if len(joined) == 1 and lent is None:
+            continue
+        allocations = [allocation for pool in joined for allocation in pool.allocations]
+        turns.append(Turns(joined, None if lent is None else lent(allocations)))
+        for pool in joined:
+            pool.turn = partial(turns[-1].of, pool)
+    return turns
 
 
 def _devices(pool: ReplicaPool) -> set[str]:

@@ -28,6 +28,8 @@ class DevicesWanted:
     """With these it has all actors that its spec allows."""
     unit: int
     """Devices of one generation actor, which it takes and gives back together."""
+    tenants: int = 1
+    """Most runs that it shares them with, itself included."""
 
 
 class StopCause(StrEnum):

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from rlhfless.fleet.blueprint import Blueprint
 from rlhfless.fleet.cluster import Cluster
+from rlhfless.fleet.lending import LentDevices
 from rlhfless.fleet.pool import ReplicaPool
 from rlhfless.fleet.replica import Recorder
 from rlhfless.fleet.run_devices import RunDevices, Shown
-from rlhfless.fleet.turns import take_turns
+from rlhfless.fleet.turns import Turns, take_turns
 from rlhfless.functions.base import Call
 from rlhfless.functions.launching import Launch
 from rlhfless.loop.host import DevicesWanted
@@ -66,25 +67,26 @@ class Launcher:
         recorder: Recorder,
         folder: Path,
         shown: Shown,
+        priority: int,
     ) -> Launcher:
         """A launcher with a folder for the run's weights, and a plan of its devices; nothing is taken yet. `folder` is
-        the run's own; `shown` tells the user what is waited for.
+        the run's own; `shown` tells the user what is waited for; `priority` is for devices that runs share.
 
         Raises PlacementError if the cluster's devices do not suffice.
         """
         token = _store_token(folder) if serves_by_http(spec) else ""
         placement = place_run(spec, await cluster.nodes(spec.placement.kind))
-        devices = RunDevices(cluster, placement, call, spec.timeouts, spec.recovery.lease_s, shown)
+        devices = RunDevices(cluster, placement, call, spec, priority, shown)
         home = store_folder(spec, call.run_id)
         return cls(spec, prepared, call, cluster, recorder, placement, devices, folder, home, token)
 
-    def pools(self) -> dict[str, ReplicaPool]:
-        """By name of the function, the pool of its replicas. Nothing is started yet."""
+    def pools(self) -> tuple[dict[str, ReplicaPool], list[Turns]]:
+        """By name of the function, the pool of its replicas; and the turns that they take. Nothing is started yet."""
         launch = self._launch()
         pools = {kind.name: self._pool(launch, kind) for kind in kinds_of(self.spec)}
-        if self.spec.placement.turns:
-            take_turns(pools.values())
-        return pools
+        if not self.spec.placement.in_turns:
+            return pools, []
+        return pools, take_turns(pools.values(), partial(LentDevices, self.devices) if self.devices.shared else None)
 
     def _pool(self, launch: Launch, kind: FunctionKind) -> ReplicaPool:
         deployment = load_target(kind.deployment)
@@ -178,4 +180,5 @@ def devices_wanted(spec: RunSpec, placement: Placement) -> DevicesWanted:
         minimum=sum(len(group.devices) for group in groups if group.name in needed),
         maximum=sum(len(group.devices) for group in groups),
         unit=spec.generation.engine.tensor_parallel_size,
+        tenants=spec.placement.tenants,
     )

@@ -69,6 +69,8 @@ class Session:
     console: RunProgress
     sinks: MetricSinks
     host: Host = field(default_factory=NoHost)
+    priority: int = 0
+    """Among runs that share devices."""
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -142,19 +144,21 @@ async def _fleet(
     spec = session.spec
     call = Call(session.run_id, journal.attempt, 0)
     shown = session.console.stage
-    launcher = await Launcher.of(spec, session.prepared, call, cluster, ledger, session.folder, shown)
+    folder, priority = session.folder, session.priority
+    launcher = await Launcher.of(spec, session.prepared, call, cluster, ledger, folder, shown, priority)
     folders = store_folders(spec, session.run_id)
     if spec.placement.ray_address:  # of this machine, preflight knows
         nodes = await cluster.nodes(spec.placement.kind)
         await require_room(spec, session.prepared, launcher.placement, nodes, folders)
     launcher.devices.acquired = ledger.add_acquired
     await session.host.devices(devices_wanted(spec, launcher.placement))
-    by_name = launcher.pools()
+    by_name, turns = launcher.pools()
     pools = list(by_name.values())
     generation = by_name[name_of(spec, FunctionRole.SAMPLES)]
     lease_s = spec.recovery.lease_s
     beat = Heartbeat(pools, launcher.devices, call, lease_s, lambda: ledger.keep_up(pools, lease_s / BEATS_PER_LEASE))
     watches = [asyncio.create_task(watch.run()) for watch in (beat, LeavingWatch(pools, call))]
+    watches += [asyncio.create_task(each.lend(call)) for each in turns]
     run = Run(
         run_id=session.run_id,
         attempt=journal.attempt,

@@ -178,7 +178,7 @@ class Lifecycle:
         replica = life.function, life.replica, life.incarnation
         return tuple(
             Holding(*replica, device.name, device.kind, share, self._state, start_s, self._since_s)
-            for device, share in life.allocation.shared
+            for device, share in life.allocation.billed(self._state)
         )
 
     def _illegal(self, state: ReplicaState) -> IllegalTransition:

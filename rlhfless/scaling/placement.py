@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 
+from rlhfless.records import ReplicaState
 from rlhfless.spec import PlacementSpec
 from rlhfless.spec.errors import UserError
 
@@ -80,6 +81,8 @@ class Allocation:
     devices: tuple[Device, ...]
     shares: tuple[float, ...]
     """The share of each device, 0 to 1 `[device]`."""
+    lent: bool = False
+    """Other runs work on the devices while the replica sleeps, and pay for them."""
 
     @classmethod
     def of(cls, devices: Sequence[Device], share: float = 1.0) -> Allocation:
@@ -90,6 +93,11 @@ class Allocation:
     def shared(self) -> Iterator[tuple[Device, float]]:
         """Each device with the share of it."""
         return zip(self.devices, self.shares, strict=True)
+
+    def billed(self, state: ReplicaState) -> Iterator[tuple[Device, float]]:
+        """Each device with the share of it that a replica in this state pays for."""
+        away = self.lent and state is ReplicaState.SLEEPING
+        return ((device, 0.0 if away else share) for device, share in self.shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +208,8 @@ def place(spec: PlacementSpec, nodes: Sequence[Node], functions: Sequence[Wanted
             taken += count
         if wanted.site in (Site.SIDE, Site.BESIDE) and wanted.ranks > len(learner) and kind != CPU_KIND:
             raise PlacementError(f"{wanted.ranks_key} is {wanted.ranks}, but the learner has {len(learner)} device(s)")
+    if spec.tenants > 1:
+        return Placement({w.function: tuple(_whole(w, chosen[w.function])) for w in functions}, tuple(groups))
     return Placement(_with_shares(chosen), tuple(groups))
 
 
@@ -324,6 +334,13 @@ def _windows(spec: PlacementSpec, rooms: Sequence[_Room], size: int, actors: int
 def _own_cores(wanted: int, nodes: Sequence[Node]) -> int:
     """The number of cores that a function wants, or of the largest node if that has fewer."""
     return max(min(wanted, max((node.cores for node in nodes), default=wanted)), 1)
+
+
+def _whole(wanted: Wanted, chosen: Sequence[tuple[Device, ...]]) -> Iterator[Allocation]:
+    """The allocations of a function on devices that runs share: in its turn it has all of a device, and nothing else is
+    billed for it. Functions that hold no memory there take no turns, and pay for nothing."""
+    share = 0.0 if wanted.site is Site.BESIDE and not wanted.ranks_key else 1.0
+    return (Allocation(devices, (share,) * len(devices), lent=True) for devices in chosen)
 
 
 def _with_shares(

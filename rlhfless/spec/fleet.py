@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from rlhfless.spec.base import MOST_PROCESSES, Duration, Processes, SpecModel
 from rlhfless.spec.policies import CostAwareSpec, PolicySpec
 
+MOST_TENANTS = 8
+"""More runs than this take longer turns than a user waits for, and eight sleeping 7B runs fill a host's memory."""
+
 
 class PlacementSpec(SpecModel):
     """Which functions share devices."""
@@ -23,6 +26,12 @@ class PlacementSpec(SpecModel):
     the host's memory, or for actors without weights, which are loaded anew in each step. So a device holds the largest
     function instead of all of them; each step pays for two changes of turn, and nothing is computed beside
     generation on the devices that it uses."""
+
+    tenants: Annotated[int, Field(ge=1, le=MOST_TENANTS)] = 1
+    """Most runs that share the devices, this one included. Above 1 the run's functions sleep while another run of the
+    same service or cluster works on their devices (it says so, too), and all runs there take turns, phase by phase:
+    while one run generates, another learns. Devices that are free are used first. Each run that sleeps keeps its state
+    in the host's memory, and 0.8 GiB per function on the device, which the memory plan sets aside."""
 
     float32_on_gpus: bool = False
     """Allow `float32` in `model.dtype` or `learner.dtype` on GPUs, which is refused otherwise: it takes twice the
@@ -45,6 +54,11 @@ class PlacementSpec(SpecModel):
     trusted_network: bool = False
     """Join a cluster on other machines although RAY_AUTH_MODE is `disabled`: anyone who reaches its ports can run code
     there. Only for a network that no stranger can reach."""
+
+    @property
+    def in_turns(self) -> bool:
+        """Functions take turns on their devices, with each other or with other runs."""
+        return self.turns or self.tenants > 1
 
 
 class GenerationScalingSpec(SpecModel):

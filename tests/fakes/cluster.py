@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,9 @@ class FakeDevices:
     async def acquire(self, allocation: Allocation, user: str, lost: Any) -> Allocation:
         self.users.add(user)
         return allocation
+
+    def reserved(self, allocations: Sequence[Allocation], user: str) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
 
     def is_up(self, user: str) -> None: ...
 

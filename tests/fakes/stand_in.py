@@ -21,9 +21,11 @@ from rlhfless.functions.lease import LeaseTerms
 from rlhfless.records import FunctionName, Holding, Invocation
 from rlhfless.scaling.function_kinds import Bounds, declared
 from rlhfless.scaling.placement import Allocation, Site, Wanted, place
-from rlhfless.spec import PlacementSpec, TimeoutsSpec
+from rlhfless.spec import PlacementSpec, RunSpec, TimeoutsSpec
 
 LEASE_S = 20.0
+
+SMALL = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": [{"type": "exact_match"}]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,9 @@ async def stand_in_run(
         told.append((time.monotonic(), text))
         yield
 
-    devices = RunDevices(cluster, placement, call, timeouts, LEASE_S, shown)
+    run_spec = RunSpec.model_validate(SMALL | {"recovery": {"lease_s": LEASE_S}})
+    run_spec = run_spec.model_copy(update={"placement": spec, "timeouts": timeouts})
+    devices = RunDevices(cluster, placement, call, run_spec, 0, shown)
 
     def settings(allocation: Allocation) -> StandInSettings:
         return StandInSettings(run_id, LeaseTerms(120, 60), binding(allocation.devices, exclusive=False))

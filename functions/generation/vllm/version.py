@@ -45,9 +45,9 @@ def require_no_numba() -> None:
     if loaded := [name for name in ("numba", "llvmlite") if name in sys.modules]:
         raise RuntimeError(
             f"{loaded[0]} is imported in the process that is to start vLLM, and vLLM {SUPPORTED_RELEASE} on CPUs "
-            "cannot start beside it: its registry of kernels looks through all imported modules and fails at llvmlite's "
-            "objects (`'_lib_fn_wrapper' object has no attribute 'get'`). Start the engine from a main module that "
-            "imports neither numba nor rlhfless.scaling nor rlhfless.sim; processes that multiprocessing spawns import "
-            "the main module again. An import that is not in your program is that of a plugin of vLLM or of a "
+            "cannot start beside it: its registry of kernels looks through all imported modules and fails at "
+            "llvmlite's objects (`'_lib_fn_wrapper' object has no attribute 'get'`). Start the engine from a main "
+            "module that imports neither numba nor rlhfless.scaling nor rlhfless.sim; processes that multiprocessing "
+            "spawns import the main module again. An import that is not in your program is that of a plugin of vLLM or of a "
             "sitecustomize module: `python -X importtime` shows it"
         )

@@ -188,6 +188,7 @@ def _kind(kind: str, total: int, leases: Sequence[tuple[LeaseRow, RunRow]]) -> D
             minimum=lease.minimum,
             maximum=lease.maximum,
             asked_at=lease.asked_at,
+            tenants=lease.tenants,
         )
         for lease, run in sorted(leases, key=lambda pair: (pair[0].asked_at, pair[0].run_id))
     ]

@@ -158,6 +158,8 @@ class LeaseRow(Base):
     held: Mapped[int]
     """What the driver says that it uses: at most what was ever granted and not given back."""
     asked_at: Mapped[float]
+    tenants: Mapped[int] = mapped_column(default=1, server_default="1")
+    """Most runs on a device, this one included."""
 
 
 class IdempotencyRow(Base):

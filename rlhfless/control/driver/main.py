@@ -180,7 +180,9 @@ class _Attempt:
                     reporter.tell("message", level="warning", message=warning)
                 (self._folder / SPEC_FILE).write_text(resolved_yaml(spec), "utf-8")
             sinks = open_sinks(spec.logging, self._folder, self._order.run_id, console, reporter)
-            session = Session(spec, prepared, self._order.run_id, self._folder, reporter, sinks, reporter)
+            session = Session(
+                spec, prepared, self._order.run_id, self._folder, reporter, sinks, reporter, self._order.priority
+            )
             outcome = await Driver(session).execute()
         except StaleOutbox:
             raise

@@ -26,6 +26,7 @@ from rlhfless.loop.host import DevicesWanted, StopCause, Verdict
 from rlhfless.loop.run import Run
 from rlhfless.records import Experience, ReplicaState
 from rlhfless.records.checkpoints import Checkpoints
+from rlhfless.scaling.placement import Allocation
 from rlhfless.scaling.prices import PriceBook
 from rlhfless.telemetry.console import Console
 from rlhfless.telemetry.sinks import NO_SAMPLES, finite
@@ -104,6 +105,7 @@ class Reporter:
             maximum=wanted.maximum,
             unit=wanted.unit,
             held=self._held(wanted.kind),
+            tenants=wanted.tenants,
         )
 
     # -- from the service
@@ -267,13 +269,13 @@ def replicas_of(run: Run) -> list[ReplicaNow]:
                     devices=[device.name for device in devices],
                     kind=devices[0].kind,
                     node=devices[0].node,
-                    usd_per_hour=_rate(replica.state, replica.allocation.shared, prices),
+                    usd_per_hour=_rate(replica.state, replica.allocation, prices),
                 )
             )
     return replicas
 
 
-def _rate(state: ReplicaState, shared: Any, prices: PriceBook) -> float:
+def _rate(state: ReplicaState, allocation: Allocation, prices: PriceBook) -> float:
     if not state.holds_device:
         return 0.0
-    return float(sum(prices.price_usd_per_hour(device.kind) * share for device, share in shared))
+    return float(sum(prices.price_usd_per_hour(device.kind) * share for device, share in allocation.billed(state)))

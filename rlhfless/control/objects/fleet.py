@@ -72,6 +72,8 @@ class HolderObject(ApiObject):
     minimum: int
     maximum: int
     asked_at: float
+    tenants: int = 1
+    """Most runs that share its devices in turns, itself included."""
 
 
 class DeviceKindObject(ApiObject):

@@ -121,7 +121,7 @@ def _of_memory(spec: RunSpec) -> Iterator[Edit]:
         if size > spec.generation.engine.tensor_parallel_size:
             key = "generation.engine.tensor_parallel_size"
             yield f"{key}: {size}", {key: size}, None, None
-    for key, is_on in (("placement.turns", spec.placement.turns), ("learner.offload", spec.learner.offload)):
+    for key, is_on in (("placement.turns", spec.placement.in_turns), ("learner.offload", spec.learner.offload)):
         if not is_on:
             yield f"{key}: true", {key: True}, None, None
 

@@ -64,6 +64,8 @@ class DevicePlan:
     functions: tuple[FunctionPlan, ...]
     turns: bool = False
     """They take turns."""
+    guests: int = 0
+    """Other runs that sleep on it."""
 
     @property
     def size_bytes(self) -> int:
@@ -72,7 +74,8 @@ class DevicePlan:
         if not self.turns:
             return sum(held)
         asleep = [part.asleep_bytes for part in self.functions]
-        return sum(asleep) + max(map(int.__sub__, held, asleep), default=0)
+        guests = self.guests * PROCESS_BYTES * len(self.functions) * (self.kind != CPU_KIND)
+        return sum(asleep) + max(map(int.__sub__, held, asleep), default=0) + guests
 
     @property
     def fits(self) -> bool:
@@ -147,12 +150,14 @@ def memory_plan(
     plans = []
     for names, times in sorted(alike.items()):
         parts = [kinds[name] for name in names]
-        plans.append(DevicePlan(times, sheet.kind, memory, tuple(parts), spec.placement.turns))
+        plans.append(
+            DevicePlan(times, sheet.kind, memory, tuple(parts), spec.placement.in_turns, spec.placement.tenants - 1)
+        )
     store = version_bytes(shape, spec.model.dtype)
     states = (16 if spec.learner.offload else 4) * shape.parameters * spec.learner.copies
     frozen = _frozen_bytes(spec, shape, rewards)
     held = states + frozen
-    if spec.placement.turns and not spec.learner.offload:  # master weights and both moments wait there
+    if spec.placement.in_turns and not spec.learner.offload:  # master weights and both moments wait there
         held = max(held, 12 * shape.parameters * spec.learner.copies + frozen)
     if sheet.kind == CPU_KIND:
         held = sum(plan.count * plan.size_bytes for plan in plans) + (states if spec.learner.offload else 0)
